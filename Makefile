@@ -1,0 +1,48 @@
+# Two commands: `make train` and `make test`. Both need Python 3.11 and nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help train train-long test test-all lint format bench clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+train: $(VENV)/.installed  ## train a federated language model on real text, in about three minutes
+	$(BIN)/fedlm train recipes/sotu.toml
+
+train-long: $(VENV)/.installed  ## the same, longer: beats the smoothed trigram
+	$(BIN)/fedlm train recipes/sotu-long.toml
+
+test: lint  ## format, lint, types and the default tests
+	$(BIN)/python -m pytest
+
+test-all: lint  ## all tests, the slow ones too
+	$(BIN)/python -m pytest -m ''
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell src tests docs recipes benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+
+format: $(VENV)/.dev  ## put the code in form
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed  ## speed of the engines, side by side
+	$(BIN)/python -m benchmarks.engines
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:  ## remove the environment, runs and prepared stores
+	rm -rf $(VENV) runs .fedlm

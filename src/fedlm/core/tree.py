@@ -1,0 +1,86 @@
+"""Arithmetic on parameter trees.
+
+In:       trees of arrays with the same structure.
+Out:      trees or scalars.
+Promise:  plain element-wise arithmetic; nothing here claims a bound or a law.
+Not here: means (`server/aggregate.py`) and clips (`privacy`): those are claims and have rooms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+Tree = Any
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def sub(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def scale(a: Tree, factor: float | Float[Array, ""]) -> Tree:
+    return jax.tree.map(lambda x: x * factor, a)
+
+
+def add_scaled(a: Tree, b: Tree, factor: float | Float[Array, ""]) -> Tree:
+    """`a + factor * b` in one pass."""
+    return jax.tree.map(lambda x, y: x + factor * y, a, b)
+
+
+def zeros_like(a: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, a)
+
+
+def squared_norm(a: Tree) -> Float[Array, ""]:
+    leaves = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(a)]
+    return jnp.sum(jnp.stack(leaves)) if leaves else jnp.zeros(())
+
+
+def norm(a: Tree) -> Float[Array, ""]:
+    return jnp.sqrt(squared_norm(a))
+
+
+def where(ok: Bool[Array, ""], a: Tree, b: Tree) -> Tree:
+    """`a` if `ok`, else `b`, leaf by leaf; what is not chosen may be NaN."""
+    return jax.tree.map(lambda x, y: jnp.where(ok, x, y), a, b)
+
+
+def size(a: Tree) -> int:
+    """How many numbers the tree holds; works on shapes without values too."""
+    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(a))
+
+
+def named_leaves(a: Tree) -> dict[str, Any]:
+    """Leaves by dotted path, in tree order.
+
+    >>> list(named_leaves({"cell": {"bias": 1, "weight": 2}}))
+    ['cell.bias', 'cell.weight']
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(a)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def with_leaves(a: Tree, leaves: dict[str, Any]) -> Tree:
+    """`a` with every leaf replaced by the one of the same name."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(a)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+    return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in names])
+
+
+def sha256(a: Tree) -> str:
+    """A fingerprint of names, shapes, types and bytes."""
+    digest = hashlib.sha256()
+    for name, leaf in named_leaves(a).items():
+        array = np.asarray(leaf)
+        digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
