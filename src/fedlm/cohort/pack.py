@@ -1,0 +1,114 @@
+"""Ragged clients into batches, and batches into even streams.
+
+In:       a client's tokens; the `Shape` of local work; a generator for the order.
+Out:      rows, batches, and a plan that spreads the batches of many members over lanes.
+Promise:  every target token appears once an epoch; padding is PAD and nothing else; the
+          loads of two lanes differ by no more than the longest member.
+Not here: storage (`corpus/store.py`), the choice of members (`sample.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Integer
+
+from fedlm.core.types import BOS, EOS, PAD, Shape
+
+Layout = Literal["lines", "windows"]
+TokenRows = Integer[np.ndarray, "rows width"]
+Batches = Integer[np.ndarray, "steps batch width"]
+
+
+def cut(
+    tokens: Integer[np.ndarray, " n"], length: int, layout: Layout, context: int = 1
+) -> TokenRows:
+    """Rows of `context + length` tokens whose last `length` are targets.
+
+    `lines`: one row a line, begun with BOS and cut off at `length`. `windows`: the text as one
+    stream, every token the target of exactly one row, with the tokens before it as context.
+
+    >>> cut(np.array([5, 6, EOS, 7, EOS]), 3, "lines").tolist()
+    [[1, 5, 6, 2], [1, 7, 2, 0]]
+    >>> cut(np.array([5, 6, EOS, 7, EOS]), 3, "windows").tolist()
+    [[1, 5, 6, 2], [2, 7, 2, 0]]
+    """
+    if len(tokens) == 0:
+        return np.full((0, context + length), PAD, tokens.dtype)
+    if layout == "windows":
+        count = -(-len(tokens) // length)
+        stream = np.full(count * length + context, PAD, tokens.dtype)
+        stream[:context] = BOS
+        stream[context : context + len(tokens)] = tokens
+        return np.lib.stride_tricks.sliding_window_view(stream, context + length)[::length]
+    ends = np.flatnonzero(tokens == EOS) + 1
+    if len(ends) == 0 or ends[-1] != len(tokens):
+        ends = np.append(ends, len(tokens))
+    starts = np.concatenate([[0], ends[:-1]])
+    sizes = np.minimum(ends - starts, length)
+    rows = np.full((len(starts), context + length), PAD, tokens.dtype)
+    rows[:, :context] = BOS
+    column = np.arange(length)
+    real = column < sizes[:, None]
+    rows[:, context:][real] = tokens[(starts[:, None] + column)[real]]
+    return rows
+
+
+def batch_up(rows: TokenRows, shape: Shape, rng: np.random.Generator) -> Batches:
+    """One member's batches: shuffled each epoch, capped, the last one filled with PAD rows."""
+    chosen = rng.permutation(len(rows))[: shape.max_examples]
+    order = [chosen]
+    for _ in range(shape.epochs - 1):
+        order.append(rng.permutation(chosen))
+    steps = -(-len(chosen) // shape.batch)
+    out = np.full((shape.epochs, steps * shape.batch, rows.shape[1]), PAD, rows.dtype)
+    for epoch, take in enumerate(order):
+        out[epoch, : len(take)] = rows[take]
+    return out.reshape(shape.epochs * steps, shape.batch, rows.shape[1])[: shape.max_steps]
+
+
+class Segment(NamedTuple):
+    """A run of one member's batches in one lane of one chunk."""
+
+    place: int  # position in the cohort
+    first: int  # the member's batches [first, last)
+    last: int
+    opens: bool  # the member begins here
+    closes: bool  # the member ends here
+
+
+def spread(steps: Sequence[int], lanes: int, capacity: int) -> list[list[list[Segment]]]:
+    """A plan `[chunk][lane][segment]` for members with so many batches each.
+
+    Members go to the least loaded lane, longest first. A chunk holds at most `capacity`
+    batches a lane; a member that does not fit goes on in the next chunk of its lane, so every
+    chunk of a lane but its last is full and one compiled program serves all cohorts.
+    """
+    loads = [(0, lane) for lane in range(lanes)]
+    queues: list[list[int]] = [[] for _ in range(lanes)]
+    for place in sorted(range(len(steps)), key=lambda p: (-steps[p], p)):
+        load, lane = heapq.heappop(loads)
+        queues[lane].append(place)
+        heapq.heappush(loads, (load + steps[place], lane))
+    cuts = [_chunks(queue, steps, capacity) for queue in queues]
+    longest = max(len(c) for c in cuts)
+    return [[c[i] if i < len(c) else [] for c in cuts] for i in range(longest)]
+
+
+def _chunks(queue: list[int], steps: Sequence[int], capacity: int) -> list[list[Segment]]:
+    chunks: list[list[Segment]] = [[]]
+    room = capacity
+    for place in queue:
+        first = 0
+        while first < steps[place]:
+            if room == 0:
+                chunks.append([])
+                room = capacity
+            last = min(steps[place], first + room)
+            chunks[-1].append(Segment(place, first, last, first == 0, last == steps[place]))
+            room -= last - first
+            first = last
+    return chunks
