@@ -1,0 +1,1 @@
+"""Language models: shapes, loss and parameter counts match the stated definition."""

@@ -1,0 +1,60 @@
+"""The fast loss is the plain loss."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from fedlm.core.types import PAD
+from fedlm.models.loss import cross_entropy, plain_cross_entropy, scores, token_loss
+
+
+def example(rows=23, embed=8, vocab=31, pads=5, scale=1.0):
+    features = scale * jr.normal(jr.key(0), (rows, embed))
+    readout = jr.normal(jr.key(1), (vocab, embed))
+    targets = jr.randint(jr.key(2), (rows,), 1, vocab).at[:pads].set(PAD)
+    return features, readout, targets
+
+
+def test_value_and_gradient_equal_the_definition():
+    features, readout, targets = example()
+    fast = jax.value_and_grad(lambda f, r: 3 * cross_entropy(f, r, targets), (0, 1))
+    plain = jax.value_and_grad(lambda f, r: 3 * plain_cross_entropy(f, r, targets), (0, 1))
+    (value, grads), (wanted, wanted_grads) = fast(features, readout), plain(features, readout)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for a, b in zip(grads, wanted_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_huge_logits_stay_finite():
+    features, readout, targets = example(scale=1e4)
+    value, grads = jax.value_and_grad(cross_entropy, (0, 1))(features, readout, targets)
+    assert np.isfinite(value)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_padding_is_inert():
+    features, readout, targets = example(pads=0)
+    nothing = jnp.full((7,), PAD)
+    more = jnp.concatenate([features, jnp.ones((7, 8))])
+    longer = jnp.concatenate([targets, nothing])
+    np.testing.assert_allclose(
+        cross_entropy(more, readout, longer), cross_entropy(features, readout, targets), rtol=1e-6
+    )
+    grad = jax.grad(cross_entropy)(more, readout, longer)
+    np.testing.assert_array_equal(grad[-7:], 0.0)
+
+
+def test_a_batch_counts_its_real_targets():
+    features = jr.normal(jr.key(0), (2, 3, 4))
+    targets = jnp.array([[5, 6, PAD], [7, PAD, PAD]])
+    loss = token_loss(features, jr.normal(jr.key(1), (9, 4)), targets)
+    assert float(loss.tokens) == 3
+
+
+def test_scores_add_up_to_the_loss_and_name_the_likeliest():
+    features, readout, targets = example()
+    nats, likely = scores(features, readout, targets)
+    np.testing.assert_allclose(jnp.sum(nats), cross_entropy(features, readout, targets), rtol=1e-6)
+    np.testing.assert_array_equal(likely, np.argmax(features @ readout.T, axis=1))
+    np.testing.assert_array_equal(nats[:5], 0.0)

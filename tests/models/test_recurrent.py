@@ -1,0 +1,131 @@
+"""Recurrent models: published equations, fast gradients, scale invariance."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from fedlm.models import catalog
+from fedlm.models.recurrent import plain_sequence, recurrent, sequence
+from tests.oracle import STEPS
+
+CELLS = sorted(STEPS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def double_precision():
+    """Gradients are compared in float64: in float32 a ReLU or a maximum may switch sides."""
+    with jax.enable_x64(True):
+        yield
+
+
+def model_and_tokens(cell, vocab=40, embed=12, units=33, batch=3, seq=7):
+    model = recurrent(cell, vocab, embed, units, key=jr.key(1))
+    model = jax.tree.map(lambda x: x.astype(jnp.float64), model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, vocab, (batch, seq)))
+    return model, tokens
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_features_follow_the_published_equations(cell):
+    model, tokens = model_and_tokens(cell)
+    features = np.asarray(model.features(tokens))
+    layer = model.layers[0]
+    weights = [np.asarray(w) for w in (layer.w_x, layer.w_h, layer.bias, layer.project)]
+    for row in range(tokens.shape[0]):
+        h, c = np.zeros(12), np.zeros(33)
+        for t in range(tokens.shape[1]):
+            h, c = STEPS[cell](np.asarray(model.embedding)[tokens[row, t]], h, c, *weights)
+            np.testing.assert_allclose(features[row, t], h, atol=1e-10)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_fast_sequence_has_the_gradients_of_the_plain_one(cell):
+    model, tokens = model_and_tokens(cell)
+    layer = model.layers[0]
+    x = model.embedding[tokens.T].transpose(0, 2, 1)
+
+    def through(run):
+        def loss(args):
+            return jnp.sum(jnp.sin(3 * run(cell, *args)))
+
+        return jax.grad(loss)((x, layer.w_x, layer.w_h, layer.bias, layer.project))
+
+    for fast, plain in zip(through(sequence), through(plain_sequence), strict=True):
+        np.testing.assert_allclose(fast, plain, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_token_at_a_time_equals_the_whole_row(cell):
+    model, tokens = model_and_tokens(cell)
+    whole = model.features(tokens)
+    state = jax.tree.map(lambda x: x.astype(jnp.float64), model.start(tokens.shape[0]))
+    for t in range(tokens.shape[1]):
+        state, features = model.advance(state, tokens[:, t])
+        np.testing.assert_allclose(features, whole[:, t], atol=1e-10)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_later_token_never_changes_an_earlier_feature(cell):
+    model, tokens = model_and_tokens(cell)
+    changed = tokens.at[:, 4].set((tokens[:, 4] + 1) % 40)
+    before, after = model.features(tokens), model.features(changed)
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert np.abs(before[:, 4:] - after[:, 4:]).max() > 1e-6
+
+
+def rescaled(model, factors, gates=3):
+    """The weights of each gate, bias included, times that gate's factor."""
+    layer = model.layers[0]
+    column = jnp.repeat(jnp.asarray(factors), layer.bias.shape[0] // gates)
+    new = type(layer)(
+        layer.w_x * column[:, None], layer.w_h * column[:, None], layer.bias * column, layer.project
+    )
+    return type(model)(model.embedding, (new,), model.cell)
+
+
+def test_rescaling_each_gate_of_si_cifg_changes_nothing():
+    model, tokens = model_and_tokens("si-cifg")
+    for seed in range(5):
+        factors = np.exp(np.random.default_rng(seed).normal(0, 2, 3))
+        moved = rescaled(model, factors).features(tokens)
+        np.testing.assert_allclose(moved, model.features(tokens), atol=1e-6)
+
+
+def test_rescaling_the_gates_of_plain_cifg_does_change_it():
+    """The law above could not fail for a cell that ignores its weights."""
+    model, tokens = model_and_tokens("cifg")
+    moved = rescaled(model, [3.0, 0.5, 2.0]).features(tokens)
+    assert np.abs(moved - model.features(tokens)).max() > 1e-3
+
+
+@pytest.mark.parametrize("cell, orthogonal", [("si-cifg", True), ("cifg", False)])
+def test_the_gradient_is_orthogonal_to_the_weights_of_each_invariant_gate(cell, orthogonal):
+    model, tokens = model_and_tokens(cell)
+    rows = jnp.concatenate([tokens, tokens[:, :1]], axis=1)
+    grad = jax.grad(lambda m: catalog.loss(m, rows).nats)(model)
+    layer, d = model.layers[0], grad.layers[0]
+    along = layer.bias * d.bias + jnp.sum(layer.w_x * d.w_x + layer.w_h * d.w_h, axis=1)
+    per_gate = np.abs([jnp.sum(part) for part in jnp.split(along, 3)])
+    length = np.sqrt(float(jnp.sum(d.w_x**2) + jnp.sum(d.w_h**2)))
+    assert length > 1e-3
+    assert (per_gate.max() < 1e-9) == orthogonal
+
+
+def test_an_all_negative_gate_gives_no_nan():
+    model, tokens = model_and_tokens("si-cifg")
+    layer = model.layers[0]
+    dead = type(layer)(
+        jnp.zeros_like(layer.w_x), jnp.zeros_like(layer.w_h), layer.bias - 1.0, layer.project
+    )
+    model = type(model)(model.embedding, (dead,), model.cell)
+    rows = jnp.concatenate([tokens, tokens[:, :1]], axis=1)
+    value, grad = jax.value_and_grad(lambda m: catalog.loss(m, rows).nats)(model)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
+
+
+def test_the_published_size_of_the_benchmark_model():
+    size = catalog.Dimensions(vocab=10_000, embed=96, units=670)
+    assert catalog.count("si-cifg", size) == catalog.count("cifg", size) == 1_412_250
