@@ -1,0 +1,1 @@
+"""Where stations meet to make a round: a round is the published algorithm."""

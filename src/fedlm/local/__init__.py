@@ -1,0 +1,1 @@
+"""One member's update: equal to a plain training loop on that client's data."""

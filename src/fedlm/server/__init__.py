@@ -1,0 +1,1 @@
+"""The mean is the mean; one SGD step of size 1 is FedAvg."""
