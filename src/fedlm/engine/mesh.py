@@ -1,0 +1,219 @@
+"""A whole cohort as one compiled program over the devices that are here.
+
+In:       parameters and a cohort.
+Out:      the sum of the members' updates, or each of them.
+Promise:  what the loop engine returns, without a dispatch per member or step; one program
+          whatever the cohort; memory of one member a lane, whatever the cohort.
+Not here: algorithm choices (`federation`), how batches are spread (`cohort/pack.py`).
+
+Each device is a lane. A lane walks its own stream of batches with loops whose lengths are
+data, so ragged members cost what they hold: nothing is padded but a member's last batch.
+A stream longer than `capacity` is cut into chunks, in the middle of a member if need be;
+what a lane carries (the member at work, the sum so far) lives on its device in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedlm.cohort.pack import Segment, batch_up, spread
+from fedlm.core.keys import digest_for, generator_for, key_data
+from fedlm.core.types import Members, Params, Prepared, Rows, Shape, Total, Update
+from fedlm.federation.round import Algorithm, add_member, empty_total
+
+
+class Stream(NamedTuple):
+    """One chunk of every lane; the leading axis of each array is the lane."""
+
+    tokens: Any  # lanes capacity batch width
+    starts: Any  # lanes capacity: first batch of each segment
+    stops: Any  # lanes capacity: one past its last batch
+    opens: Any  # lanes capacity: the member begins with this segment
+    closes: Any  # lanes capacity: the member ends with this segment
+    examples: Any  # lanes capacity: how many examples the member trained on
+    keys: Any  # lanes capacity 2
+    segments: Any  # lanes: how many are real
+
+
+class LaneState(NamedTuple):
+    """What a lane holds between chunks."""
+
+    carry: Any
+    total: Total
+
+
+class MeshEngine:
+    """Trains a cohort in lanes, one lane a device."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        rows_of: Rows,
+        shape: Shape,
+        seed: int,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        capacity: int = 256,
+    ) -> None:
+        self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
+        self.capacity = capacity
+        devices = list(devices or jax.devices())
+        self.mesh = Mesh(np.array(devices), ("lanes",))
+        self.lanes = len(devices)
+        self.upload_bytes = self.download_bytes = 0
+        self.traces = 0
+        per_lane, shared = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
+        self._per_lane, self._shared = per_lane, shared
+        self._start = jax.jit(self._start_lanes, out_shardings=per_lane)
+        self._chunk = jax.jit(self._run_chunk, donate_argnums=1)
+        self._sum = jax.jit(_sum_lanes, out_shardings=shared)
+
+    # ---- on the host -------------------------------------------------------------------
+
+    def prepare(self, round: int, members: Members) -> Prepared:
+        """The cohort's batches, spread over lanes and cut into chunks."""
+        made, examples = [], []
+        for member in members:
+            rng = generator_for(self.seed, "shuffle", round=round, member=member)
+            rows = self.rows_of(member)
+            made.append(batch_up(rows, self.shape, rng))
+            examples.append(min(len(rows), self.shape.max_examples or len(rows)))
+        keys = [
+            key_data(digest_for(self.seed, "local", round=round, member=member))
+            for member in members
+        ]
+        plan = spread([len(m) for m in made], self.lanes, self.capacity) if made else []
+        return Prepared(round, members, [self._fill(c, made, examples, keys) for c in plan])
+
+    def _fill(self, chunk: list[list[Segment]], made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
+        full = (self.lanes, self.capacity)
+        width = (self.shape.batch, made[0].shape[-1])
+        stream = Stream(
+            tokens=np.zeros((*full, *width), made[0].dtype),
+            starts=np.zeros(full, np.int32),
+            stops=np.zeros(full, np.int32),
+            opens=np.zeros(full, bool),
+            closes=np.zeros(full, bool),
+            examples=np.zeros(full, np.float32),
+            keys=np.zeros((*full, 2), np.uint32),
+            segments=np.array([len(lane) for lane in chunk], np.int32),
+        )
+        for lane, segments in enumerate(chunk):
+            at = 0
+            for slot, (place, first, last, opens, closes) in enumerate(segments):
+                here = (lane, slot)
+                stream.tokens[lane, at : at + last - first] = made[place][first:last]
+                stream.starts[here], stream.stops[here] = at, at + last - first
+                stream.opens[here], stream.closes[here] = opens, closes
+                stream.examples[here], stream.keys[here] = examples[place], keys[place]
+                at += last - first
+        return stream
+
+    def gather(self, params: Params, cohort: Prepared) -> Total:
+        """The sum of the cohort's updates."""
+        params = jax.device_put(params, self._shared)
+        state = self._start(params)
+        for stream in cohort.batches:
+            state = self._chunk(params, state, jax.device_put(stream, self._per_lane))
+        self._count_bytes(params, len(cohort.members))
+        total: Total = self._sum(state.total)
+        return total
+
+    def collect(self, params: Params, cohort: Prepared) -> Iterator[tuple[int, Update]]:
+        """Each member's update: one member a lane at a time."""
+        shared = jax.device_put(params, self._shared)
+        for at in range(0, len(cohort.members), self.lanes):
+            group = cohort.members[at : at + self.lanes]
+            state = self._start(shared)
+            for stream in self.prepare(cohort.round, group).batches:
+                state = self._chunk(shared, state, jax.device_put(stream, self._per_lane))
+            # Longest first, ties by place: the same order in which `spread` fills lanes.
+            order = self._lane_order(cohort.round, group)
+            yield from sorted(
+                (group[place], _single(state.total, lane)) for lane, place in enumerate(order)
+            )
+        self._count_bytes(params, len(cohort.members))
+
+    def _lane_order(self, round: int, group: Members) -> list[int]:
+        steps = [self.steps_of(member) for member in group]
+        return sorted(range(len(group)), key=lambda place: (-steps[place], place))
+
+    def steps_of(self, member: int) -> int:
+        """How many batches a member trains on in a round."""
+        shape = self.shape
+        rows = len(self.rows_of(member)[: shape.max_examples])
+        steps = shape.epochs * -(-rows // shape.batch)
+        return min(steps, shape.max_steps or steps)
+
+    def _count_bytes(self, params: Params, members: int) -> None:
+        self.upload_bytes += members * self.algorithm.upload.encoded_bytes(params)
+        self.download_bytes += members * self.algorithm.download.encoded_bytes(params)
+
+    # ---- compiled ----------------------------------------------------------------------
+
+    def _start_lanes(self, params: Params) -> LaneState:
+        one = LaneState(self.algorithm.local.init(params), empty_total(params))
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
+
+    def _run_chunk(self, params: Params, state: LaneState, stream: Stream) -> LaneState:
+        self.traces += 1
+        lanes = P("lanes")
+        run = jax.shard_map(
+            self._run_lane,
+            mesh=self.mesh,
+            in_specs=(P(), lanes, lanes),
+            out_specs=lanes,
+            check_vma=False,
+        )
+        done: LaneState = run(params, state, stream)
+        return done
+
+    def _run_lane(self, params: Params, state: LaneState, stream: Stream) -> LaneState:
+        state, stream = jax.tree.map(lambda x: x[0], (state, stream))
+        local, codec = self.algorithm.local, self.algorithm.upload
+
+        def take(at_and_carry):  # type: ignore[no-untyped-def]
+            at, carry = at_and_carry
+            return at + 1, local.step(carry, stream.tokens[at].astype(jnp.int32))
+
+        def segment(i, state):  # type: ignore[no-untyped-def]
+            carry, total = state
+            carry = jax.lax.cond(stream.opens[i], lambda: local.init(params), lambda: carry)
+            _, carry = jax.lax.while_loop(
+                lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
+            )
+
+            def close():  # type: ignore[no-untyped-def]
+                key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
+                update = local.finish(params, carry, stream.examples[i], key)
+                sent = codec.apply(update.delta, key)
+                return add_member(total, _with_delta(update, sent))
+
+            return LaneState(carry, jax.lax.cond(stream.closes[i], close, lambda: total))
+
+        state = jax.lax.fori_loop(0, stream.segments, segment, state)
+        return jax.tree.map(lambda x: x[None], state)
+
+
+def _with_delta(update: Update, delta: Params) -> Update:
+    return Update(delta, update.weight, update.nats, update.tokens, update.steps, update.refused)
+
+
+def _sum_lanes(total: Total) -> Total:
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
+
+
+def _single(total: Total, lane: int) -> Update:
+    """The update of the only member in a lane, from that lane's sum."""
+    one = jax.tree.map(lambda x: x[lane], total)
+    share = jnp.where(one.weight > 0, 1.0 / jnp.where(one.weight > 0, one.weight, 1.0), 0.0)
+    delta = jax.tree.map(lambda x: x * share, one.delta)
+    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused)

@@ -1,0 +1,179 @@
+"""Laws 1 and 4: every engine returns the loop engine's sum; cohorts share one program."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedlm.cohort.pack import batch_up
+from fedlm.core import tree
+from fedlm.core.keys import key_for
+from fedlm.core.types import Loss, Sampling, Shape
+from fedlm.engine.loop import LoopEngine
+from fedlm.engine.mesh import MeshEngine
+from fedlm.federation.algorithms import CLIENT, client_optimizer
+from fedlm.federation.round import Algorithm
+from fedlm.local.train import WEIGHTS, local_training
+from fedlm.models import catalog
+from fedlm.wire.dense import dense
+
+SIZES = (1, 9, 4, 30, 2, 17, 4, 5)
+SHAPE = Shape(batch=4, length=6)
+MEMBERS = np.arange(len(SIZES))
+
+
+def rows_of(client):
+    rng = np.random.default_rng(client)
+    rows = rng.integers(4, 30, (SIZES[client], 7)).astype(np.uint16)
+    rows[rng.random(SIZES[client]) < 0.3, 4:] = 0
+    return rows
+
+
+def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
+    return Algorithm(
+        sampling=Sampling(law="fixed", population=len(SIZES), cohort=4),
+        local=local_training(loss, client_optimizer(optimizer, 0.1, clip=clip), WEIGHTS[weight]),
+        upload=dense(),
+        download=dense(),
+        server=optax.sgd(1.0),
+    )
+
+
+def model(name="cifg"):
+    return catalog.make(name, catalog.Dimensions(vocab=30, embed=6, units=16), key_for(0, "init"))
+
+
+def assert_same(a, b, rtol=2e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, float(np.abs(y).max())))
+
+
+@pytest.mark.parametrize("optimizer", sorted(CLIENT))
+@pytest.mark.parametrize("weight", sorted(WEIGHTS))
+def test_mesh_equals_loop(optimizer, weight):
+    chosen = algorithm(optimizer, weight, clip=0.5)
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    params = model()
+    slow = loop.gather(params, loop.prepare(3, MEMBERS))
+    fast = mesh.gather(params, mesh.prepare(3, MEMBERS))
+    assert_same(fast, slow)
+    assert (mesh.upload_bytes, mesh.download_bytes) == (loop.upload_bytes, loop.download_bytes)
+
+
+@pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))
+def test_mesh_equals_loop_for_every_architecture(name):
+    loop, mesh = (E(algorithm(), rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    params = model(name)
+    assert_same(
+        mesh.gather(params, mesh.prepare(0, MEMBERS)), loop.gather(params, loop.prepare(0, MEMBERS))
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(batch=4, length=6, epochs=3),
+        Shape(batch=4, length=6, max_examples=5),
+        Shape(batch=4, length=6, epochs=2, max_steps=3),
+        Shape(batch=64, length=6),
+    ],
+    ids=["epochs", "examples", "steps", "one batch"],
+)
+def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
+    loop, mesh = (E(algorithm(), rows_of, shape, 7) for E in (LoopEngine, MeshEngine))
+    params = model()
+    assert_same(
+        mesh.gather(params, mesh.prepare(1, MEMBERS)), loop.gather(params, loop.prepare(1, MEMBERS))
+    )
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 64])
+def test_the_cut_into_chunks_changes_nothing(capacity):
+    params, chosen = model(), algorithm("adam")
+    whole = MeshEngine(chosen, rows_of, SHAPE, 7)
+    cut = MeshEngine(chosen, rows_of, SHAPE, 7, capacity=capacity)
+    assert_same(
+        cut.gather(params, cut.prepare(0, MEMBERS)), whole.gather(params, whole.prepare(0, MEMBERS))
+    )
+
+
+def test_one_lane_equals_two():
+    params, chosen = model(), algorithm()
+    two = MeshEngine(chosen, rows_of, SHAPE, 7)
+    one = MeshEngine(chosen, rows_of, SHAPE, 7, devices=jax.devices()[:1])
+    assert (one.lanes, two.lanes) == (1, 2)
+    assert_same(
+        one.gather(params, one.prepare(0, MEMBERS)), two.gather(params, two.prepare(0, MEMBERS))
+    )
+
+
+def test_collect_gives_each_update_by_its_member():
+    params, chosen = model(), algorithm()
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    wanted = dict(loop.collect(params, loop.prepare(2, MEMBERS)))
+    found = dict(mesh.collect(params, mesh.prepare(2, MEMBERS)))
+    assert found.keys() == wanted.keys()
+    for member, update in found.items():
+        assert_same(update, wanted[member])
+
+
+def test_cohorts_of_any_size_share_one_program():
+    engine = MeshEngine(algorithm(), rows_of, SHAPE, 7, capacity=8)
+    for round, size in enumerate((1, 3, 5, 8, 2)):
+        engine.gather(model(), engine.prepare(round, MEMBERS[:size]))
+    assert engine.traces == 1
+
+
+def test_an_empty_cohort_sums_to_nothing():
+    """A Poisson cohort may be empty."""
+    engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
+    total = engine.gather(model(), engine.prepare(0, MEMBERS[:0]))
+    assert float(total.members) == 0 and float(tree.norm(total.delta)) == 0
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
+def test_a_member_that_is_not_finite_is_left_out_and_counted(kind):
+    """Client 3 holds the only row with token 29, and the loss is NaN there."""
+
+    def rows(client):
+        found = np.minimum(rows_of(client), 28)
+        if client == 3:
+            found[0, 1] = 29
+        return found
+
+    def loss(params, tokens):
+        nats, count = catalog.loss(params, tokens)
+        return Loss(jnp.where(jnp.any(tokens == 29), jnp.nan, 1.0) * nats, count)
+
+    params = model()
+    engine = kind(algorithm(loss=loss), rows, SHAPE, 7)
+    total = engine.gather(params, engine.prepare(0, MEMBERS))
+    without = kind(algorithm(), rows, SHAPE, 7)
+    wanted = without.gather(params, without.prepare(0, np.delete(MEMBERS, 3)))
+    assert float(total.refused) == 1
+    assert_same(total.delta, wanted.delta)
+    assert float(total.weight) == float(wanted.weight)
+
+
+def test_padding_is_inert():
+    """Batches of eight hold the same rows as a batch of four filled up with PAD rows."""
+    rows = rows_of(1)[:4]
+    params = model()
+    small = batch_up(rows, Shape(batch=4, length=6), np.random.default_rng(0))[0]
+    large = batch_up(rows, Shape(batch=8, length=6), np.random.default_rng(0))[0]
+    wide = np.pad(large, ((0, 0), (0, 5)))
+    grads = [
+        jax.grad(lambda p, t=t: catalog.loss(p, jnp.asarray(t, jnp.int32)).nats)(params)
+        for t in (small, large, wide)
+    ]
+    assert_same(grads[1], grads[0])
+    assert_same(grads[2], grads[0])
+
+
+def test_the_same_cohort_twice_is_the_same_to_the_byte():
+    engine = MeshEngine(algorithm("adam"), rows_of, SHAPE, 7)
+    first = engine.gather(model(), engine.prepare(0, MEMBERS))
+    again = engine.gather(model(), engine.prepare(0, MEMBERS))
+    assert eqx.tree_equal(first, again)
