@@ -1,0 +1,1 @@
+"""Numbers that agree with their definition on a case done by hand."""

@@ -1,0 +1,96 @@
+"""What the model would say next.
+
+In:       a model's two verbs (start, advance), a prompt of tokens.
+Out:      the most likely next words, or a sampled continuation.
+Promise:  one step of the model a token; specials are never offered as words; the same key
+          gives the same continuation.
+Not here: text (the caller encodes and decodes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedlm.core.types import BOS, EOS, SPECIALS
+
+State = Any
+
+
+class Speaker(NamedTuple):
+    """A model that can be asked for the next token, with parameters bound."""
+
+    start: Callable[[], State]
+    advance: Callable[[State, int], tuple[State, Float[Array, " vocab"]]]
+
+
+def speaker(start: Callable[[int], State], advance: Callable[[State, Array], Any]) -> Speaker:
+    """One row at a time, compiled once."""
+    step = jax.jit(advance)
+
+    def one(state: State, token: int) -> tuple[State, Array]:
+        state, logits = step(state, jnp.asarray([token], jnp.int32))
+        return state, logits[0]
+
+    return Speaker(lambda: start(1), one)
+
+
+def read(model: Speaker, prompt: Sequence[int]) -> tuple[State, Float[Array, " vocab"]]:
+    """State and logits after BOS and the prompt."""
+    state, logits = model.advance(model.start(), BOS)
+    for token in prompt:
+        state, logits = model.advance(state, token)
+    return state, logits
+
+
+def next_words(
+    model: Speaker,
+    prompt: Sequence[int],
+    count: int,
+    goes_on: Callable[[int], bool] = lambda token: False,
+) -> list[tuple[list[int], float]]:
+    """The likeliest next words and their probabilities.
+
+    A word is one token, and further ones for as long as the likeliest next token `goes_on`
+    with the same word (never, for a vocabulary of whole words).
+    """
+    state, logits = read(model, prompt)
+    chances = np.asarray(jax.nn.softmax(logits))
+    order = [t for t in np.argsort(-chances, kind="stable") if t >= len(SPECIALS)][:count]
+    return [_finish_word(model, state, int(t), float(chances[t]), goes_on) for t in order]
+
+
+def _finish_word(model: Speaker, state: State, token: int, chance: float, goes_on: Any) -> Any:
+    word = [token]
+    while len(word) < 12:
+        state, logits = model.advance(state, word[-1])
+        chances = np.asarray(jax.nn.softmax(logits))
+        token = int(np.argmax(chances))
+        if not goes_on(token):
+            break
+        word.append(token)
+        chance *= float(chances[token])
+    return word, chance
+
+
+def sample(
+    model: Speaker, prompt: Sequence[int], length: int, *, temperature: float, key: PRNGKeyArray
+) -> list[int]:
+    """A continuation, token by token; a temperature of zero always takes the likeliest."""
+    state, logits = read(model, prompt)
+    barred = jnp.arange(logits.shape[0]) < len(SPECIALS)
+    barred = barred.at[EOS].set(False)
+    said: list[int] = []
+    for k in jr.split(key, length):
+        open_ = jnp.where(barred, -jnp.inf, logits)
+        greedy = temperature <= 0
+        token = int(jnp.argmax(open_) if greedy else jr.categorical(k, open_ / temperature))
+        said.append(token)
+        state, logits = model.advance(state, token)
+    return said

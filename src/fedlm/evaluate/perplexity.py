@@ -1,0 +1,118 @@
+"""Perplexity and accuracy on held-out rows.
+
+In:       parameters and rows of tokens.
+Out:      sums per row, and the figures made of them.
+Promise:  perplexity is exp(nats / targets); PAD never counts; batching changes nothing.
+Not here: which rows (`recipe/build.py` cuts them), per-client figures (`clients.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from fedlm.core.types import EOS, OOV, PAD, Params
+
+ScoreFn = Callable[[Params, Int[Array, "batch width"]], tuple[Array, Array]]
+"""Parameters and rows to the nats of each target and the most likely token there."""
+
+
+class Sums(NamedTuple):
+    """What is counted; each entry is an array over rows, or a number after `total`."""
+
+    nats: Any
+    tokens: Any
+    correct: Any
+    words: Any  # targets that are neither OOV nor EOS
+    correct_words: Any
+    known_nats: Any  # nats of targets that are not OOV
+    known: Any
+
+
+def row_sums(score: ScoreFn, params: Params, rows: Int[Array, "batch width"]) -> Sums:
+    """The sums of each row."""
+    targets = rows[:, 1:]
+    nats, likely = score(params, rows)
+    real = targets != PAD
+    word = real & (targets != OOV) & (targets != EOS)
+    known = real & (targets != OOV)
+    right = likely == targets
+
+    def count(x: Array) -> Float[Array, " batch"]:
+        return jnp.sum(x, axis=1, dtype=jnp.float32)
+
+    return Sums(
+        nats=count(jnp.where(real, nats, 0.0)),
+        tokens=count(real),
+        correct=count(right & real),
+        words=count(word),
+        correct_words=count(right & word),
+        known_nats=count(jnp.where(known, nats, 0.0)),
+        known=count(known),
+    )
+
+
+class Evaluator:
+    """Scores rows in equal batches, spread over the devices, with one compiled program."""
+
+    def __init__(self, score: ScoreFn, *, batch: int = 256) -> None:
+        devices = jax.devices()
+        self._batch = -(-batch // len(devices)) * len(devices)
+        mesh = Mesh(np.array(devices), ("rows",))
+        self._rows, self._shared = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
+        block = jax.shard_map(
+            lambda params, rows: row_sums(score, params, rows.astype(jnp.int32)),
+            mesh=mesh,
+            in_specs=(P(), P("rows")),
+            out_specs=P("rows"),
+            check_vma=False,
+        )
+        self._sums = jax.jit(block)
+
+    def __call__(self, params: Params, rows: Int[np.ndarray, "rows width"]) -> Sums:
+        """The sums of every row, as float64 on the host."""
+        params = jax.device_put(params, self._shared)
+        parts = []
+        for at in range(0, len(rows), self._batch):
+            block = rows[at : at + self._batch]
+            short = self._batch - len(block)
+            block = np.pad(block, ((0, short), (0, 0)), constant_values=PAD)
+            parts.append(self._sums(params, jax.device_put(block, self._rows)))
+        if not parts:
+            return Sums(*(np.zeros(0) for _ in Sums._fields))
+        joined = [
+            np.concatenate([np.asarray(p, np.float64) for p in f]) for f in zip(*parts, strict=True)
+        ]
+        return Sums(*(column[: len(rows)] for column in joined))
+
+
+def total(sums: Sums) -> Sums:
+    """One row of sums for all."""
+    return Sums(*(float(np.sum(column)) for column in sums))
+
+
+def perplexity_of(nats: float, tokens: float) -> float:
+    """`exp(nats / tokens)`; infinite where it would overflow, NaN without tokens."""
+    if tokens <= 0:
+        return math.nan
+    return math.exp(nats / tokens) if nats / tokens < 700 else math.inf
+
+
+def figures(sums: Sums) -> dict[str, float]:
+    """The reported numbers, by name."""
+    s = total(sums)
+    return {
+        "perplexity": perplexity_of(s.nats, s.tokens),
+        "perplexity_no_oov": perplexity_of(s.known_nats, s.known),
+        "accuracy": s.correct / s.tokens if s.tokens else math.nan,
+        "accuracy_no_oov_eos": s.correct_words / s.words if s.words else math.nan,
+        "tokens": s.tokens,
+    }

@@ -1,0 +1,87 @@
+"""Reported numbers agree with cases done by hand."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedlm.core.types import EOS, OOV, PAD
+from fedlm.evaluate.clients import client_figures, group_figures
+from fedlm.evaluate.ngrams import NGrams
+from fedlm.evaluate.perplexity import Evaluator, figures, perplexity_of, total
+
+ROWS = np.array([[1, 5, 6, EOS, PAD], [1, OOV, 5, 5, EOS], [1, 6, EOS, PAD, PAD]], dtype=np.uint16)
+
+
+def score(params, rows):
+    """A model that pays `params` nats a target and always says 5."""
+    targets = rows[:, 1:]
+    return params * jnp.ones(targets.shape), jnp.full(targets.shape, 5)
+
+
+def sums(batch=2):
+    return Evaluator(score, batch=batch)(jnp.float32(0.5), ROWS)
+
+
+def test_figures_by_hand():
+    found = figures(sums())
+    assert found["tokens"] == 9
+    assert found["perplexity"] == pytest.approx(math.exp(0.5))
+    assert found["accuracy"] == pytest.approx(3 / 9)
+    assert found["accuracy_no_oov_eos"] == pytest.approx(3 / 5)
+    assert found["perplexity_no_oov"] == pytest.approx(math.exp(0.5))
+
+
+def test_the_batch_of_evaluation_changes_nothing():
+    for batch in (2, 4, 100):
+        np.testing.assert_allclose(total(sums(batch)), total(sums()))
+
+
+def test_perplexity_at_the_edges():
+    assert math.isnan(perplexity_of(0.0, 0.0))
+    assert perplexity_of(1e6, 1.0) == math.inf
+
+
+def test_clients_count_once_each_whatever_their_size():
+    each = client_figures(sums(), [7, 9, 9])
+    assert each["clients"] == 2
+    assert each["p50"] == pytest.approx(math.exp(0.5))
+    assert client_figures(sums(), [7, 9, 9])["worst_tenth"] == pytest.approx(math.exp(0.5))
+
+
+def test_groups_partition_the_rows():
+    found = group_figures(sums(), [("a", "x"), ("a", "y"), ("b", "x")])
+    assert {name: f["tokens"] for name, f in found.items()} == {"a": 7, "b": 2}
+    assert group_figures(sums(), [("a",), (), ("b",)])["(none)"]["tokens"] == 4
+
+
+@pytest.fixture(scope="module")
+def counted():
+    rng = np.random.default_rng(0)
+    rows = rng.integers(4, 12, (50, 9))
+    rows[:, :2] = 1
+    return NGrams([rows], vocab=12), rows
+
+
+def test_probabilities_of_every_context_sum_to_one(counted):
+    model, _ = counted
+    targets = np.arange(2, 12)
+    for first, second in ((1, 1), (4, 5), (11, 2), (3, 3)):
+        same = np.full(10, first), np.full(10, second)
+        for chances in model.probabilities(*same, targets).values():
+            assert chances.sum() == pytest.approx(1.0)
+            assert (chances > 0).all()
+
+
+def test_the_unigram_is_the_counted_share():
+    rows = np.array([[1, 1, 4, 4, 4, 5]])
+    chance = NGrams([rows], vocab=6).probabilities(*(np.array([v]) for v in (1, 1, 4)))["unigram"]
+    # Four tokens, 4 three times: discount n1 / (n1 + 2 n2) = 1, spread over the four real tokens.
+    assert chance[0] == pytest.approx((3 - 1) / 4 + (2 / 4) * (1 / 4))
+
+
+def test_more_context_helps_where_there_is_structure():
+    rows = np.tile(np.array([[1, 1, 4, 5, 6, 4, 7, 8, 4, 5]]), (20, 1))
+    found = NGrams([rows], vocab=10).perplexities(rows)
+    assert found["trigram"] < found["bigram"] < found["unigram"]
