@@ -1,0 +1,1 @@
+"""The door for people: a command does what the library call does."""

@@ -1,0 +1,51 @@
+"""`fedlm evaluate`: perplexity and accuracy of a run, per client and per group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlm.cli.devices import use_devices
+from fedlm.cli.say import AsJson, emit, show, talk
+from fedlm.cli.train import STORES
+from fedlm.core.errors import ConfigError
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
+from fedlm.train import load_params
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
+    as_json: AsJson = False,
+) -> None:
+    """Score a trained model on held-out text.
+
+    Example: fedlm evaluate runs/sotu --split validation --json
+    """
+    if split not in ("test", "validation"):
+        raise ConfigError(f"--split = {split!r}: expected test or validation.")
+    directory = RunDirectory.existing(run).finished()
+    recipe = load(directory.recipe)
+    use_devices(recipe.run.devices)
+    with talk.status("evaluating"):
+        experiment = build(recipe, STORES, lambda stage, done: None)
+        params = load_params(recipe.model, experiment.store.vocabulary, directory.weights)
+        found: dict[str, Any] = {
+            "run": str(run),
+            "split": split,
+            **experiment.evaluate(params, split),
+        }
+    if as_json:
+        emit(found)
+        return
+    names = ("perplexity", "perplexity_no_oov", "accuracy", "accuracy_no_oov_eos", "tokens")
+    show(f"{run}, {split}", ["", "value"], [[name, found[name]] for name in names])
+    if found["clients"]:
+        show("perplexity over clients", list(found["clients"]), [found["clients"].values()])
+    for depth, groups in enumerate(found["groups"]):
+        rows = [[g, f["perplexity"], f["accuracy"], f["tokens"]] for g, f in groups.items()]
+        show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)

@@ -1,0 +1,45 @@
+"""The command line: registers commands, and turns errors into exit codes.
+
+In:       arguments.
+Out:      exit code 0, or the code of the error with its sentence on stderr.
+Promise:  a user's error never shows a traceback.
+Not here: what commands do (one file each).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from fedlm.cli import evaluate, models, predict, prepare, report, sweep, train
+from fedlm.cli.say import note
+from fedlm.core.errors import FedlmError
+
+app = typer.Typer(
+    name="fedlm",
+    help="Train language models on text that may not leave where it was written.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (prepare.prepare, train.train, evaluate.evaluate, predict.predict):
+    app.command()(command)
+app.command()(report.report)
+app.command()(sweep.sweep)
+app.command()(models.models)
+
+
+def main() -> None:
+    """The entry point of the `fedlm` command."""
+    try:
+        app()  # mistyped options, interrupts and closed pipes end in there, with their exit codes
+    except FedlmError as error:
+        note(f"fedlm: {error}")
+        sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        note(f"fedlm: {error.filename}: {error.strerror}.")
+        sys.exit(FedlmError.exit_code)

@@ -1,0 +1,86 @@
+"""How commands talk: results on stdout, everything else on stderr.
+
+In:       results, figures, stages.
+Out:      a table or one JSON object on stdout; progress and talk on stderr.
+Promise:  with --json, stdout holds one JSON object and nothing else.
+Not here: what the figures mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from fedlm.record.journal import dumps
+
+# Names of clients, groups and files are shown as they are, brackets and colons included.
+talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+def emit(value: Any) -> None:
+    """One JSON object on stdout."""
+    typer.echo(dumps(value))
+
+
+def note(text: str) -> None:
+    """A sentence for the person who watches, not broken: it may hold a command to copy."""
+    talk.print(text, soft_wrap=True)
+
+
+def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A table on stdout."""
+    drawn = Table(title=title, title_justify="left", title_style="bold")
+    for number, name in enumerate(head):
+        drawn.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        drawn.add_row(*(text(value) for value in row))
+    out.print(drawn)
+
+
+def text(value: Any) -> str:
+    """A value as a person reads it."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def size(number: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number < 1000 or unit == "TB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return ""
+
+
+def bar() -> Progress:
+    """The progress bar of rounds."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("perplexity {task.fields[perplexity]}"),
+        TextColumn("{task.fields[speed]} clients/s"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+        console=talk,
+    )

@@ -1,0 +1,54 @@
+"""`fedlm sweep`: many runs of one recipe, and one table of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlm import sweep as sweeps
+from fedlm.cli.devices import use_devices
+from fedlm.cli.say import AsJson, emit, note, out, show
+from fedlm.cli.train import RUNS, STORES, polite_stop
+from fedlm.record import report
+from fedlm.record.checkpoint import write_atomically
+from fedlm.run import Facts
+from fedlm.train import Watcher
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A sweep file; see src/fedlm/sweep.py.")],
+    out_path: Annotated[
+        Path | None, typer.Option("--out", help="The folder of its runs; goes on if it is there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run every point of a sweep and compare them in one table and one report.
+
+    Example: fedlm sweep recipes/sweeps/irc-grid.toml
+    """
+    plan = sweeps.read(file)
+    folder = out_path or RUNS / file.stem
+    use_devices(sweeps.recipe_of(plan, plan.points[0]).run.devices)
+    with polite_stop() as stop:
+
+        def watch(name: str) -> Watcher:
+            def on_round(facts: Facts) -> None:
+                if facts.get("perplexity") is not None:
+                    note(
+                        f"{name}: round {facts['round'] + 1}, perplexity {facts['perplexity']:.1f}"
+                    )
+
+            return Watcher(round=on_round, stop=stop.is_set)
+
+        results = sweeps.carry_out(plan, folder, STORES, watch)
+    head, rows = sweeps.table(plan, results)
+    write_atomically(folder / "table.md", sweeps.markdown(head, rows).encode())
+    page = report.page([report.facts_of(r.path) for r in results])
+    write_atomically(folder / "report.html", page.encode())
+    if as_json:
+        emit({"sweep": str(folder), "head": head, "rows": rows})
+    else:
+        show(str(folder), head, rows)
+        out.print(f"table: {folder / 'table.md'}; report: {folder / 'report.html'}")

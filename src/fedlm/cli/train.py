@@ -1,0 +1,130 @@
+"""`fedlm train`: a recipe to a trained model."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlm.cli.devices import use_devices
+from fedlm.cli.say import AsJson, bar, emit, note, out, show, size, talk
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import Recipe, load
+from fedlm.record.directory import RunDirectory, free_path, newest_path
+from fedlm.run import Facts
+from fedlm.train import Summary, Watcher
+from fedlm.train import train as carry_out
+
+RUNS, STORES = Path("runs"), Path(".fedlm/stores")
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
+    ] = None,
+    out_path: Annotated[
+        Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the federation described in RECIPE.
+
+    Example: fedlm train recipes/sotu.toml --set server.rounds=50 --out runs/short
+    """
+    loaded = load(recipe, tuple(changes or ()))
+    use_devices(loaded.run.devices)
+    stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
+    path = out_path or (newest_path if resume else free_path)(RUNS, stem)
+    summary = _with_progress(loaded, path, resume)
+    if summary is None:
+        again = ["fedlm", "train", str(path / "recipe.toml"), "--out", str(path), "--resume"]
+        repeat = shlex.join(again)
+        note(f"Stopped; a checkpoint is in {path}. Go on with:\n  {repeat}")
+        raise typer.Exit(130)
+    if as_json:
+        emit(summary)
+    else:
+        _print(summary)
+
+
+def _with_progress(recipe: Recipe, path: Path, resume: bool) -> Summary | None:
+    with talk.status("preparing") as status:
+        experiment = build(
+            recipe, STORES, lambda stage, done: status.update(f"preparing: {stage} {done or ''}")
+        )
+    facts = experiment.store.manifest
+    note(
+        f"{recipe.model.name}, {experiment.parameters:,} parameters; {facts['train_clients']:,} "
+        f"training clients, {facts['train_tokens']:,} tokens; store {experiment.store.path}; "
+        f"run {path}"
+    )
+    progress = bar()
+    task = progress.add_task("", total=recipe.server.rounds, loss="-", perplexity="-", speed="-")
+    latest: dict[str, float] = {"members": 0.0, "seconds": 0.0}
+
+    def begin(first: int, rounds: int, perplexity: float | None) -> None:
+        shown = "-" if perplexity is None else f"{perplexity:.0f}"
+        progress.update(task, completed=first, perplexity=shown)
+
+    def on_round(facts: Facts) -> None:
+        for name in ("members", "seconds"):
+            latest[name] += facts[name]
+        shown: dict[str, Any] = {"loss": f"{facts['loss']:.3f}"}
+        if facts.get("perplexity") is not None:
+            shown["perplexity"] = f"{facts['perplexity']:.1f}"
+        speed = latest["members"] / max(latest["seconds"], 1e-9)
+        progress.update(task, completed=facts["round"] + 1, speed=f"{speed:.1f}", **shown)
+
+    with polite_stop() as stop, progress:
+        watcher = Watcher(say=note, begin=begin, round=on_round, stop=stop.is_set)
+        return carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher)
+
+
+class polite_stop:
+    """The first Ctrl-C, or a SIGTERM, lets the round end; the second stops at once."""
+
+    def __enter__(self) -> threading.Event:
+        self.event = threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        else:
+            self.before = {}
+        return self.event
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.event.is_set():
+            raise KeyboardInterrupt
+        note("Stopping after this round; once more stops at once.")
+        self.event.set()
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def _print(summary: Summary) -> None:
+    counted = summary.get("baselines") or {}
+    rows: list[list[Any]] = [["start", summary["start_perplexity"], ""]]
+    final = summary["perplexity"]
+    for name, value in counted.items():
+        rows.append([f"{name}, counted", value, f"{final / value:.2f}" if final else "-"])
+    rows.append(["trained, held-out clients", final, ""])
+    if summary.get("validation_perplexity"):
+        rows.append(["trained, held-out text", summary["validation_perplexity"], ""])
+    show(f"{summary['run']}: perplexity", ["model", "perplexity", "trained / this"], rows)
+    accuracy = "" if summary["accuracy"] is None else f"; accuracy {summary['accuracy']:.1%}"
+    moved = f"{size(summary['upload_bytes'])} up, {size(summary['download_bytes'])} down"
+    out.print(
+        f"{summary['rounds']} rounds, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s "
+        f"({summary['clients_per_second']:.1f} clients/s); {moved}{accuracy}"
+    )
+    for prompt in summary.get("predictions") or []:
+        said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
+        out.print(f"  {prompt['prompt']} ... {said}")
+    out.print(f"report: {summary['report']}")

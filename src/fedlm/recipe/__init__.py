@@ -1,0 +1,1 @@
+"""Settings to objects: every setting is known, typed and used once."""

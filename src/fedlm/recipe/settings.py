@@ -1,0 +1,227 @@
+"""What a recipe may say.
+
+In:       a TOML file, and changes from the command line.
+Out:      a frozen, complete `Recipe`.
+Promise:  a closed world: an unknown key is refused with the nearest known one, a value out of
+          range with what was wanted; the resolved recipe, saved and read again, is the same.
+Not here: what the settings do (`build.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedlm.core.errors import ConfigError, nearest
+from fedlm.corpus.sources import CORPORA
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Table(BaseModel):
+    """One table of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Data(Table):
+    """Which text, in which tokens, in rows of which shape."""
+
+    source: str | None = None  # a corpus name, a file or a folder
+    store: str | None = None  # a store made by `fedlm prepare`
+    tokenizer: Literal["words", "bpe", "bytes"] = "words"
+    vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = 10_000
+    lowercase: bool = True
+    layout: Literal["lines", "windows"] = "lines"
+    length: Annotated[int, Field(ge=1, le=65_536)] = 20
+    test_clients: Share = 0.1
+    validation: Share = 0.1
+    split_seed: int = 0
+
+
+class Model(Table):
+    """Which architecture, of which size."""
+
+    name: Literal["cifg", "lstm", "si-cifg"] = "si-cifg"
+    embed: Count = 96
+    units: Count = 670
+    layers: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class Client(Table):
+    """What a member does in a round."""
+
+    optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    rate: Positive = 0.5
+    momentum: Decay = 0.9
+    weight_decay: NotNegative = 0.0
+    clip: NotNegative = 0.0  # bound on the gradient norm; 0 is off
+    batch: Count = 16
+    epochs: Count = 1
+    max_examples: Count | None = None
+    max_steps: Count | None = None
+    weight: Literal["examples", "tokens", "uniform"] = "examples"
+
+
+class Server(Table):
+    """What the server does with a cohort's mean change, and how often."""
+
+    optimizer: Literal["fedavg", "fedavgm", "nesterov", "fedadam", "fedyogi", "fedadagrad"] = (
+        "fedadam"
+    )
+    rate: Positive = 0.01
+    momentum: Decay = 0.9
+    beta2: Decay = 0.99
+    epsilon: Positive = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+    end: Share = 0.0
+    rounds: Count = 100
+    cohort: Count = 20
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    evaluate_every: Count = 10
+    evaluate_rows: Annotated[int, Field(ge=0)] = 2_000  # validation rows; 0 is all
+
+
+class Run(Table):
+    """How the run is carried out; nothing here changes what is learned but the seed."""
+
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    engine: Literal["mesh", "loop"] = "mesh"
+    devices: Annotated[int, Field(ge=0)] = 0  # lanes on this machine; 0 is one a core
+    checkpoint_every: Count = 10
+    keep_checkpoints: Count = 3
+    tensorboard: bool = True
+    baselines: bool = True  # count n-gram models for comparison at the end
+    prompts: tuple[str, ...] = ()
+
+
+class Recipe(Table):
+    """A whole experiment."""
+
+    data: Data = Data()
+    model: Model = Model()
+    client: Client = Client()
+    server: Server = Server()
+    run: Run = Run()
+
+
+def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
+    """A recipe file with changes `table.key=value` applied."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"recipe {path} is not readable: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path} is not valid UTF-8.") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not valid TOML: {error}.") from None
+    for change in changes:
+        _apply(tables, change)
+    recipe = parse(tables)
+    return _relative_to(recipe, Path(path).parent)
+
+
+def _apply(tables: dict[str, Any], change: str) -> None:
+    name, equals, value = change.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not (equals and dot and key and table):
+        raise ConfigError(f"--set {change!r}: expected table.key=value, as in server.rounds=50.")
+    held = tables.setdefault(table, {})
+    if not isinstance(held, dict):
+        raise ConfigError(f"--set {change!r}: {table!r} is not a table of this recipe.")
+    held[key] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value; anything that is not one is a string, so quotes are not needed."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse(tables: dict[str, Any]) -> Recipe:
+    """Tables to a recipe, or one sentence about the first thing that is wrong."""
+    try:
+        return Recipe.model_validate(_floats(tables))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors()[0])) from None
+
+
+def _floats(tables: dict[str, Any]) -> dict[str, Any]:
+    """TOML tells 1 from 1.0; a person who writes `rate = 1` means 1.0. Lists become tuples."""
+    out: dict[str, Any] = {}
+    for name, table in tables.items():
+        field = Recipe.model_fields.get(name)
+        if field is None or not isinstance(table, dict):
+            out[name] = table
+            continue
+        known = field.annotation.model_fields  # type: ignore[union-attr]
+        out[name] = {k: _as_declared(known.get(k), v) for k, v in table.items()}
+    return out
+
+
+def _as_declared(field: Any, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if field is not None and type(value) is int and field.annotation is float:
+        return float(value)
+    return value
+
+
+def _sentence(error: Any) -> str:
+    place = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        table = Recipe.model_fields.get(place[0])
+        if len(place) == 1 or table is None:
+            return f"there is no table [{place[0]}]. {nearest(place[0], Recipe.model_fields)}"
+        known = table.annotation.model_fields  # type: ignore[union-attr]
+        return f"[{place[0]}] has no setting {place[1]!r}. {nearest(place[1], known)}"
+    wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    value = error["input"]
+    hint = ""
+    if error["type"] == "literal_error" and isinstance(value, str):
+        options = [o.strip(" '") for o in wanted.replace(" or ", ", ").split(",")]
+        near = nearest(value, options)
+        hint = f" {near}" if near.startswith("Did") else ""
+    return f"{'.'.join(place[:2])} = {value!r}: expected {wanted}.{hint}"
+
+
+def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
+    """Paths are looked for beside the recipe, then here; the resolved recipe has them absolute."""
+    data = recipe.data
+    changed = {
+        name: _absolute(value, folder)
+        for name, value in (("source", data.source), ("store", data.store))
+        if value is not None and not (name == "source" and value in CORPORA)
+    }
+    # Built from what was written, so that it stays known which settings were given.
+    given = {k: v for k, v in data if k in data.model_fields_set}
+    return recipe.model_copy(update={"data": Data(**{**given, **changed})})
+
+
+def _absolute(path: str, folder: Path) -> str:
+    beside = folder / path
+    return os.path.abspath(beside if beside.exists() else path)
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as TOML; what is None is left out, as TOML has no null."""
+    tables = recipe.model_dump(mode="python", exclude_none=True)
+    return tomli_w.dumps({k: {n: _toml(v) for n, v in t.items()} for k, t in tables.items()})
+
+
+def _toml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,1 @@
+"""Nothing is lost by a crash; reports are functions of the journal."""

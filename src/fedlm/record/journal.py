@@ -1,0 +1,85 @@
+"""The facts of a run, one JSON object a line.
+
+In:       facts as they happen.
+Out:      `journal.jsonl`: a header, a line a round, a closing line.
+Promise:  a line that was appended survives a kill; a half-written last line is ignored; after
+          `rewind(r)` the journal holds exactly the rounds before r.
+Not here: derived numbers (`report.py` computes them from the journal).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedlm.core.errors import RecordError
+from fedlm.record.checkpoint import write_atomically
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def dumps(value: Any) -> str:
+    """One line of strict JSON."""
+    return json.dumps(_plain(value), allow_nan=False, separators=(", ", ": "))
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a journal; a torn last line is what a kill leaves, so it is passed over."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordError(f"{path} is not readable: {error.strerror}.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            if number == len(lines):
+                return
+            raise RecordError(f"{path}, line {number}: not JSON; the journal is damaged.") from None
+        if not isinstance(entry, dict) or "kind" not in entry:
+            raise RecordError(f"{path}, line {number}: not a journal entry.")
+        yield entry
+
+
+class Journal:
+    """An append-only file of facts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def append(self, kind: str, **facts: Any) -> None:
+        """Adds one line, in one write, and hands it to the operating system."""
+        line = dumps({"kind": kind, **facts}) + "\n"
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise RecordError(
+                f"journal {self.path} could not be written: {error.strerror}. The last "
+                "checkpoint is whole; free the disk and repeat with --resume."
+            ) from None
+
+    def rewind(self, round: int) -> None:
+        """Forgets rounds from `round` on, and any closing line, as if they had not run."""
+        kept = [
+            entry
+            for entry in read(self.path)
+            if entry["kind"] != "final"
+            and not (entry["kind"] == "round" and entry["round"] >= round)
+        ]
+        text = "".join(dumps(entry) + "\n" for entry in kept)
+        write_atomically(self.path, text.encode())

@@ -1,0 +1,77 @@
+"""Figures for the report.
+
+In:       series of numbers with names.
+Out:      HTML fragments that draw them, and the script they need, without any network.
+Promise:  the same series give the same fragment.
+Not here: which figures a report has (`report.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+
+
+class Series(NamedTuple):
+    """One line of a figure."""
+
+    name: str
+    x: list[float]
+    y: list[float]
+
+
+def script() -> str:
+    """The drawing library, once a page."""
+    return f"<script>{get_plotlyjs()}</script>"
+
+
+def lines(
+    series: list[Series],
+    *,
+    x: str,
+    y: str,
+    log_y: bool = False,
+    log_x: bool = False,
+    marks: dict[str, float] | None = None,
+) -> str:
+    """Curves over a common axis, with horizontal marks for reference values."""
+    figure = go.Figure()
+    for number, one in enumerate(series):
+        color = COLORS[number % len(COLORS)]
+        figure.add_trace(
+            go.Scatter(x=one.x, y=one.y, name=one.name, mode="lines+markers", line={"color": color})
+        )
+    for name, value in (marks or {}).items():
+        figure.add_hline(
+            y=value,
+            line_dash="dot",
+            line_color="#6b7280",
+            annotation_text=f"{name} {value:.4g}",
+            annotation_position="top right",
+        )
+    figure.update_xaxes(title=x, type="log" if log_x else "linear")
+    figure.update_yaxes(title=y, type="log" if log_y else "linear")
+    return _fragment(figure, len(series) > 1)
+
+
+def bars(names: list[str], values: list[float], *, y: str) -> str:
+    """One bar a name."""
+    figure = go.Figure(go.Bar(x=names, y=values, marker_color=COLORS[0]))
+    figure.update_yaxes(title=y)
+    return _fragment(figure, False)
+
+
+def _fragment(figure: go.Figure, legend: bool) -> str:
+    figure.update_layout(
+        template="plotly_white",
+        height=380,
+        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        showlegend=legend,
+        legend={"orientation": "h", "y": -0.2},
+    )
+    text: str = figure.to_html(full_html=False, include_plotlyjs=False)
+    return text

@@ -1,0 +1,277 @@
+"""A recipe, carried out in a run directory.
+
+In:       a recipe, a directory, somebody who watches.
+Out:      a trained model in the directory, and a summary of the run.
+Promise:  resumed after a kill at any moment, it ends with the same parameters as a run that was
+          never interrupted; what happened is in the journal.
+Not here: the loop (`run.py`), settings (`recipe`), printing (`cli`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer
+
+from fedlm.core import tree
+from fedlm.core.errors import RecordError
+from fedlm.core.types import OOV, SPECIALS, Params
+from fedlm.corpus import tokenizer as tok
+from fedlm.evaluate.generate import Speaker, next_words, speaker
+from fedlm.federation.round import NodeState, init_node
+from fedlm.models import catalog
+from fedlm.recipe.build import Experiment
+from fedlm.recipe.settings import dump
+from fedlm.record import checkpoint, report
+from fedlm.record.directory import RunDirectory, difference
+from fedlm.record.journal import Journal, dumps
+from fedlm.record.tensorboard import Board
+from fedlm.run import Cadence, Facts, Hooks, run
+
+Summary = dict[str, Any]
+VERSIONS = ("fedlm", "jax", "equinox", "optax", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watcher:
+    """Whoever looks on: told of stages and rounds, asked whether to stop."""
+
+    say: Callable[[str], None] = lambda text: None
+    begin: Callable[[int, int, float | None], None] = lambda first, rounds, perplexity: None
+    round: Callable[[Facts], None] = lambda facts: None
+    stop: Callable[[], bool] = lambda: False
+
+
+def train(
+    experiment: Experiment, directory: RunDirectory, *, resume: bool, watcher: Watcher
+) -> Summary | None:
+    """Trains to the end and returns the summary; None if the watcher stopped it before."""
+    goes_on = directory.claim(dump(experiment.recipe), resume=resume)
+    if goes_on and directory.summary.is_file():
+        watcher.say(f"{directory.path} is complete; nothing is left to train.")
+        done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+        return done
+    state = _state(experiment, directory, goes_on, watcher)
+    state = _rounds(experiment, directory, state, watcher)
+    if int(state.round) < experiment.recipe.server.rounds:
+        return None
+    return _close(experiment, directory, state, watcher)
+
+
+def _state(
+    experiment: Experiment, directory: RunDirectory, goes_on: bool, watcher: Watcher
+) -> NodeState:
+    """The state to start from, with a journal that ends exactly there."""
+    fresh = init_node(experiment.algorithm, experiment.init_params())
+    journal = Journal(directory.journal)
+    found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
+    if found is None:
+        directory.journal.unlink(missing_ok=True)
+        tokenizer = (experiment.store.path / "tokenizer.json").read_bytes()
+        checkpoint.write_atomically(directory.tokenizer, tokenizer)
+        journal.append("header", **_header(experiment, directory, fresh.params))
+        checkpoint.save(directory.checkpoints, 0, fresh)
+        return fresh
+    _same_experiment(experiment, directory)
+    journal.rewind(int(found.round))
+    watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
+    state: NodeState = found
+    return state
+
+
+def _same_experiment(experiment: Experiment, directory: RunDirectory) -> None:
+    """Refuses to go on with a recipe edited in the run, or on a text that has changed since."""
+    header = report.facts_of(directory.path).header
+    recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
+    if header["recipe"] != recipe:
+        raise RecordError(
+            f"{directory.path} was begun with another recipe "
+            f"({difference(header['recipe'], recipe)}): undo the change, or give another --out."
+        )
+    if header["store"]["clients_sha256"] != experiment.store.manifest["clients_sha256"]:
+        raise RecordError(
+            f"{directory.path} was begun on another text than {experiment.store.path} holds now: "
+            "undo the change, or give another --out."
+        )
+
+
+def _header(experiment: Experiment, directory: RunDirectory, params: Params) -> Facts:
+    recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
+    return {
+        "command": shlex.join(["fedlm", "train", str(directory.recipe)]),
+        "recipe": recipe,
+        "store": {k: v for k, v in experiment.store.manifest.items() if k != "settings"},
+        "parameters": experiment.parameters,
+        "start": experiment.watch(params),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in VERSIONS},
+            "machine": f"{platform.machine()}, {jax.device_count()} {jax.default_backend()} lanes",
+        },
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _rounds(
+    experiment: Experiment, directory: RunDirectory, state: NodeState, watcher: Watcher
+) -> NodeState:
+    recipe, first = experiment.recipe, int(state.round)
+    entries = report.facts_of(directory.path)
+    if entries.rounds:
+        experiment.engine.upload_bytes = entries.rounds[-1]["upload_bytes"]
+        experiment.engine.download_bytes = entries.rounds[-1]["download_bytes"]
+    journal = Journal(directory.journal)
+    board = Board(directory.tensorboard, first) if recipe.run.tensorboard else None
+
+    def record(facts: Facts) -> None:
+        journal.append("round", **facts)
+        if board is not None:
+            board.add(facts["round"], facts)
+        watcher.round(facts)
+
+    def keep(state: NodeState) -> None:
+        checkpoint.save(directory.checkpoints, int(state.round), state, recipe.run.keep_checkpoints)
+
+    watcher.begin(first, recipe.server.rounds, entries.header["start"]["perplexity"])
+    try:
+        return run(
+            experiment.algorithm,
+            experiment.engine,
+            state,
+            seed=recipe.run.seed,
+            cadence=Cadence(
+                rounds=recipe.server.rounds,
+                evaluate_every=recipe.server.evaluate_every,
+                checkpoint_every=recipe.run.checkpoint_every,
+            ),
+            hooks=Hooks(evaluate=experiment.watch, record=record, keep=keep, stop=watcher.stop),
+            vocabulary=experiment.store.vocabulary,
+        )
+    finally:
+        if board is not None:
+            board.close()
+
+
+def _close(
+    experiment: Experiment, directory: RunDirectory, state: NodeState, watcher: Watcher
+) -> Summary:
+    """Weights, final figures, report and summary; all of it can be made again from a checkpoint."""
+    watcher.say("evaluating on all held-out text")
+    splits = {
+        split: experiment.evaluate(state.params, split)
+        for split in ("test", "validation")
+        if len(experiment.held_rows(split)[0])
+    }
+    baselines: dict[str, Any] = {}
+    if experiment.recipe.run.baselines:
+        watcher.say("counting n-grams on the training tokens")
+        baselines = {split: experiment.baselines(split) for split in splits}
+    journal = Journal(directory.journal)
+    journal.rewind(int(state.round))
+    predictions = [
+        {"prompt": prompt, "next": predict(state.params, experiment.store.tokenizer, prompt)}
+        for prompt in experiment.recipe.run.prompts
+    ]
+    journal.append("final", **splits, baselines=baselines, predictions=predictions)
+    save_weights(directory, state.params, experiment)
+    facts = report.facts_of(directory.path)
+    checkpoint.write_atomically(directory.report, report.page([facts]).encode())
+    summary = _summary(experiment, directory, state.params, facts)
+    checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    return summary
+
+
+def save_weights(directory: RunDirectory, params: Params, experiment: Experiment) -> None:
+    """The trained model for others: safetensors by leaf name, settings in the metadata."""
+    model = experiment.recipe.model.model_dump_json()
+    data = checkpoint.to_bytes(params, model=model, vocabulary=experiment.store.vocabulary)
+    checkpoint.write_atomically(directory.weights, data)
+
+
+def _summary(
+    experiment: Experiment, directory: RunDirectory, params: Params, facts: report.Facts
+) -> Summary:
+    headline = facts.final.get("test") or facts.final.get("validation") or {}
+    seconds = sum(r["seconds"] for r in facts.rounds)
+    last = facts.rounds[-1] if facts.rounds else {}
+    return {
+        "run": str(directory.path),
+        "rounds": len(facts.rounds),
+        "perplexity": headline.get("perplexity"),
+        "accuracy": headline.get("accuracy"),
+        "tokens": sum(r["tokens"] for r in facts.rounds),
+        "upload_bytes": last.get("upload_bytes", 0),
+        "download_bytes": last.get("download_bytes", 0),
+        "epsilon": None,
+        "delta": None,
+        "params": experiment.parameters,
+        "params_sha256": tree.sha256(params),
+        "seconds": round(seconds, 3),
+        "clients_per_second": sum(r["members"] for r in facts.rounds) / seconds
+        if seconds
+        else None,
+        "start_perplexity": facts.header["start"]["perplexity"],
+        "validation_perplexity": (facts.final.get("validation") or {}).get("perplexity"),
+        "baselines": (facts.final.get("baselines") or {}).get("test")
+        or (facts.final.get("baselines") or {}).get("validation"),
+        "predictions": facts.final.get("predictions"),
+        "report": str(directory.report),
+    }
+
+
+# ---- a trained model, asked ------------------------------------------------------------
+
+
+def load_params(experiment_model: Any, vocabulary: int, weights: Path) -> Params:
+    """The weights of a finished run."""
+    size = catalog.Dimensions(
+        vocab=vocabulary,
+        embed=experiment_model.embed,
+        units=experiment_model.units,
+        layers=experiment_model.layers,
+    )
+    like = catalog.shapes(experiment_model.name, size)
+    return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
+
+
+def speak(params: Params) -> Speaker:
+    """The model as something that can be asked for the next token."""
+    return speaker(params.start, lambda state, token: catalog.advance(params, state, token))
+
+
+def predict(
+    params: Params, tokenizer: Tokenizer, prompt: str, count: int = 5
+) -> list[dict[str, Any]]:
+    """The likeliest next words after a prompt, with their probabilities."""
+    tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
+    found = next_words(speak(params), tokens, count, _goes_on(tokenizer))
+    return [
+        {"word": tok.decode(tokenizer, word).strip(), "probability": chance}
+        for word, chance in found
+    ]
+
+
+def _goes_on(tokenizer: Tokenizer) -> Callable[[int], bool]:
+    """Whether a token continues a word: subwords mark the beginning of one with a blank."""
+    if tokenizer.token_to_id(SPECIALS[OOV]) is None or tokenizer.decoder is None:
+        return lambda token: False
+
+    def goes_on(token: int) -> bool:
+        piece = tokenizer.id_to_token(token) or ""
+        return token >= len(SPECIALS) and not piece.startswith("Ġ") and piece.isalpha()
+
+    return goes_on

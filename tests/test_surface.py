@@ -1,0 +1,8 @@
+"""The public surface is a list with a test."""
+
+import fedlm
+
+
+def test_public_names_are_listed_once_and_sorted():
+    assert fedlm.__all__ == sorted(set(fedlm.__all__), key=str.casefold)
+    assert all(hasattr(fedlm, name) for name in fedlm.__all__)
