@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlm.cohort.pack import batch_up, cut, spread
+from fedlm.core.types import BOS, EOS, PAD, Shape
+
+words = st.lists(st.integers(4, 60_000), min_size=1, max_size=12)
+texts = st.lists(words, max_size=8)  # lines of words
+lengths = st.integers(1, 9)
+contexts = st.integers(1, 3)
+
+
+def stream(lines, dtype=np.uint16):
+    return np.array([t for line in lines for t in [*line, EOS]], dtype)
+
+
+def real(targets):
+    return targets[targets != PAD].tolist()
+
+
+@given(texts, lengths, contexts)
+@settings(deadline=None)
+def test_in_windows_every_token_is_a_target_once_and_follows_what_came_before(
+    lines, length, context
+):
+    tokens = stream(lines)
+    rows = cut(tokens, length, "windows", context)
+    assert rows.shape == (-(-len(tokens) // length), context + length)
+    assert rows.dtype == tokens.dtype
+    assert real(rows[:, context:].ravel()) == tokens.tolist()
+    before = [BOS] * context + tokens.tolist()
+    for number, row in enumerate(rows):
+        assert row[:context].tolist() == before[number * length :][:context]
+
+
+@given(texts, lengths, contexts)
+@settings(deadline=None)
+def test_in_lines_every_line_is_a_row_that_begins_afresh_and_is_cut_off(lines, length, context):
+    rows = cut(stream(lines), length, "lines", context)
+    assert rows.shape == (len(lines), context + length)
+    for row, line in zip(rows, lines, strict=True):
+        assert (row[:context] == BOS).all()
+        assert real(row[context:]) == [*line, EOS][:length]
+
+
+@given(texts, lengths, st.sampled_from(["lines", "windows"]))
+@settings(deadline=None)
+def test_padding_comes_last_in_a_row(lines, length, layout):
+    for row in cut(stream(lines), length, layout):
+        assert PAD not in row[: np.count_nonzero(row)]
+
+
+def test_longer_contexts_reach_further_back():
+    tokens = np.array([5, 6, EOS, 7, EOS])
+    assert cut(tokens, 2, "windows", 1).tolist() == [[1, 5, 6], [6, 2, 7], [7, 2, 0]]
+    assert cut(tokens, 2, "windows", 2).tolist() == [[1, 1, 5, 6], [5, 6, 2, 7], [2, 7, 2, 0]]
+    assert cut(tokens, 2, "lines", 2).tolist() == [[1, 1, 5, 6], [1, 1, 7, 2]]
+
+
+def test_a_text_that_ends_within_a_line_loses_nothing():
+    tokens = np.array([5, EOS, 6, 7])
+    assert cut(tokens, 3, "lines").tolist() == [[1, 5, 2, 0], [1, 6, 7, 0]]
+    assert cut(np.array([6]), 3, "lines").tolist() == [[1, 6, 0, 0]]
+
+
+shapes = st.builds(
+    Shape,
+    batch=st.integers(1, 5),
+    length=st.just(3),
+    epochs=st.integers(1, 3),
+    max_examples=st.none() | st.integers(1, 20),
+    max_steps=st.none() | st.integers(1, 12),
+)
+
+
+def numbered_rows(count):
+    """Rows that say who they are, in their first target."""
+    rows = np.full((count, 4), BOS, np.uint16)
+    rows[:, 1:] = np.arange(4, count + 4)[:, None]
+    return rows
+
+
+@given(st.integers(0, 20), shapes, st.integers(0, 99))
+@settings(deadline=None)
+def test_each_epoch_has_every_chosen_row_once_and_padding_only_fills(count, shape, seed):
+    rows = numbered_rows(count)
+    batches = batch_up(rows, shape, np.random.default_rng(seed))
+    chosen = min(count, shape.max_examples or count)
+    steps = -(-chosen // shape.batch)
+    wanted = min(shape.epochs * steps, shape.max_steps or 10**9)
+    assert batches.shape == (wanted, shape.batch, 4) and batches.dtype == rows.dtype
+    epochs = [batches[e * steps : (e + 1) * steps].reshape(-1, 4) for e in range(shape.epochs)]
+    seen = []
+    for epoch in epochs:
+        full = min(chosen, len(epoch))
+        assert (epoch[full:] == PAD).all()
+        np.testing.assert_array_equal(epoch[:full], rows[epoch[:full, 1] - 4])
+        assert len(set(epoch[:full, 1])) == full
+        seen.append(set(epoch[:full, 1].tolist()))
+    assert all(s == seen[0] for s in seen if len(s) == chosen)
+
+
+def test_the_order_is_new_each_epoch_and_decided_by_the_generator():
+    rows, shape = numbered_rows(50), Shape(batch=50, length=3, epochs=2)
+    one, two, other = (batch_up(rows, shape, np.random.default_rng(s)) for s in (0, 0, 1))
+    np.testing.assert_array_equal(one, two)
+    assert (one[0] != one[1]).any() and (one != other).any()
+    assert (one[0] != rows).any()
+
+
+def test_a_cap_on_examples_draws_them_from_all_rows():
+    shape = Shape(batch=5, length=3, max_examples=5)
+    drawn = [batch_up(numbered_rows(10), shape, np.random.default_rng(s)) for s in range(50)]
+    assert {int(t) - 4 for batches in drawn for t in batches[:, :, 1].ravel()} == set(range(10))
+
+
+members = st.lists(st.integers(0, 25), max_size=20)
+
+
+@given(members, st.integers(1, 5), st.integers(1, 12))
+@settings(deadline=None, max_examples=300)
+def test_spreading_runs_every_batch_once_in_order_in_one_lane(steps, lanes, capacity):
+    plan = spread(steps, lanes, capacity)
+    ran = {place: [] for place in range(len(steps))}
+    for lane in range(lanes):
+        segments = [segment for chunk in plan for segment in chunk[lane]]
+        mine = {s.place for s in segments}
+        assert not any(ran[place] for place in mine)
+        for s in segments:
+            assert s.first < s.last
+            assert s.opens == (s.first == 0) and s.closes == (s.last == steps[s.place])
+            ran[s.place] += range(s.first, s.last)
+        # A member is not interrupted: it opens only after the one before it has closed.
+        assert [s.opens for s in segments[1:]] == [s.closes for s in segments[:-1]]
+    assert [ran[place] for place in range(len(steps))] == [list(range(n)) for n in steps]
+
+
+@given(members, st.integers(1, 5), st.integers(1, 12))
+@settings(deadline=None, max_examples=300)
+def test_spreading_is_even_and_fills_chunks(steps, lanes, capacity):
+    plan = spread(steps, lanes, capacity)
+    loads = np.array([[sum(s.last - s.first for s in lane) for lane in chunk] for chunk in plan])
+    assert loads.shape[1] == lanes
+    assert loads.max() <= capacity
+    total = loads.sum(axis=0)
+    assert total.sum() == sum(steps)
+    assert total.max() - total.min() <= max(steps, default=0)
+    # Longest first: not even the shortest member of the fullest lane would fit better elsewhere.
+    fullest = int(total.argmax())
+    shortest = min((steps[s.place] for chunk in plan for s in chunk[fullest]), default=0)
+    assert total.max() - total.min() <= shortest
+    for lane, load in zip(loads.T, total, strict=True):
+        assert lane.tolist() == [
+            min(capacity, max(0, load - capacity * c)) for c in range(len(plan))
+        ]
+    assert len(plan) == max(1, -(-int(total.max()) // capacity))
+
+
+def test_spreading_is_a_function_of_the_steps():
+    steps = np.random.default_rng(0).integers(0, 9, 40).tolist()
+    assert spread(steps, 3, 7) == spread(steps, 3, 7)
+
+
+@pytest.mark.parametrize("layout", ["lines", "windows"])
+def test_no_text_is_no_rows_no_batches_and_no_work(layout):
+    rows = cut(np.zeros(0, np.uint16), 5, layout, context=2)
+    assert rows.shape == (0, 7) and rows.dtype == np.uint16
+    batches = batch_up(rows, Shape(batch=3, length=5), np.random.default_rng(0))
+    assert batches.shape == (0, 3, 7)
+    assert spread([len(batches)], 2, 4) == [[[], []]]

