@@ -70,6 +70,8 @@ def _state(
     experiment: Experiment, directory: RunDirectory, goes_on: bool, watcher: Watcher
 ) -> NodeState:
     """The state to start from, with a journal that ends exactly there."""
+    if goes_on and directory.checkpoints.is_dir():
+        check_same(experiment, directory)
     fresh = init_node(experiment.algorithm, experiment.init_params())
     journal = Journal(directory.journal)
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
@@ -78,28 +80,29 @@ def _state(
         tokenizer = (experiment.store.path / "tokenizer.json").read_bytes()
         checkpoint.write_atomically(directory.tokenizer, tokenizer)
         journal.append("header", **_header(experiment, directory, fresh.params))
+        journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
         return fresh
-    _same_experiment(experiment, directory)
     journal.rewind(int(found.round))
     watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
     state: NodeState = found
     return state
 
 
-def _same_experiment(experiment: Experiment, directory: RunDirectory) -> None:
-    """Refuses to go on with a recipe edited in the run, or on a text that has changed since."""
+def check_same(experiment: Experiment, directory: RunDirectory) -> None:
+    """Refuses a recipe that was edited in the run, and a text that has changed since."""
     header = report.facts_of(directory.path).header
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     if header["recipe"] != recipe:
         raise RecordError(
             f"{directory.path} was begun with another recipe "
-            f"({difference(header['recipe'], recipe)}): undo the change, or give another --out."
+            f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
         )
-    if header["store"]["clients_sha256"] != experiment.store.manifest["clients_sha256"]:
+    store = experiment.store.manifest
+    if any(header["store"][f] != store[f] for f in ("clients_sha256", "tokenizer_sha256")):
         raise RecordError(
             f"{directory.path} was begun on another text than {experiment.store.path} holds now: "
-            "undo the change, or give another --out."
+            "undo the change, or begin another run."
         )
 
 
@@ -144,6 +147,7 @@ def _rounds(
         watcher.round(facts)
 
     def keep(state: NodeState) -> None:
+        journal.sync()  # a checkpoint counts on the rounds before it being told
         checkpoint.save(directory.checkpoints, int(state.round), state, recipe.run.keep_checkpoints)
 
     watcher.begin(first, recipe.server.rounds, entries.header["start"]["perplexity"])
@@ -187,6 +191,7 @@ def _close(
         for prompt in experiment.recipe.run.prompts
     ]
     journal.append("final", **splits, baselines=baselines, predictions=predictions)
+    journal.sync()
     save_weights(directory, state.params, experiment)
     facts = report.facts_of(directory.path)
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())

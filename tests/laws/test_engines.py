@@ -42,12 +42,14 @@ def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
 
 
 def model(name="cifg"):
-    return catalog.make(name, catalog.Dimensions(vocab=30, embed=6, units=16), key_for(0, "init"))
+    return catalog.make(name, catalog.Dimensions(vocab=30, embed=8, units=16, heads=2, kernel=3), key_for(0, "init"))
 
 
 def assert_same(a, b, rtol=2e-5):
+    """Equal up to rounding at the scale of the whole tree: some gradients are zero by nature."""
+    scale = max(float(np.abs(y).max()) for y in jax.tree.leaves(getattr(b, "delta", b)))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, float(np.abs(y).max())))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, scale))
 
 
 @pytest.mark.parametrize("optimizer", sorted(CLIENT))

@@ -14,7 +14,7 @@ from fedlm.core.errors import ConfigError
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import load_params
+from fedlm.train import check_same, load_params
 
 
 def evaluate(
@@ -33,6 +33,7 @@ def evaluate(
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
         experiment = build(recipe, STORES, lambda stage, done: None)
+        check_same(experiment, directory)
         params = load_params(recipe.model, experiment.store.vocabulary, directory.weights)
         found: dict[str, Any] = {
             "run": str(run),

@@ -75,19 +75,21 @@ def to_bytes(state: Any, **facts: Any) -> bytes:
     # Not ascontiguousarray, which makes a scalar a vector.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in tree.named_leaves(state).items()}
     told = json.dumps(facts)
-    return bytes(save_tensors(arrays, {"digest": _digest(arrays, told), "facts": told}))
+    # One entry: safetensors writes several in any order, and equal trees should be equal files.
+    metadata = {"fedlm": json.dumps({"digest": _digest(arrays, told), "facts": told})}
+    return bytes(save_tensors(arrays, metadata))
 
 
 def from_bytes(data: bytes, like: Any, where: str) -> Any:
     """The tree that `to_bytes` wrote; `like` gives structure, shapes and types."""
     try:
         size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size]) if size <= len(data) else {}
         arrays = load_tensors(data)
-    except (SafetensorError, ValueError) as error:
+        told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["fedlm"])
+        digest, facts = str(told["digest"]), str(told["facts"])
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{where} is damaged: {error}.") from None
-    metadata = header.get("__metadata__") or {}
-    if metadata.get("digest") != _digest(arrays, str(metadata.get("facts"))):
+    if digest != _digest(arrays, facts):
         raise RecordError(f"{where} is damaged: its digest does not match.")
     return _fit(arrays, like, where)
 

@@ -2,8 +2,8 @@
 
 In:       facts as they happen.
 Out:      `journal.jsonl`: a header, a line a round, a closing line.
-Promise:  a line that was appended survives a kill; a half-written last line is ignored; after
-          `rewind(r)` the journal holds exactly the rounds before r.
+Promise:  a line that was appended survives a kill, and after `sync` a power cut; a half-written
+          last line is ignored; after `rewind(r)` the journal holds exactly the rounds before r.
 Not here: derived numbers (`report.py` computes them from the journal).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,16 @@ class Journal:
             raise RecordError(
                 f"journal {self.path} could not be written: {error.strerror}. The last "
                 "checkpoint is whole; free the disk and repeat with --resume."
+            ) from None
+
+    def sync(self) -> None:
+        """Waits until what was appended is on the disk."""
+        try:
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RecordError(
+                f"journal {self.path} could not be written: {error.strerror}."
             ) from None
 
     def rewind(self, round: int) -> None:

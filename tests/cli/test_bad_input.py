@@ -1,0 +1,203 @@
+"""A user's error is one sentence and exit code 2, and costs nothing that was there."""
+
+import json
+
+import pytest
+
+
+def refused(result, *words):
+    """Exit code 2, the sentence as the last line of stderr, no traceback, nothing on stdout."""
+    assert result.code == 2, result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+    said = [line for line in result.stderr.splitlines() if line.startswith("fedlm: ")]
+    assert len(said) == 1 and result.stderr.rstrip().endswith(said[0])
+    for word in words:
+        assert word in said[0]
+
+
+def content(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def write_text(path, *clients):
+    lines = [json.dumps({"client": name, "text": text}) for name, text in clients]
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("server.round=5", ("[server] has no setting 'round'", "'rounds'")),
+        ("sever.rounds=5", ("there is no table [sever]", "'server'")),
+        ("client.rate=-1", ("client.rate = -1.0: expected greater than 0",)),
+        ("model.name=gpt9", ("model.name = 'gpt9': expected 'cifg', 'lstm'",)),
+        ("rounds=5", ("expected table.key=value",)),
+        ("server.cohort=19", ("server.cohort = 19", "the 18 training clients")),
+        ("data.source=nowhere.jsonl", ("nowhere.jsonl", "neither a file nor a corpus name")),
+        ("data.store=nowhere", ("expected either data.source", "and not both")),
+        ("run.devices=3", ("run.devices = 3", "already runs with 2 devices")),
+    ],
+)
+def test_a_setting_that_cannot_be(run_cli, tiny_recipe, tmp_path, change, words):
+    refused(run_cli("train", tiny_recipe, "--set", change, "--json"), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_that_is_not_there_or_not_toml(run_cli, tmp_path):
+    refused(run_cli("train", "none.toml"), "none.toml is not readable: No such file")
+    (tmp_path / "bad.toml").write_text("[data\n")
+    refused(run_cli("train", "bad.toml"), "bad.toml is not valid TOML", "line 1")
+
+
+@pytest.mark.parametrize(
+    "raw, words",
+    [
+        (b"", ("the source holds no client",)),
+        (b"\n\n", ("the source holds no client",)),
+        (b'{"client": "a", "text": " "}\n', ("none of the 1 clients", "has any text")),
+        (b'{"client": "a", "text": "hi"}\n{"client": "\xff"}\n', ("line 2", "not valid UTF-8")),
+        (b'{"client": "a", "text": "hi"}\n{"client": \n', ("line 2", "not JSON")),
+        (b'{"client": "a"}\n', ("line 1", "'text'")),
+        (b"[1]\n", ("line 1", "expected an object")),
+    ],
+)
+def test_text_that_cannot_be_used(run_cli, tiny_recipe, tiny_text, tmp_path, raw, words):
+    tiny_text.write_bytes(raw)
+    refused(run_cli("prepare", tiny_text, "--out", "store"), *words)
+    assert not (tmp_path / "store").exists()
+    refused(run_cli("train", tiny_recipe), *words)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["tiny.jsonl", "tiny.toml"]
+    assert not list(tmp_path.rglob("store.json")) and not (tmp_path / "runs").exists()
+
+
+def test_a_client_without_text_is_left_out(run_cli, tiny_text):
+    with open(tiny_text, "a") as file:
+        file.write(json.dumps({"client": "silent", "text": " \n\n"}) + "\n")
+    done = run_cli("prepare", tiny_text, "--out", "store", "--json")
+    assert done.code == 0 and done.json["clients"] == 20
+
+
+def test_a_store_that_is_there_already(run_cli, tiny_text, tmp_path):
+    assert run_cli("prepare", tiny_text, "--out", "store").code == 0
+    before = content(tmp_path)
+    refused(run_cli("prepare", tiny_text, "--out", "store"), "store exists already")
+    assert content(tmp_path) == before
+
+
+def test_a_store_of_another_tokenizer(run_cli, tiny_text, tiny_recipe, tmp_path):
+    assert run_cli("prepare", tiny_text, "--out", "store", "--tokenizer", "bytes").code == 0
+    text = tiny_recipe.read_text().replace('source = "tiny.jsonl"', 'store = "store"')
+    tiny_recipe.write_text(text.replace("vocabulary = 60", 'tokenizer = "words"'))
+    refused(run_cli("train", tiny_recipe), "data.tokenizer = 'words'", "was made with 'bytes'")
+
+
+@pytest.fixture
+def ended(run_cli, tiny_recipe, tmp_path):
+    """A finished run of two rounds in runs/tiny."""
+    assert run_cli("train", tiny_recipe, "--set", "server.rounds=2").code == 0
+    return tmp_path / "runs" / "tiny"
+
+
+def test_a_run_directory_that_is_taken(run_cli, tiny_recipe, ended):
+    before = content(ended)
+    out = ("--out", ended)
+    refused(run_cli("train", tiny_recipe, *out), "server.rounds is 2 there and 6 here")
+    refused(run_cli("train", tiny_recipe, *out, "--resume"), "holds another recipe")
+    refused(run_cli("train", ended / "recipe.toml", *out), "add --resume to go on")
+    assert content(ended) == before
+
+
+def test_a_run_whose_recipe_or_text_was_changed_does_not_go_on(run_cli, tiny_text, ended):
+    (ended / "summary.json").unlink()
+    resume = ("train", ended / "recipe.toml", "--out", ended, "--resume")
+    recipe = (ended / "recipe.toml").read_text()
+    (ended / "recipe.toml").write_text(recipe.replace("rate = 0.5", "rate = 0.6"))
+    before = content(ended)
+    refused(run_cli(*resume), "begun with another recipe", "client.rate is 0.5 there and 0.6 here")
+    assert content(ended) == before
+    (ended / "recipe.toml").write_text(recipe)
+    text = tiny_text.read_text().replace("cat", "?").replace("dog", "cat").replace("?", "dog")
+    tiny_text.write_text(text)
+    refused(run_cli(*resume), "begun on another text")
+    refused(run_cli("evaluate", ended), "begun on another text")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "report"])
+def test_what_is_not_a_run(run_cli, tmp_path, command):
+    refused(run_cli(command, tmp_path), "is not a run directory: it has no recipe.toml")
+
+
+def test_a_run_without_a_model(run_cli, ended):
+    (ended / "model.safetensors").unlink()
+    refused(run_cli("evaluate", ended), "holds no trained model yet", "--resume")
+    refused(run_cli("predict", ended, "the"), "holds no trained model yet")
+
+
+def test_damaged_weights_and_a_damaged_journal(run_cli, ended):
+    weights = ended / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(run_cli("predict", ended, "the"), "model.safetensors is damaged")
+    (ended / "journal.jsonl").write_text("{\n{}\n")
+    refused(run_cli("report", ended), "journal.jsonl, line 1: not JSON")
+
+
+def test_values_that_options_do_not_take(run_cli, ended):
+    refused(run_cli("evaluate", ended, "--split", "train"), "--split = 'train': expected test or")
+    refused(run_cli("predict", ended, "x", "--temperature", -1), "expected zero or more")
+
+
+@pytest.mark.parametrize("args", [["train"], ["train", "--rounds", "3", "x"], ["tain"]])
+def test_a_command_that_is_not_one(run_cli, args):
+    result = run_cli(*args)
+    assert result.code == 2 and "Traceback" not in result.stderr and result.stdout == ""
+    assert "Error: " in result.stderr
+
+
+@pytest.mark.parametrize("change", ["client.rate=1e9", "client.rate=1e30"])
+def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
+    result = run_cli("train", tiny_recipe, "--set", change, "--out", "run", "--json")
+    refused(result, "round ", "client.rate or server.rate too high", "checkpoint is kept")
+    # Checkpoints of a loss that runs away would push out those from before.
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["round-000000.safetensors"]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    changed = ("--set", change, "--out", "run", "--resume")
+    refused(run_cli("train", tiny_recipe, *changed), "training stopped")
+
+
+def test_a_server_step_out_of_the_finite_world_in_the_last_round(run_cli, tiny_recipe, tmp_path):
+    settings = ("optimizer=fedavg", "rate=3e38", "rounds=1")
+    changes = [part for setting in settings for part in ("--set", f"server.{setting}")]
+    result = run_cli("train", tiny_recipe, *changes, "--set", "client.rate=1e9", "--out", "run")
+    refused(result, "round 0: the parameters are not finite")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_output_where_nothing_can_be_written(run_cli, tiny_recipe, tiny_text, ended, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    before = content(tmp_path)
+    refused(run_cli("train", tiny_recipe, "--out", "file"), "file is not a run directory")
+    refused(run_cli("train", tiny_recipe, "--out", "file/run"), "Not a directory")
+    refused(run_cli("report", ended, "--out", "file/page.html"), "could not be written")
+    refused(run_cli("prepare", tiny_text, "--out", "file/store"), "file")
+    after = {p: raw for p, raw in content(tmp_path).items() if ".fedlm" not in p.parts}
+    assert after == {p: raw for p, raw in before.items() if ".fedlm" not in p.parts}
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[axes", "is not readable"),
+        ("recipes = 3", "has no setting 'recipes'. Did you mean 'recipe'?"),
+        ("[axes]", "expected recipe = a path"),
+        ("recipe = 'tiny.toml'\naxes = 3", "axes = 3: expected a table"),
+        ("recipe = 'tiny.toml'\n[axes]\n'run.seed' = 3", "axes.run.seed = 3: expected a list"),
+        ("recipe = 'tiny.toml'\ncases = []", "cases = []: expected"),
+        ("recipe = 'tiny.toml'\ntarget = 'low'", "target = 'low': expected a perplexity"),
+        ("recipe = 'tiny.toml'\n[axes]\n'run.seeds' = [3]", "Did you mean 'seed'?"),
+    ],
+)
+def test_a_sweep_that_cannot_be(run_cli, tiny_recipe, tmp_path, text, words):
+    (tmp_path / "grid.toml").write_text(text)
+    refused(run_cli("sweep", "grid.toml"), words)
+    assert not (tmp_path / "runs").exists()

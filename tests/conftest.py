@@ -1,0 +1,117 @@
+"""A tiny real corpus, a recipe for it, and a way to run commands on them in this process."""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+# Two lanes, so that a mistake in sharding shows everywhere; before JAX is first used.
+jax.config.update("jax_num_cpu_devices", 2)
+assert jax.device_count() == 2  # and it stays so: a command run in here cannot change it
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# The same tiny programs are compiled again and again: five seconds a run, one from the cache.
+CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
+jax.config.update("jax_compilation_cache_dir", CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+WORDS = ["the", "a", "cat", "dog", "sun", "moon", "sat", "ran", "saw", "on", "big", "red", "and"]
+RECIPE = """
+[data]
+source = "tiny.jsonl"
+vocabulary = 60
+length = 8
+
+[model]
+embed = 8
+units = 12
+
+[client]
+batch = 4
+
+[server]
+rounds = 6
+cohort = 4
+evaluate_every = 2
+
+[run]
+devices = 2
+checkpoint_every = 2
+tensorboard = false
+prompts = ["the cat"]
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command printed, and how it ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self):
+        """The one JSON object on stdout."""
+        return json.loads(self.stdout)
+
+
+def call(folder: Path, *args: object, stdin: str = "") -> Result:
+    """Runs `fedlm ARGS` in a folder, in this process."""
+    from fedlm.cli.main import main  # here, so that a broken door fails only who goes through it
+
+    out, err = io.StringIO(), io.StringIO()
+    stdout, stderr = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
+        patch.setattr(sys, "argv", ["fedlm", *map(str, args)])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        with stdout, stderr, pytest.raises(SystemExit) as ended:
+            main()
+    return Result(ended.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def write_tiny(folder: Path) -> Path:
+    """Twenty clients in two levels of groups, and the recipe beside them."""
+    rng = np.random.default_rng(0)
+    with open(folder / "tiny.jsonl", "w", encoding="utf-8") as file:
+        for number in range(20):
+            lines = [" ".join(rng.choice(WORDS, rng.integers(3, 9))) for _ in range(8)]
+            groups = ["north" if number % 2 else "south", f"town-{number % 4}"]
+            entry = {"client": f"c{number}", "groups": groups, "text": "\n".join(lines)}
+            file.write(json.dumps(entry) + "\n")
+    (folder / "tiny.toml").write_text(RECIPE, encoding="utf-8")
+    return folder / "tiny.toml"
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path):
+    """A recipe that trains in a moment."""
+    return write_tiny(tmp_path)
+
+
+@pytest.fixture
+def tiny_text(tiny_recipe):
+    """The text it trains on."""
+    return tiny_recipe.parent / "tiny.jsonl"
+
+
+@pytest.fixture
+def run_cli(tmp_path):
+    """`run_cli("train", recipe)`: a command, run in `tmp_path`."""
+    return lambda *args, **kwargs: call(tmp_path, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with tiny.toml, tiny.jsonl and a finished run in runs/tiny. Not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_tiny(folder)
+    done = call(folder, "train", "tiny.toml", "--json")
+    assert done.code == 0, done.stderr
+    return folder

