@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from fedlm.models import catalog
+from fedlm.models.cells import Cifg, Lstm, SiCifg
 from fedlm.models.recurrent import plain_sequence, recurrent, sequence
 from tests.oracle import STEPS
 
+KINDS = {"cifg": Cifg(), "lstm": Lstm(), "si-cifg": SiCifg()}
 CELLS = sorted(STEPS)
 
 
@@ -21,7 +23,7 @@ def double_precision():
 
 
 def model_and_tokens(cell, vocab=40, embed=12, units=33, batch=3, seq=7):
-    model = recurrent(cell, vocab, embed, units, key=jr.key(1))
+    model = recurrent(KINDS[cell], vocab, embed, units, key=jr.key(1))
     model = jax.tree.map(lambda x: x.astype(jnp.float64), model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, vocab, (batch, seq)))
     return model, tokens
@@ -48,7 +50,7 @@ def test_the_fast_sequence_has_the_gradients_of_the_plain_one(cell):
 
     def through(run):
         def loss(args):
-            return jnp.sum(jnp.sin(3 * run(cell, *args)))
+            return jnp.sum(jnp.sin(3 * run(KINDS[cell], *args)))
 
         return jax.grad(loss)((x, layer.w_x, layer.w_h, layer.bias, layer.project))
 
@@ -129,3 +131,26 @@ def test_an_all_negative_gate_gives_no_nan():
 def test_the_published_size_of_the_benchmark_model():
     size = catalog.Dimensions(vocab=10_000, embed=96, units=670)
     assert catalog.count("si-cifg", size) == catalog.count("cifg", size) == 1_412_250
+
+
+@pytest.mark.parametrize("measure", ["max", "l2", "rms"])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_every_measure_in_place_of_the_maximum_is_invariant_too(measure, layer_norm):
+    cell = SiCifg(measure=measure, layer_norm=layer_norm)
+    z, c = jr.normal(jr.key(0), (3 * 33, 5)), jr.normal(jr.key(1), (33, 5))
+    factors = jnp.repeat(jnp.array([0.1, 7.0, 3.0]), 33)[:, None]
+    for a, b in zip(cell.step(z, c), cell.step(factors * z, c), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+def test_a_relu_gate_without_a_measure_is_not_invariant():
+    z, c = jr.normal(jr.key(0), (3 * 33, 5)), jr.normal(jr.key(1), (33, 5))
+    bare = SiCifg(measure="none")
+    assert np.abs(bare.step(z, c)[0] - bare.step(2 * z, c)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("option", ["candidate", "state"])
+def test_the_options_the_paper_leaves_open_change_the_cell(option):
+    z, c = jr.normal(jr.key(0), (3 * 33, 5)), jr.normal(jr.key(1), (33, 5))
+    changed = SiCifg(**{option: False})
+    assert np.abs(changed.step(z, c)[0] - SiCifg().step(z, c)[0]).max() > 1e-3

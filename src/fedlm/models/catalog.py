@@ -3,7 +3,7 @@
 In:       a name and its dimensions.
 Out:      a model, or its parameter count.
 Promise:  a count is the number of values in the model that the same arguments make, found
-          without allocating one.
+          without allocating one; a named size has the count that was published for it.
 Not here: the architectures (one file a family).
 """
 
@@ -20,65 +20,155 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.types import Loss, Params, Tokens
+from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
+from fedlm.models.conformer import conformer
 from fedlm.models.loss import scores, token_loss
 from fedlm.models.recurrent import recurrent
+from fedlm.models.stem import Positions
+from fedlm.models.transformer import transformer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """The sizes that decide a model's shape."""
+    """The sizes and options that decide a model; an architecture reads those it has."""
 
     vocab: int = 10_000
     embed: int = 96
-    units: int = 670
+    units: int = 670  # of a recurrent layer, or inside a feed-forward
     layers: int = 1
+    heads: int = 8
+    kernel: int = 31  # taps of a convolution
+    positions: Positions = "sinusoidal"
+    length: int = 1024  # how many positions are learned, where they are
+    cell_layer_norm: bool = False
+    si_measure: Measure = "max"
+    si_floor: float = 1e-6
+    si_candidate: bool = True
+    si_state: bool = True
 
 
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 
 
-def _recurrent(cell: str) -> Maker:
+def _recurrent(cell: Callable[[Dimensions], Cell]) -> Maker:
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
-        return recurrent(cell, size.vocab, size.embed, size.units, layers=size.layers, key=key)
+        return recurrent(
+            cell(size), size.vocab, size.embed, size.units, layers=size.layers, key=key
+        )
 
     return make
 
 
-ARCHITECTURES: dict[str, Maker] = {name: _recurrent(name) for name in ("cifg", "lstm", "si-cifg")}
+def _si_cifg(size: Dimensions) -> Cell:
+    return SiCifg(
+        layer_norm=size.cell_layer_norm,
+        measure=size.si_measure,
+        floor=size.si_floor,
+        candidate=size.si_candidate,
+        state=size.si_state,
+    )
 
 
-def make(name: str, size: Dimensions, key: PRNGKeyArray) -> Params:
+def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Maker:
+    def make(size: Dimensions, key: PRNGKeyArray) -> Params:
+        read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
+        return family(size.vocab, size.embed, size.units, **{**read, **fixed}, key=key)
+
+    return make
+
+
+_PLACED = ("positions", "length")
+ARCHITECTURES: dict[str, Maker] = {
+    "lstm": _recurrent(lambda size: Lstm(size.cell_layer_norm)),
+    "cifg": _recurrent(lambda size: Cifg(size.cell_layer_norm)),
+    "si-cifg": _recurrent(_si_cifg),
+    "transformer": _decoder(transformer, *_PLACED),
+    "si-transformer": _decoder(transformer, *_PLACED, invariant=True),
+    "conformer": _decoder(conformer, *_PLACED, "kernel"),
+    "si-conformer": _decoder(conformer, *_PLACED, "kernel", invariant=True),
+    "mpt": _decoder(transformer, positions="alibi", bias=False),
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A size that somebody published."""
+
+    architecture: str
+    size: Dimensions
+    published: str | None = None
+
+
+def _named(architecture: str, published: str | None = None, **size: Any) -> Named:
+    return Named(architecture, Dimensions(**size), published)
+
+
+_SMALL = {"embed": 96, "units": 384, "layers": 3, "heads": 8}
+_GBOARD = {"embed": 96, "units": 670}
+_MPT75 = {"embed": 896, "units": 3584, "layers": 3, "heads": 16}
+NAMED: dict[str, Named] = {
+    "lstm": _named("lstm"),
+    "cifg": _named("cifg"),
+    "si-cifg": _named("si-cifg"),
+    "transformer": _named("transformer", **_SMALL),
+    "si-transformer": _named("si-transformer", **_SMALL),
+    "conformer": _named("conformer", **_SMALL),
+    "si-conformer": _named("si-conformer", **_SMALL),
+    "mpt": _named("mpt", **_SMALL),
+    "gboard-cifg-10k": _named("cifg", "1.4M", vocab=10_000, **_GBOARD),
+    "gboard-cifg-20k": _named("cifg", "2.4M", vocab=20_000, **_GBOARD),
+    "gboard-cifg-30k": _named("cifg", "3.3M", vocab=30_000, **_GBOARD),
+    "small-lstm": _named("cifg", "4.7M", vocab=4000, embed=256, units=2048),
+    "small-transformer": _named(
+        "transformer", "4.1M", vocab=4000, embed=128, units=2048, layers=6, heads=8
+    ),
+    "large-lstm": _named("cifg", "18.8M", vocab=4000, embed=1024, units=2048),
+    "large-transformer": _named(
+        "transformer", "21.0M", vocab=4000, embed=512, units=2048, layers=6, heads=8
+    ),
+    "large-conformer": _named(
+        "conformer", "20.2M", vocab=4000, embed=512, units=2048, layers=3, heads=8
+    ),
+    "mpt-75m": _named("mpt", "75M", vocab=50_368, **_MPT75),
+    "mpt-125m": _named("mpt", "125M", vocab=50_368, embed=768, units=3072, layers=12, heads=12),
+    "mpt-250m": _named("mpt", "250M", vocab=250_112, **_MPT75),
+    "mpt-400m": _named("mpt", "400M", vocab=50_368, embed=1536, units=6144, layers=12, heads=12),
+}
+
+
+def make(architecture: str, size: Dimensions, key: PRNGKeyArray) -> Params:
     """A fresh model."""
-    return ARCHITECTURES[name](size, key)
+    return ARCHITECTURES[architecture](size, key)
 
 
-def shapes(name: str, size: Dimensions) -> Params:
+def shapes(architecture: str, size: Dimensions) -> Params:
     """The model with shapes in place of values."""
-    return eqx.filter_eval_shape(lambda: make(name, size, jr.key(0)))
+    return eqx.filter_eval_shape(lambda: make(architecture, size, jr.key(0)))
 
 
-def count(name: str, size: Dimensions) -> int:
+def count(architecture: str, size: Dimensions) -> int:
     """How many parameters the model has.
 
     >>> count("si-cifg", Dimensions(vocab=10_000, embed=96, units=670))
     1412250
     """
-    return tree.size(shapes(name, size))
+    return tree.size(shapes(architecture, size))
 
 
-def listing(size: Dimensions | None = None) -> list[dict[str, Any]]:
-    """One row an architecture, at its default dimensions."""
-    size = size or Dimensions()
+def listing() -> list[dict[str, Any]]:
+    """One row a name."""
     return [
         {
             "name": name,
-            "parameters": count(name, size),
-            "embedding": size.embed,
-            "units": size.units,
-            "layers": size.layers,
-            "vocabulary": size.vocab,
+            "architecture": entry.architecture,
+            "parameters": count(entry.architecture, entry.size),
+            "published": entry.published,
+            "embedding": entry.size.embed,
+            "units": entry.size.units,
+            "layers": entry.size.layers,
+            "vocabulary": entry.size.vocab,
         }
-        for name in sorted(ARCHITECTURES)
+        for name, entry in NAMED.items()
     ]
 
 

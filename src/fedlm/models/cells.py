@@ -6,13 +6,14 @@ Promise:  each cell is its published equations; the scale-invariant one does not
           the pre-activations of a gate are multiplied by a positive number.
 Not here: weights and sequences (`recurrent.py`).
 
-Arrays are feature-major, `(units, batch)`: one column a row of the batch.
+Arrays are feature-major, `(units, batch)`: one column a row of the batch. A cell is a value:
+two cells with the same options are equal, so programs compiled for one serve the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,16 @@ from jaxtyping import Array, Float
 
 State = Float[Array, "units batch"]
 Gates = Float[Array, "gates_times_units batch"]
+Measure = Literal["max", "l2", "rms", "none"]
 
 
-class Cell(NamedTuple):
-    """How many gates the cell has, and one step of it."""
+class Cell(Protocol):
+    """How many gates a cell has, and one step of it."""
 
-    gates: int
-    step: Callable[[Gates, State], tuple[State, State]]
+    @property
+    def gates(self) -> int: ...
+
+    def step(self, z: Gates, c: State) -> tuple[State, State]: ...
 
 
 def max_norm(x: State, floor: float) -> State:
@@ -34,35 +38,81 @@ def max_norm(x: State, floor: float) -> State:
     return x / jnp.maximum(jnp.max(jnp.abs(x), axis=0, keepdims=True), floor)
 
 
-def lstm(z: Gates, c: State) -> tuple[State, State]:
+def l2_norm(x: State, floor: float) -> State:
+    """Divides a vector by its length."""
+    square = jnp.sum(jnp.square(x), axis=0, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, floor**2))
+
+
+def rms_norm(x: State, floor: float) -> State:
+    """Divides a vector by the root of its mean square."""
+    square = jnp.mean(jnp.square(x), axis=0, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, floor**2))
+
+
+MEASURES = {"max": max_norm, "l2": l2_norm, "rms": rms_norm, "none": lambda x, floor: x}
+
+
+def _split(z: Gates, gates: int, layer_norm: bool) -> list[State]:
+    parts = jnp.split(z, gates)
+    return [_standardize(part) for part in parts] if layer_norm else parts
+
+
+def _standardize(x: State) -> State:
+    """Layer norm over the units of one gate, without gain or shift."""
+    x = x - jnp.mean(x, axis=0, keepdims=True)
+    return rms_norm(x, 1e-6)
+
+
+@dataclass(frozen=True)
+class Lstm:
     """Input, forget and output gates, and a candidate."""
-    i, f, o, g = jnp.split(z, 4)
-    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+    layer_norm: bool = False
+    gates: int = 4
+
+    def step(self, z: Gates, c: State) -> tuple[State, State]:
+        i, f, o, g = _split(z, 4, self.layer_norm)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def cifg(z: Gates, c: State) -> tuple[State, State]:
+@dataclass(frozen=True)
+class Cifg:
     """Coupled input and forget gates: what is not kept is replaced."""
-    f, o, g = jnp.split(z, 3)
-    keep = jax.nn.sigmoid(f)
-    c = keep * c + (1.0 - keep) * jnp.tanh(g)
-    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+    layer_norm: bool = False
+    gates: int = 3
+
+    def step(self, z: Gates, c: State) -> tuple[State, State]:
+        f, o, g = _split(z, 3, self.layer_norm)
+        keep = jax.nn.sigmoid(f)
+        c = keep * c + (1.0 - keep) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def si_cifg(floor: float = 1e-6) -> Callable[[Gates, State], tuple[State, State]]:
-    """CIFG with sigmoid replaced by MaxN of ReLU, and tanh by MaxN."""
+@dataclass(frozen=True)
+class SiCifg:
+    """CIFG with sigmoid replaced by MaxN of ReLU, and tanh by MaxN.
 
-    def step(z: Gates, c: State) -> tuple[State, State]:
-        f, o, g = jnp.split(z, 3)
-        keep = max_norm(jax.nn.relu(f), floor)
-        c = keep * c + (1.0 - keep) * max_norm(g, floor)
-        return max_norm(jax.nn.relu(o), floor) * max_norm(c, floor), c
+    The options are what the paper leaves open: the floor of the divisor, another measure in
+    place of the maximum, and whether the candidate and the emitted state are normalised.
+    """
 
-    return step
+    layer_norm: bool = False
+    measure: Measure = "max"
+    floor: float = 1e-6
+    candidate: bool = True
+    state: bool = True
+    gates: int = 3
 
+    def step(self, z: Gates, c: State) -> tuple[State, State]:
+        f, o, g = _split(z, 3, self.layer_norm)
+        keep = self._norm(jax.nn.relu(f))
+        g = self._norm(g) if self.candidate else g
+        c = keep * c + (1.0 - keep) * g
+        shown = self._norm(c) if self.state else c
+        return self._norm(jax.nn.relu(o)) * shown, c
 
-CELLS: dict[str, Cell] = {
-    "lstm": Cell(4, lstm),
-    "cifg": Cell(3, cifg),
-    "si-cifg": Cell(3, si_cifg()),
-}
+    def _norm(self, x: State) -> State:
+        return MEASURES[self.measure](x, self.floor)

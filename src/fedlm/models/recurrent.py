@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedlm.models.cells import CELLS
+from fedlm.models.cells import Cell
 
 Sequence = Float[Array, "seq embed batch"]
 
 
-def plain_sequence(cell: str, inputs: Sequence, w_x, w_h, bias, project) -> Sequence:  # type: ignore[no-untyped-def]
+def plain_sequence(cell: Cell, inputs: Sequence, w_x, w_h, bias, project) -> Sequence:  # type: ignore[no-untyped-def]
     """The definition, differentiated by JAX: the oracle of `sequence`."""
-    step = CELLS[cell].step
+    step = cell.step
 
     def advance(carry, x):  # type: ignore[no-untyped-def]
         h, c = carry
@@ -44,7 +44,7 @@ def _start(inputs, project):  # type: ignore[no-untyped-def]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sequence(cell: str, inputs: Sequence, w_x, w_h, bias, project) -> Sequence:  # type: ignore[no-untyped-def]
+def sequence(cell: Cell, inputs: Sequence, w_x, w_h, bias, project) -> Sequence:  # type: ignore[no-untyped-def]
     """A whole sequence through one cell, with the matrix products gathered.
 
     The products with the inputs are one product before the time loop, and the gradients of
@@ -61,7 +61,7 @@ def _gate_inputs(inputs, w_x, bias):  # type: ignore[no-untyped-def]
 
 
 def _forward(cell, inputs, w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
-    step = CELLS[cell].step
+    step = cell.step
 
     def advance(carry, z_x):  # type: ignore[no-untyped-def]
         h, c = carry
@@ -111,7 +111,7 @@ class Recurrent(eqx.Module):
 
     embedding: Float[Array, "vocab embed"]
     layers: tuple[Layer, ...]
-    cell: str = eqx.field(static=True)
+    cell: Cell = eqx.field(static=True)
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """What each position knows of its past; times the embedding it gives logits."""
@@ -120,8 +120,8 @@ class Recurrent(eqx.Module):
             x = sequence(self.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
         return x.transpose(2, 0, 1)
 
-    def start(self, batch: int) -> tuple[tuple[Array, Array], ...]:
-        """The state before the first token: nothing emitted, nothing stored."""
+    def start(self, batch: int, capacity: int = 0) -> tuple[tuple[Array, Array], ...]:
+        """The state before the first token; its size does not depend on how many will follow."""
         width = self.embedding.shape[1]
         return tuple(
             (jnp.zeros((width, batch)), jnp.zeros((layer.project.shape[1], batch)))
@@ -133,7 +133,7 @@ class Recurrent(eqx.Module):
         x, after = self.embedding[token].T, []
         for layer, (h, c) in zip(self.layers, state, strict=True):
             z = layer.w_x @ x + layer.w_h @ h + layer.bias[:, None]
-            m, c = CELLS[self.cell].step(z, c)
+            m, c = self.cell.step(z, c)
             x = layer.project @ m
             after.append((x, c))
         return tuple(after), x.T
@@ -144,12 +144,12 @@ class Recurrent(eqx.Module):
 
 
 def recurrent(
-    cell: str, vocab: int, embed: int, units: int, *, layers: int = 1, key: PRNGKeyArray
+    cell: Cell, vocab: int, embed: int, units: int, *, layers: int = 1, key: PRNGKeyArray
 ) -> Recurrent:
     """A fresh model: Glorot matrices, zero biases, embeddings of unit expected length."""
     e_key, *keys = jr.split(key, 1 + 3 * layers)
     embedding = jr.normal(e_key, (vocab, embed)) * embed**-0.5
-    gates = CELLS[cell].gates
+    gates = cell.gates
     made = []
     for k_x, k_h, k_p in zip(keys[0::3], keys[1::3], keys[2::3], strict=True):
         spread = (6.0 / (2 * embed + units)) ** 0.5

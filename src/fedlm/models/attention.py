@@ -1,0 +1,105 @@
+"""Causal self-attention, whole rows or one token at a time.
+
+In:       rows of features.
+Out:      rows of features, each made of itself and what came before.
+Promise:  `advance` with a cache gives what `__call__` gives; nothing sees the future.
+Not here: the blocks around it (`transformer.py`, `conformer.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from fedlm.models.layers import Linear, alibi_slopes, linear, relu_weights, softmax_weights
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far; room for `capacity` of them."""
+
+    keys: Float[Array, "batch heads capacity width"]
+    values: Float[Array, "batch heads capacity width"]
+
+
+class Attention(eqx.Module):
+    """Heads that look back."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+    heads: int = eqx.field(static=True)
+    invariant: bool = eqx.field(static=True)
+    alibi: bool = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        place = jnp.arange(x.shape[1])
+        return self._join(self._attend(q, k, v, place, place))
+
+    def weights(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch heads seq seq"]:
+        """Who looks at whom: for inspection."""
+        q, k = self._heads(self.query(x)), self._heads(self.key(x))
+        place = jnp.arange(x.shape[1])
+        return self._weights(q, k, place, place)
+
+    def start(self, batch: int, capacity: int) -> Cache:
+        """An empty cache."""
+        width = self.key.weight.shape[0] // self.heads
+        empty = jnp.zeros((batch, self.heads, capacity, width))
+        return Cache(empty, empty)
+
+    def advance(
+        self, x: Float[Array, "batch embed"], cache: Cache, at: Int[Array, ""]
+    ) -> tuple[Float[Array, "batch embed"], Cache]:
+        """One more token, at position `at`."""
+        q, k, v = (self._heads(part(x)[:, None]) for part in (self.query, self.key, self.value))
+        keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k, at, axis=2)
+        values = jax.lax.dynamic_update_slice_in_dim(cache.values, v, at, axis=2)
+        places = jnp.arange(keys.shape[2])
+        seen = self._attend(q, keys, values, at[None], places)
+        return self._join(seen)[:, 0], Cache(keys, values)
+
+    def _heads(self, x: Array) -> Array:
+        batch, seq, embed = x.shape
+        return x.reshape(batch, seq, self.heads, embed // self.heads).transpose(0, 2, 1, 3)
+
+    def _weights(self, q: Array, k: Array, at_q: Array, at_k: Array) -> Array:
+        scores = jnp.einsum("bhqw,bhkw->bhqk", q, k)
+        if not self.invariant:
+            scores = scores * q.shape[-1] ** -0.5
+        behind = at_q[:, None] - at_k[None, :]
+        bias: Any = None
+        if self.alibi:
+            slopes = jnp.asarray(alibi_slopes(self.heads))
+            bias = -slopes[None, :, None, None] * jnp.maximum(behind, 0)[None, None]
+        weigh = relu_weights if self.invariant else softmax_weights
+        return weigh(scores, jnp.broadcast_to(behind >= 0, scores.shape), bias)
+
+    def _attend(self, q: Array, k: Array, v: Array, at_q: Array, at_k: Array) -> Array:
+        return jnp.einsum("bhqk,bhkw->bhqw", self._weights(q, k, at_q, at_k), v)
+
+    def _join(self, x: Array) -> Array:
+        batch, heads, seq, width = x.shape
+        return self.out(x.transpose(0, 2, 1, 3).reshape(batch, seq, heads * width))
+
+
+def attention(
+    key: PRNGKeyArray, embed: int, heads: int, *, bias: bool, invariant: bool, alibi: bool
+) -> Attention:
+    """A fresh layer; an invariant one has no bias after its second product."""
+    q, k, v, o = jr.split(key, 4)
+    return Attention(
+        linear(q, embed, embed, bias=bias),
+        linear(k, embed, embed, bias=bias),
+        linear(v, embed, embed, bias=bias),
+        linear(o, embed, embed, bias=bias and not invariant),
+        heads,
+        invariant,
+        alibi,
+    )

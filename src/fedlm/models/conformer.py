@@ -1,0 +1,152 @@
+"""Conformer decoders: half a feed-forward, attention, convolution, half a feed-forward.
+
+In:       rows of tokens.
+Out:      features of every position, of the width of the embedding.
+Promise:  causal: the convolution is padded on the left only, and layer norm stands where the
+          original has batch norm; the invariant wiring is that of `transformer.py`.
+Not here: attention (`attention.py`), the decoder around the blocks (`transformer.Decoder`).
+
+Degrees of the invariant convolution: product (1), gate MaxN(ReLU) (0), depthwise (2), norm with
+gain and shift (1), product (2), as much as every other sub-block adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedlm.models.attention import Attention, attention
+from fedlm.models.layers import INVARIANT_FLOOR, Linear, Norm, bare_norm, linear, norm
+from fedlm.models.stem import Positions, stem
+from fedlm.models.transformer import Decoder, Feedforward, feedforward
+
+
+class Convolution(eqx.Module):
+    """A gate, a depthwise look back over `kernel` tokens, a norm, a product."""
+
+    enter: Linear
+    taps: Float[Array, "kernel embed"]
+    shift: Float[Array, " embed"] | None
+    norm: Norm
+    leave: Linear
+    invariant: bool = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        gated = self._gate(x)
+        kernel, seq = self.taps.shape[0], x.shape[1]
+        padded = jnp.pad(gated, ((0, 0), (kernel - 1, 0), (0, 0)))
+        # Taps as far back as the row is long; older ones would only meet padding.
+        reach = range(max(0, kernel - seq), kernel)
+        mixed = sum(padded[:, t : t + seq] * self._tap(t, gated) for t in reach)
+        return self._after(jnp.asarray(mixed))
+
+    def start(self, batch: int) -> Array:
+        """The gated inputs of the last `kernel - 1` tokens."""
+        return jnp.zeros((batch, self.taps.shape[0] - 1, self.taps.shape[1]))
+
+    def advance(self, x: Float[Array, "batch embed"], past: Array) -> tuple[Array, Array]:
+        """One more token."""
+        window = jnp.concatenate([past, self._gate(x[:, None])], axis=1)
+        mixed = jnp.einsum("bke,ke->be", window, self.taps)
+        return self._after(mixed[:, None])[:, 0], window[:, 1:]
+
+    def _gate(self, x: Array) -> Array:
+        value, gate = jnp.split(self.enter(x), 2, axis=-1)
+        if not self.invariant:
+            return value * jax.nn.sigmoid(gate)
+        gate = jax.nn.relu(gate)
+        top = jnp.max(gate, axis=-1, keepdims=True)
+        return value * gate / jnp.where(top > 0, top, 1.0)
+
+    def _tap(self, t: int, like: Array) -> Array:
+        return jnp.broadcast_to(self.taps[t], like.shape)
+
+    def _after(self, mixed: Array) -> Array:
+        if self.shift is not None:
+            mixed = mixed + jnp.broadcast_to(self.shift, mixed.shape)
+        mixed = self.norm(mixed)
+        return self.leave(jax.nn.relu(mixed) if self.invariant else jax.nn.silu(mixed))
+
+
+class Block(eqx.Module):
+    """Two half feed-forwards with attention and convolution between them."""
+
+    norms: tuple[Norm, Norm, Norm, Norm]
+    before: Feedforward
+    attention: Attention
+    convolution: Convolution
+    after: Feedforward
+    last: Norm | None
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        x = x + 0.5 * self.before(self.norms[0](x))
+        x = x + self.attention(self.norms[1](x))
+        x = x + self.convolution(self.norms[2](x))
+        x = x + 0.5 * self.after(self.norms[3](x))
+        return x if self.last is None else self.last(x)
+
+    def start(self, batch: int, capacity: int) -> Any:
+        return self.attention.start(batch, capacity), self.convolution.start(batch)
+
+    def advance(self, x: Float[Array, "batch embed"], state: Any, at: Array) -> tuple[Array, Any]:
+        cache, past = state
+        x = x + 0.5 * self.before(self.norms[0](x))
+        seen, cache = self.attention.advance(self.norms[1](x), cache, at)
+        x = x + seen
+        mixed, past = self.convolution.advance(self.norms[2](x), past)
+        x = x + mixed
+        x = x + 0.5 * self.after(self.norms[3](x))
+        return (x if self.last is None else self.last(x)), (cache, past)
+
+
+def convolution(key: PRNGKeyArray, embed: int, kernel: int, *, invariant: bool) -> Convolution:
+    """A fresh module."""
+    k_enter, k_taps, k_leave = jr.split(key, 3)
+    spread = (3.0 / kernel) ** 0.5
+    inner = norm(embed)
+    return Convolution(
+        linear(k_enter, embed, 2 * embed),
+        jr.uniform(k_taps, (kernel, embed), minval=-spread, maxval=spread),
+        None if invariant else jnp.zeros(embed),
+        Norm(inner.gain, inner.shift, INVARIANT_FLOOR) if invariant else inner,
+        linear(k_leave, embed, embed, bias=not invariant),
+        invariant,
+    )
+
+
+def conformer(
+    vocab: int,
+    embed: int,
+    units: int,
+    *,
+    layers: int,
+    heads: int,
+    kernel: int,
+    key: PRNGKeyArray,
+    positions: Positions = "sinusoidal",
+    length: int = 1024,
+    invariant: bool = False,
+) -> Decoder:
+    """A fresh decoder. Each plain block ends in a norm; an invariant model has one, at the end."""
+    k_stem, *keys = jr.split(key, 1 + layers)
+    made = []
+    for k_block in keys:
+        k_before, k_attention, k_convolution, k_after = jr.split(k_block, 4)
+        feeds = [
+            feedforward(k, embed, units, bias=True, invariant=invariant, activation="gelu")
+            for k in (k_before, k_after)
+        ]
+        attend = attention(
+            k_attention, embed, heads, bias=True, invariant=invariant, alibi=positions == "alibi"
+        )
+        mix = convolution(k_convolution, embed, kernel, invariant=invariant)
+        n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))
+        end = None if invariant else norm(embed)
+        made.append(Block((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))
+    first = stem(k_stem, vocab, embed, positions=positions, length=length, invariant=invariant)
+    return Decoder(first, tuple(made), bare_norm() if invariant else None)

@@ -1,0 +1,67 @@
+"""From tokens to the first block, and positions on the way.
+
+In:       token numbers, or one token at a position.
+Out:      features for the first block.
+Promise:  an invariant stem has the degree that its blocks need: embedding, affine norm (degree
+          one), linear (degree two).
+Not here: blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from fedlm.models.layers import Linear, Norm, linear, norm, sinusoids
+
+Positions = Literal["learned", "sinusoidal", "alibi", "none"]
+
+
+class Stem(eqx.Module):
+    """The embedding, positions, and what an invariant model puts after them."""
+
+    embedding: Float[Array, "vocab embed"]
+    places: Float[Array, "length embed"] | None
+    norm: Norm | None
+    lift: Linear | None
+    positions: Positions = eqx.field(static=True)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        return self._after(self.embedding[tokens], jnp.arange(tokens.shape[1]))
+
+    def advance(self, token: Int[Array, " batch"], at: Int[Array, ""]) -> Array:
+        """One token of each row, at position `at`."""
+        return self._after(self.embedding[token][:, None], at[None])[:, 0]
+
+    def _after(self, x: Array, at: Array) -> Array:
+        embed = x.shape[-1]
+        if self.positions == "sinusoidal":
+            # The embedding has unit length and a wave embed / 2: scaled up, as in the original.
+            x = x * embed**0.5 + sinusoids(at.astype(x.dtype), embed)[None]
+        elif self.positions == "learned":
+            assert self.places is not None
+            x = x + self.places[jnp.minimum(at, self.places.shape[0] - 1)][None]
+        if self.norm is not None and self.lift is not None:
+            x = self.lift(self.norm(x))
+        return x
+
+
+def stem(
+    key: PRNGKeyArray, vocab: int, embed: int, *, positions: Positions, length: int, invariant: bool
+) -> Stem:
+    """A fresh stem; embeddings of unit expected length."""
+    k_embed, k_place, k_lift = jr.split(key, 3)
+    places = None
+    if positions == "learned":
+        places = 0.02 * jr.normal(k_place, (length, embed))
+    return Stem(
+        jr.normal(k_embed, (vocab, embed)) * embed**-0.5,
+        places,
+        norm(embed) if invariant else None,
+        linear(k_lift, embed, embed, bias=False) if invariant else None,
+        positions,
+    )

@@ -1,0 +1,122 @@
+"""What every architecture owes; a new one joins by being in the catalog."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedlm.core import tree
+from fedlm.core.keys import key_for
+from fedlm.core.types import PAD
+from fedlm.models import catalog
+from fedlm.record.checkpoint import from_bytes, to_bytes
+
+SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
+ALL = [
+    *((name, SIZE) for name in catalog.ARCHITECTURES),
+    *(
+        (name, replace(SIZE, positions=positions))
+        for name in ("transformer", "si-transformer", "conformer", "si-conformer")
+        for positions in ("learned", "alibi")
+    ),
+]
+every = pytest.mark.parametrize("name, size", ALL, ids=[f"{n}-{s.positions}" for n, s in ALL])
+
+
+def fresh(name, size):
+    return catalog.make(name, size, key_for(1, "init"))
+
+
+def rows(batch=3, width=10, seed=0):
+    tokens = np.random.default_rng(seed).integers(4, 31, (batch, width))
+    return jnp.asarray(tokens, jnp.int32)
+
+
+@every
+def test_shapes_and_type(name, size):
+    model = fresh(name, size)
+    features = model.features(rows())
+    assert features.shape == (3, 10, size.embed)
+    assert model.readout.shape == (size.vocab, size.embed)
+    assert {leaf.dtype for leaf in jax.tree.leaves((model, features))} == {jnp.dtype("float32")}
+
+
+@every
+def test_the_stated_count_is_the_real_count(name, size):
+    assert catalog.count(name, size) == tree.size(fresh(name, size))
+
+
+@every
+def test_a_later_token_never_changes_an_earlier_feature(name, size):
+    model, tokens = fresh(name, size), rows()
+    changed = tokens.at[:, 6].set(4 + (tokens[:, 6] - 3) % 27)
+    before, after = model.features(tokens), model.features(changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert np.abs(before[:, 6:] - after[:, 6:]).max() > 1e-6
+
+
+@every
+def test_padding_is_inert(name, size):
+    model, tokens = fresh(name, size), rows()
+    wide = jnp.pad(tokens, ((0, 2), (0, 3)), constant_values=PAD)
+    value = jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats)
+    (a, grad_a), (b, grad_b) = value(model, tokens), value(model, wide)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(grad_a), jax.tree.leaves(grad_b), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-4 * max(1.0, float(np.abs(x).max())))
+
+
+@every
+def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name, size):
+    model, traces = fresh(name, size), []
+    tokens = 4 + (jnp.arange(10)[None, :] + jnp.arange(8)[:, None]) % 5
+
+    def mean(m):
+        nats, count = catalog.loss(m, tokens)
+        return nats / count
+
+    @jax.jit
+    def step(m):
+        traces.append(1)
+        value, grad = jax.value_and_grad(mean)(m)
+        return optax.apply_updates(m, tree.scale(grad, -0.3)), value
+
+    seen = []
+    for _ in range(25):
+        model, value = step(model)
+        seen.append(float(value))
+    assert seen[-1] < seen[0] - 0.2
+    assert len(traces) == 1
+
+
+@every
+def test_one_token_at_a_time_equals_the_whole_row(name, size):
+    model, tokens = fresh(name, size), rows()
+    whole = model.features(tokens)
+    state = model.start(3, 16)
+    advance = jax.jit(lambda s, t: model.advance(s, t))
+    for t in range(tokens.shape[1]):
+        state, features = advance(state, tokens[:, t])
+        np.testing.assert_allclose(features, whole[:, t], atol=2e-5)
+
+
+@every
+def test_saved_and_loaded_it_is_the_same(name, size):
+    model = fresh(name, size)
+    again = from_bytes(to_bytes(model), catalog.shapes(name, size), "bytes")
+    assert tree.sha256(again) == tree.sha256(model)
+    np.testing.assert_array_equal(again.features(rows()), model.features(rows()))
+
+
+def test_named_sizes_match_what_was_published():
+    """To the precision of the quoted figure; the MPT names are nominal."""
+    for name, entry in catalog.NAMED.items():
+        if entry.published is None:
+            continue
+        found = catalog.count(entry.architecture, entry.size) / 1e6
+        quoted = float(entry.published.removesuffix("M"))
+        room = 0.05 * quoted if name.startswith("mpt") else 0.05
+        assert abs(found - quoted) <= room, name

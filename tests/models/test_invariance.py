@@ -1,0 +1,115 @@
+"""Every architecture with `si` in its name: rescaling what is invariant changes nothing."""
+
+import fnmatch
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedlm.core import tree
+from fedlm.core.keys import key_for
+from fedlm.models import catalog
+
+SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
+INVARIANT = sorted(name for name in catalog.ARCHITECTURES if "si" in name.split("-"))
+# What may be multiplied by a positive number: each pattern alone, part by part along axis 0.
+ALONE = {
+    "si-cifg": [(("layers.?.w_x", "layers.?.w_h", "layers.?.bias"), 3)],
+    "si-transformer": [(("*.query.*",), 4), (("*.key.*",), 4)],
+    "si-conformer": [(("*.query.*",), 4), (("*.key.*",), 4)],
+}
+TOGETHER = ("blocks.*", "stem.norm.*", "stem.lift.*")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def fresh(name, positions="sinusoidal"):
+    model = catalog.make(name, replace(SIZE, positions=positions), key_for(2, "init"))
+    model = jax.tree.map(lambda x: x.astype(jnp.float64), model)
+    # Biases and shifts start at zero, where a wrong degree could not be seen.
+    rng = np.random.default_rng(5)
+    return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), model)
+
+
+def matches(leaf, patterns):
+    return any(fnmatch.fnmatch(leaf, p) for p in patterns)
+
+
+def logits(model):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 9)))
+    return model.features(tokens) @ model.readout.T
+
+
+def scaled(model, patterns, parts, rng):
+    """Each part along axis 0 of the matching leaves of one layer, times its own factor."""
+    layers: dict[str, np.ndarray] = {}
+
+    def change(name, leaf):
+        if not matches(name, patterns):
+            return leaf
+        layer = ".".join(name.split(".")[:2])
+        factors = layers.setdefault(layer, np.exp(rng.normal(0, 1.5, parts)))
+        column = np.repeat(factors, leaf.shape[0] // parts)
+        return leaf * column.reshape(-1, *[1] * (leaf.ndim - 1))
+
+    return tree.with_leaves(model, {n: change(n, x) for n, x in tree.named_leaves(model).items()})
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_rescaling_each_part_changes_no_logit(name):
+    model, rng = fresh(name), np.random.default_rng(1)
+    for patterns, parts in ALONE[name]:
+        for _ in range(3):
+            moved = logits(scaled(model, patterns, parts, rng))
+            np.testing.assert_allclose(moved, logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_the_gradient_is_orthogonal_to_each_invariant_part(name):
+    model = fresh(name)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 10)))
+    grad = tree.named_leaves(jax.grad(lambda m: catalog.loss(m, tokens).nats)(model))
+    for patterns, parts in ALONE[name]:
+        along = np.zeros(parts)
+        length = 0.0
+        for leaf, value in tree.named_leaves(model).items():
+            if matches(leaf, patterns):
+                product = np.asarray(value * grad[leaf]).reshape(parts, -1)
+                along += product.sum(axis=1)
+                length += float(jnp.sum(grad[leaf] ** 2))
+        assert length > 1e-6
+        assert np.abs(along).max() < 1e-7 * max(1.0, length)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "alibi"])
+@pytest.mark.parametrize("name", [n for n in INVARIANT if n != "si-cifg"])
+def test_everything_between_embedding_and_readout_scales_together(name, positions):
+    model = fresh(name, positions)
+    for factor in (0.2, 3.0, 11.0):
+        named = tree.named_leaves(model)
+        moved = {n: x * factor if matches(n, TOGETHER) else x for n, x in named.items()}
+        np.testing.assert_allclose(logits(tree.with_leaves(model, moved)), logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["transformer", "conformer"])
+def test_the_plain_architectures_are_not_invariant(name):
+    """The suite could not fail if logits did not depend on the weights."""
+    model = fresh(name)
+    moved = scaled(model, ("*.query.*",), 4, np.random.default_rng(1))
+    assert np.abs(logits(moved) - logits(model)).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_degenerate_rows_give_no_nan(name):
+    """All weights zero: no gate is positive, no score is, and every norm divides by its floor."""
+    model = jax.tree.map(jnp.zeros_like, fresh(name))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 10)))
+    value, grad = jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats)(model)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
