@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import platform
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from fedlm.core import tree
 from fedlm.core.errors import RecordError
 from fedlm.core.types import OOV, SPECIALS, Params
 from fedlm.corpus import tokenizer as tok
-from fedlm.evaluate.generate import Speaker, next_words, speaker
+from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
-from fedlm.recipe.build import Experiment
-from fedlm.recipe.settings import dump
+from fedlm.recipe.build import Experiment, dimensions
+from fedlm.recipe.settings import Model, dump
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory, difference
 from fedlm.record.journal import Journal, dumps
@@ -241,29 +241,32 @@ def _summary(
 # ---- a trained model, asked ------------------------------------------------------------
 
 
-def load_params(experiment_model: Any, vocabulary: int, weights: Path) -> Params:
+def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
     """The weights of a finished run."""
-    size = catalog.Dimensions(
-        vocab=vocabulary,
-        embed=experiment_model.embed,
-        units=experiment_model.units,
-        layers=experiment_model.layers,
-    )
-    like = catalog.shapes(experiment_model.name, size)
+    architecture = catalog.NAMED[model.name].architecture
+    like = catalog.shapes(architecture, dimensions(model, vocabulary))
     return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
 
 
-def speak(params: Params) -> Speaker:
-    """The model as something that can be asked for the next token."""
-    return speaker(params.start, lambda state, token: catalog.advance(params, state, token))
+def speak(params: Params, capacity: int) -> Speaker:
+    """The model as something that can be asked for the next token, up to `capacity` times."""
+    return speaker(
+        lambda batch: params.start(batch, capacity),
+        lambda state, token: catalog.advance(params, state, token),
+    )
+
+
+def room_for(tokens: Sequence[int], further: int = 0) -> int:
+    """How many tokens a model must be able to hold: a power of two, so that programs are shared."""
+    return 1 << (len(tokens) + further + LONGEST_WORD).bit_length()
 
 
 def predict(
     params: Params, tokenizer: Tokenizer, prompt: str, count: int = 5
 ) -> list[dict[str, Any]]:
     """The likeliest next words after a prompt, with their probabilities."""
-    tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
-    found = next_words(speak(params), tokens, count, _goes_on(tokenizer))
+    tokens = tok.encode_prompt(tokenizer, prompt)
+    found = next_words(speak(params, room_for(tokens)), tokens, count, _goes_on(tokenizer))
     return [
         {"word": tok.decode(tokenizer, word).strip(), "probability": chance}
         for word, chance in found

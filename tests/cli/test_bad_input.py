@@ -30,7 +30,7 @@ def write_text(path, *clients):
         ("server.round=5", ("[server] has no setting 'round'", "'rounds'")),
         ("sever.rounds=5", ("there is no table [sever]", "'server'")),
         ("client.rate=-1", ("client.rate = -1.0: expected greater than 0",)),
-        ("model.name=gpt9", ("model.name = 'gpt9': expected 'cifg', 'lstm'",)),
+        ("model.name=gpt9", ("model.name = 'gpt9': expected 'lstm', 'cifg'",)),
         ("rounds=5", ("expected table.key=value",)),
         ("server.cohort=19", ("server.cohort = 19", "the 18 training clients")),
         ("data.source=nowhere.jsonl", ("nowhere.jsonl", "neither a file nor a corpus name")),

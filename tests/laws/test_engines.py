@@ -42,7 +42,9 @@ def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
 
 
 def model(name="cifg"):
-    return catalog.make(name, catalog.Dimensions(vocab=30, embed=8, units=16, heads=2, kernel=3), key_for(0, "init"))
+    return catalog.make(
+        name, catalog.Dimensions(vocab=30, embed=8, units=16, heads=2, kernel=3), key_for(0, "init")
+    )
 
 
 def assert_same(a, b, rtol=2e-5):
@@ -52,8 +54,10 @@ def assert_same(a, b, rtol=2e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, scale))
 
 
-@pytest.mark.parametrize("optimizer", sorted(CLIENT))
-@pytest.mark.parametrize("weight", sorted(WEIGHTS))
+PAIRS = [*((o, "examples") for o in sorted(CLIENT)), ("sgd", "tokens"), ("sgd", "uniform")]
+
+
+@pytest.mark.parametrize("optimizer, weight", PAIRS)
 def test_mesh_equals_loop(optimizer, weight):
     chosen = algorithm(optimizer, weight, clip=0.5)
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
@@ -167,7 +171,7 @@ def test_padding_is_inert():
     large = batch_up(rows, Shape(batch=8, length=6), np.random.default_rng(0))[0]
     wide = np.pad(large, ((0, 0), (0, 5)))
     grads = [
-        jax.grad(lambda p, t=t: catalog.loss(p, jnp.asarray(t, jnp.int32)).nats)(params)
+        jax.jit(jax.grad(lambda p, t: catalog.loss(p, t).nats))(params, jnp.asarray(t, jnp.int32))
         for t in (small, large, wide)
     ]
     assert_same(grads[1], grads[0])

@@ -43,7 +43,7 @@ def matches(leaf, patterns):
 
 def logits(model):
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 9)))
-    return model.features(tokens) @ model.readout.T
+    return jax.jit(lambda m: m.features(tokens) @ m.readout.T)(model)
 
 
 def scaled(model, patterns, parts, rng):
@@ -74,7 +74,7 @@ def test_rescaling_each_part_changes_no_logit(name):
 def test_the_gradient_is_orthogonal_to_each_invariant_part(name):
     model = fresh(name)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 10)))
-    grad = tree.named_leaves(jax.grad(lambda m: catalog.loss(m, tokens).nats)(model))
+    grad = tree.named_leaves(jax.jit(jax.grad(lambda m: catalog.loss(m, tokens).nats))(model))
     for patterns, parts in ALONE[name]:
         along = np.zeros(parts)
         length = 0.0
@@ -110,6 +110,6 @@ def test_degenerate_rows_give_no_nan(name):
     """All weights zero: no gate is positive, no score is, and every norm divides by its floor."""
     model = jax.tree.map(jnp.zeros_like, fresh(name))
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 10)))
-    value, grad = jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats)(model)
+    value, grad = jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))

@@ -39,7 +39,7 @@ def refusal(tables):
         ({"zzz": 3}, "there is no table [zzz]. Known: data, model, "),
         ({"client": {"rates": 1.0}}, "[client] has no setting 'rates'. Did you mean 'rate'?"),
         ({"server": {"round": 5}}, "[server] has no setting 'round'. Did you mean 'rounds'?"),
-        ({"model": {"qqq": 5}}, "[model] has no setting 'qqq'. Known: name, embed, "),
+        ({"model": {"qqq": 5}}, "[model] has no setting 'qqq'. Known: name, init_from, embed, "),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
@@ -214,8 +214,11 @@ def values(field):
     return st.text(min_size=1) if kind is str else st.lists(st.text(), max_size=3)
 
 
+PATHS = ("source", "store", "init_from")  # made absolute when read
+
+
 def some(table):
-    fields = {n: values(f) for n, f in table.model_fields.items() if n not in ("source", "store")}
+    fields = {n: values(f) for n, f in table.model_fields.items() if n not in PATHS}
     return st.fixed_dictionaries({}, optional=fields)
 
 

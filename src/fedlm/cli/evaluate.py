@@ -43,7 +43,14 @@ def evaluate(
     if as_json:
         emit(found)
         return
-    names = ("perplexity", "perplexity_no_oov", "accuracy", "accuracy_no_oov_eos", "tokens")
+    names: tuple[str, ...] = (
+        "perplexity",
+        "perplexity_no_oov",
+        "accuracy",
+        "accuracy_no_oov_eos",
+        "tokens",
+    )
+    names += ("bits_per_byte",) if "bits_per_byte" in found else ()
     show(f"{run}, {split}", ["", "value"], [[name, found[name]] for name in names])
     if found["clients"]:
         show("perplexity over clients", list(found["clients"]), [found["clients"].values()])

@@ -16,7 +16,7 @@ from fedlm.corpus import tokenizer as tok
 from fedlm.evaluate.generate import sample
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import load_params, speak
+from fedlm.train import load_params, room_for, speak
 from fedlm.train import predict as next_words
 
 
@@ -49,9 +49,10 @@ def predict(
             "next": next_words(params, tokenizer, prompt, count),
         }
         if length:
-            tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
+            tokens = tok.encode_prompt(tokenizer, prompt)
+            model = speak(params, room_for(tokens, length))
             key = key_for(seed, "generate")
-            said = sample(speak(params), tokens, length, temperature=temperature, key=key)
+            said = sample(model, tokens, length, temperature=temperature, key=key)
             found["continuation"] = tok.decode(tokenizer, said)
         return found
 

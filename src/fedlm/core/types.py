@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 # Token numbers that every tokenizer keeps; PAD is zero so that padding is zero-filled memory.
 PAD, BOS, EOS, OOV = 0, 1, 2, 3
@@ -112,10 +112,10 @@ class Codec(NamedTuple):
 class Rows(Protocol):
     """Where a member's examples come from: client number to rows of tokens."""
 
-    def __call__(self, client: int, /) -> Int[np.ndarray, "rows seq_plus_one"]: ...
+    def __call__(self, client: int, /) -> Integer[np.ndarray, "rows seq_plus_one"]: ...
 
 
-Members = Int[np.ndarray, " members"]
+Members = Integer[np.ndarray, " members"]
 
 
 class Prepared(NamedTuple):

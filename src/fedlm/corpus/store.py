@@ -271,6 +271,10 @@ class Store:
         values: np.ndarray = self._column(number, "held").values.to_numpy(zero_copy_only=True)
         return values
 
+    def held_bytes(self, number: int) -> int:
+        """How many bytes the held-out text had."""
+        return int(self._column(number, "held_bytes").as_py())
+
     def client(self, number: int) -> str:
         return str(self._column(number, "client").as_py())
 

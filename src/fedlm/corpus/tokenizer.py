@@ -92,6 +92,11 @@ def encode(tokenizer: Tokenizer, text: str, dtype: Any) -> np.ndarray:
     return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The beginning of a text, whose last line is not at its end."""
+    return [int(token) for token in encode(tokenizer, text, np.int64)[:-1]]
+
+
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Readable text; line ends where EOS stood, an out-of-vocabulary word as <oov>."""
     if tokenizer.decoder is None:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core.types import BOS, EOS, SPECIALS
 
 State = Any
+LONGEST_WORD = 12  # tokens
 
 
 class Speaker(NamedTuple):
@@ -68,7 +69,7 @@ def next_words(
 
 def _finish_word(model: Speaker, state: State, token: int, chance: float, goes_on: Any) -> Any:
     word = [token]
-    while len(word) < 12:
+    while len(word) < LONGEST_WORD:
         state, logits = model.advance(state, word[-1])
         chances = np.asarray(jax.nn.softmax(logits))
         token = int(np.argmax(chances))

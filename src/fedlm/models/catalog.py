@@ -90,6 +90,10 @@ ARCHITECTURES: dict[str, Maker] = {
 }
 
 
+# Those that look back with heads, whose number must divide the embedding.
+ATTENTIVE = frozenset(ARCHITECTURES) - {"lstm", "cifg", "si-cifg"}
+
+
 @dataclass(frozen=True)
 class Named:
     """A size that somebody published."""
@@ -99,7 +103,7 @@ class Named:
     published: str | None = None
 
 
-def _named(architecture: str, published: str | None = None, **size: Any) -> Named:
+def _named(architecture: str, published: Any = None, **size: Any) -> Named:
     return Named(architecture, Dimensions(**size), published)
 
 

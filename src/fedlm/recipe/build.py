@@ -9,8 +9,9 @@ Not here: what settings are allowed (`settings.py`), the loop (`run.py`).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from fedlm.cohort.pack import cut
 from fedlm.cohort.sample import check
-from fedlm.core.errors import ConfigError
+from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import Engine, Params, Sampling, Shape
 from fedlm.corpus import sources
@@ -33,7 +34,8 @@ from fedlm.federation.algorithms import client_optimizer, schedule, server_optim
 from fedlm.federation.round import Algorithm
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
-from fedlm.recipe.settings import Data, Recipe
+from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.record.checkpoint import from_bytes
 from fedlm.wire.dense import dense
 
 # Counting n-grams holds a few numbers per training token in memory; beyond this it is skipped.
@@ -98,11 +100,29 @@ def _identity(source: str, settings: StoreSettings) -> str:
 
 
 def resolve(recipe: Recipe, store: Store) -> Recipe:
-    """The recipe with what its store decides filled in: complete, and equal on every read."""
-    if recipe.data.store is None:
-        return recipe
-    data = recipe.data.model_copy(update=vars(store.settings))
-    return recipe.model_copy(update={"data": data})
+    """The recipe with what its names decide filled in: complete, and equal on every read."""
+    size = dimensions(recipe.model, store.vocabulary)
+    sizes = {
+        name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
+    }
+    data = recipe.data
+    if data.store is not None:
+        data = data.model_copy(update=vars(store.settings))
+    return recipe.model_copy(update={"data": data, "model": recipe.model.model_copy(update=sizes)})
+
+
+def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
+    """The model's sizes: those of its name, changed where the recipe says so."""
+    said = {k: v for k, v in model if v is not None and k not in ("name", "init_from")}
+    named = catalog.NAMED[model.name]
+    size = replace(named.size, vocab=vocab, **said)
+    require(
+        named.architecture not in catalog.ATTENTIVE or size.embed % size.heads == 0,
+        "model.heads",
+        size.heads,
+        f"a divisor of model.embed, which is {size.embed}",
+    )
+    return size
 
 
 @dataclass(frozen=True)
@@ -114,19 +134,39 @@ class Experiment:
 
     @cached_property
     def size(self) -> catalog.Dimensions:
-        model = self.recipe.model
-        return catalog.Dimensions(
-            vocab=self.store.vocabulary, embed=model.embed, units=model.units, layers=model.layers
-        )
+        return dimensions(self.recipe.model, self.store.vocabulary)
+
+    @property
+    def architecture(self) -> str:
+        return catalog.NAMED[self.recipe.model.name].architecture
 
     def init_params(self) -> Params:
-        """The model before training; the same for the same seed."""
+        """The model before training: another run's, or fresh and the same for the same seed."""
+        if self.recipe.model.init_from is not None:
+            return self._start_from(Path(self.recipe.model.init_from))
         key = key_for(self.recipe.run.seed, "init")
-        return catalog.make(self.recipe.model.name, self.size, key)
+        return catalog.make(self.architecture, self.size, key)
+
+    def _start_from(self, path: Path) -> Params:
+        file = path / "model.safetensors" if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(
+                f"model.init_from = {str(path)!r}: expected a model.safetensors, or a run "
+                "directory that holds one."
+            )
+        made = file.parent / "tokenizer.json"
+        ours = self.store.path / "tokenizer.json"
+        if made.is_file() and made.read_bytes() != ours.read_bytes():
+            raise ConfigError(
+                f"model.init_from = {str(path)!r}: its tokenizer is not that of the store "
+                f"{self.store.path}, so its tokens mean other words."
+            )
+        like = catalog.shapes(self.architecture, self.size)
+        return from_bytes(file.read_bytes(), like, f"model.init_from = {str(path)!r}")
 
     @property
     def parameters(self) -> int:
-        return catalog.count(self.recipe.model.name, self.size)
+        return catalog.count(self.architecture, self.size)
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -232,9 +272,18 @@ class Experiment:
         deepest = max((len(p) for p in paths.values()), default=0)
         return {
             **figures(sums),
+            **self._bits_per_byte(split, float(np.sum(sums.nats))),
             "clients": client_figures(sums, owners),
             "groups": [group_figures(sums, groups, depth) for depth in range(deepest)],
         }
+
+    def _bits_per_byte(self, split: str, nats: float) -> dict[str, float]:
+        """Comparable over tokenizers; only where every byte of the text is in some target."""
+        data = self.recipe.data
+        if data.tokenizer == "words" or data.layout != "windows":
+            return {}
+        size = sum(self.store.held_bytes(int(n)) for n in self.owners(split))
+        return {"bits_per_byte": nats / math.log(2) / size} if size else {}
 
     def baselines(self, split: str) -> dict[str, float]:
         """What counting on the same training tokens reaches on the same targets."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.corpus.sources import CORPORA
+from fedlm.models.catalog import NAMED
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -49,12 +50,21 @@ class Data(Table):
 
 
 class Model(Table):
-    """Which architecture, of which size."""
+    """Which architecture, of which size; what is left out comes with the name."""
 
-    name: Literal["cifg", "lstm", "si-cifg"] = "si-cifg"
-    embed: Count = 96
-    units: Count = 670
-    layers: Annotated[int, Field(ge=1, le=64)] = 1
+    name: Literal[*NAMED] = "si-cifg"  # type: ignore[valid-type]
+    init_from: str | None = None  # a model.safetensors, or a run directory, to start from
+    embed: Count | None = None
+    units: Count | None = None  # of a recurrent layer, or inside a feed-forward
+    layers: Annotated[int, Field(ge=1, le=512)] | None = None
+    heads: Count | None = None
+    kernel: Count | None = None  # taps of a Conformer's convolution
+    positions: Literal["learned", "sinusoidal", "alibi", "none"] | None = None
+    cell_layer_norm: bool | None = None
+    si_measure: Literal["max", "l2", "rms", "none"] | None = None  # what SI-CIFG divides by
+    si_floor: Positive | None = None  # the least it divides by
+    si_candidate: bool | None = None  # whether the candidate is divided
+    si_state: bool | None = None  # whether the emitted state is
 
 
 class Client(Table):
@@ -176,7 +186,7 @@ def _floats(tables: dict[str, Any]) -> dict[str, Any]:
 def _as_declared(field: Any, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
-    if field is not None and type(value) is int and field.annotation is float:
+    if field is not None and type(value) is int and field.annotation in (float, float | None):
         return float(value)
     return value
 
@@ -209,7 +219,11 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
     }
     # Built from what was written, so that it stays known which settings were given.
     given = {k: v for k, v in data if k in data.model_fields_set}
-    return recipe.model_copy(update={"data": Data(**{**given, **changed})})
+    tables: dict[str, Table] = {"data": Data(**{**given, **changed})}
+    if recipe.model.init_from is not None:
+        start = _absolute(recipe.model.init_from, folder)
+        tables["model"] = recipe.model.model_copy(update={"init_from": start})
+    return recipe.model_copy(update=tables)
 
 
 def _absolute(path: str, folder: Path) -> str:
