@@ -183,7 +183,7 @@ def _close(
     baselines: dict[str, Any] = {}
     if experiment.recipe.run.baselines:
         watcher.say("counting n-grams on the training tokens")
-        baselines = {split: experiment.baselines(split) for split in splits}
+        baselines = experiment.baselines(splits)
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
     predictions = [

@@ -17,7 +17,7 @@ ROWS = np.array([[1, 5, 6, EOS, PAD], [1, OOV, 5, 5, EOS], [1, 6, EOS, PAD, PAD]
 def score(params, rows):
     """A model that pays `params` nats a target and always says 5."""
     targets = rows[:, 1:]
-    return params * jnp.ones(targets.shape), jnp.full(targets.shape, 5)
+    return params * jnp.ones(targets.shape), targets == 5
 
 
 def sums(batch=2):

@@ -66,7 +66,7 @@ def test_a_batch_counts_its_real_targets():
 
 def test_scores_add_up_to_the_loss_and_name_the_likeliest():
     features, readout, targets = example()
-    nats, likely = scores(features, readout, targets)
+    nats, right = scores(features, readout, targets)
     np.testing.assert_allclose(jnp.sum(nats), cross_entropy(features, readout, targets), rtol=1e-6)
-    np.testing.assert_array_equal(likely, np.argmax(features @ readout.T, axis=1))
+    np.testing.assert_array_equal(right, np.argmax(features @ readout.T, axis=1) == targets)
     np.testing.assert_array_equal(nats[:5], 0.0)

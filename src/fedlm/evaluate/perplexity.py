@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from fedlm.core.types import EOS, OOV, PAD, Params
 
 ScoreFn = Callable[[Params, Int[Array, "batch width"]], tuple[Array, Array]]
-"""Parameters and rows to the nats of each target and the most likely token there."""
+"""Parameters and rows to the nats of each target and whether it was the most likely token."""
 
 
 class Sums(NamedTuple):
@@ -40,11 +40,10 @@ class Sums(NamedTuple):
 def row_sums(score: ScoreFn, params: Params, rows: Int[Array, "batch width"]) -> Sums:
     """The sums of each row."""
     targets = rows[:, 1:]
-    nats, likely = score(params, rows)
+    nats, right = score(params, rows)
     real = targets != PAD
     word = real & (targets != OOV) & (targets != EOS)
     known = real & (targets != OOV)
-    right = likely == targets
 
     def count(x: Array) -> Float[Array, " batch"]:
         return jnp.sum(x, axis=1, dtype=jnp.float32)
@@ -63,7 +62,7 @@ def row_sums(score: ScoreFn, params: Params, rows: Int[Array, "batch width"]) ->
 class Evaluator:
     """Scores rows in equal batches, spread over the devices, with one compiled program."""
 
-    def __init__(self, score: ScoreFn, *, batch: int = 256) -> None:
+    def __init__(self, score: ScoreFn, *, batch: int = 32) -> None:
         devices = jax.devices()
         self._batch = -(-batch // len(devices)) * len(devices)
         mesh = Mesh(np.array(devices), ("rows",))

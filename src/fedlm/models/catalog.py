@@ -16,7 +16,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.types import Loss, Params, Tokens
@@ -184,14 +184,14 @@ def loss(model: Params, tokens: Tokens) -> Loss:
     return token_loss(model.features(tokens[:, :-1]), model.readout, tokens[:, 1:])
 
 
-def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Int[Array, "b t"]]:
-    """Nats of each target, and the most likely token in its place."""
+def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
+    """Nats of each target, and whether it was the most likely token in its place."""
     features = model.features(tokens[:, :-1])
     targets = tokens[:, 1:]
-    nats, likely = scores(
+    nats, right = scores(
         features.reshape(-1, features.shape[-1]), model.readout, targets.reshape(-1)
     )
-    return nats.reshape(targets.shape), likely.reshape(targets.shape)
+    return nats.reshape(targets.shape), right.reshape(targets.shape)
 
 
 def advance(model: Params, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
 
@@ -100,14 +100,14 @@ def scores(
     features: Float[Array, "rows embed"],
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
-) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
-    """Nats of each target, and the most likely token at its position."""
+) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
+    """Nats of each target, and whether no other token was more likely."""
     logits = features @ readout.T
     top = jnp.max(logits, axis=1)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
     total = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)
     nats = jnp.log(total) + top - at_target
-    return jnp.where(targets != PAD, nats, 0.0), jnp.argmax(logits, axis=1)
+    return jnp.where(targets != PAD, nats, 0.0), at_target >= top
 
 
 def token_loss(features: Float[Array, "batch seq embed"], readout, targets) -> Loss:  # type: ignore[no-untyped-def]

@@ -65,28 +65,32 @@ def _forward(cell, inputs, w_x, w_h, bias, project):  # type: ignore[no-untyped-
 
     def advance(carry, z_x):  # type: ignore[no-untyped-def]
         h, c = carry
-        (m, c_next), pull = jax.vjp(step, z_x + w_h @ h, c)
+        z = z_x + w_h @ h
+        m, c_next = step(z, c)
         h_next = project @ m
-        return (h_next, c_next), (h_next, h, m, pull)
+        return (h_next, c_next), (h_next, m, z, c)
 
     start = _start(inputs, project)
-    _, (hs, h_before, ms, pulls) = jax.lax.scan(advance, start, _gate_inputs(inputs, w_x, bias))
-    return hs, (inputs, w_x, w_h, project, h_before, ms, pulls)
+    _, (hs, ms, zs, cs) = jax.lax.scan(advance, start, _gate_inputs(inputs, w_x, bias))
+    return hs, (inputs, w_x, w_h, project, hs, ms, zs, cs)
 
 
 def _backward(cell, saved, d_hs):  # type: ignore[no-untyped-def]
-    inputs, w_x, w_h, project, h_before, ms, pulls = saved
+    inputs, w_x, w_h, project, hs, ms, zs, cs = saved
     w_h_t, project_t = w_h.T, project.T  # transposed once, not in every step
 
     def retreat(carry, at):  # type: ignore[no-untyped-def]
         d_h, d_c = carry
-        d_out, pull = at
+        d_out, z, c = at
         d_h = d_h + d_out
+        # The cell is computed again: its arithmetic is cheaper than storing what it would save.
+        _, pull = jax.vjp(cell.step, z, c)
         d_z, d_c = pull((project_t @ d_h, d_c))
         return (w_h_t @ d_z, d_c), (d_z, d_h)
 
     start = _start(inputs, project)
-    _, (d_zs, d_h_all) = jax.lax.scan(retreat, start, (d_hs, pulls), reverse=True)
+    _, (d_zs, d_h_all) = jax.lax.scan(retreat, start, (d_hs, zs, cs), reverse=True)
+    h_before = jnp.concatenate([start[0][None], hs[:-1]])
     d_w_x = jnp.einsum("tgb,teb->ge", d_zs, inputs)
     d_w_h = jnp.einsum("tgb,teb->ge", d_zs, h_before)
     d_project = jnp.einsum("teb,tub->eu", d_h_all, ms)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -285,15 +285,13 @@ class Experiment:
         size = sum(self.store.held_bytes(int(n)) for n in self.owners(split))
         return {"bits_per_byte": nats / math.log(2) / size} if size else {}
 
-    def baselines(self, split: str) -> dict[str, float]:
+    def baselines(self, splits: Iterable[str]) -> dict[str, dict[str, float]]:
         """What counting on the same training tokens reaches on the same targets."""
         if self.store.manifest["train_tokens"] > MOST_COUNTED_TOKENS:
             return {}
-        rows, _ = self.held_rows(split, context=2)
-        if len(rows) == 0:
-            return {}
         learned = (self._cut(self.store.train(int(n)), 2) for n in self.store.training_clients)
-        return NGrams(learned, self.store.vocabulary).perplexities(rows)
+        counts = NGrams(learned, self.store.vocabulary)
+        return {split: counts.perplexities(self.held_rows(split, 2)[0]) for split in splits}
 
 
 def build(recipe: Recipe, cache: Path, progress: Callable[[str, int], None]) -> Experiment:
