@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from fedlm.cli import evaluate, models, predict, prepare, report, sweep, train
+from fedlm.cli import evaluate, export, models, predict, prepare, report, sweep, train
 from fedlm.cli.say import note
 from fedlm.core.errors import FedlmError
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 for command in (prepare.prepare, train.train, evaluate.evaluate, predict.predict):
     app.command()(command)
 app.command()(report.report)
+app.command()(export.export)
 app.command()(sweep.sweep)
 app.command()(models.models)
 

@@ -194,6 +194,11 @@ def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Bool[Arra
     return nats.reshape(targets.shape), right.reshape(targets.shape)
 
 
+def logits(model: Params, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+    """What may follow each token."""
+    return model.features(tokens) @ model.readout.T
+
+
 def advance(model: Params, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
     """One token further: the next state, and logits for what follows."""
     state, features = model.advance(state, token)
