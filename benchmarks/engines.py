@@ -1,13 +1,15 @@
 """The mesh engine beside the loop engine, on one cohort: `make bench`.
 
-The cohort has the shape of the Stack Overflow benchmark: vocabulary 10,000, rows of 20 tokens,
-batches of 16, lognormal client sizes up to 256 rows. Results are compared before they are timed.
+The cohort has the shape of the Stack Overflow benchmark: rows of 20 tokens, batches of 16,
+lognormal client sizes up to 256 rows; `large` has a vocabulary of 10,000, `small` of 2,000.
+Results are compared before they are timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from pathlib import Path
 
 import jax
@@ -17,7 +19,7 @@ import optax
 
 jax.config.update("jax_num_cpu_devices", 2)
 
-from benchmarks.probe import in_turns, machine, matmul_gflops, spread  # noqa: E402
+from benchmarks.probe import in_turns, machine, spread  # noqa: E402
 from fedlm.core import tree  # noqa: E402
 from fedlm.core.keys import key_for  # noqa: E402
 from fedlm.core.types import Sampling, Shape  # noqa: E402
@@ -28,10 +30,15 @@ from fedlm.local.train import local_training  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
 from fedlm.wire.dense import dense  # noqa: E402
 
-WORKLOADS = {
-    "benchmark size": catalog.Dimensions(vocab=10_000, embed=96, units=670),
-    "small": catalog.Dimensions(vocab=2_000, embed=64, units=256),
-}
+RECURRENT = {"embed": 96, "units": 670}
+DECODER = {"embed": 96, "units": 384, "layers": 3, "heads": 8}
+SMALL = {"embed": 64, "units": 256, "layers": 2, "heads": 4}
+WORKLOADS = [
+    *((name, "large", 10_000, RECURRENT) for name in ("cifg", "si-cifg", "lstm")),
+    *((name, "large", 10_000, DECODER) for name in sorted(catalog.ATTENTIVE)),
+    *((name, "small", 2_000, {**SMALL, "layers": 1}) for name in ("cifg", "si-cifg", "lstm")),
+    *((name, "small", 2_000, SMALL) for name in ("transformer", "si-transformer")),
+]
 
 
 def cohort_rows(vocab: int, clients: int) -> list[np.ndarray]:
@@ -41,15 +48,24 @@ def cohort_rows(vocab: int, clients: int) -> list[np.ndarray]:
     return [rng.integers(4, vocab, (n, 21)).astype(np.uint16) for n in sizes]
 
 
-def matmul_flops(params: object) -> int:
-    """Floating-point operations a token: two a weight forward, four backward."""
-    return 6 * tree.size(params)
+def flops(params: object, size: catalog.Dimensions, length: int) -> float:
+    """Floating-point operations of a token in products: two a weight forward, four backward.
+
+    The tied embedding counts once (as the output matrix; a look-up is no product), and attention
+    adds its two products over the row.
+    """
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim >= 2)
+    attention = 4 * length * size.embed * size.layers if hasattr(params, "blocks") else 0
+    return 6.0 * weights + 3.0 * attention
 
 
-def compare(name: str, cell: str, clients: int, repeats: int) -> list[str]:
+def compare(
+    workload: tuple[str, str, int, dict[str, int]], clients: int, repeats: int
+) -> list[str]:
     """One row of the table."""
-    size = WORKLOADS[name]
-    rows = cohort_rows(size.vocab, clients)
+    name, label, vocab, sizes = workload
+    size = catalog.Dimensions(vocab=vocab, **sizes)
+    rows = cohort_rows(vocab, clients)
     algorithm = Algorithm(
         sampling=Sampling(law="fixed", population=clients, cohort=clients),
         local=local_training(catalog.loss, optax.sgd(0.1)),
@@ -57,7 +73,7 @@ def compare(name: str, cell: str, clients: int, repeats: int) -> list[str]:
         download=dense(),
         server=optax.sgd(1.0),
     )
-    params = catalog.make(cell, size, key_for(0, "init"))
+    params = catalog.make(name, size, key_for(0, "init"))
     shape, members = Shape(batch=16, length=20), np.arange(clients)
     engines = [E(algorithm, rows.__getitem__, shape, 0) for E in (LoopEngine, MeshEngine)]
     cohorts = [engine.prepare(0, members) for engine in engines]
@@ -69,15 +85,15 @@ def compare(name: str, cell: str, clients: int, repeats: int) -> list[str]:
     }
     times, rates = in_turns(runs, repeats)
     loop, mesh = (times[type(e).__name__] for e in engines)
-    work = matmul_flops(params) * float(jnp.asarray(fast.tokens)) / 1e9
+    work = flops(params, size, shape.length) * float(jnp.asarray(fast.tokens)) / 1e9
     share = [work / m / r for m, r in zip(mesh, rates, strict=True)]
-    ratio = [a / b for a, b in zip(loop, mesh, strict=True)]
     return [
-        f"{cell}, {name}",
+        f"{name}, {label}",
+        f"{tree.size(params):,}",
         spread([clients / m for m in mesh]),
-        spread([clients / s for s in loop]),
-        spread(ratio),
+        spread([a / b for a, b in zip(loop, mesh, strict=True)]),
         f"{statistics.median(work / m for m in mesh):.0f}",
+        f"{statistics.median(rates):.0f}",
         f"{statistics.median(share):.0%}",
         f"{apart:.0e}",
     ]
@@ -86,19 +102,19 @@ def compare(name: str, cell: str, clients: int, repeats: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/engines.md"))
     asked = parser.parse_args()
-    head = ["workload", "mesh clients/s", "loop clients/s", "loop/mesh time", "mesh GFLOP/s"]
-    head += ["of matmul", "relative difference"]
-    rows = [
-        compare(name, cell, asked.clients, asked.repeats)
-        for name in WORKLOADS
-        for cell in ("cifg", "si-cifg", "lstm")
-    ]
+    head = ["architecture", "parameters", "mesh clients/s", "loop time / mesh time"]
+    head += ["mesh GFLOP/s", "matmul GFLOP/s", "share", "relative difference"]
+    rows = []
+    for workload in WORKLOADS:
+        rows.append(compare(workload, asked.clients, asked.repeats))
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+        jax.clear_caches()
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    facts = f"{machine()}; matrix product {matmul_gflops():.0f} GFLOP/s; median (lowest-highest)"
+    facts = f"{machine()}; medians (lowest-highest) of {asked.repeats} turns"
     text = f"{facts}\n\n{table}\n"
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(text, encoding="utf-8")

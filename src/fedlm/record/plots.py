@@ -15,6 +15,8 @@ from plotly.offline import get_plotlyjs
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 
+MOST_MARKERS = 80
+
 
 class Series(NamedTuple):
     """One line of a figure."""
@@ -41,17 +43,22 @@ def lines(
     """Curves over a common axis, with horizontal marks for reference values."""
     figure = go.Figure()
     for number, one in enumerate(series):
+        mode = "lines+markers" if len(one.x) <= MOST_MARKERS else "lines"
         color = COLORS[number % len(COLORS)]
-        figure.add_trace(
-            go.Scatter(x=one.x, y=one.y, name=one.name, mode="lines+markers", line={"color": color})
-        )
+        figure.add_trace(go.Scatter(x=one.x, y=one.y, name=one.name, mode=mode, line_color=color))
+    ends = [min(min(s.x) for s in series if s.x), max(max(s.x) for s in series if s.x)]
     for name, value in (marks or {}).items():
-        figure.add_hline(
-            y=value,
-            line_dash="dot",
-            line_color="#6b7280",
-            annotation_text=f"{name} {value:.4g}",
-            annotation_position="top right",
+        # A trace, not a shape: on a logarithmic axis the label of a shape goes astray.
+        figure.add_trace(
+            go.Scatter(
+                x=ends,
+                y=[value, value],
+                mode="lines+text",
+                text=["", f"{name} {value:.4g}"],
+                textposition="top left",
+                line={"color": "#6b7280", "dash": "dot"},
+                showlegend=False,
+            )
         )
     figure.update_xaxes(title=x, type="log" if log_x else "linear")
     figure.update_yaxes(title=y, type="log" if log_y else "linear")
@@ -73,5 +80,7 @@ def _fragment(figure: go.Figure, legend: bool) -> str:
         showlegend=legend,
         legend={"orientation": "h", "y": -0.2},
     )
-    text: str = figure.to_html(full_html=False, include_plotlyjs=False)
+    text: str = figure.to_html(
+        full_html=False, include_plotlyjs=False, config={"displayModeBar": False}
+    )
     return text
