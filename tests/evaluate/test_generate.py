@@ -1,0 +1,51 @@
+"""What the model would say next."""
+
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from fedlm.core.types import BOS, EOS
+from fedlm.evaluate.generate import next_words, read, sample, speaker
+
+VOCAB = 10
+
+
+def parrot():
+    """A model that expects the number after the last one, and counts how often it is asked."""
+
+    def start(batch):
+        return jnp.zeros((), jnp.int32)
+
+    def advance(state, token):
+        logits = jnp.where(jnp.arange(VOCAB)[None, :] == (token[:, None] + 1) % VOCAB, 5.0, 0.0)
+        return state + 1, logits
+
+    return speaker(start, advance)
+
+
+def test_a_prompt_costs_one_step_a_token():
+    state, _ = read(parrot(), [4, 5, 6])
+    assert int(state) == 4  # BOS and three tokens
+
+
+def test_the_likeliest_word_comes_first_and_specials_never():
+    words = next_words(parrot(), [4, 5], count=20)
+    assert words[0][0] == [6]
+    assert words[0][1] == max(chance for _, chance in words)
+    assert {w[0] for w, _ in words} == set(range(4, VOCAB))
+    after_bos = next_words(parrot(), [], count=20)
+    assert BOS + 1 == EOS and all(w[0] >= 4 for w, _ in after_bos)
+
+
+def test_subwords_are_put_together():
+    (word, chance), *_ = next_words(parrot(), [4], count=1, goes_on=lambda t: t in (6, 7))
+    assert word == [5, 6, 7]
+    likely = np.exp(5.0) / (np.exp(5.0) + VOCAB - 1)
+    np.testing.assert_allclose(chance, likely**3, rtol=1e-5)
+
+
+def test_greedy_is_the_likeliest_and_sampling_follows_its_key():
+    assert sample(parrot(), [4], 3, temperature=0.0, key=jr.key(0)) == [5, 6, 7]
+    draws = [sample(parrot(), [4], 12, temperature=3.0, key=jr.key(k)) for k in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert all(t >= 4 or t == EOS for t in draws[0] + draws[2])

@@ -1,0 +1,76 @@
+"""A round is the published algorithm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedlm.core import tree
+from fedlm.core.types import Loss, Sampling, Shape
+from fedlm.engine.loop import LoopEngine
+from fedlm.federation.round import Algorithm, choose, init_node, server_half
+from fedlm.local.train import WEIGHTS, local_training
+from fedlm.wire.dense import dense
+from tests.oracle import quadratic_descent
+
+TARGETS = {0: [3.0, -1.0], 1: [5.0], 2: [0.5, 0.25, 8.0]}
+
+
+def loss(params, tokens):
+    """Half the squared distance to the one number in the batch."""
+    return Loss(0.5 * (params["w"] - tokens[0, 0]) ** 2, jnp.float32(1.0))
+
+
+def algorithm(weight, server):
+    return Algorithm(
+        sampling=Sampling(law="fixed", population=3, cohort=2),
+        local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
+        upload=dense(),
+        download=dense(),
+        server=server,
+    )
+
+
+def rows_of(client):
+    # Whole numbers only: the engine hands tokens over as integers.
+    return np.round(10 * np.array(TARGETS[client])).astype(np.int32)[:, None]
+
+
+def one_round(weight):
+    """One round of FedAvg over all three clients, in the order the engine shuffled them."""
+    chosen = algorithm(weight, optax.sgd(1.0))
+    engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
+    state = init_node(chosen, {"w": jnp.float32(1.0)})
+    cohort = engine.prepare(0, np.arange(3))
+    order = [[float(b[0, 0]) for b in batches] for _, batches in cohort.batches]
+    return float(server_half(chosen, state, engine.gather(state.params, cohort)).params["w"]), order
+
+
+def test_fedavg_by_hand():
+    """The mean of the members' end points, by examples or each counted once."""
+    for weight in ("examples", "uniform"):
+        found, order = one_round(weight)
+        ends = [quadratic_descent(1.0, targets, 0.1) for targets in order]
+        sizes = [len(t) for t in order] if weight == "examples" else [1, 1, 1]
+        np.testing.assert_allclose(found, np.average(ends, weights=sizes), rtol=1e-5)
+
+
+def test_cohorts_follow_seed_and_round_and_nothing_else():
+    chosen = algorithm("uniform", optax.sgd(1.0))
+    drawn = [tuple(choose(chosen, 4, r)) for r in range(20)]
+    assert drawn == [tuple(choose(chosen, 4, r)) for r in range(20)]
+    assert len(set(drawn)) > 1
+    assert drawn != [tuple(choose(chosen, 5, r)) for r in range(20)]
+
+
+def test_what_survives_a_round_is_all_in_the_state():
+    chosen = algorithm("uniform", optax.adam(0.1))
+    state = init_node(chosen, {"w": jnp.float32(1.0)})
+    engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
+    total = engine.gather(state.params, engine.prepare(0, np.arange(3)))
+    once = server_half(chosen, state, total)
+    copied = jax.tree.map(lambda x: jnp.array(np.asarray(x)), once)
+    assert int(once.round) == 1
+    assert tree.sha256(server_half(chosen, once, total)) == tree.sha256(
+        server_half(chosen, copied, total)
+    )
