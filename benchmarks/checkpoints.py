@@ -22,7 +22,8 @@ from fedlm.record import checkpoint
 
 def import_seconds(module: str) -> float:
     """What a process pays to load a library after jax."""
-    code = f"import jax, time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    clock = "time.perf_counter()"
+    code = f"import jax, time; t = {clock}; import {module}; print({clock} - t)"
     return float(subprocess.check_output([sys.executable, "-c", code], text=True))
 
 

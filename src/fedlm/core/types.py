@@ -86,12 +86,12 @@ class Local(NamedTuple):
     """One member's work as three pure functions that any engine can run.
 
     `init(params)` gives what a member carries, `step(carry, tokens)` takes one batch, and
-    `finish(params, carry, examples, key)` turns the carry into an `Update`.
+    `finish(params, carry, examples)` turns the carry into an `Update`.
     """
 
     init: Callable[[Params], Any]
     step: Callable[[Any, Tokens], Any]
-    finish: Callable[[Params, Any, Float[Array, ""], PRNGKeyArray], Update]
+    finish: Callable[[Params, Any, Float[Array, ""]], Update]
 
 
 class Codec(NamedTuple):

@@ -40,7 +40,9 @@ class LoopEngine:
 
     def collect(self, params: Params, cohort: Prepared) -> Iterator[tuple[int, Update]]:
         """Each member's update, as it arrives after its trip over the wire."""
-        sent = self.algorithm.download.encode(params, key_for(self.seed, "wire"))
+        sent = self.algorithm.download.encode(
+            params, key_for(self.seed, "download", round=cohort.round)
+        )
         for member, (rows, batches) in zip(cohort.members, cohort.batches, strict=True):
             self.download_bytes += len(sent)
             try:
@@ -54,9 +56,9 @@ class LoopEngine:
         carry = self.algorithm.local.init(params)
         for batch in batches:
             carry = self._step(carry, jnp.asarray(batch, jnp.int32))
-        key = key_for(self.seed, "local", round=round, member=member)
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
-        update = self._finish(params, carry, examples, key)
+        update = self._finish(params, carry, examples)
+        key = key_for(self.seed, "upload", round=round, member=member)
         payload = self.algorithm.upload.encode(update.delta, key)
         self.upload_bytes += len(payload)
         arrived = self.algorithm.upload.decode(payload, update.delta)

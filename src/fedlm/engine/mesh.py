@@ -87,7 +87,7 @@ class MeshEngine:
             made.append(batch_up(rows, self.shape, rng))
             examples.append(min(len(rows), self.shape.max_examples or len(rows)))
         keys = [
-            key_data(digest_for(self.seed, "local", round=round, member=member))
+            key_data(digest_for(self.seed, "upload", round=round, member=member))
             for member in members
         ]
         plan = spread([len(m) for m in made], self.lanes, self.capacity) if made else []
@@ -192,8 +192,8 @@ class MeshEngine:
             )
 
             def close():  # type: ignore[no-untyped-def]
+                update = local.finish(params, carry, stream.examples[i])
                 key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
-                update = local.finish(params, carry, stream.examples[i], key)
                 sent = codec.apply(update.delta, key)
                 return add_member(total, _with_delta(update, sent))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from fedlm.core import tree
 from fedlm.core.types import Local, LossFn, OptState, Params, Tokens, Update
@@ -60,7 +60,7 @@ def local_training(
         params = optax.apply_updates(carry.params, change)
         return Carry(params, memory, carry.nats + nats, carry.tokens + count, carry.steps + 1.0)
 
-    def finish(params: Params, carry: Carry, examples: Scalar, key: PRNGKeyArray) -> Update:
+    def finish(params: Params, carry: Carry, examples: Scalar) -> Update:
         delta = tree.sub(carry.params, params)
         weight = weigh(examples, carry.tokens)
         # A sum of squares is finite only if every entry is, and it overflows for huge ones.
