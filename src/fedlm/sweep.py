@@ -155,8 +155,15 @@ def _result(sweep: Sweep, point: Point, path: Path) -> Result:
 
 
 def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any]]]:
-    """Head and rows: one row for points that differ in nothing but the seed."""
-    names = [n for n in dict.fromkeys(k for p in sweep.points for k in p) if n != SEED]
+    """Head and rows: one row for points that differ in nothing but the seed.
+
+    What is the same in all points, and the seed, has no column.
+    """
+    names = [
+        name
+        for name in dict.fromkeys(k for p in sweep.points for k in p)
+        if name != SEED and len({json.dumps(p.get(name)) for p in sweep.points}) > 1
+    ]
     groups: dict[str, list[Result]] = {}
     for result in results:
         label = json.dumps([result.point.get(n) for n in names])

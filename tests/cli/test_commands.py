@@ -79,8 +79,8 @@ def test_reported_bytes_are_real_bytes(trained, run, tmp_path):
     params = load_params(
         experiment.recipe.model, experiment.store.vocabulary, run / "model.safetensors"
     )
-    sent = len(experiment.algorithm.upload.encode(params, key_for(0, "wire")))
-    received = len(experiment.algorithm.download.encode(params, key_for(0, "wire")))
+    sent = len(experiment.algorithm.upload.encode(params, key_for(0, "upload")))
+    received = len(experiment.algorithm.download.encode(params, key_for(0, "upload")))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["upload_bytes"] == 6 * 4 * sent
     assert summary["download_bytes"] == 6 * 4 * received

@@ -158,5 +158,5 @@ def test_no_more_rows_are_watched_than_asked_for(made):
 
 def test_nothing_held_out_is_nothing_watched(made):
     found = made("data.validation=0", "data.test_clients=0")
-    assert len(found.watched_rows) == 0 and found.baselines("test") == {}
+    assert len(found.watched_rows) == 0 and found.baselines([]) == {}
     assert np.isnan(found.watch(found.init_params())["perplexity"])
