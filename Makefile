@@ -11,7 +11,7 @@ help:  ## list the commands
 train: $(VENV)/.installed  ## train a federated language model on real text, in about three minutes
 	$(BIN)/fedlm train recipes/sotu.toml
 
-train-long: $(VENV)/.installed  ## the same, longer: beats the smoothed trigram
+train-long: $(VENV)/.installed  ## the same with more rounds, for a lower perplexity
 	$(BIN)/fedlm train recipes/sotu-long.toml
 
 test: lint  ## format, lint, types and the default tests
