@@ -4,7 +4,8 @@
 
 Without runs, fresh models; with two finished runs, what they learned. For each factor the query
 and key weights of every block are multiplied by it; a row of attention is described by its entropy
-over the tokens it may see, as a share of the largest possible, and by its largest weight.
+over the tokens it may see, as a share of the largest possible, and by its largest weight, after
+the row is brought to sum one.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def spread(model: object, tokens: jnp.ndarray) -> tuple[float, float]:
     shares, tops = [], []
     for block in model.blocks:
         weights = np.asarray(block.attention.weights(block.norm_attention(x)), np.float64)
+        weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
         entropy = -np.sum(weights * np.log(np.maximum(weights, 1e-30)), axis=-1)
         most = np.log(np.arange(1, weights.shape[-1] + 1))
         shares.append(np.mean(entropy[..., 1:] / most[1:]))

@@ -11,6 +11,7 @@ import pytest
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.models import catalog
+from fedlm.models.layers import relu_weights
 
 SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
 INVARIANT = sorted(name for name in catalog.ARCHITECTURES if "si" in name.split("-"))
@@ -113,3 +114,19 @@ def test_degenerate_rows_give_no_nan(name):
     value, grad = jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
+
+
+def test_a_nearly_empty_row_of_attention_is_steady():
+    """One score crosses zero by rounding while the others are negative: no weight may jump."""
+    largest, allowed = jnp.ones((1, 4)), jnp.ones((1, 4), bool)
+    above, below = jnp.array([[1e-7, -1.0, -1, -1]]), jnp.array([[-1e-7, -1.0, -1, -1]])
+
+    def jump(floor):
+        a, b = (
+            relu_weights(scores, allowed, None, largest=largest, floor=floor)
+            for scores in (above, below)
+        )
+        return float(jnp.abs(a - b).max())
+
+    assert jump(0.1) < 1e-6
+    assert jump(0.0) == 1.0  # the published rule: all or nothing

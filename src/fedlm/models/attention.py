@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedlm.models.layers import Linear, alibi_slopes, linear, relu_weights, softmax_weights
+from fedlm.models.layers import (
+    Linear,
+    alibi_slopes,
+    lengths,
+    linear,
+    relu_weights,
+    softmax_weights,
+)
 
 
 class Cache(NamedTuple):
@@ -34,7 +41,7 @@ class Attention(eqx.Module):
     value: Linear
     out: Linear
     heads: int = eqx.field(static=True)
-    invariant: bool = eqx.field(static=True)
+    row_floor: float | None = eqx.field(static=True)  # None: softmax, not invariant
     alibi: bool = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -71,15 +78,16 @@ class Attention(eqx.Module):
 
     def _weights(self, q: Array, k: Array, at_q: Array, at_k: Array) -> Array:
         scores = jnp.einsum("bhqw,bhkw->bhqk", q, k)
-        if not self.invariant:
-            scores = scores * q.shape[-1] ** -0.5
         behind = at_q[:, None] - at_k[None, :]
         bias: Any = None
         if self.alibi:
             slopes = jnp.asarray(alibi_slopes(self.heads))
             bias = -slopes[None, :, None, None] * jnp.maximum(behind, 0)[None, None]
-        weigh = relu_weights if self.invariant else softmax_weights
-        return weigh(scores, jnp.broadcast_to(behind >= 0, scores.shape), bias)
+        allowed = jnp.broadcast_to(behind >= 0, scores.shape)
+        if self.row_floor is None:
+            return softmax_weights(scores * q.shape[-1] ** -0.5, allowed, bias)
+        largest = lengths(q)[..., :, None] * lengths(k)[..., None, :]
+        return relu_weights(scores, allowed, bias, largest=largest, floor=self.row_floor)
 
     def _attend(self, q: Array, k: Array, v: Array, at_q: Array, at_k: Array) -> Array:
         return jnp.einsum("bhqk,bhkw->bhqw", self._weights(q, k, at_q, at_k), v)
@@ -90,16 +98,16 @@ class Attention(eqx.Module):
 
 
 def attention(
-    key: PRNGKeyArray, embed: int, heads: int, *, bias: bool, invariant: bool, alibi: bool
+    key: PRNGKeyArray, embed: int, heads: int, *, bias: bool, row_floor: float | None, alibi: bool
 ) -> Attention:
-    """A fresh layer; an invariant one has no bias after its second product."""
+    """A fresh layer; an invariant one has a floor, and no bias after its second product."""
     q, k, v, o = jr.split(key, 4)
     return Attention(
         linear(q, embed, embed, bias=bias),
         linear(k, embed, embed, bias=bias),
         linear(v, embed, embed, bias=bias),
-        linear(o, embed, embed, bias=bias and not invariant),
+        linear(o, embed, embed, bias=bias and row_floor is None),
         heads,
-        invariant,
+        row_floor,
         alibi,
     )

@@ -45,6 +45,7 @@ class Dimensions:
     si_floor: float = 1e-6
     si_candidate: bool = True
     si_state: bool = True
+    si_row_floor: float = 0.1
 
 
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
@@ -72,6 +73,7 @@ def _si_cifg(size: Dimensions) -> Cell:
 def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Maker:
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
+        read["row_floor"] = size.si_row_floor
         return family(size.vocab, size.embed, size.units, **{**read, **fixed}, key=key)
 
     return make

@@ -131,6 +131,7 @@ def conformer(
     positions: Positions = "sinusoidal",
     length: int = 1024,
     invariant: bool = False,
+    row_floor: float = 0.1,
 ) -> Decoder:
     """A fresh decoder. Each plain block ends in a norm; an invariant model has one, at the end."""
     k_stem, *keys = jr.split(key, 1 + layers)
@@ -141,8 +142,9 @@ def conformer(
             feedforward(k, embed, units, bias=True, invariant=invariant, activation="gelu")
             for k in (k_before, k_after)
         ]
+        floor = row_floor if invariant else None
         attend = attention(
-            k_attention, embed, heads, bias=True, invariant=invariant, alibi=positions == "alibi"
+            k_attention, embed, heads, bias=True, row_floor=floor, alibi=positions == "alibi"
         )
         mix = convolution(k_convolution, embed, kernel, invariant=invariant)
         n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))

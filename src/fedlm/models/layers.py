@@ -91,15 +91,31 @@ def softmax_weights(
 
 
 def relu_weights(
-    scores: Float[Array, "... query key"], allowed: Array, bias: Array | None
+    scores: Float[Array, "... query key"],
+    allowed: Array,
+    bias: Array | None,
+    *,
+    largest: Float[Array, "... query key"],
+    floor: float,
 ) -> Float[Array, "... query key"]:
     """Scale-invariant attention: ReLU, then each row divided by its sum.
 
     A distance bias acts as a factor `exp(bias)`, which a positive scale of the scores passes
-    through. A row without a positive score attends to nothing, and its output is zero.
+    through. A row without a positive score attends to nothing, and its output is zero. Near
+    such a row the quotient alone turns rounding into any weight, so a share `floor` of the
+    `largest` scores that queries and keys of these lengths can have joins the sum: it scales
+    as the scores do, and 0 gives the published rule.
     """
-    kept = jnp.where(allowed, jax.nn.relu(scores), 0.0)
+    factor = jnp.where(allowed, 1.0, 0.0)
     if bias is not None:
-        kept = kept * jnp.broadcast_to(jnp.exp(bias), kept.shape)
+        factor = factor * jnp.broadcast_to(jnp.exp(bias), factor.shape)
+    kept = jax.nn.relu(scores) * factor
     total = jnp.sum(kept, axis=-1, keepdims=True)
+    if floor:
+        total = total + floor * jnp.sum(largest * factor, axis=-1, keepdims=True)
     return kept / jnp.where(total > 0, total, 1.0)
+
+
+def lengths(x: Float[Array, "... width"]) -> Float[Array, "..."]:
+    """Euclidean lengths whose gradient at zero is zero."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1) + 1e-30)

@@ -116,6 +116,7 @@ def transformer(
     positions: Positions = "sinusoidal",
     length: int = 1024,
     invariant: bool = False,
+    row_floor: float = 0.1,
     bias: bool = True,
     activation: str = "gelu",
 ) -> Decoder:
@@ -123,8 +124,9 @@ def transformer(
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
     made = []
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):
+        floor = row_floor if invariant else None
         attend = attention(
-            k_attention, embed, heads, bias=bias, invariant=invariant, alibi=positions == "alibi"
+            k_attention, embed, heads, bias=bias, row_floor=floor, alibi=positions == "alibi"
         )
         feed = feedforward(
             k_feedforward, embed, units, bias=bias, invariant=invariant, activation=activation

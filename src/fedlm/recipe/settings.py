@@ -65,6 +65,7 @@ class Model(Table):
     si_floor: Positive | None = None  # the least it divides by
     si_candidate: bool | None = None  # whether the candidate is divided
     si_state: bool | None = None  # whether the emitted state is
+    si_row_floor: NotNegative | None = None  # steadies nearly empty rows of invariant attention
 
 
 class Client(Table):
