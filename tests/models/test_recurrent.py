@@ -6,9 +6,11 @@ import jax.random as jr
 import numpy as np
 import pytest
 
+from fedlm.core.types import PAD
 from fedlm.models import catalog
 from fedlm.models.cells import Cifg, Lstm, SiCifg
-from fedlm.models.recurrent import plain_sequence, recurrent, sequence
+from fedlm.models.loss import plain_cross_entropy
+from fedlm.models.recurrent import plain_sequence, recurrent
 from tests.oracle import STEPS
 
 KINDS = {"cifg": Cifg(), "lstm": Lstm(), "si-cifg": SiCifg()}
@@ -42,20 +44,37 @@ def test_features_follow_the_published_equations(cell):
             np.testing.assert_allclose(features[row, t], h, atol=1e-10)
 
 
+def plain_loss(model, tokens):
+    """The loss by the definitions of sequence and cross-entropy, differentiated by JAX."""
+    x = model.embedding[tokens[:, :-1].T].transpose(0, 2, 1)
+    for layer in model.layers:
+        x = plain_sequence(model.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
+    features = x.transpose(2, 0, 1).reshape(-1, x.shape[1])
+    return plain_cross_entropy(features, model.readout, tokens[:, 1:].reshape(-1))
+
+
+def ragged_rows(batch, seq, vocab, seed):
+    """Rows of all lengths, whole rows of PAD among them."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(4, vocab, (batch, seq + 1))
+    rows[np.arange(seq + 1) > rng.integers(0, seq + 1, batch)[:, None]] = PAD
+    return jnp.asarray(rows)
+
+
+# 16 rows have stages of several widths, 16 x 12 columns have several sizes of products.
+@pytest.mark.parametrize("batch, seq, layers", [(3, 7, 1), (16, 5, 2), (16, 12, 1)])
 @pytest.mark.parametrize("cell", CELLS)
-def test_the_fast_sequence_has_the_gradients_of_the_plain_one(cell):
-    model, tokens = model_and_tokens(cell)
-    layer = model.layers[0]
-    x = model.embedding[tokens.T].transpose(0, 2, 1)
-
-    def through(run):
-        def loss(args):
-            return jnp.sum(jnp.sin(3 * run(KINDS[cell], *args)))
-
-        return jax.grad(loss)((x, layer.w_x, layer.w_h, layer.bias, layer.project))
-
-    for fast, plain in zip(through(sequence), through(plain_sequence), strict=True):
-        np.testing.assert_allclose(fast, plain, rtol=1e-9, atol=1e-12)
+def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, layers):
+    model = recurrent(KINDS[cell], 40, 12, 33, layers=layers, key=jr.key(1))
+    model = jax.tree.map(lambda x: x.astype(jnp.float64), model)
+    fast = jax.jit(jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats))
+    plain = jax.jit(jax.value_and_grad(plain_loss))
+    for seed in range(4):
+        rows = ragged_rows(batch, seq, 40, seed)
+        (a, d_a), (b, d_b) = fast(model, rows), plain(model, rows)
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+        for x, y in zip(jax.tree.leaves(d_a), jax.tree.leaves(d_b), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("cell", CELLS)

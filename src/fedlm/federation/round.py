@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from fedlm.cohort.sample import draw
 from fedlm.core import tree
@@ -58,16 +58,17 @@ def empty_total(params: Params) -> Total:
     return Total(tree.zeros_like(params), zero, zero, zero, zero, zero, zero)
 
 
-def add_member(total: Total, update: Update) -> Total:
-    """One more member in the sum."""
+def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
+    """One more member in the sum; one that does not count yet leaves it as it was."""
+    one = jnp.where(counts, 1.0, 0.0)
     return Total(
-        delta=tree.add_scaled(total.delta, update.delta, update.weight),
-        weight=total.weight + update.weight,
-        nats=total.nats + update.nats,
-        tokens=total.tokens + update.tokens,
-        steps=total.steps + update.steps,
-        refused=total.refused + update.refused,
-        members=total.members + 1.0,
+        delta=tree.add_scaled(total.delta, update.delta, one * update.weight),
+        weight=total.weight + one * update.weight,
+        nats=total.nats + one * update.nats,
+        tokens=total.tokens + one * update.tokens,
+        steps=total.steps + one * update.steps,
+        refused=total.refused + one * update.refused,
+        members=total.members + one,
     )
 
 

@@ -183,7 +183,7 @@ def listing() -> list[dict[str, Any]]:
 
 def loss(model: Params, tokens: Tokens) -> Loss:
     """Next-token loss of a batch of rows."""
-    return token_loss(model.features(tokens[:, :-1]), model.readout, tokens[:, 1:])
+    return token_loss(*model.predictors(tokens[:, :-1], tokens[:, 1:]))
 
 
 def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:

@@ -9,12 +9,14 @@ Not here: whole models.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 # A plain norm needs a floor against rows of equal numbers; an invariant one would be bent by it.
 PLAIN_FLOOR, INVARIANT_FLOOR = 1e-5, 1e-12
@@ -80,6 +82,38 @@ def alibi_slopes(heads: int) -> np.ndarray:
         more = 2.0 ** (-4.0 * np.arange(1, 2 * (heads - power), 2) / power)
         slopes = np.concatenate([slopes, more])
     return slopes.astype(np.float32)
+
+
+class Predictors(NamedTuple):
+    """Predictions in any order: a target of PAD does not count."""
+
+    features: Float[Array, "rows embed"]
+    readout: Float[Array, "vocab embed"]
+    targets: Int[Array, " rows"]
+
+
+@jax.custom_vjp
+def tied(
+    embedding: Float[Array, "vocab embed"], tokens: Int[Array, "..."]
+) -> tuple[Float[Array, "... embed"], Float[Array, "vocab embed"]]:
+    """Embeddings of tokens, and the embedding itself for use as output matrix.
+
+    The gradient of the output matrix has every entry; that of the look-up is added to it in
+    place, so that no second array of that size is filled and summed.
+    """
+    return embedding[tokens], embedding
+
+
+def _tied_forward(embedding, tokens):  # type: ignore[no-untyped-def]
+    return tied(embedding, tokens), tokens
+
+
+def _tied_backward(tokens, gradients):  # type: ignore[no-untyped-def]
+    d_found, d_embedding = gradients
+    return d_embedding.at[tokens].add(d_found), None
+
+
+tied.defvjp(_tied_forward, _tied_backward)
 
 
 def softmax_weights(

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
-
-# Below this, sorting costs more than the padding it avoids.
-FEWEST_ROWS = 128
+from fedlm.models.ragged import FEWEST_COLUMNS, enough
 
 
 def plain_cross_entropy(
@@ -65,26 +63,17 @@ def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
     not computed. A fixed number of sizes keeps the products large and the program one.
     """
     rows = targets.shape[0]
-    if rows < FEWEST_ROWS:
-        nats, d_features, d_readout = _dense(features, readout, targets)
-        return nats, (d_features, d_readout)
-    order = jnp.argsort(targets == PAD, stable=True)
-    sorted_features, sorted_targets = features[order], targets[order]
-    sizes = [-(-rows * eighth // 8) for eighth in range(1, 9)]
+    if rows >= FEWEST_COLUMNS:
+        order = jnp.argsort(targets == PAD, stable=True)
+        features, targets = features[order], targets[order]
 
     def first(size):  # type: ignore[no-untyped-def]
-        def compute():  # type: ignore[no-untyped-def]
-            nats, d_first, d_readout = _dense(
-                sorted_features[:size], readout, sorted_targets[:size]
-            )
-            return nats, jnp.pad(d_first, ((0, rows - size), (0, 0))), d_readout
+        nats, d_first, d_readout = _dense(features[:size], readout, targets[:size])
+        return nats, jnp.pad(d_first, ((0, rows - size), (0, 0))), d_readout
 
-        return compute
-
-    real = jnp.sum(targets != PAD)
-    which = jnp.sum(real > jnp.asarray(sizes[:-1]))
-    nats, d_sorted, d_readout = jax.lax.switch(which, [first(size) for size in sizes])
-    d_features = jnp.zeros_like(d_sorted).at[order].set(d_sorted, unique_indices=True)
+    nats, d_features, d_readout = enough(jnp.sum(targets != PAD), rows, first)
+    if rows >= FEWEST_COLUMNS:
+        d_features = jnp.zeros_like(d_features).at[order].set(d_features, unique_indices=True)
     return nats, (d_features, d_readout)
 
 
@@ -110,8 +99,11 @@ def scores(
     return jnp.where(targets != PAD, nats, 0.0), at_target >= top
 
 
-def token_loss(features: Float[Array, "batch seq embed"], readout, targets) -> Loss:  # type: ignore[no-untyped-def]
-    """The loss of a batch of rows."""
-    flat = features.reshape(-1, features.shape[-1])
+def token_loss(
+    features: Float[Array, "rows embed"],
+    readout: Float[Array, "vocab embed"],
+    targets: Int[Array, " rows"],
+) -> Loss:
+    """The loss of predictions in any order."""
     count = jnp.sum(targets != PAD).astype(features.dtype)
-    return Loss(cross_entropy(flat, readout, targets.reshape(-1)), count)
+    return Loss(cross_entropy(features, readout, targets), count)

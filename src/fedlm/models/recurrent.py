@@ -20,85 +20,8 @@ import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.cells import Cell
-
-Sequence = Float[Array, "seq embed batch"]
-
-
-def plain_sequence(cell: Cell, inputs: Sequence, w_x, w_h, bias, project) -> Sequence:  # type: ignore[no-untyped-def]
-    """The definition, differentiated by JAX: the oracle of `sequence`."""
-    step = cell.step
-
-    def advance(carry, x):  # type: ignore[no-untyped-def]
-        h, c = carry
-        m, c = step(w_x @ x + w_h @ h + bias[:, None], c)
-        h = project @ m
-        return (h, c), h
-
-    return jax.lax.scan(advance, _start(inputs, project), inputs)[1]
-
-
-def _start(inputs, project):  # type: ignore[no-untyped-def]
-    batch = inputs.shape[-1]
-    embed, units = project.shape
-    return jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sequence(cell: Cell, inputs: Sequence, w_x, w_h, bias, project) -> Sequence:  # type: ignore[no-untyped-def]
-    """A whole sequence through one cell, with the matrix products gathered.
-
-    The products with the inputs are one product before the time loop, and the gradients of
-    the weights are one product each after it; only what truly recurs stays in the loop.
-    """
-    return _forward(cell, inputs, w_x, w_h, bias, project)[0]
-
-
-def _gate_inputs(inputs, w_x, bias):  # type: ignore[no-untyped-def]
-    seq, embed, batch = inputs.shape
-    flat = inputs.transpose(1, 0, 2).reshape(embed, seq * batch)
-    z = (w_x @ flat + bias[:, None]).reshape(-1, seq, batch)
-    return z.transpose(1, 0, 2)
-
-
-def _forward(cell, inputs, w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
-    step = cell.step
-
-    def advance(carry, z_x):  # type: ignore[no-untyped-def]
-        h, c = carry
-        z = z_x + w_h @ h
-        m, c_next = step(z, c)
-        h_next = project @ m
-        return (h_next, c_next), (h_next, m, z, c)
-
-    start = _start(inputs, project)
-    _, (hs, ms, zs, cs) = jax.lax.scan(advance, start, _gate_inputs(inputs, w_x, bias))
-    return hs, (inputs, w_x, w_h, project, hs, ms, zs, cs)
-
-
-def _backward(cell, saved, d_hs):  # type: ignore[no-untyped-def]
-    inputs, w_x, w_h, project, hs, ms, zs, cs = saved
-    w_h_t, project_t = w_h.T, project.T  # transposed once, not in every step
-
-    def retreat(carry, at):  # type: ignore[no-untyped-def]
-        d_h, d_c = carry
-        d_out, z, c = at
-        d_h = d_h + d_out
-        # The cell is computed again: its arithmetic is cheaper than storing what it would save.
-        _, pull = jax.vjp(cell.step, z, c)
-        d_z, d_c = pull((project_t @ d_h, d_c))
-        return (w_h_t @ d_z, d_c), (d_z, d_h)
-
-    start = _start(inputs, project)
-    _, (d_zs, d_h_all) = jax.lax.scan(retreat, start, (d_hs, zs, cs), reverse=True)
-    h_before = jnp.concatenate([start[0][None], hs[:-1]])
-    d_w_x = jnp.einsum("tgb,teb->ge", d_zs, inputs)
-    d_w_h = jnp.einsum("tgb,teb->ge", d_zs, h_before)
-    d_project = jnp.einsum("teb,tub->eu", d_h_all, ms)
-    d_inputs = jnp.einsum("ge,tgb->teb", w_x, d_zs)
-    return d_inputs, d_w_x, d_w_h, jnp.sum(d_zs, axis=(0, 2)), d_project
-
-
-sequence.defvjp(_forward, _backward)
+from fedlm.models.layers import Predictors, tied
+from fedlm.models.ragged import Packing, enough, gather, pack, whole, widths
 
 
 class Layer(eqx.Module):
@@ -110,6 +33,126 @@ class Layer(eqx.Module):
     project: Float[Array, "embed units"]
 
 
+Columns = Float[Array, "embed columns"]
+
+
+def plain_sequence(cell: Cell, inputs: Float[Array, "seq embed batch"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
+    """The definition, differentiated by JAX: the oracle of `sequence`."""
+    batch = inputs.shape[-1]
+    embed, units = project.shape
+    start = jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
+
+    def advance(carry, x):  # type: ignore[no-untyped-def]
+        h, c = carry
+        m, c = cell.step(w_x @ x + w_h @ h + bias[:, None], c)
+        h = project @ m
+        return (h, c), h
+
+    return jax.lax.scan(advance, start, inputs)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def sequence(cell: Cell, batch: int, packing: Packing, inputs: Columns, weights: Layer) -> Columns:
+    """All rows of a batch through one cell, column by column of a packing.
+
+    The products with the inputs are one product before the time loop, and the gradients of
+    the weights are one product each after it; only what truly recurs stays in the loop. The
+    loop runs as long as the longest row, and each step is as wide as the rows that are left.
+    """
+    return _forward(cell, batch, packing, inputs, weights)[0]
+
+
+def _stages(packing: Packing, batch: int):  # type: ignore[no-untyped-def]
+    """Width, first step, step beyond the last, and first column of each stage."""
+    begin, column = jnp.int32(0), jnp.int32(0)
+    for place, width in enumerate(widths(batch)):
+        end = packing.ends[place]
+        yield width, begin, end, column
+        begin, column = end, column + (end - begin) * width
+
+
+def _cut(x, at, width):  # type: ignore[no-untyped-def]
+    return jax.lax.dynamic_slice_in_dim(x, at, width, axis=1)
+
+
+def _put(x, part, at):  # type: ignore[no-untyped-def]
+    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis=1)
+
+
+def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-def]
+    columns = inputs.shape[1]
+    embed, units = layer.project.shape
+
+    def gate_inputs(n):  # type: ignore[no-untyped-def]
+        z = layer.w_x @ inputs[:, :n] + layer.bias[:, None]
+        return jnp.pad(z, ((0, 0), (0, columns - n)))
+
+    # Read only: a buffer that a step both reads and writes would be copied in every step.
+    from_inputs = enough(packing.size, columns, gate_inputs)
+    sizes = (layer.bias.shape[0], units, units, embed, embed)
+    kept = tuple(jnp.zeros((size, columns), inputs.dtype) for size in sizes)
+    h, c = jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
+    for width, begin, end, column in _stages(packing, batch):
+
+        def advance(t, carry, width=width, begin=begin, column=column):  # type: ignore[no-untyped-def]
+            h, c, kept = carry
+            at = column + (t - begin) * width
+            z = _cut(from_inputs, at, width) + layer.w_h @ h
+            m, c_next = cell.step(z, c)
+            h_next = layer.project @ m
+            parts = zip(kept, (z, c, m, h, h_next), strict=True)
+            return h_next, c_next, tuple(_put(whole, part, at) for whole, part in parts)
+
+        h, c, kept = jax.lax.fori_loop(begin, end, advance, (h[:, :width], c[:, :width], kept))
+    return kept[-1], (packing, inputs, layer, kept[:-1])
+
+
+def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
+    packing, inputs, layer, (zs, cs, ms, before) = saved
+    columns = inputs.shape[1]
+    w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
+    d_h, d_c = None, None
+    # What reaches each column, and the gradient of its gates, written over the gates.
+    carried = (zs, d_hs)
+    for width, begin, end, column in reversed(list(_stages(packing, batch))):
+
+        def retreat(i, carry, width=width, begin=begin, end=end, column=column):  # type: ignore[no-untyped-def]
+            d_h, d_c, (zs, d_all) = carry
+            at = column + (end - 1 - i - begin) * width
+            d_h = d_h + _cut(d_all, at, width)
+            # The cell is computed again: cheaper than storing what it would save.
+            _, pull = jax.vjp(cell.step, _cut(zs, at, width), _cut(cs, at, width))
+            d_z, d_c = pull((project_t @ d_h, d_c))
+            return w_h_t @ d_z, d_c, (_put(zs, d_z, at), _put(d_all, d_h, at))
+
+        d_h, d_c = (_widen(d, width, like) for d, like in ((d_h, d_hs), (d_c, cs)))
+        d_h, d_c, carried = jax.lax.fori_loop(0, end - begin, retreat, (d_h, d_c, carried))
+    d_zs, d_all = carried
+
+    def products(n):  # type: ignore[no-untyped-def]
+        # A column that is not in use holds any gate, but its inputs and states are zero.
+        d_z = d_zs[:, :n]
+        d_inputs = jnp.pad(layer.w_x.T @ d_z, ((0, 0), (0, columns - n)))
+        return d_inputs, Layer(
+            d_z @ inputs[:, :n].T,
+            d_z @ before[:, :n].T,
+            d_z @ packing.used[:n].astype(d_z.dtype),
+            d_all[:, :n] @ ms[:, :n].T,
+        )
+
+    return (None, *enough(packing.size, columns, products))
+
+
+def _widen(d, width, like):  # type: ignore[no-untyped-def]
+    """The gradient of the rows that already ran, and zero for those that join."""
+    if d is None:
+        return jnp.zeros((like.shape[0], width), like.dtype)
+    return jnp.pad(d, ((0, 0), (0, width - d.shape[1])))
+
+
+sequence.defvjp(_forward, _backward)
+
+
 class Recurrent(eqx.Module):
     """An embedding, recurrent layers, and the embedding again as output matrix."""
 
@@ -119,10 +162,27 @@ class Recurrent(eqx.Module):
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """What each position knows of its past; times the embedding it gives logits."""
-        x = self.embedding[inputs.T].transpose(0, 2, 1)
+        batch, seq = inputs.shape
+        packing = whole(batch, seq)
+        x = self._through(packing, batch, self.embedding[gather(packing, inputs)])
+        return x.reshape(-1, seq, batch).transpose(2, 1, 0)
+
+    def predictors(
+        self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
+    ) -> Predictors:
+        """What the loss needs: features and targets without the gaps of short rows."""
+        packing = pack(targets)
+        found, readout = tied(self.embedding, gather(packing, inputs))
+        features = self._through(packing, inputs.shape[0], found).T
+        return Predictors(features, readout, gather(packing, targets))
+
+    def _through(
+        self, packing: Packing, batch: int, found: Float[Array, "columns embed"]
+    ) -> Columns:
+        x = jnp.where(packing.used[None], found.T, 0.0)
         for layer in self.layers:
-            x = sequence(self.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
-        return x.transpose(2, 0, 1)
+            x = sequence(self.cell, batch, packing, x, layer)
+        return x
 
     def start(self, batch: int, capacity: int = 0) -> tuple[tuple[Array, Array], ...]:
         """The state before the first token; its size does not depend on how many will follow."""

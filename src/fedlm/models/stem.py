@@ -31,7 +31,11 @@ class Stem(eqx.Module):
     positions: Positions = eqx.field(static=True)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        return self._after(self.embedding[tokens], jnp.arange(tokens.shape[1]))
+        return self.place(self.embedding[tokens])
+
+    def place(self, found: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """Embeddings that were looked up, with their positions."""
+        return self._after(found, jnp.arange(found.shape[1]))
 
     def advance(self, token: Int[Array, " batch"], at: Int[Array, ""]) -> Array:
         """One token of each row, at position `at`."""

@@ -23,7 +23,7 @@ import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.attention import Attention, attention
-from fedlm.models.layers import Linear, Norm, bare_norm, linear, norm
+from fedlm.models.layers import Linear, Norm, Predictors, bare_norm, linear, norm, tied
 from fedlm.models.stem import Positions, Stem, stem
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
@@ -82,10 +82,20 @@ class Decoder(eqx.Module):
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """What each position knows of its past; times the embedding it gives logits."""
-        x = self.stem(inputs)
+        return self._through(self.stem(inputs))
+
+    def _through(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         for block in self.blocks:
             x = block(x)
         return x if self.last is None else self.last(x)
+
+    def predictors(
+        self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
+    ) -> Predictors:
+        """What the loss needs."""
+        found, readout = tied(self.stem.embedding, inputs)
+        features = self._through(self.stem.place(found))
+        return Predictors(features.reshape(-1, features.shape[-1]), readout, targets.reshape(-1))
 
     def start(self, batch: int, capacity: int = 256) -> tuple[Array, tuple[Any, ...]]:
         """The state before the first token, with room for `capacity` of them."""
