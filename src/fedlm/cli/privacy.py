@@ -73,8 +73,7 @@ def epsilon(
 ) -> None:
     """What settings cost, or what a run has spent.
 
-    Example: fedlm privacy epsilon --mechanism tree --rounds 2000 --min-separation 313
-    --max-participations 6 --noise-multiplier 7 --delta 1e-10
+    Example: fedlm privacy epsilon runs/private
     """
     if run is not None:
         if mechanism or rounds or noise_multiplier is not None or delta is not None:
@@ -122,8 +121,7 @@ def calibrate(
 ) -> None:
     """The least noise that keeps all rounds within a target.
 
-    Example: fedlm privacy calibrate --target-epsilon 4 --mechanism blt --rounds 500
-    --min-separation 99 --delta 1e-6
+    Example: fedlm privacy calibrate --target-epsilon 4 --mechanism tree --rounds 99 --delta 1e-6
     """
     plan = _plan(
         mechanism=mechanism,

@@ -13,8 +13,9 @@ dp_accounting is imported inside functions: it costs over a second, and training
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,29 +74,41 @@ def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
 
     It is found to four digits and never lies below: `spent` with it is at most the target.
     """
+    import scipy.optimize
+
     _check_target(target_epsilon)
     check(dataclasses.replace(plan, noise_multiplier=1.0))
 
-    def enough(noise: float) -> bool:
-        trial = dataclasses.replace(plan, noise_multiplier=noise)
-        return _epsilon(trial, plan.rounds) <= target_epsilon
+    @functools.cache
+    def over(log_noise: float) -> float:
+        trial = dataclasses.replace(plan, noise_multiplier=math.exp(log_noise))
+        ratio = _epsilon(trial, plan.rounds) / target_epsilon
+        return math.log(min(max(ratio, 1e-30), 1e30))
 
-    high = _guess(plan, target_epsilon)
-    while not enough(high):
-        high *= 1.3
-        if high > MOST_NOISE:
-            raise ConfigError(
-                f"privacy.epsilon = {target_epsilon!r}: expected a target that some noise can "
-                f"meet in {plan.rounds} rounds at privacy.delta = {plan.delta!r}. Raise one of them"
-                ", or lower server.rounds."
-            )
-    low = high / 1.3
-    while enough(low) and low > 1 / MOST_NOISE:
-        low, high = low / 1.3, low
-    while high - low > 1e-4 * high:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    low, high = _bracket(over, math.log(_guess(plan, target_epsilon)))
+    if over(high) > 0:
+        raise ConfigError(
+            f"privacy.epsilon = {target_epsilon!r}: expected a target that some noise can meet in "
+            f"{plan.rounds} rounds at privacy.delta = {plan.delta!r}. Raise one of them, or lower "
+            "server.rounds."
+        )
+    if over(low) <= 0:
+        return math.exp(low)
+    found = scipy.optimize.brentq(over, low, high, xtol=2e-5)
+    while over(found) > 0:
+        found += 2e-5
+    return math.exp(found)
+
+
+def _bracket(over: Callable[[float], float], start: float) -> tuple[float, float]:
+    """Logarithms of noise with the target in between, as far as there is any."""
+    limit, step = math.log(MOST_NOISE), 0.1
+    low = high = start
+    while over(high) > 0 and high < limit:
+        low, high, step = high, min(high + step, limit), 2 * step
+    while over(low) <= 0 and low > -limit:
+        low, high, step = max(low - step, -limit), low, 2 * step
+    return low, high
 
 
 def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:

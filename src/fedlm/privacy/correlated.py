@@ -73,7 +73,8 @@ def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
         return {"round": jnp.int32(0), "buffers": inverse.init_multiply(like)}
 
     def add(total: Params, memory: Memory, key: PRNGKeyArray) -> tuple[Params, Memory]:
-        with jax.default_matmul_precision("highest"):  # accelerators would round the products
+        # Accelerators would round the products; the library lets ranks broadcast.
+        with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
             row, buffers = inverse.multiply_next(standard_normal(key, total), memory["buffers"])
         row = _planned(row, memory["round"], rounds)
         return add_scaled(total, row, stddev), {"round": memory["round"] + 1, "buffers": buffers}

@@ -18,13 +18,12 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.privacy.strategy import Strategy, strategy_for
+from fedlm.privacy.strategy import Strategy, exact, strategy_for
 
 # Array elements that the tree's dynamic programme may touch: a few seconds on one core. A row
 # costs as much as ROW elements, however short it is.
@@ -66,7 +65,7 @@ def of_strategy(
     from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
     apart, most = min_separation + 1, max_participations or None
-    with jax.enable_x64(True):
+    with exact():
         if len(chosen.coefficients) <= apart:
             squares = jnp.asarray(chosen.column_norms(rounds) ** 2)
             return float(sensitivity.max_participation_for_linear_fn(squares, apart, most))

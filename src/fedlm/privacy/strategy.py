@@ -83,7 +83,7 @@ def toeplitz(rounds: int, bands: int) -> Strategy:
     """The square root of prefix sums, cut to `bands` diagonals."""
     from jax_privacy.matrix_factorization import toeplitz as library
 
-    with jax.enable_x64(True):
+    with exact():
         root = np.asarray(library.optimal_max_error_strategy_coefs(bands), np.float64)
     return Strategy(rounds, _as_used(root))
 
@@ -93,7 +93,7 @@ def banded(rounds: int, bands: int) -> Strategy:
     """The best Toeplitz matrix of `bands` diagonals, with columns of length one."""
     from jax_privacy.matrix_factorization import toeplitz as library
 
-    with jax.enable_x64(True):
+    with exact():
         found = np.asarray(library.optimize_banded_toeplitz(rounds, bands), np.float64)
     return Strategy(rounds, _as_used(found / np.linalg.norm(found)), normalized=True)
 
@@ -103,7 +103,8 @@ def blt(rounds: int, min_separation: int, max_participations: int, buffers: int)
     """The best buffered linear Toeplitz matrix for the mean error of prefix sums."""
     from jax_privacy.matrix_factorization import buffered_toeplitz as library
 
-    with _quiet("absl"):  # it advises fewer buffers; a buffer of no weight does no harm
+    # It advises fewer buffers; a buffer of no weight does no harm.
+    with exact(), _quiet("absl"):
         found = library.optimize(
             n=rounds,
             min_sep=min_separation + 1,  # there, the difference of indices
@@ -124,6 +125,13 @@ def blt(rounds: int, min_separation: int, max_participations: int, buffers: int)
 def _as_used(numbers: Vector) -> Vector:
     """Rounded to the 32 bits in which noise is computed, held in 64."""
     return numbers.astype(np.float32).astype(np.float64)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """The surroundings that jax_privacy's calculations need: 64 bits, and ranks that broadcast."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @contextlib.contextmanager
