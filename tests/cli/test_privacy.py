@@ -49,7 +49,7 @@ def test_no_noise_is_no_privacy(run_cli):
     "change, words",
     [
         (("--delta", 0), ("privacy.delta = 0.0: expected",)),
-        (("--mechanism", "tre"), ("--mechanism = 'tre'", "Did you mean 'tree'?")),
+        (("--mechanism", "trees"), ("--mechanism = 'trees'", "Did you mean 'tree'?")),
         (("--rounds", 0), ("server.rounds = 0",)),
         (("--cohort", 10, "--population", 100), ("privacy.min_separation = 313", "at most 9")),
         (("--mechanism", "blt", "--buffers", 0), ("privacy.buffers = 0",)),
