@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from fedlm.cli import evaluate, export, models, predict, prepare, report, sweep, train
+from fedlm.cli import evaluate, export, models, predict, prepare, privacy, report, sweep, train
 from fedlm.cli.say import note
 from fedlm.core.errors import FedlmError
 
@@ -30,6 +30,7 @@ app.command()(report.report)
 app.command()(export.export)
 app.command()(sweep.sweep)
 app.command()(models.models)
+app.add_typer(privacy.app, name="privacy")
 
 
 def main() -> None:

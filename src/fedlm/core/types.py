@@ -33,9 +33,11 @@ OptState = Any
 class Sampling:
     """The law by which members join a round, over clients numbered from zero."""
 
-    law: Literal["fixed", "poisson"]
+    law: Literal["fixed", "poisson", "separated"]
     population: int
-    cohort: int  # exactly (fixed) or in expectation (poisson)
+    cohort: int  # exactly (fixed, separated) or in expectation (poisson)
+    min_separation: int = 0  # separated: rounds strictly between two participations of a client
+    max_participations: int = 0  # separated: in the whole run; 0 is what the separation allows
 
 
 @dataclass(frozen=True, kw_only=True)

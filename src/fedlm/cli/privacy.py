@@ -1,0 +1,208 @@
+"""`fedlm privacy`: the epsilon of settings or of a run, and the noise for a target."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlm.cli.say import AsJson, emit, note, out, show
+from fedlm.core.errors import ConfigError, nearest, require
+from fedlm.core.types import Sampling
+from fedlm.privacy import account
+from fedlm.privacy.plan import MECHANISMS, PrivacyPlan
+from fedlm.record.directory import RunDirectory
+from fedlm.record.report import facts_of
+
+app = typer.Typer(
+    help="What privacy costs: epsilon of settings or of a run, noise for a target.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+MechanismName = Annotated[
+    str | None, typer.Option("--mechanism", help=f"One of {', '.join(MECHANISMS)}.")
+]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of training.")]
+Delta = Annotated[float | None, typer.Option("--delta", help="Well below one in the clients.")]
+Cohort = Annotated[int | None, typer.Option("--cohort", help="Clients a round.")]
+Population = Annotated[int | None, typer.Option("--population", help="Clients there are.")]
+Law = Annotated[
+    str | None,
+    typer.Option("--sampling", help="gaussian: poisson (the default) or fixed."),
+]
+Separation = Annotated[
+    int,
+    typer.Option("--min-separation", help="Rounds strictly between two turns of a client."),
+]
+Participations = Annotated[
+    int,
+    typer.Option("--max-participations", help="Turns of a client; 0: as the separation has it."),
+]
+Clip = Annotated[
+    float, typer.Option("--clip", help="L2 bound of an update; epsilon is free of it.")
+]
+Bands = Annotated[int, typer.Option("--bands", help="banded, toeplitz; 0: min separation + 1.")]
+Buffers = Annotated[int, typer.Option("--buffers", help="blt.")]
+Restart = Annotated[int, typer.Option("--restart-every", help="tree: rounds a tree; 0: never.")]
+
+
+@app.command()
+def epsilon(
+    run: Annotated[Path | None, typer.Argument(help="A run directory.")] = None,
+    *,
+    mechanism: MechanismName = None,
+    rounds: Rounds = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option("--noise-multiplier", help="Noise in units of the clip.")
+    ] = None,
+    delta: Delta = None,
+    cohort: Cohort = None,
+    population: Population = None,
+    sampling: Law = None,
+    min_separation: Separation = 0,
+    max_participations: Participations = 0,
+    clip: Clip = 1.0,
+    bands: Bands = 0,
+    buffers: Buffers = 3,
+    restart_every: Restart = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What settings cost, or what a run has spent.
+
+    Example: fedlm privacy epsilon runs/private
+    """
+    if run is not None:
+        if mechanism or rounds or noise_multiplier is not None or delta is not None:
+            raise ConfigError(f"{run}: a run has its own settings; leave the options away.")
+        facts = facts_of(RunDirectory.existing(run).path)
+        found = account.from_journal(facts.header, facts.rounds)
+        plan, ran = account.plan_from(facts.header["privacy"]), len(facts.rounds)
+    else:
+        asked = _given("--noise-multiplier", noise_multiplier)
+        plan = _plan(
+            mechanism=mechanism,
+            rounds=rounds,
+            noise_multiplier=asked,
+            delta=delta,
+            clip_norm=clip,
+            bands=bands,
+            buffers=buffers,
+            restart_every=restart_every,
+            sampling=(sampling, cohort, population, min_separation, max_participations),
+        )
+        ran = plan.rounds
+        found = account.spent(plan, ran)
+    _answer(plan, ran, found, as_json)
+
+
+@app.command()
+def calibrate(
+    *,
+    target_epsilon: Annotated[
+        float, typer.Option("--target-epsilon", help="What all rounds may cost.")
+    ],
+    mechanism: MechanismName = None,
+    rounds: Rounds = None,
+    delta: Delta = None,
+    cohort: Cohort = None,
+    population: Population = None,
+    sampling: Law = None,
+    min_separation: Separation = 0,
+    max_participations: Participations = 0,
+    clip: Clip = 1.0,
+    bands: Bands = 0,
+    buffers: Buffers = 3,
+    restart_every: Restart = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The least noise that keeps all rounds within a target.
+
+    Example: fedlm privacy calibrate --target-epsilon 4 --mechanism tree --rounds 99 --delta 1e-6
+    """
+    plan = _plan(
+        mechanism=mechanism,
+        rounds=rounds,
+        noise_multiplier=1.0,
+        delta=delta,
+        clip_norm=clip,
+        bands=bands,
+        buffers=buffers,
+        restart_every=restart_every,
+        sampling=(sampling, cohort, population, min_separation, max_participations),
+    )
+    noise = account.calibrate(plan, target_epsilon)
+    plan = dataclasses.replace(plan, noise_multiplier=noise)
+    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+
+
+def _given(option: str, value: Any) -> Any:
+    if value is None:
+        raise ConfigError(f"{option} is missing: give it, or the directory of a run.")
+    return value
+
+
+def _plan(
+    *,
+    mechanism: str | None,
+    rounds: int | None,
+    delta: float | None,
+    sampling: tuple[str | None, int | None, int | None, int, int],
+    **rest: Any,
+) -> PrivacyPlan:
+    """The plan of the options."""
+    name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
+    require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
+    law, cohort, population, apart, most = sampling
+    if name == "gaussian":
+        drawn = Sampling(
+            law=law or "poisson",  # type: ignore[arg-type]
+            cohort=_given("--cohort", cohort),
+            population=_given("--population", population),
+            min_separation=apart,
+            max_participations=most,
+        )
+        require(
+            drawn.law in ("poisson", "fixed"), "--sampling", law, "poisson or fixed for gaussian"
+        )
+    else:
+        # The cost depends on how clients may join, not on how many there are; without the
+        # option it is taken for granted that there are enough.
+        cohort = cohort or 1
+        enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
+        drawn = Sampling(
+            law=law or "separated",  # type: ignore[arg-type]
+            cohort=cohort,
+            population=enough if population is None else population,
+            min_separation=apart,
+            max_participations=most,
+        )
+    return PrivacyPlan(
+        mechanism=name,
+        sampling=drawn,
+        rounds=count,
+        delta=_given("--delta", delta),
+        **rest,
+    )
+
+
+def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
+    facts = {
+        "mechanism": plan.mechanism,
+        "rounds": rounds,
+        "noise_multiplier": plan.noise_multiplier,
+        **found._asdict(),
+    }
+    if as_json:
+        emit(facts)
+        return
+    rows = [(name, value) for name, value in facts.items() if name != "assumptions"]
+    show("privacy", ["what", "value"], rows)
+    out.print("It holds if:")
+    for line in found.assumptions:
+        out.print(f"  - {line}")
+    if plan.noise_multiplier == 0:
+        note("fedlm: without noise there is no privacy, whatever the clip.")

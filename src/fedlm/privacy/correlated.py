@@ -1,0 +1,128 @@
+"""Noise that is correlated over rounds, so that running sums have little of it.
+
+In:       each round's sum, once, in order, with the key of that round.
+Out:      the sum plus this round's increment of the noise of the running sum.
+Promise:  the noise of T rounds is normal with the covariance of the tree, or of M^-1, and nothing
+          else; a round beyond those planned becomes NaN instead of going out with too little.
+Not here: which matrix (`strategy.py`), what it costs (`sensitivity.py`, `account.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from fedlm.core.types import Params
+from fedlm.privacy import strategy
+from fedlm.privacy.noise import Noise, add_scaled, standard_normal
+from fedlm.privacy.strategy import Strategy
+from fedlm.privacy.strategy import strategy_for as strategy_for
+
+Memory = dict[str, Any]
+
+
+def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
+    """Noise of the binary tree, in Honaker's form of least variance.
+
+    Every dyadic block of rounds has a node with fresh noise. A complete block is estimated from its
+    node and from its two halves, so its variance is 1 / (2 - 2^-d) at height d instead of 1. The
+    running sum after t rounds is the sum of the blocks of t's binary digits. Only those blocks are
+    remembered: about log2(rounds) of them. Round t closes as many blocks as t has trailing zeros;
+    their halves leave the running sum and the closed block enters it, and that is the increment.
+    """
+    length = min(restart_every or rounds, rounds)
+    heights = length.bit_length()
+    weights = jnp.asarray(1 / (2 - 2.0 ** -np.arange(heights)), jnp.float32)
+
+    def init(params: Params) -> Memory:
+        return {"round": jnp.int32(0), "nodes": _stacked(params, heights)}
+
+    def add(total: Params, memory: Memory, key: PRNGKeyArray) -> tuple[Params, Memory]:
+        since, nodes = memory["round"] % length, memory["nodes"]
+        top = jax.lax.population_count(since ^ (since + 1)) - 1  # trailing ones of `since`
+
+        def close(height: Int[Array, ""], carry: Any) -> Any:
+            right, gone = carry
+            left = jax.tree.map(lambda b: b[height], nodes)
+            fresh = standard_normal(jr.fold_in(key, height + 1), total)
+            block = jax.tree.map(lambda a, b, f: 0.5 * (a + b) + f, left, right, fresh)
+            return block, jax.tree.map(lambda g, a: g + weights[height] * a, gone, left)
+
+        leaf = standard_normal(jr.fold_in(key, 0), total)
+        nothing = jax.tree.map(jnp.zeros_like, leaf)
+        block, gone = jax.lax.fori_loop(0, top, close, (leaf, nothing))
+        step = jax.tree.map(lambda b, g: weights[top] * b - g, block, gone)
+        nodes = jax.tree.map(lambda n, b: n.at[top].set(b), nodes, block)
+        step = _planned(step, memory["round"], rounds)
+        return add_scaled(total, step, stddev), {"round": memory["round"] + 1, "nodes": nodes}
+
+    return Noise(init, add)
+
+
+def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
+    """Rows of M^-1 Z, streamed by jax_privacy with as many buffers as the strategy has."""
+    inverse = _inverse(chosen)
+
+    def init(params: Params) -> Memory:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x)), params)
+        return {"round": jnp.int32(0), "buffers": inverse.init_multiply(like)}
+
+    def add(total: Params, memory: Memory, key: PRNGKeyArray) -> tuple[Params, Memory]:
+        # Accelerators would round the products; the library lets ranks broadcast.
+        with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
+            row, buffers = inverse.multiply_next(standard_normal(key, total), memory["buffers"])
+        row = _planned(row, memory["round"], rounds)
+        return add_scaled(total, row, stddev), {"round": memory["round"] + 1, "buffers": buffers}
+
+    return Noise(init, add)
+
+
+def banded(stddev: float, *, rounds: int, bands: int) -> Noise:
+    """Optimised banded noise: `bands - 1` buffers."""
+    return for_strategy(stddev, strategy.banded(rounds, bands), rounds=rounds)
+
+
+def toeplitz(stddev: float, *, rounds: int, bands: int) -> Noise:
+    """Square-root Toeplitz noise, cut to `bands` diagonals: `bands - 1` buffers."""
+    return for_strategy(stddev, strategy.toeplitz(rounds, bands), rounds=rounds)
+
+
+def blt(
+    stddev: float, *, rounds: int, min_separation: int, max_participations: int, buffers: int = 3
+) -> Noise:
+    """Buffered linear Toeplitz noise: `buffers` buffers, whatever the number of rounds."""
+    chosen = strategy.blt(rounds, min_separation, max_participations, buffers)
+    return for_strategy(stddev, chosen, rounds=rounds)
+
+
+def _inverse(chosen: Strategy) -> Any:
+    """jax_privacy's streaming form of M^-1."""
+    from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz
+
+    if chosen.decay is not None:
+        terms = buffered_toeplitz.BufferedToeplitz.build(
+            chosen.decay, chosen.scale, dtype=jnp.float32
+        )
+        return terms.inverse_as_streaming_matrix()
+    return toeplitz.inverse_as_streaming_matrix(
+        jnp.asarray(chosen.coefficients, jnp.float32),
+        column_normalize_for_n=chosen.rounds if chosen.normalized else None,
+    )
+
+
+def _planned(noise: Params, round: Int[Array, ""], rounds: int) -> Params:
+    """The noise, or NaN in a round for which none was planned."""
+    return jax.tree.map(lambda n: jnp.where(round < rounds, n, jnp.nan), noise)
+
+
+def _stacked(params: Params, copies: int) -> Params:
+    return jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), _wide(x)), params)
+
+
+def _wide(x: Any) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,145 @@
+"""Strategies of matrix mechanisms: which lower-triangular matrix the noise is divided by.
+
+In:       the number of rounds, how clients may join, and a size (bands or buffers).
+Out:      the matrix, as few numbers.
+Promise:  the numbers are those that the noise is made with, rounded as it rounds them, so that an
+          epsilon computed from them is that of the noise; the same arguments give the same matrix.
+Not here: the streaming product (`correlated.py`), what a matrix costs (`sensitivity.py`).
+
+A round's sum gets the row of stddev * M^-1 Z, where Z is independent normal noise and M is:
+
+    toeplitz   the square root of the matrix of prefix sums, cut to `bands` diagonals
+    banded     a Toeplitz matrix of `bands` diagonals, optimised for the error of prefix sums,
+               with columns scaled to length one
+    blt        ones on the diagonal and sum_j scale_j decay_j^(i-1) on the i-th diagonal below:
+               it needs only as many buffers as there are terms, whatever the number of rounds
+
+The square root over all rounds would need a buffer for every round, and with several
+participations it is worse than the same matrix cut to the separation; so it is offered cut.
+jax_privacy finds the coefficients. It is imported inside functions: it costs over a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from fedlm.privacy.plan import PrivacyPlan
+
+Vector = Float[np.ndarray, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class Strategy:
+    """A lower-triangular matrix over `rounds` rounds."""
+
+    rounds: int
+    coefficients: Vector  # the first column, as far as it is not zero
+    normalized: bool = False  # every column scaled to length one
+    decay: Vector | None = None  # blt: the terms that make up the first column
+    scale: Vector | None = None
+
+    @property
+    def buffers(self) -> int:
+        """How many copies of the model the noise must remember."""
+        return len(self.coefficients) - 1 if self.decay is None else len(self.decay)
+
+    def column_norms(self, rounds: int) -> Vector:
+        """The lengths of the first `rounds` columns, cut after `rounds` rows."""
+        squares = np.zeros(self.rounds)
+        squares[: len(self.coefficients)] = self.coefficients**2
+        upto = np.cumsum(squares)
+        seen = np.sqrt(upto[:rounds][::-1])
+        return seen / np.sqrt(upto[self.rounds - rounds :][::-1]) if self.normalized else seen
+
+    def matrix(self) -> Float[np.ndarray, "rounds rounds"]:
+        """The matrix itself, for tests and benchmarks."""
+        dense = np.zeros((self.rounds, self.rounds))
+        for below, value in enumerate(self.coefficients):
+            dense += np.diag(np.full(self.rounds - below, value), -below)
+        return dense / np.linalg.norm(dense, axis=0) if self.normalized else dense
+
+
+def strategy_for(plan: PrivacyPlan) -> Strategy:
+    """The strategy of a plan whose mechanism is banded, toeplitz or blt."""
+    if plan.mechanism == "banded":
+        return banded(plan.rounds, plan.width)
+    if plan.mechanism == "toeplitz":
+        return toeplitz(plan.rounds, plan.width)
+    if plan.mechanism == "blt":
+        sampling = plan.sampling
+        return blt(plan.rounds, sampling.min_separation, sampling.max_participations, plan.buffers)
+    raise ValueError(f"{plan.mechanism} noise has no matrix")
+
+
+def toeplitz(rounds: int, bands: int) -> Strategy:
+    """The square root of prefix sums, cut to `bands` diagonals."""
+    from jax_privacy.matrix_factorization import toeplitz as library
+
+    with exact():
+        root = np.asarray(library.optimal_max_error_strategy_coefs(bands), np.float64)
+    return Strategy(rounds, _as_used(root))
+
+
+@functools.lru_cache(maxsize=16)
+def banded(rounds: int, bands: int) -> Strategy:
+    """The best Toeplitz matrix of `bands` diagonals, with columns of length one."""
+    from jax_privacy.matrix_factorization import toeplitz as library
+
+    with exact():
+        found = np.asarray(library.optimize_banded_toeplitz(rounds, bands), np.float64)
+    return Strategy(rounds, _as_used(found / np.linalg.norm(found)), normalized=True)
+
+
+@functools.lru_cache(maxsize=16)
+def blt(rounds: int, min_separation: int, max_participations: int, buffers: int) -> Strategy:
+    """The best buffered linear Toeplitz matrix for the mean error of prefix sums."""
+    from jax_privacy.matrix_factorization import buffered_toeplitz as library
+
+    # It advises fewer buffers; a buffer of no weight does no harm.
+    with exact(), _quiet("absl"):
+        found = library.optimize(
+            n=rounds,
+            min_sep=min_separation + 1,  # there, the difference of indices
+            max_participations=max_participations or None,
+            error="mean",
+            min_buffers=buffers,
+            max_buffers=buffers,
+        )
+    # Six digits are more than the error can tell apart, and few enough for every machine to agree.
+    # Rounded down, the column keeps falling, which its sensitivity rests on.
+    decay = _as_used(np.floor(np.asarray(found.buf_decay, np.float64) * 1e6) / 1e6)
+    scale = _as_used(np.floor(np.asarray(found.output_scale, np.float64) * 1e6) / 1e6)
+    powers = decay ** np.arange(rounds - 1)[:, None]
+    column = np.concatenate([[1.0], (powers * scale).sum(axis=1)])
+    return Strategy(rounds, column, decay=decay, scale=scale)
+
+
+def _as_used(numbers: Vector) -> Vector:
+    """Rounded to the 32 bits in which noise is computed, held in 64."""
+    return numbers.astype(np.float32).astype(np.float64)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """The surroundings that jax_privacy's calculations need: 64 bits, and ranks that broadcast."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without the log of one library."""
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was

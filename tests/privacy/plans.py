@@ -1,0 +1,95 @@
+"""A small plan of every mechanism, and the law of its noise by definition, independent of `src`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from fedlm.core.types import Sampling
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.strategy import strategy_for
+
+ROUNDS = 8
+APART = Sampling(law="separated", population=60, cohort=10, min_separation=2)
+POISSON = Sampling(law="poisson", population=1000, cohort=10)
+FIXED = dataclasses.replace(POISSON, law="fixed")
+
+
+def plan(mechanism="tree", sampling=None, **changes):
+    """A plan of eight rounds."""
+    drawn = sampling or (POISSON if mechanism == "gaussian" else APART)
+    settings = {"rounds": ROUNDS, "clip_norm": 0.5, "noise_multiplier": 2.0, "delta": 1e-5}
+    return PrivacyPlan(mechanism=mechanism, sampling=drawn, **(settings | changes))
+
+
+# A new mechanism joins every test of its kind by one line here.
+CORRELATED = {
+    "tree": plan("tree"),
+    "tree of 3": plan("tree", restart_every=3),
+    "banded": plan("banded"),
+    "toeplitz": plan("toeplitz"),
+    "toeplitz, wide": plan("toeplitz", bands=6),
+    "blt": plan("blt", buffers=2),
+}
+PLANS: dict[str, PrivacyPlan] = {
+    "gaussian": plan("gaussian"),
+    "gaussian, fixed": plan("gaussian", FIXED),
+    **CORRELATED,
+}
+
+
+def tree_nodes(rounds, restart_every=0):
+    """Every complete node of the trees over `rounds` rounds, as (first, after last)."""
+    length = restart_every or rounds
+    for start in range(0, rounds, length):
+        here = min(length, rounds - start)
+        for height in range(here.bit_length()):
+            for number in range(here >> height):
+                yield start + (number << height), start + ((number + 1) << height)
+
+
+def tree_strategy(rounds, restart_every=0):
+    """Which rounds a node sums."""
+    nodes = list(tree_nodes(rounds, restart_every))
+    matrix = np.zeros((len(nodes), rounds))
+    for row, (first, after) in zip(matrix, nodes, strict=True):
+        row[first:after] = 1
+    return matrix
+
+
+def tree_factor(rounds, restart_every=0):
+    """Increments of the running sum's noise, as combinations of the nodes' fresh noise.
+
+    The running sum is estimated by least squares from the nodes inside each of its blocks.
+    """
+    nodes, strategy = list(tree_nodes(rounds, restart_every)), tree_strategy(rounds, restart_every)
+    length = restart_every or rounds
+    running = np.zeros((rounds + 1, len(nodes)))
+    for t in range(1, rounds + 1):
+        begun = (t - 1) // length * length
+        running[t] = running[begun]
+        first, left = begun, t - begun
+        while left:
+            after = first + (1 << (left.bit_length() - 1))
+            inside = [i for i, (a, b) in enumerate(nodes) if first <= a and b <= after]
+            known = strategy[np.ix_(inside, range(first, after))]
+            running[t, inside] += np.ones(after - first) @ np.linalg.pinv(known)
+            first, left = after, t - after
+    return np.diff(running, axis=0)
+
+
+def factor(chosen):
+    """The noise of all rounds is this matrix times independent standard normals."""
+    if chosen.mechanism == "gaussian":
+        return np.eye(chosen.rounds)
+    if chosen.mechanism == "tree":
+        return tree_factor(chosen.rounds, chosen.restart_every)
+    return np.linalg.inv(strategy_for(chosen).matrix())
+
+
+def strategy(chosen):
+    """What is released, up to noise of the same size everywhere."""
+    if chosen.mechanism == "tree":
+        return tree_strategy(chosen.rounds, chosen.restart_every)
+    return strategy_for(chosen).matrix()

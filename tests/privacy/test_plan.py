@@ -1,0 +1,90 @@
+"""What a plan may not be, and the sentence that says so."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+from fedlm.core.errors import ConfigError
+from fedlm.privacy.plan import check
+from tests.privacy.plans import APART, FIXED, PLANS, POISSON, plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_that_are_sound(name):
+    check(PLANS[name])
+    check(dataclasses.replace(PLANS[name], noise_multiplier=0.0, clip_norm=math.inf))
+
+
+def separated(**changes):
+    return dataclasses.replace(APART, **changes)
+
+
+REFUSED = [
+    (plan("laplace"), "privacy.mechanism = 'laplace'", "one of gaussian"),
+    (plan("gaussian", APART), "privacy.mechanism = 'gaussian'", "leaves no such chance"),
+    (plan("tree", POISSON), "privacy.mechanism = 'tree'", "how often and how closely"),
+    (plan("blt", FIXED), "privacy.mechanism = 'blt'", "server.sampling = 'separated'"),
+    (plan(delta=0.0), "privacy.delta = 0.0", "above 0 and below 1"),
+    (plan(delta=-1e-5), "privacy.delta = -1e-05", "above 0"),
+    (plan(delta=1.0), "privacy.delta = 1.0", "below 1"),
+    (plan(delta=math.nan), "privacy.delta = nan", "above 0"),
+    (plan(noise_multiplier=-1.0), "privacy.noise = -1.0", "zero or a positive"),
+    (plan(noise_multiplier=math.inf), "privacy.noise = inf", "zero or a positive"),
+    (plan(clip_norm=0.0), "privacy.clip = 0.0", "a positive L2 norm"),
+    (plan(clip_norm=math.nan), "privacy.clip = nan", "a positive L2 norm"),
+    (plan(clip_norm=math.inf), "privacy.clip = inf", "noise hides only what is bounded"),
+    (plan(rounds=0), "server.rounds = 0", "at least one round"),
+    (plan("gaussian", dataclasses.replace(POISSON, cohort=0)), "server.cohort = 0", "between 1"),
+    (plan(sampling=separated(population=0)), "population = 0", "at least one client"),
+    (
+        plan("gaussian", dataclasses.replace(POISSON, min_separation=3)),
+        "privacy.min_separation = 3",
+        "does not enforce it",
+    ),
+    (
+        plan("gaussian", dataclasses.replace(FIXED, max_participations=3)),
+        "privacy.max_participations = 3",
+        "does not enforce it",
+    ),
+    (plan(sampling=separated(min_separation=-1)), "privacy.min_separation = -1", "zero or"),
+    (plan(sampling=separated(max_participations=-1)), "privacy.max_participations = -1", "zero"),
+    (plan(sampling=separated(min_separation=6)), "privacy.min_separation = 6", "at most 5"),
+    (
+        plan(sampling=separated(max_participations=1)),
+        "privacy.max_participations = 1",
+        "at least 2",
+    ),
+    (plan("blt", restart_every=4), "privacy.restart_every = 4", "'tree'"),
+    (plan(restart_every=-1), "privacy.restart_every = -1", "0 (never)"),
+    (plan(bands=2), "privacy.bands = 2", "'banded' or 'toeplitz'"),
+    (plan("toeplitz", bands=9), "privacy.bands = 9", "at most server.rounds, here 8"),
+    (plan("banded", bands=4), "privacy.bands = 4", "at most min_separation + 1, here 3"),
+    (plan("blt", buffers=0), "privacy.buffers = 0", "between 1 and 10"),
+    (plan("blt", buffers=11), "privacy.buffers = 11", "between 1 and 10"),
+]
+
+
+@pytest.mark.parametrize("refused, setting, wanted", REFUSED)
+def test_plans_that_are_refused(refused, setting, wanted):
+    with pytest.raises(ConfigError) as error:
+        check(refused)
+    said = str(error.value)
+    assert said.startswith(f"{setting}: expected ") and wanted in said and "\n" not in said
+
+
+def test_noise_and_denominator():
+    chosen = plan(clip_norm=0.5, noise_multiplier=2.0)
+    assert chosen.stddev() == 1.0 and chosen.stddev(1.5) == 1.5 and chosen.denominator == 10.0
+    assert plan(clip_norm=math.inf, noise_multiplier=0.0).stddev() == 0.0
+
+
+def test_a_plan_and_its_noise_load_no_accountant():
+    code = (
+        "import sys, fedlm.privacy.account, fedlm.privacy.correlated, fedlm.cli.main; "
+        "print(*{m.split('.')[0] for m in sys.modules})"
+    )
+    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert loaded.isdisjoint({"dp_accounting", "jax_privacy", "scipy"})
