@@ -17,7 +17,9 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-Purpose = Literal["init", "cohort", "shuffle", "upload", "download", "evaluate", "generate"]
+Purpose = Literal[
+    "init", "cohort", "shuffle", "upload", "download", "evaluate", "generate", "synthetic"
+]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
