@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -86,15 +87,15 @@ def rounds(made: Experiment, repeats: int) -> Iterator[float]:
             yield seconds
 
 
-def measure(path: Path, repeats: int) -> dict[str, object]:
+def measure(path: Path, repeats: int, longest: int) -> dict[str, object]:
     """The figures of one population, in this process."""
     opened = [timed(lambda: Store(path).training_clients) for _ in range(5)]
     experiments = [experiment_of(path, cohort) for cohort in COHORTS]
     packed = [packing(made, repeats) for made in experiments]
     before = peak()
     # Long rounds need no repetition to be told from packing.
-    times = [repeats if cohort == COHORTS[0] else 1 for cohort in COHORTS]
-    trained = [list(rounds(*pair)) for pair in zip(experiments, times, strict=True)]
+    times = [repeats if c == COHORTS[0] else int(c <= longest) for c in COHORTS]
+    trained = [list(rounds(e, n)) if n else [] for e, n in zip(experiments, times, strict=True)]
     return {"open": opened, "pack": packed, "round": trained, "peaks": [before, peak()]}
 
 
@@ -107,15 +108,15 @@ def span(values: list[float], unit: float, digits: int) -> str:
 def lines(clients: int, found: dict) -> Iterator[list[str]]:
     """The rows of one population."""
     for cohort, pack, seconds in zip(COHORTS, found["pack"], found["round"], strict=True):
-        cost, whole = statistics.median(pack), statistics.median(seconds)
+        cost, whole = statistics.median(pack), statistics.median(seconds or [math.nan])
         yield [
             f"{clients:,}",
             span(found["open"], 1000, 0),
             str(cohort),
             span(pack, 1000, 0),
-            span(seconds, 1, 2),
-            f"{cohort / whole:.1f}",
-            f"{cost / whole:.2%}",
+            span(seconds, 1, 2) if seconds else "-",
+            f"{cohort / whole:.1f}" if seconds else "-",
+            f"{cost / whole:.2%}" if seconds else "-",
             *(f"{value:.0f}" for value in found["peaks"]),
         ]
 
@@ -123,16 +124,18 @@ def lines(clients: int, found: dict) -> Iterator[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=COHORTS[-1], help="cohort to train")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/population.md"))
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
-        print(json.dumps(measure(asked.one, asked.repeats)))
+        print(json.dumps(measure(asked.one, asked.repeats, asked.longest)))
         return
     rows = []
     for clients in POPULATIONS:
         again = [sys.executable, "-m", "benchmarks.population", "--one", str(store_of(clients))]
-        said = subprocess.check_output([*again, "--repeats", str(asked.repeats)], text=True)
+        again += ["--repeats", str(asked.repeats), "--longest", str(asked.longest)]
+        said = subprocess.check_output(again, text=True)
         rows += list(lines(clients, json.loads(said)))
         print("\n".join(" | ".join(row) for row in rows[-len(COHORTS) :]), file=sys.stderr)
     table = "\n".join("| " + " | ".join(r) + " |" for r in [HEAD, ["---"] * len(HEAD), *rows])

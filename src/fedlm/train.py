@@ -110,6 +110,7 @@ def _compare(experiment: Experiment) -> None:
             f"this process would train something else than process 0 ({difference(there, recipe)}"
             "; there is process 0): start all processes with the same recipe and text."
         )
+    hosts.meet()  # who differs does not come, and has said why
 
 
 def _check_equal(state: NodeState) -> None:

@@ -59,7 +59,8 @@ def train(
     if summary is None:
         again = ["fedlm", "train", str(path / "recipe.toml"), "--out", str(path), "--resume"]
         repeat = shlex.join(again)
-        note(f"Stopped; a checkpoint is in {path}. Go on with:\n  {repeat}")
+        where = "" if place is None else ", as every process was started"
+        note(f"Stopped; a checkpoint is in {path}. Go on with{where}:\n  {repeat}")
         raise typer.Exit(130)
     if as_json:
         emit(summary)

@@ -40,6 +40,8 @@ LOST = (
     "another process of this run is gone or no longer answers. The last checkpoint is whole: "
     "start all processes again with --resume."
 )
+# In the text of what JAX raises when a connection breaks; it has no class of its own.
+BROKEN = ("Gloo", "NCCL", "oordination service", "Barrier failed", "UNAVAILABLE")
 # A process that waits for a long evaluation of process 0 waits this long; losses show earlier.
 LONGEST_WAIT = 24 * 3600
 PIECE = 1 << 26  # bytes of a broadcast at a time
@@ -283,9 +285,8 @@ class _Watch:
         sentence = str(error)
         if isinstance(error, KeyboardInterrupt):
             code, sentence = 130, "stopped at once"
-        elif isinstance(error, jax.errors.JaxRuntimeError):
-            # Usually a connection that broke: the one that failed may have said why.
-            time.sleep(1.0)
+        elif any(word in str(error) for word in BROKEN):
+            time.sleep(1.0)  # the one that failed may be about to say why
             code, sentence = EngineError.exit_code, LOST
         elif not isinstance(error, FedlmError):
             traceback.print_exception(error)
