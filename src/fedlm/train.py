@@ -22,9 +22,10 @@ import jax
 from tokenizers import Tokenizer
 
 from fedlm.core import tree
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.types import OOV, SPECIALS, Params
 from fedlm.corpus import tokenizer as tok
+from fedlm.engine import hosts
 from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
@@ -54,16 +55,73 @@ def train(
     experiment: Experiment, directory: RunDirectory, *, resume: bool, watcher: Watcher
 ) -> Summary | None:
     """Trains to the end and returns the summary; None if the watcher stopped it before."""
+    _compare(experiment)
     goes_on = directory.claim(dump(experiment.recipe), resume=resume)
     if goes_on and directory.summary.is_file():
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
+        hosts.broadcast()
         done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
         return done
     state = _state(experiment, directory, goes_on, watcher)
+    if not hosts.alone():
+        hosts.broadcast(checkpoint.to_bytes(state))
     state = _rounds(experiment, directory, state, watcher)
     if int(state.round) < experiment.recipe.server.rounds:
         return None
     return _close(experiment, directory, state, watcher)
+
+
+def follow(experiment: Experiment, watcher: Watcher) -> bool:
+    """The part of a process that is not the first: it computes its lanes and writes nothing.
+
+    True if the run came to its end, False if it was stopped before.
+    """
+    _compare(experiment)
+    told = hosts.broadcast()
+    if not told:
+        return True
+    shapes = catalog.shapes(experiment.architecture, experiment.size)
+    like = jax.eval_shape(lambda params: init_node(experiment.algorithm, params), shapes)
+    state = checkpoint.from_bytes(told, like, "the state that process 0 sent")
+    hooks = Hooks(
+        evaluate=lambda params: {},
+        record=lambda facts: None,
+        keep=_check_equal,
+        stop=lambda: hosts.agree(watcher.stop()),
+    )
+    state = _run(experiment, state, hooks)
+    return int(state.round) == experiment.recipe.server.rounds
+
+
+def _compare(experiment: Experiment) -> None:
+    """Refuses to go on where this process would compute another experiment than process 0."""
+    if hosts.alone():
+        return
+    recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
+    require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
+    for table, name in (("data", "source"), ("data", "store"), ("model", "init_from")):
+        recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
+    manifest = experiment.store.manifest
+    recipe["store"] = {f: manifest[f] for f in ("clients_sha256", "tokenizer_sha256")}
+    recipe["version"] = {name: _version(name) for name in VERSIONS}
+    there = json.loads(hosts.broadcast(json.dumps(recipe).encode()))
+    if there != recipe:
+        raise ConfigError(
+            f"this process would train something else than process 0 ({difference(there, recipe)}"
+            "; there is process 0): start all processes with the same recipe and text."
+        )
+    hosts.meet()  # who differs does not come, and has said why
+
+
+def _check_equal(state: NodeState) -> None:
+    """Every process takes the server's step for itself; their states must not drift apart."""
+    if not hosts.alone():
+        mine = tree.sha256(state.params).encode()
+        if hosts.agree(hosts.broadcast(mine) != mine):
+            raise EngineError(
+                f"after round {int(state.round)} the processes hold different parameters: their "
+                "machines do not compute alike. Use machines of one kind."
+            )
 
 
 def _state(
@@ -147,27 +205,39 @@ def _rounds(
         watcher.round(facts)
 
     def keep(state: NodeState) -> None:
+        _check_equal(state)
         journal.sync()  # a checkpoint counts on the rounds before it being told
         checkpoint.save(directory.checkpoints, int(state.round), state, recipe.run.keep_checkpoints)
 
     watcher.begin(first, recipe.server.rounds, entries.header["start"]["perplexity"])
+    hooks = Hooks(
+        evaluate=experiment.watch,
+        record=record,
+        keep=keep,
+        stop=lambda: hosts.agree(watcher.stop()),
+    )
     try:
-        return run(
-            experiment.algorithm,
-            experiment.engine,
-            state,
-            seed=recipe.run.seed,
-            cadence=Cadence(
-                rounds=recipe.server.rounds,
-                evaluate_every=recipe.server.evaluate_every,
-                checkpoint_every=recipe.run.checkpoint_every,
-            ),
-            hooks=Hooks(evaluate=experiment.watch, record=record, keep=keep, stop=watcher.stop),
-            vocabulary=experiment.store.vocabulary,
-        )
+        return _run(experiment, state, hooks)
     finally:
         if board is not None:
             board.close()
+
+
+def _run(experiment: Experiment, state: NodeState, hooks: Hooks) -> NodeState:
+    recipe = experiment.recipe
+    return run(
+        experiment.algorithm,
+        experiment.engine,
+        state,
+        seed=recipe.run.seed,
+        cadence=Cadence(
+            rounds=recipe.server.rounds,
+            evaluate_every=recipe.server.evaluate_every,
+            checkpoint_every=recipe.run.checkpoint_every,
+        ),
+        hooks=hooks,
+        vocabulary=experiment.store.vocabulary,
+    )
 
 
 def _close(

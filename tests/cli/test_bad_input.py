@@ -77,6 +77,22 @@ def test_a_client_without_text_is_left_out(run_cli, tiny_text):
     assert done.code == 0 and done.json["clients"] == 20
 
 
+@pytest.mark.parametrize(
+    "source, option, words",
+    [
+        ("synthetic:stackoverflw", (), "Did you mean 'stackoverflow'?"),
+        ("synthetic:stackoverflow", ("--clients", 0), "--clients = 0: expected at least one"),
+        ("synthetic:stackoverflow", ("--groups", "8;50"), "--groups = '8;50': expected how many"),
+        ("synthetic:stackoverflow", ("--tokenizer", "bpe"), "--tokenizer = 'bpe': expected words"),
+        ("tiny.jsonl", ("--clients", 5), "--clients = 5: expected nothing for this source"),
+        ("tiny.jsonl", ("--groups", "8"), "--groups = '8': expected nothing for this source"),
+    ],
+)
+def test_clients_that_cannot_be_made_up(run_cli, tiny_text, tmp_path, source, option, words):
+    refused(run_cli("prepare", source, "--out", "store", *option), words)
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_store_that_is_there_already(run_cli, tiny_text, tmp_path):
     assert run_cli("prepare", tiny_text, "--out", "store").code == 0
     before = content(tmp_path)

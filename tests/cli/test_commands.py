@@ -60,6 +60,15 @@ def test_prepare_makes_a_store_that_a_recipe_can_name(run_cli, tiny_text, tiny_r
     assert good(run_cli("train", "stored.toml", "--json", "--resume")).json == stored
 
 
+def test_prepare_makes_up_clients_that_train(run_cli, tiny_recipe, tmp_path):
+    asked = ("prepare", "synthetic:stackoverflow", "--vocabulary", 60, "--clients", 12)
+    facts = good(run_cli(*asked, "--groups", "2,2", "--out", "many", "--json")).json
+    assert (facts["clients"], facts["test_clients"], facts["vocabulary"]) == (12, 1, 60)
+    text = tiny_recipe.read_text().replace('source = "tiny.jsonl"', 'store = "many"')
+    (tmp_path / "many.toml").write_text(text.replace("vocabulary = 60", ""))
+    assert good(run_cli("train", "many.toml", "--set", "server.rounds=2", "--json")).json["rounds"]
+
+
 def test_train_prints_one_json_object_with_the_summary(run_cli, tiny_recipe, tmp_path):
     done = good(run_cli("train", tiny_recipe, "--json"))
     assert done.stdout.count("\n") == 1

@@ -8,26 +8,35 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.say import AsJson, emit, note, show, talk
+from fedlm.core.errors import require
 from fedlm.corpus import sources
 from fedlm.corpus.store import write
+from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
 from fedlm.recipe.build import store_settings
 from fedlm.recipe.settings import parse
 
 
 def prepare(
-    source: Annotated[str, typer.Argument(help="A corpus name, a file or a folder.")],
+    source: Annotated[
+        str, typer.Argument(help="A corpus name, a file, a folder, or synthetic:NAME.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Where the store goes; must not exist.")],
+    *,
     tokenizer: Annotated[str, typer.Option(help="words, bpe or bytes.")] = "words",
     vocabulary: Annotated[int, typer.Option(help="Entries, specials included.")] = 10_000,
     lowercase: Annotated[bool, typer.Option(help="Fold case.")] = True,
     test_clients: Annotated[float, typer.Option(help="Share of clients held out whole.")] = 0.1,
     validation: Annotated[float, typer.Option(help="Share of each client's text held out.")] = 0.1,
     split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = 0,
+    clients: Annotated[int | None, typer.Option(help="How many, of a synthetic source.")] = None,
+    groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Turn text into a client store.
 
     Example: fedlm prepare letters.jsonl.gz --out stores/letters --vocabulary 4000
+
+    For tests of scale: fedlm prepare synthetic:stackoverflow --out stores/many --clients 10000
     """
     asked = {
         "tokenizer": tokenizer,
@@ -39,12 +48,15 @@ def prepare(
     }
     settings = store_settings(parse({"data": asked}).data)
     with talk.status("reading") as status:
-        store = write(
-            sources.read(source),
-            out,
-            settings,
-            lambda stage, done: status.update(f"{stage} {done or ''}"),
-        )
+
+        def progress(stage: str, done: int) -> None:
+            status.update(f"{stage} {done or ''}")
+
+        if source.startswith(PREFIX):
+            store = write_synthetic(population(source, clients, groups), out, settings, progress)
+        else:
+            _only_synthetic(clients, groups)
+            store = write(sources.read(source), out, settings, progress)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -59,3 +71,10 @@ def prepare(
     )
     show(f"store {out}", ["", "count"], [[name, facts[name]] for name in shown])
     note(f"Train on it with data.store = {str(out)!r}.")
+
+
+def _only_synthetic(clients: int | None, groups: str) -> None:
+    """Text that is there has the clients and groups that it has."""
+    way_out = f"It is for sources that begin with {PREFIX!r}."
+    require(clients is None, "--clients", clients, "nothing for this source", way_out)
+    require(not groups, "--groups", groups, "nothing for this source", way_out)

@@ -8,15 +8,17 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from fedlm.cli.devices import use_devices
 from fedlm.cli.say import AsJson, bar, emit, note, out, show, size, talk
+from fedlm.engine import hosts
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory, free_path, newest_path
 from fedlm.run import Facts
-from fedlm.train import Summary, Watcher
+from fedlm.train import Summary, Watcher, follow
 from fedlm.train import train as carry_out
 
 RUNS, STORES = Path("runs"), Path(".fedlm/stores")
@@ -31,21 +33,34 @@ def train(
         Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where process 0 listens; auto under SLURM."),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="How many run together.")] = None,
+    process: Annotated[int | None, typer.Option(help="Which one this is, from 0.")] = None,
+    patience: Annotated[int, typer.Option(help="Seconds to wait for a silent process.")] = 60,
     as_json: AsJson = False,
 ) -> None:
     """Train the federation described in RECIPE.
 
     Example: fedlm train recipes/sotu.toml --set server.rounds=50 --out runs/short
     """
+    place = hosts.place_of(coordinator, processes, process, patience)
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
     stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
     path = out_path or (newest_path if resume else free_path)(RUNS, stem)
-    summary = _with_progress(loaded, path, resume)
+    with hosts.joined(place, note):
+        writes = hosts.first()
+        summary = _with_progress(loaded, path, resume) if writes else _follow(loaded)
+    if not writes:
+        raise typer.Exit(130 if summary is None else 0)
     if summary is None:
         again = ["fedlm", "train", str(path / "recipe.toml"), "--out", str(path), "--resume"]
         repeat = shlex.join(again)
-        note(f"Stopped; a checkpoint is in {path}. Go on with:\n  {repeat}")
+        where = "" if place is None else ", as every process was started"
+        note(f"Stopped; a checkpoint is in {path}. Go on with{where}:\n  {repeat}")
         raise typer.Exit(130)
     if as_json:
         emit(summary)
@@ -58,6 +73,7 @@ def _with_progress(recipe: Recipe, path: Path, resume: bool) -> Summary | None:
         experiment = build(
             recipe, STORES, lambda stage, done: status.update(f"preparing: {stage} {done or ''}")
         )
+    hosts.meet()  # now the others find the store that was prepared here
     facts = experiment.store.manifest
     note(
         f"{recipe.model.name}, {experiment.parameters:,} parameters; {facts['train_clients']:,} "
@@ -84,6 +100,15 @@ def _with_progress(recipe: Recipe, path: Path, resume: bool) -> Summary | None:
     with polite_stop() as stop, progress:
         watcher = Watcher(say=note, begin=begin, round=on_round, stop=stop.is_set)
         return carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher)
+
+
+def _follow(recipe: Recipe) -> Summary | None:
+    """A process that is not the first: it talks little, and has no figures to show."""
+    hosts.meet()
+    experiment = build(recipe, STORES, lambda stage, done: None)
+    note(f"process {jax.process_index()} of {jax.process_count()}: at work for process 0")
+    with polite_stop() as stop:
+        return {} if follow(experiment, Watcher(stop=stop.is_set)) else None
 
 
 class polite_stop:

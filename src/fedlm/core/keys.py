@@ -18,7 +18,16 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 Purpose = Literal[
-    "init", "cohort", "shuffle", "upload", "download", "noise", "evaluate", "generate"
+    "init",
+    "cohort",
+    "shuffle",
+    "upload",
+    "download",
+    "noise",
+    "canary",
+    "evaluate",
+    "generate",
+    "synthetic",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 

@@ -29,10 +29,7 @@ WORD = r"[\p{L}\p{M}\p{N}_]+(?:['’\-][\p{L}\p{M}\p{N}_]+)*|[^\s\p{L}\p{M}\p{N}
 def fit(texts: Iterable[str], kind: Kind, vocabulary: int, lowercase: bool) -> Tokenizer:
     """A tokenizer of at most `vocabulary` entries, specials included."""
     tokenizer, trainer = _MAKERS[kind](vocabulary)
-    steps: list[Any] = [normalizers.NFC()]
-    tokenizer.normalizer = normalizers.Sequence(
-        [*steps, normalizers.Lowercase()] if lowercase else steps
-    )
+    tokenizer.normalizer = _normalizer(lowercase)
     if trainer is not None:
         tokenizer.train_from_iterator(_pieces(texts), trainer)
     if tokenizer.get_vocab_size() <= len(SPECIALS):
@@ -40,13 +37,27 @@ def fit(texts: Iterable[str], kind: Kind, vocabulary: int, lowercase: bool) -> T
     return tokenizer
 
 
+def from_words(words: Sequence[str], lowercase: bool) -> Tokenizer:
+    """A tokenizer of exactly these words, numbered in their order after the specials."""
+    vocab = {name: i for i, name in enumerate([*SPECIALS, *words])}
+    tokenizer, _ = _words(len(vocab), vocab)
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.normalizer = _normalizer(lowercase)
+    return tokenizer
+
+
+def _normalizer(lowercase: bool) -> Any:
+    steps: list[Any] = [normalizers.NFC()]
+    return normalizers.Sequence([*steps, normalizers.Lowercase()] if lowercase else steps)
+
+
 def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
     for text in texts:
         yield text.split("\n")
 
 
-def _words(vocabulary: int) -> tuple[Tokenizer, Any]:
-    vocab = {name: i for i, name in enumerate(SPECIALS)}
+def _words(vocabulary: int, vocab: dict[str, int] | None = None) -> tuple[Tokenizer, Any]:
+    vocab = vocab or {name: i for i, name in enumerate(SPECIALS)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=SPECIALS[OOV]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
     trainer = trainers.WordLevelTrainer(

@@ -10,6 +10,9 @@ Each device is a lane. A lane walks its own stream of batches with loops whose l
 data, so ragged members cost what they hold: nothing is padded but a member's last batch.
 A stream longer than `capacity` is cut into chunks, in the middle of a member if need be;
 what a lane carries (the member at work, the sum so far) lives on its device in between.
+
+Where several processes run together (`hosts.py`), the lanes are those of all of them. Each packs
+its own; what goes in and what comes out is local to the process, and the same at each.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from fedlm.cohort.pack import Segment, batch_up, spread
 from fedlm.core.keys import digest_for, generator_for, key_data
 from fedlm.core.types import Members, Params, Prepared, Rows, Shape, Total, Update
+from fedlm.engine import hosts
 from fedlm.federation.round import Algorithm, add_member, empty_total
 
 
@@ -68,6 +72,8 @@ class MeshEngine:
         devices = list(devices or jax.devices())
         self.mesh = Mesh(np.array(devices), ("lanes",))
         self.lanes = len(devices)
+        here = jax.process_index()
+        self._mine = [lane for lane, d in enumerate(devices) if d.process_index == here]
         self.upload_bytes = self.download_bytes = 0
         self.traces = 0
         per_lane, shared = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
@@ -75,29 +81,33 @@ class MeshEngine:
         self._start = jax.jit(self._start_lanes, out_shardings=per_lane)
         self._chunk = jax.jit(self._run_chunk, donate_argnums=1)
         self._sum = jax.jit(_sum_lanes, out_shardings=shared)
+        self._spread = jax.jit(lambda total: total, out_shardings=shared)
 
     # ---- on the host -------------------------------------------------------------------
 
     def prepare(self, round: int, members: Members) -> Prepared:
         """The cohort's batches, spread over lanes and cut into chunks."""
-        made, examples = [], []
-        for member in members:
-            rng = generator_for(self.seed, "shuffle", round=round, member=member)
-            rows = self.rows_of(member)
-            made.append(batch_up(rows, self.shape, rng))
-            examples.append(min(len(rows), self.shape.max_examples or len(rows)))
-        keys = [
-            key_data(digest_for(self.seed, "upload", round=round, member=member))
-            for member in members
-        ]
-        plan = spread([len(m) for m in made], self.lanes, self.capacity) if made else []
-        return Prepared(round, members, [self._fill(c, made, examples, keys) for c in plan])
+        rows = [self.rows_of(member) for member in members]
+        steps = [self._steps(len(r)) for r in rows]
+        plan = spread(steps, self.lanes, self.capacity) if rows else []
+        plan = [[chunk[lane] for lane in self._mine] for chunk in plan]
+        ours = {segment.place for chunk in plan for lane in chunk for segment in lane}
+        made, examples, keys = {}, {}, {}
+        for place in ours:
+            address = {"round": round, "member": members[place]}
+            rng = generator_for(self.seed, "shuffle", **address)
+            made[place] = batch_up(rows[place], self.shape, rng)
+            examples[place] = min(len(rows[place]), self.shape.max_examples or len(rows[place]))
+            keys[place] = key_data(digest_for(self.seed, "upload", **address))
+        return Prepared(
+            round, members, [self._fill(c, rows[0], made, examples, keys) for c in plan]
+        )
 
-    def _fill(self, chunk: list[list[Segment]], made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
-        full = (self.lanes, self.capacity)
-        width = (self.shape.batch, made[0].shape[-1])
+    def _fill(self, chunk: list[list[Segment]], like, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
+        full = (len(chunk), self.capacity)
+        width = (self.shape.batch, like.shape[-1])
         stream = Stream(
-            tokens=np.zeros((*full, *width), made[0].dtype),
+            tokens=np.zeros((*full, *width), like.dtype),
             starts=np.zeros(full, np.int32),
             stops=np.zeros(full, np.int32),
             opens=np.zeros(full, bool),
@@ -119,26 +129,26 @@ class MeshEngine:
 
     def gather(self, params: Params, cohort: Prepared) -> Total:
         """The sum of the cohort's updates."""
-        params = jax.device_put(params, self._shared)
-        state = self._start(params)
+        shared = self._to_all(params)
+        state = self._start(shared)
         for stream in cohort.batches:
-            state = self._chunk(params, state, jax.device_put(stream, self._per_lane))
+            state = self._chunk(shared, state, self._to_lanes(stream))
         self._count_bytes(params, len(cohort.members))
-        total: Total = self._sum(state.total)
-        return total
+        return self._from_all(self._sum, state.total)
 
     def collect(self, params: Params, cohort: Prepared) -> Iterator[tuple[int, Update]]:
         """Each member's update: one member a lane at a time."""
-        shared = jax.device_put(params, self._shared)
+        shared = self._to_all(params)
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
             state = self._start(shared)
             for stream in self.prepare(cohort.round, group).batches:
-                state = self._chunk(shared, state, jax.device_put(stream, self._per_lane))
+                state = self._chunk(shared, state, self._to_lanes(stream))
+            total = self._from_all(self._spread, state.total)
             # Longest first, ties by place: the same order in which `spread` fills lanes.
             order = self._lane_order(cohort.round, group)
             yield from sorted(
-                (group[place], _single(state.total, lane)) for lane, place in enumerate(order)
+                (group[place], _single(total, lane)) for lane, place in enumerate(order)
             )
         self._count_bytes(params, len(cohort.members))
 
@@ -148,14 +158,41 @@ class MeshEngine:
 
     def steps_of(self, member: int) -> int:
         """How many batches a member trains on in a round."""
+        return self._steps(len(self.rows_of(member)))
+
+    def _steps(self, rows: int) -> int:
         shape = self.shape
-        rows = len(self.rows_of(member)[: shape.max_examples])
+        rows = min(rows, shape.max_examples or rows)
         steps = shape.epochs * -(-rows // shape.batch)
         return min(steps, shape.max_steps or steps)
 
     def _count_bytes(self, params: Params, members: int) -> None:
         self.upload_bytes += members * self.algorithm.upload.encoded_bytes(params)
         self.download_bytes += members * self.algorithm.download.encoded_bytes(params)
+
+    # ---- between this process and all ----------------------------------------------------
+
+    def _to_all(self, params: Params) -> Params:
+        """Parameters that are here, on every device of every process."""
+        if hosts.alone():
+            return jax.device_put(params, self._shared)
+        put = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda x: put(self._shared, np.asarray(x), x.shape), params)
+
+    def _to_lanes(self, stream: Stream) -> Stream:
+        """The batches of this process's lanes, on their devices."""
+        if hosts.alone():
+            return jax.device_put(stream, self._per_lane)
+        put, lanes = jax.make_array_from_process_local_data, self.lanes
+        return jax.tree.map(lambda x: put(self._per_lane, x, (lanes, *x.shape[1:])), stream)
+
+    def _from_all(self, join: Any, total: Total) -> Total:
+        """What the lanes of all processes give together, as arrays of this process."""
+        if hosts.alone():
+            return join(total)
+        jax.block_until_ready(total)  # processes differ in speed; they join when all are done
+        hosts.meet()
+        return jax.tree.map(lambda x: x.addressable_data(0), join(total))
 
     # ---- compiled ----------------------------------------------------------------------
 

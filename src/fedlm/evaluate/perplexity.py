@@ -60,10 +60,10 @@ def row_sums(score: ScoreFn, params: Params, rows: Int[Array, "batch width"]) ->
 
 
 class Evaluator:
-    """Scores rows in equal batches, spread over the devices, with one compiled program."""
+    """Scores rows in equal batches, spread over this process's devices, with one program."""
 
     def __init__(self, score: ScoreFn, *, batch: int = 32) -> None:
-        devices = jax.devices()
+        devices = jax.local_devices()
         self._batch = -(-batch // len(devices)) * len(devices)
         mesh = Mesh(np.array(devices), ("rows",))
         self._rows, self._shared = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())

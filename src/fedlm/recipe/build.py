@@ -20,7 +20,7 @@ import numpy as np
 
 from fedlm.cohort.pack import cut
 from fedlm.cohort.sample import check
-from fedlm.core.errors import ConfigError, require
+from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import Engine, Params, Sampling, Shape
 from fedlm.corpus import sources
@@ -70,7 +70,12 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     path = cache / f"{_short_name(data.source)}-{_identity(data.source, settings)}"
     if path.exists():
         return Store(path)
-    return write(sources.read(data.source), path, settings, progress)
+    try:
+        return write(sources.read(data.source), path, settings, progress)
+    except CorpusError:
+        if not path.exists():
+            raise
+        return Store(path)  # another process made the same one meanwhile
 
 
 def _check_store(store: Store, data: Data) -> None:

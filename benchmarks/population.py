@@ -1,0 +1,150 @@
+"""What a round costs as the population grows: `python -m benchmarks.population`.
+
+Made-up stores of 10,000, 100,000 and 342,477 clients (kept in `.bench/stores`) are opened; cohorts
+are selected and packed as `fedlm train` does it, and trained on with a small CIFG. Packing is timed
+after one cohort was packed; training after one was trained. Each population has a process of its
+own, because a peak of memory never falls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+from benchmarks.probe import machine  # noqa: E402
+from fedlm.corpus.store import Store, StoreSettings  # noqa: E402
+from fedlm.corpus.synthetic import population, write_synthetic  # noqa: E402
+from fedlm.federation.round import choose, init_node, server_half  # noqa: E402
+from fedlm.recipe.build import Experiment, build  # noqa: E402
+from fedlm.recipe.settings import parse  # noqa: E402
+
+STORES = Path(".bench/stores")
+POPULATIONS, COHORTS = (10_000, 100_000, 342_477), (50, 200, 800)
+MODEL = {"name": "cifg", "embed": 64, "units": 256}
+HEAD = ["clients", "open, ms", "cohort", "select and pack, ms", "round, s", "clients/s"]
+HEAD += ["packing / round", "peak MB, packing", "peak MB, training"]
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(work())
+    return time.perf_counter() - began
+
+
+def peak() -> float:
+    """The most memory this process has held, in MB (Linux counts in kilobytes)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def store_of(clients: int) -> Path:
+    """A made-up store, made once."""
+    path = STORES / f"stackoverflow-{clients}"
+    if not path.exists():
+        print(f"making {path}", file=sys.stderr, flush=True)
+        write_synthetic(population("synthetic:stackoverflow", clients), path, StoreSettings())
+    return path
+
+
+def experiment_of(path: Path, cohort: int) -> Experiment:
+    tables = {"data": {"store": str(path)}, "model": MODEL, "server": {"cohort": cohort}}
+    return build(parse(tables), STORES, lambda stage, done: None)
+
+
+def packing(made: Experiment, repeats: int) -> list[float]:
+    """Seconds to select and pack each of so many cohorts."""
+
+    def prepare(r: int) -> object:
+        return made.engine.prepare(r, choose(made.algorithm, 0, r)).members
+
+    prepare(repeats)
+    return [timed(lambda r=r: prepare(r)) for r in range(repeats)]  # type: ignore[misc]
+
+
+def rounds(made: Experiment, repeats: int) -> Iterator[float]:
+    """Seconds of rounds whose cohorts are packed."""
+    state = init_node(made.algorithm, made.init_params())
+    for r in range(-1, repeats):  # the first, of one member, compiles
+        chosen = choose(made.algorithm, 0, max(r, 0))
+        cohort = made.engine.prepare(max(r, 0), chosen if r >= 0 else chosen[:1])
+
+        def one(c=cohort) -> object:  # type: ignore[no-untyped-def]
+            return server_half(made.algorithm, state, made.engine.gather(state.params, c))
+
+        seconds = timed(one)
+        if r >= 0:
+            yield seconds
+
+
+def measure(path: Path, repeats: int, longest: int) -> dict[str, object]:
+    """The figures of one population, in this process."""
+    opened = [timed(lambda: Store(path).training_clients) for _ in range(5)]
+    experiments = [experiment_of(path, cohort) for cohort in COHORTS]
+    packed = [packing(made, repeats) for made in experiments]
+    before = peak()
+    # Long rounds need no repetition to be told from packing.
+    times = [repeats if c == COHORTS[0] else int(c <= longest) for c in COHORTS]
+    trained = [list(rounds(e, n)) if n else [] for e, n in zip(experiments, times, strict=True)]
+    return {"open": opened, "pack": packed, "round": trained, "peaks": [before, peak()]}
+
+
+def span(values: list[float], unit: float, digits: int) -> str:
+    """Median, lowest and highest; one value alone if it was measured once."""
+    low, middle, high = (f"{f(values) * unit:.{digits}f}" for f in (min, statistics.median, max))
+    return f"{middle} ({low}-{high})" if len(values) > 1 else middle
+
+
+def lines(clients: int, found: dict) -> Iterator[list[str]]:
+    """The rows of one population."""
+    for cohort, pack, seconds in zip(COHORTS, found["pack"], found["round"], strict=True):
+        cost, whole = statistics.median(pack), statistics.median(seconds or [math.nan])
+        yield [
+            f"{clients:,}",
+            span(found["open"], 1000, 0),
+            str(cohort),
+            span(pack, 1000, 0),
+            span(seconds, 1, 2) if seconds else "-",
+            f"{cohort / whole:.1f}" if seconds else "-",
+            f"{cost / whole:.2%}" if seconds else "-",
+            *(f"{value:.0f}" for value in found["peaks"]),
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=COHORTS[-1], help="cohort to train")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/population.md"))
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one is not None:
+        print(json.dumps(measure(asked.one, asked.repeats, asked.longest)))
+        return
+    rows = []
+    for clients in POPULATIONS:
+        again = [sys.executable, "-m", "benchmarks.population", "--one", str(store_of(clients))]
+        again += ["--repeats", str(asked.repeats), "--longest", str(asked.longest)]
+        said = subprocess.check_output(again, text=True)
+        rows += list(lines(clients, json.loads(said)))
+        print("\n".join(" | ".join(row) for row in rows[-len(COHORTS) :]), file=sys.stderr)
+    table = "\n".join("| " + " | ".join(r) + " |" for r in [HEAD, ["---"] * len(HEAD), *rows])
+    taken = f"medians (lowest-highest) of {asked.repeats}, but one round of each larger cohort"
+    facts = f"{machine()}; {taken}; {MODEL}"
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    asked.out.write_text(f"{facts}\n\n{table}\n", encoding="utf-8")
+    print(f"{facts}\n\n{table}")
+
+
+if __name__ == "__main__":
+    main()

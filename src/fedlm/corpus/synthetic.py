@@ -1,0 +1,202 @@
+"""Made-up clients in any number, for tests of scale.
+
+In:       a `Population`: how many clients, how much they wrote, from how many words.
+Out:      a store as `fedlm prepare` makes it, whose tokens decode to made-up words.
+Promise:  sizes, sentences and words follow the laws below; the same settings give the same
+          bytes; a smaller population is the beginning of a larger one; memory holds a block
+          of clients and every client's name, whatever they wrote.
+Not here: language. The words of a sentence are independent, and all clients draw from one law:
+          a model can learn how frequent words are, and nothing else.
+
+The laws:
+    sentences of a client   lognormal, rounded up, at most `most`
+    words of a sentence     equally likely from `shortest` to `longest`
+    a word                  rank r with probability proportional to r ** -exponent (Zipf)
+    path of a client        each level equally likely and independent, if there are `groups`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedlm.core.errors import CorpusError, nearest, require
+from fedlm.core.keys import generator_for
+from fedlm.core.types import EOS, SPECIALS
+from fedlm.corpus import tokenizer as tok
+from fedlm.corpus.split import held_out_clients
+from fedlm.corpus.store import Progress, Store, StoreSettings, write_tokens
+
+PREFIX = "synthetic:"
+# Clients that are drawn together: their tokens are a few hundred thousand numbers.
+BLOCK = 256
+SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """How many clients there are, and the laws that they follow."""
+
+    clients: int
+    median: float  # sentences of a client, before rounding and capping
+    spread: float  # standard deviation of the logarithm of that number
+    most: int
+    shortest: int
+    longest: int
+    exponent: float
+    groups: tuple[int, ...] = ()  # how many there are on each level, from coarse to fine
+
+
+# As many clients as Stack Overflow has. The cap of 256 sentences is usual in training on it; a
+# sentence of 19 words and its end fill a row of 20. What the laws are in the real text, the
+# numbers do not claim.
+POPULATIONS = {
+    "stackoverflow": Population(
+        clients=342_477,
+        median=66.7,
+        spread=0.9,
+        most=256,
+        shortest=3,
+        longest=19,
+        exponent=1.0,
+    )
+}
+
+
+def population(source: str, clients: int | None = None, groups: str = "") -> Population:
+    """The population of `synthetic:NAME`, changed where asked; `groups` is like `8,50`."""
+    name = source.removeprefix(PREFIX)
+    if name not in POPULATIONS:
+        raise CorpusError(
+            f"source {source!r}: no such made-up population. {nearest(name, POPULATIONS)}"
+        )
+    found = POPULATIONS[name]
+    if clients is not None:
+        require(clients >= 1, "--clients", clients, "at least one client")
+        found = replace(found, clients=clients)
+    if groups:
+        parts = groups.split(",")
+        fine = all(p.strip().isdecimal() and 0 < int(p) < 1 << 31 for p in parts)
+        require(fine, "--groups", groups, "how many groups on each level, as in 8,50")
+        found = replace(found, groups=tuple(int(p) for p in parts))
+    return found
+
+
+def write_synthetic(
+    laws: Population,
+    out: Path,
+    settings: StoreSettings,
+    progress: Progress = lambda stage, done: None,
+) -> Store:
+    """Makes a store client by client and opens it; `settings.split_seed` decides its text."""
+    require(
+        settings.tokenizer == "words",
+        "--tokenizer",
+        settings.tokenizer,
+        "words: made-up text has no other tokens",
+    )
+    words = made_up_words(settings.vocabulary - len(SPECIALS))
+    tokenizer = tok.from_words(words, settings.lowercase)
+    dtype = np.uint16 if settings.vocabulary <= 1 << 16 else np.int32
+    rows = _rows(laws, words, settings, dtype, progress)
+    return write_tokens(rows, out, tokenizer, settings, dtype)
+
+
+def made_up_words(count: int) -> list[str]:
+    """Distinct words of open syllables, short ones first.
+
+    >>> made_up_words(71)[:3], made_up_words(71)[-1]
+    (['ba', 'be', 'bi'], 'baba')
+    """
+    words = []
+    for number in range(1, count + 1):
+        syllables = ""
+        while number:  # bijective numeration: every number is one word, every word one number
+            number, last = divmod(number - 1, len(SYLLABLES))
+            syllables = SYLLABLES[last] + syllables
+        words.append(syllables)
+    return words
+
+
+def word_chances(laws: Population, words: int) -> np.ndarray:
+    """The probability of each word by rank."""
+    weights = np.arange(1, words + 1, dtype=np.float64) ** -laws.exponent
+    return weights / weights.sum()
+
+
+class Block(NamedTuple):
+    """The text of `BLOCK` clients, one after the other."""
+
+    sentences: np.ndarray  # of each client
+    lengths: np.ndarray  # of each sentence, in words
+    tokens: np.ndarray  # of all sentences, each ended by EOS
+    paths: np.ndarray  # clients levels
+
+
+def draw_block(laws: Population, summed: np.ndarray, seed: int, number: int) -> Block:
+    """One block of clients; `summed` are the summed chances of the words."""
+    rng = generator_for(seed, "synthetic", member=number)
+    paths = rng.integers(0, np.array(laws.groups, np.int64), (BLOCK, len(laws.groups)))
+    drawn = rng.lognormal(np.log(laws.median), laws.spread, BLOCK)
+    sentences = np.minimum(np.ceil(drawn), laws.most).astype(np.int64)
+    lengths = rng.integers(laws.shortest, laws.longest + 1, int(sentences.sum()))
+    ends = np.cumsum(lengths + 1) - 1
+    tokens = np.searchsorted(summed, rng.random(int(ends[-1]) + 1), side="right")
+    tokens += len(SPECIALS)
+    tokens[ends] = EOS
+    return Block(sentences, lengths, tokens, paths)
+
+
+def _rows(
+    laws: Population, words: list[str], settings: StoreSettings, dtype: Any, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    """The clients as `write_tokens` takes them."""
+    summed = np.cumsum(word_chances(laws, len(words)))
+    summed[-1] = 1.0  # a draw is below one, and so is every word below the last entry
+    sizes = np.array([*(0 for _ in SPECIALS), *(len(word) for word in words)])
+    names = (_name(number) for number in range(laws.clients))
+    test = held_out_clients(names, settings.test_clients, settings.split_seed)
+    for first in range(0, laws.clients, BLOCK):
+        progress("clients", first)
+        block = draw_block(laws, summed, settings.split_seed, first // BLOCK)
+        tokens = block.tokens.astype(dtype)
+        last_sentence = np.cumsum(block.sentences)
+        ends = np.concatenate([[0], np.cumsum(block.lengths + 1)])
+        for place in range(min(BLOCK, laws.clients - first)):
+            name, count = _name(first + place), int(block.sentences[place])
+            kept = 0 if name in test else _kept(count, settings.validation)
+            stop = last_sentence[place]
+            begin, middle, end = ends[stop - count], ends[stop - count + kept], ends[stop]
+            held = tokens[middle:end]
+            yield {
+                "client": name,
+                "groups": _path(block.paths[place]),
+                "train": tokens[begin:middle],
+                "held": held,
+                "test": name in test,
+                "held_bytes": _text_bytes(held, sizes, count - kept),
+            }
+
+
+def _name(number: int) -> str:
+    return f"client-{number:06d}"
+
+
+def _path(groups: np.ndarray) -> list[str]:
+    """Names that say their whole path, so that a fine group is in one coarse group only."""
+    return ["group-" + "-".join(str(g) for g in groups[: n + 1]) for n in range(len(groups))]
+
+
+def _kept(sentences: int, share: float) -> int:
+    """How many sentences a training client learns from: at least one."""
+    return max(1, sentences - round(share * sentences))
+
+
+def _text_bytes(held: np.ndarray, sizes: np.ndarray, sentences: int) -> int:
+    """The size of the text that the tokens stand for: words, blanks and line ends between them."""
+    words = len(held) - sentences
+    return int(sizes[held].sum()) + words - 1 if words else 0
