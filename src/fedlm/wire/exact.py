@@ -7,8 +7,10 @@ Promise:  each function returns the same bits whatever program it is compiled in
 Not here: formats (one file a codec).
 
 A compiler may join a product and a sum into one rounding, and may add up a vector in any order.
-So sums here are folds of plain additions, products that feed a sum are exact or rounded on
-purpose, and everything else is a comparison, a selection, or one operation rounded once.
+It may turn a division by a constant into a product, if it sees that it is constant. So sums here
+are folds of plain additions, products that feed a sum are exact or rounded on purpose, inverses
+of constants are written out, and everything else is a comparison, a selection, or one operation
+rounded once.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def _squeeze(x: Vector, coin: Coins | None, bits: int, block: int) -> Grid:
     top = 2**bits - 1
     rows = _rows(x, block)
     lo, hi = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
-    step = jnp.maximum(round_up((hi - lo) / top, bits), LEAST_STEP)
+    # Not divided by a constant: compilers disagree with themselves about that.
+    step = jnp.maximum(round_up((hi - lo) * (1 / top), bits), LEAST_STEP)
     u = ((rows - lo[:, None]) / step[:, None]).reshape(-1)[: len(x)]
     floor = jnp.floor(u)
     code = floor + (unit(coin) < u - floor)

@@ -69,6 +69,7 @@ def codec_of(scheme: Scheme) -> Codec:
         reader = Reader(open_frame(payload, scheme.name), scheme.body_bytes(sizes))
         return _rebuild(expand(scheme.read(reader, sizes), sizes), like)
 
+    @jax.jit
     def apply(update: Params, key: PRNGKeyArray) -> Params:
         parts = _squeeze(scheme, update, key)
         return _rebuild(scheme.expand(parts, sizes_of(update)), update)

@@ -60,7 +60,7 @@ def _squeeze(x: Vector, coin: Coins | None, clip: float) -> Trits:
     # By a power of two, which is exact: squares neither overflow nor vanish.
     power = power_below(top)
     y, top = x / power, top / power
-    sigma = jnp.sqrt(fold(square(y)[None])[0] / len(x))
+    sigma = jnp.sqrt(fold(square(y)[None])[0] * (1 / len(x)))
     scale = jnp.minimum(top, clip * sigma)
     kept = unit(coin) * scale < jnp.abs(y)
     digit = jnp.where(kept, jnp.where(y < 0, 2, 1), 0).astype(jnp.uint8)
