@@ -99,8 +99,9 @@ class Local(NamedTuple):
 class Codec(NamedTuple):
     """An update to bytes and back, and the same thing inside a compiled program.
 
-    `decode(encode(x), like)` equals `apply(x)`; `encoded_bytes(like)` is `len(encode(x))`;
-    `norm_gain` bounds how much longer `apply(x)` can be than `x`.
+    `decode(encode(x), like)` equals `apply(x)`; `encoded_bytes(like)` is `len(encode(x))`, or the
+    most that can be where `fixed_size` is false; `norm_gain` bounds how much longer `apply(x)` can
+    be than `x` (`math.inf`: no bound holds for every shape, so clip again what arrived).
     """
 
     name: str
@@ -109,6 +110,7 @@ class Codec(NamedTuple):
     apply: Callable[[Params, PRNGKeyArray], Params]
     encoded_bytes: Callable[[Params], int]
     norm_gain: float
+    fixed_size: bool = True
 
 
 class Rows(Protocol):

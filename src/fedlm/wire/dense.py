@@ -1,9 +1,10 @@
-"""Every number as it is, four bytes each.
+"""Every number as it is, in four bytes or in two.
 
 In:       an update.
-Out:      a frame of float32 in tree order, and back.
-Promise:  lossless; the size depends on shapes alone.
-Not here: the envelope (`frame.py`).
+Out:      a frame of float32 or bfloat16 in tree order, and back.
+Promise:  float32 keeps every bit, NaN and infinities included; bfloat16 is the nearest one,
+          ties to even, of every tame number; the size depends on shapes alone.
+Not here: the envelope (`frame.py`), few bits a number (`quantize.py`).
 """
 
 from __future__ import annotations
@@ -11,31 +12,27 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, UInt16
 
 from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
-from fedlm.wire.frame import open_frame, overhead, seal
+from fedlm.wire.frame import Reader, open_frame, overhead, seal
+from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
 
-NAME = "dense"
+NAME = "float32"
 
 
 def _encode(update: Params, key: PRNGKeyArray) -> bytes:
-    parts = [np.asarray(leaf, "<f4").tobytes() for leaf in jax.tree.leaves(update)]
+    parts = [np.asarray(leaf).astype("<f4").tobytes() for leaf in jax.tree.leaves(update)]
     return seal(NAME, b"".join(parts))
 
 
 def _decode(payload: bytes, like: Params) -> Params:
-    body = open_frame(payload, NAME)
     leaves, structure = jax.tree.flatten(like)
-    wanted = 4 * sum(leaf.size for leaf in leaves)
-    if len(body) != wanted:
-        raise WireError(f"dense frame holds {len(body)} bytes: this model needs {wanted}.")
-    flat = np.frombuffer(body, "<f4")
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    parts = np.split(flat, ends[:-1]) if leaves else []
-    made = [jnp.asarray(p.reshape(leaf.shape)) for p, leaf in zip(parts, leaves, strict=True)]
+    reader = Reader(open_frame(payload, NAME), 4 * tree.size(like))
+    parts = [reader.take(leaf.size, "<f4").reshape(leaf.shape) for leaf in leaves]
+    made = [jnp.asarray(p, leaf.dtype) for p, leaf in zip(parts, leaves, strict=True)]
     return jax.tree.unflatten(structure, made)
 
 
@@ -49,3 +46,39 @@ def dense() -> Codec:
         encoded_bytes=lambda like: overhead(NAME) + 4 * tree.size(like),
         norm_gain=1.0,
     )
+
+
+def bfloat16() -> Codec:
+    """Half the bytes; 8 significant bits of 24.
+
+    Rounding moves a number that is not subnormal by at most one part in 257.
+    """
+    return per_leaf(
+        LeafScheme(
+            name="bfloat16",
+            squeeze=_upper_half,
+            expand=_from_upper_half,
+            write=lambda parts, size: parts.astype("<u2").tobytes(),
+            read=_read_upper_half,
+            leaf_bytes=lambda size: 2 * size,
+            norm_gain=1 + 1 / 257,
+        )
+    )
+
+
+def _upper_half(x: Vector, coin: Coins | None) -> UInt16[Array, " n"]:
+    # On the bits: a cast there and back is one that a compiler may leave out.
+    raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    tie = (raw >> 16) & jnp.uint32(1)
+    return ((raw + jnp.uint32(0x7FFF) + tie) >> 16).astype(jnp.uint16)
+
+
+def _from_upper_half(half: UInt16[Array, " n"], size: int) -> Vector:
+    return jax.lax.bitcast_convert_type(half.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def _read_upper_half(reader: Reader, size: int) -> np.ndarray:
+    found = reader.take(size, "<u2")
+    if np.any((found & 0x7F80) == 0x7F80):
+        raise WireError("frame holds a number that is not finite.")
+    return found

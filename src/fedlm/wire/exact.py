@@ -1,0 +1,83 @@
+"""Arithmetic that gives the same bits in every compiled program.
+
+In:       vectors inside a program that is being traced.
+Out:      tamed values, sums, scales, random coins.
+Promise:  each function returns the same bits whatever program it is compiled into, so that
+          `apply` inside an engine equals `decode(encode(...))` outside.
+Not here: formats (one file a codec).
+
+A compiler may join a product and a sum into one rounding, and may add up a vector in any order.
+It may turn a division by a constant into a product, if it sees that it is constant. So sums here
+are folds of plain additions, products that feed a sum are exact or rounded on purpose, inverses
+of constants are written out, and everything else is a comparison, a selection, or one operation
+rounded once.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float, PRNGKeyArray, UInt16
+
+LEAST, MOST = 2.0**-100, 2.0**100
+SLACK = 1 + 2e-6  # what float32 rounding can add to a norm, on top of exact arithmetic
+
+
+def tame(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """What every lossy codec does first: NaN and infinities become zero, magnitudes below
+    2**-100 too, and magnitudes above 2**100 become 2**100."""
+    size = jnp.abs(x)
+    kept = jnp.isfinite(x) & (size >= LEAST)
+    return jnp.where(kept, jnp.clip(x, -MOST, MOST), 0.0)
+
+
+def power_below(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The largest power of two not above a positive tame number; 1 for zero."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
+    return jnp.where(x > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
+
+
+def fold(x: Float[Array, "rows n"]) -> Float[Array, " rows"]:
+    """The sum of each row, by eighths in pairs; error grows with log n, not with n."""
+    while x.shape[1] > 1:
+        n = x.shape[1]
+        run = n // 8 if n >= 8 else 1
+        runs = min(8, n)
+        v = [x[:, i * run : (i + 1) * run] for i in range(runs)]
+        while len(v) > 1:
+            v = [v[i] + v[i + 1] if i + 1 < len(v) else v[i] for i in range(0, len(v), 2)]
+        # Without the barrier each part is worked out again inside the next one.
+        rest = x[:, runs * run :]
+        x = jax.lax.optimization_barrier(jnp.concatenate([v[0], rest], axis=1))
+    return x[:, 0]
+
+
+def square(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """x * x, rounded to 23 bits: a product that no compiler can join with a sum."""
+    return jax.lax.reduce_precision(x * x, exponent_bits=8, mantissa_bits=22)
+
+
+def round_up(x: Float[Array, "*n"], bits: int) -> Float[Array, "*n"]:
+    """The least float not below x (x > 0) whose lowest `bits` of 24 significant bits are zero."""
+    mask = jnp.uint32((1 << bits) - 1)
+    raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type((raw + mask) & ~mask, jnp.float32)
+
+
+def coins(key: PRNGKeyArray, sizes: list[int]) -> list[UInt16[Array, " n"]]:
+    """Sixteen random bits for each value: two draws from each word of the generator.
+
+    Sixteen are what the fraction of an 8-bit code has in float32; a probability is off by at
+    most 2**-17.
+    """
+    total = sum(sizes)
+    words = jr.bits(key, (-(-total // 2),), jnp.uint32)
+    both = jnp.concatenate([words & jnp.uint32(0xFFFF), words >> 16]).astype(jnp.uint16)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [both[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+
+
+def unit(coin: UInt16[Array, " n"]) -> Float[Array, " n"]:
+    """Coins as numbers strictly between 0 and 1."""
+    return (coin.astype(jnp.float32) + 0.5) * 2.0**-16

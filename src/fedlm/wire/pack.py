@@ -1,0 +1,127 @@
+"""Small integers in few bytes.
+
+In:       integers of a known width, or ternary digits.
+Out:      bytes, and back.
+Promise:  n integers of w bits take `packed_bytes(n, w)` bytes, at most three more than
+          n * w / 8 rounded up; bits that hold nothing are zero, and a body where they are not
+          is a `WireError`, so that a value has one spelling.
+Not here: what the integers mean.
+
+A width is the sum of at most one each of 1, 2 and 4 and of 8s; an integer is cut, lowest bits
+first, into fields of these widths in this order, and each field has a section of its own. (The
+narrow fields come first because the lowest bits of a code are noise: the wide ones then hold
+nearly all that an entropy coder can find.) Within a section of width w the values lie in 8/w
+runs of m = ceil(n * w / 8): byte j holds value j in its lowest bits, then value m + j, and so on.
+Runs instead of neighbours make every step a pass over contiguous memory. Ternary digits do the
+same with five runs and powers of three.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedlm.core.errors import WireError
+from fedlm.wire.frame import Reader
+
+
+def sections(width: int) -> list[int]:
+    """The widths of the fields of an integer.
+
+    >>> sections(13)
+    [1, 4, 8]
+    """
+    rest = width % 8
+    return [w for w in (1, 2, 4) if rest & w] + [8] * (width // 8)
+
+
+def packed_bytes(count: int, width: int) -> int:
+    """How many bytes `pack` makes."""
+    return sum(_runs(count, w)[1] for w in sections(width))
+
+
+def _runs(count: int, width: int) -> tuple[int, int]:
+    per_byte = 8 // width
+    return per_byte, -(-count // per_byte)
+
+
+def pack(values: np.ndarray, width: int) -> bytes:
+    """Unsigned integers below 2**width, packed."""
+    if width in (8, 16, 32):
+        return _planes(values, width)
+    parts, shift = [], 0
+    for w in sections(width):
+        field = ((values >> shift) & ((1 << w) - 1)).astype(np.uint8)
+        parts.append(_pack_field(field, w))
+        shift += w
+    return b"".join(parts)
+
+
+def _planes(values: np.ndarray, width: int) -> bytes:
+    count = width // 8
+    whole = np.ascontiguousarray(values, f"<u{count}")
+    return whole.view(np.uint8).reshape(-1, count).T.tobytes()
+
+
+def _pack_field(field: np.ndarray, width: int) -> bytes:
+    runs, length = _runs(len(field), width)
+    out = np.zeros(length, np.uint8)
+    for i in range(runs):
+        part = field[i * length : (i + 1) * length]
+        out[: len(part)] |= part << (i * width)
+    return out.tobytes()
+
+
+def unpack(reader: Reader, count: int, width: int) -> np.ndarray:
+    """The next `count` integers of a body."""
+    out = np.zeros(count, "u1" if width <= 8 else "u2" if width <= 16 else "u4")
+    shift = 0
+    for w in sections(width):
+        field = _unpack_field(reader, count, w)
+        out |= np.left_shift(field, shift, dtype=out.dtype)
+        shift += w
+    return out
+
+
+def _unpack_field(reader: Reader, count: int, width: int) -> np.ndarray:
+    runs, length = _runs(count, width)
+    body = reader.take(length, "u1")
+    if width == 8:
+        return body
+    out = np.empty(runs * length, np.uint8)
+    mask = (1 << width) - 1
+    for i in range(runs):
+        np.bitwise_and(body >> (i * width), mask, out=out[i * length : (i + 1) * length])
+    return _only(out, count)
+
+
+def _only(values: np.ndarray, count: int) -> np.ndarray:
+    if values[count:].any():
+        raise WireError("frame holds bits beyond its last value.")
+    return values[:count]
+
+
+def trit_bytes(count: int) -> int:
+    """How many bytes `pack_trits` makes."""
+    return -(-count // 5)
+
+
+def pack_trits(digits: np.ndarray) -> bytes:
+    """Digits 0, 1 and 2, five a byte: 3**5 = 243."""
+    length = trit_bytes(len(digits))
+    out = np.zeros(length, np.uint8)
+    for i in range(5):
+        part = digits[i * length : (i + 1) * length]
+        out[: len(part)] += part * np.uint8(3**i)
+    return out.tobytes()
+
+
+def unpack_trits(reader: Reader, count: int) -> np.ndarray:
+    """The next `count` digits of a body."""
+    length = trit_bytes(count)
+    rest = reader.take(length, "u1")
+    if length and rest.max() >= 243:
+        raise WireError("frame holds a byte that is not five ternary digits.")
+    out = np.empty(5 * length, np.uint8)
+    for i in range(5):
+        rest, out[i * length : (i + 1) * length] = rest // 3, rest % 3
+    return _only(out, count)

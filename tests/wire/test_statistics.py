@@ -1,0 +1,100 @@
+"""Which codecs are unbiased, by a test that a wrong law fails."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedlm.wire.quantize import uniform
+from fedlm.wire.rotate import drive
+from fedlm.wire.sparse import topk
+from fedlm.wire.ternary import ternary
+
+DRAWS = 3000
+
+
+def drawn(codec, x):
+    """What arrives, for many keys."""
+    keys = jr.split(jr.key(7), DRAWS)
+    run = jax.jit(lambda keys: jax.lax.map(lambda k: codec.apply({"x": x}, k)["x"], keys))
+    return np.asarray(run(keys), np.float64)
+
+
+def fits(samples, truth):
+    """Whether samples could have this mean: the sum of squared z-scores against chi-squared."""
+    truth = np.asarray(truth, np.float64)
+    spread = samples.std(axis=0) / np.sqrt(len(samples))
+    away = samples.mean(axis=0) - truth
+    fixed = spread < 1e-7 * np.abs(truth).max()
+    if np.abs(away[fixed]).max(initial=0) > 1e-6 * np.abs(truth).max():
+        return False
+    z = away[~fixed] / spread[~fixed]
+    return bool(stats.chi2.sf(np.sum(z**2), len(z)) > 1e-3)
+
+
+X = jr.normal(jr.key(0), (48,))
+
+
+@pytest.mark.parametrize("bits, block", [(1, None), (2, None), (5, None), (8, None), (3, 16)])
+def test_uniform_rounding_is_unbiased(bits, block):
+    assert fits(drawn(uniform(bits, block), X), X)
+
+
+@pytest.mark.parametrize("law", ["nearest", "fair coin", "up a little too often"])
+def test_a_wrong_rounding_is_found_out(law):
+    rng = np.random.default_rng(0)
+    x = np.asarray(X, np.float64)
+    step = np.ptp(x) / 3
+    u = (x - x.min()) / step
+    floor, chance = np.floor(u), u - np.floor(u)
+    up = {
+        "nearest": np.tile(chance > 0.5, (DRAWS, 1)),
+        "fair coin": (rng.random((DRAWS, len(x))) < 0.5) & (chance > 0),
+        "up a little too often": rng.random((DRAWS, len(x)))
+        < np.where(chance > 0, chance + 0.03, 0),
+        "right": rng.random((DRAWS, len(x))) < chance,
+    }
+    assert not fits(x.min() + step * (floor + up[law]), x)
+    assert fits(x.min() + step * (floor + up["right"]), x)
+
+
+def test_ternary_is_unbiased_for_what_the_clip_leaves_and_not_before():
+    x = X.at[5].set(9.0)
+    limit = 2.5 * np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
+    assert limit < 9
+    samples = drawn(ternary(), x)
+    assert fits(samples, np.clip(np.asarray(x, np.float64), -limit, limit))
+    assert not fits(samples, x)
+
+
+@pytest.mark.parametrize(
+    "codec, near", [(drive("unbiased", 256), True), (drive("mse", 256), False)]
+)
+def test_one_scale_of_the_rotation_is_nearly_unbiased(codec, near):
+    """Off by the sampling error sqrt(0.57 / draws) = 0.014, and by 1 - 2 / pi = 0.36 otherwise."""
+    x = jr.normal(jr.key(3), (256,))
+    away = drawn(codec, x).mean(axis=0) - np.asarray(x)
+    off = np.linalg.norm(away) / np.linalg.norm(x)
+    assert off < 0.03 if near else 0.33 < off < 0.4
+
+
+def test_topk_is_biased_and_error_feedback_repairs_it():
+    """Sent with what was left over, a constant update arrives in full on average."""
+    codec, x = topk(0.25), {"x": X}
+    once = codec.apply(x, jr.key(0))["x"]
+    memory, total = jnp.zeros_like(X), jnp.zeros_like(X)
+    for _ in range(200):
+        sent = codec.apply({"x": X + memory}, jr.key(0))["x"]
+        memory, total = X + memory - sent, total + sent
+    assert float(jnp.linalg.norm(once - X)) > 0.3 * float(jnp.linalg.norm(X))
+    assert float(jnp.linalg.norm(total / 200 - X)) < 0.05 * float(jnp.linalg.norm(X))
+
+
+def test_the_error_of_a_code_is_that_of_the_formula():
+    """Stochastic rounding with a step s has the variance s^2 / 6 where fractions are even."""
+    x = jr.uniform(jr.key(4), (20_000,), minval=-1.0, maxval=1.0)
+    found = uniform(4).apply({"x": x}, jr.key(5))["x"]
+    step = float(jnp.ptp(x)) / 15
+    assert float(jnp.mean((found - x) ** 2)) == pytest.approx(step**2 / 6, rel=0.05)
