@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,30 +23,27 @@ OURS = "fedlm"
 
 
 class Contender(NamedTuple):
-    """How a contender is started, and on which architectures (all, if none are named)."""
+    """How a contender is started, on which architectures (all, if none are named), and whether it
+    takes turns with fedlm alone, because it uses the cores while it waits."""
 
     environment: str
     script: str
     options: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    restless: bool = False
 
 
+A_PROCESS_A_CORE = ("--processes", str(len(os.sched_getaffinity(0))))
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(OURS, "fedlm_round.py"),
     "fedjax": Contender("fedjax", "fedjax_round.py"),
-    "fedjax, pmap": Contender("fedjax", "fedjax_round.py", ("--backend", "pmap")),
     "pfl": Contender("pfl", "pfl_round.py"),
-    "flower": Contender("flower", "flower_round.py"),
+    "flower": Contender("flower", "flower_round.py", restless=True),
     "torch": Contender("torch", "torch_round.py"),
-    "torch, a process a core": Contender(
-        "torch", "torch_round.py", ("--processes", str(len(os.sched_getaffinity(0))))
-    ),
+    "torch, a process a core": Contender("torch", "torch_round.py", A_PROCESS_A_CORE),
     "torch, nn.LSTM": Contender("torch", "torch_round.py", ("--library",), ("lstm",)),
     "torch, nn.LSTM, a process a core": Contender(
-        "torch",
-        "torch_round.py",
-        ("--library", "--processes", str(len(os.sched_getaffinity(0)))),
-        ("lstm",),
+        "torch", "torch_round.py", ("--library", *A_PROCESS_A_CORE), ("lstm",)
     ),
 }
 ORACLE = Contender(OURS, "fedlm_round.py", ("--engine", "loop"))
@@ -60,6 +58,23 @@ def interpreter(environment: str) -> Path:
     if environment == OURS:
         return Path(sys.executable)
     return ENVIRONMENTS / environment / "bin" / "python"
+
+
+def busy_seconds() -> float:
+    """Processor time of everything on the machine, and what the host kept for itself."""
+    first = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+    user, nice, system, _idle, _wait, irq, softirq, steal = (int(x) for x in first[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def surroundings(wait: str) -> dict[str, str]:
+    """The environment of a contender.
+
+    OpenMP threads that spin while they wait are quickest on a quiet machine, and come to a
+    standstill on a busy one: a barrier then costs a time slice.
+    """
+    ours = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return ours if wait == "default" else {**ours, "OMP_WAIT_POLICY": wait}
 
 
 def seconds_used(pid: int) -> float:
@@ -86,10 +101,11 @@ def seconds_used(pid: int) -> float:
 class Worker:
     """A running contender."""
 
-    def __init__(self, name: str, how: Contender, folder: Path, log: Path) -> None:
+    def __init__(self, name: str, how: Contender, folder: Path, wait: str = "passive") -> None:
         self.name = name
-        self.log: IO[str] = log.open("w", encoding="utf-8")
-        self.log_path = log
+        self.slug = re.sub("[^a-zA-Z0-9]+", "-", name)
+        self.log_path = folder / f"{self.slug}.log"
+        self.log: IO[str] = self.log_path.open("w", encoding="utf-8")
         command = [interpreter(how.environment), HERE / how.script, folder, *how.options]
         self.process = subprocess.Popen(
             [str(part) for part in command],
@@ -97,15 +113,21 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
+            env=surroundings(wait),
         )
-        self.facts = self._answer()
+        try:
+            self.facts = self._answer()
+        except PeerError:
+            self.log.close()
+            raise
 
     def round(self) -> float:
         """One round; its seconds."""
         return float(self._ask("round")["seconds"])
 
-    def change(self, path: Path) -> Path:
-        """Writes how far the parameters are from their start."""
+    def change(self) -> Path:
+        """Writes how far the parameters are from their start; the file."""
+        path = self.log_path.with_suffix(".npz")
         self._ask(f"delta {path}")
         return path
 

@@ -1,20 +1,18 @@
 """FedJAX's federated averaging on the same workload.
 
-In:       a workload folder; `--backend jit` (its default) or `pmap` (a device a core).
+In:       a workload folder.
 Out:      turns (`turns.py`).
 Promise:  FedJAX is used as it is published: its algorithm, optimizers, dataset class and client
           loop. Names that newer JAX versions dropped are given back before it is imported.
 Not here: fedlm.
 
 Its training batches are always full, filled up with repeated examples; to see the same data as
-everybody, its own `batch` view is used instead (`jit`), or `padded_batch` (`pmap`, which needs
-equal shapes).
+everybody, its own `batch` view is used instead, whose last batch is as small as it is.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -147,24 +145,12 @@ class Unpadded(fedjax.ClientDataset):
         return self.batch(batch_size=hparams.batch_size)
 
 
-class Padded(fedjax.ClientDataset):
-    """The same with the last batch filled up, as FedJAX advises and `pmap` needs."""
-
-    def shuffle_repeat_batch(self, hparams=None, **kwargs):  # type: ignore[no-untyped-def]
-        return self.padded_batch(batch_size=hparams.batch_size)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--backend", choices=("jit", "pmap"), default="jit")
     asked = parser.parse_args()
-    if asked.backend == "pmap":
-        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
     work = load(asked.folder)
     said = work.settings
-    kind = Unpadded if asked.backend == "jit" else Padded
-    fedjax.set_for_each_client_backend(asked.backend)
     algorithm = fed_avg.federated_averaging(
         jax.grad(make_loss(said)),
         client_optimizer=fedjax.optimizers.sgd(said["rate"]),
@@ -173,7 +159,7 @@ def main() -> None:
     )
     key = jax.random.PRNGKey(0)
     clients = [
-        (name, kind({"tokens": rows}), key)
+        (name, Unpadded({"tokens": rows}), key)
         for name, rows in zip(said["names"], work.rows, strict=True)
     ]
     state = algorithm.init({name: jnp.asarray(value) for name, value in work.params.items()})

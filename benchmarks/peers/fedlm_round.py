@@ -46,9 +46,7 @@ def main() -> None:
         download=dense(),
         server=optax.sgd(1.0),
     )
-    shape = Shape(
-        batch=said["batch"], length=said["length"], max_examples=said["max_examples"]
-    )
+    shape = Shape(batch=said["batch"], length=said["length"], max_examples=said["max_examples"])
     kind = {"mesh": MeshEngine, "loop": LoopEngine}[asked.engine]
     engine = kind(algorithm, rows.__getitem__, shape, said["seed"])
     sizes = ("vocab", "embed", "units", "layers", "heads")

@@ -19,13 +19,13 @@ from typing import Any
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
-from flower_app import FOLDER, app  # noqa: E402
-from flwr.app import ArrayRecord, Context  # noqa: E402
-from flwr.serverapp import Grid, ServerApp  # noqa: E402
-from flwr.serverapp.strategy import FedAvg  # noqa: E402
-from flwr.simulation import run_simulation  # noqa: E402
-from torch_models import make, put, take  # noqa: E402
-from turns import Turns, load, versions  # noqa: E402
+from flower_app import FOLDER, app
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from torch_models import make, put, take
+from turns import Turns, load, versions
 
 MANY = 1_000_000
 

@@ -4,7 +4,8 @@ In:       names of workloads and contenders.
 Out:      `runs/bench/peers.json`, and a table on standard output.
 Promise:  same start, data and steps for all; a contender whose change of the first round differs
           from the oracle's by more than `--agree` is reported and not timed; rounds are taken in
-          turns, the first of each is a warm-up.
+          turns, the first of each is a warm-up. One that cannot rest (Flower's daemons) takes its
+          turns later, with fedlm alone.
 Not here: workloads (`workload.py`), processes (`contenders.py`), models (`*_round.py`).
 """
 
@@ -19,7 +20,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +29,14 @@ from benchmarks.peers.contenders import (
     CONTENDERS,
     ORACLE,
     OURS,
-    Contender,
     PeerError,
     Worker,
+    busy_seconds,
     interpreter,
 )
 
 AGREE = 1e-4
+ALL = {plan.architecture for plan in workload.PLANS.values()}
 HEAD = ["contender", "s a round", "clients/s", "its time / fedlm's", "relative difference"]
 
 
@@ -46,6 +48,8 @@ def relative_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarra
     """
     apart = size = 0.0
     for name, value in ours.items():
+        if theirs[name].shape != value.shape:  # or broadcasting would hide it
+            return float("inf")
         a, b = value.astype(np.float64), theirs[name].astype(np.float64)
         apart += float(np.sum(np.square(a - b)))
         size += float(np.sum(np.square(a)))
@@ -86,32 +90,40 @@ def machine() -> dict[str, Any]:
 
 def oracle(folder: Path) -> dict[str, np.ndarray]:
     """The change of one round by the loop engine, a member and a batch at a time."""
-    worker = Worker("oracle", ORACLE, folder, folder / "oracle.log")
+    worker = Worker("oracle", ORACLE, folder)
     try:
         worker.round()
-        return read(worker.change(folder / "oracle.npz"))
+        return read(worker.change())
     finally:
         worker.stop()
 
 
+class Terms(NamedTuple):
+    """What all contenders of a run are held to."""
+
+    rounds: int
+    agree: float
+    wait: str
+
+
 def admit(
-    name: str, how: Contender, folder: Path, truth: dict[str, np.ndarray], agree: float
+    name: str, folder: Path, truth: dict[str, np.ndarray], terms: Terms
 ) -> tuple[Worker | None, dict[str, Any]]:
     """Starts a contender and lets it take its warm-up round; it stays if it agrees."""
-    slug = name.replace(", ", "-").replace(" ", "-")
+    how = CONTENDERS[name]
     facts: dict[str, Any] = {"contender": name}
     if not interpreter(how.environment).exists():
         return None, {**facts, "left_out": f"no environment {interpreter(how.environment)}"}
     worker = None
     try:
-        worker = Worker(name, how, folder, folder / f"{slug}.log")
+        worker = Worker(name, how, folder, terms.wait)
         facts.update(worker.facts, warm_up=worker.round())
-        change = read(worker.change(folder / f"{slug}.npz"))
-        facts["relative_difference"] = relative_difference(truth, change)
+        apart = relative_difference(truth, read(worker.change()))
+        facts["relative_difference"] = apart
+        if not apart <= terms.agree:
+            facts["left_out"] = f"differs by {apart:.1e}, more than {terms.agree:.0e}"
     except PeerError as error:
         facts["left_out"] = str(error)
-    if "left_out" not in facts and not facts["relative_difference"] <= agree:
-        facts["left_out"] = f"differs by {facts['relative_difference']:.1e}, more than {agree:.0e}"
     if "left_out" in facts and worker is not None:
         worker.stop()
         worker = None
@@ -120,47 +132,76 @@ def admit(
     return worker, facts
 
 
+def timed(worker: Worker, others: list[Worker]) -> dict[str, float]:
+    """One round, and which share of the cores waiting contenders and strangers used meanwhile."""
+    waiting, mine, busy = (
+        sum(w.seconds_used() for w in others),
+        worker.seconds_used(),
+        busy_seconds(),
+    )
+    seconds = worker.round()
+    busy, mine = busy_seconds() - busy, worker.seconds_used() - mine
+    waiting = sum(w.seconds_used() for w in others) - waiting
+    full = seconds * len(os.sched_getaffinity(0))
+    strangers = max(0.0, busy - mine - waiting)
+    return {"seconds": seconds, "waiting": waiting / full, "strangers": strangers / full}
+
+
 def take_turns(workers: list[Worker], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each contender's rounds, and the processor time of all others meanwhile."""
-    found: dict[str, dict[str, list[float]]] = {
-        w.name: {"seconds": [], "others_used": []} for w in workers
-    }
+    """What each contender's rounds took."""
+    found: dict[str, dict[str, list[float]]] = {w.name: {} for w in workers}
     for turn in range(rounds):
         # Another order each time: nobody always follows the same neighbour.
-        for worker in workers[turn % len(workers) :] + workers[: turn % len(workers)]:
-            others = [w for w in workers if w is not worker]
-            before = sum(w.seconds_used() for w in others)
-            seconds = worker.round()
-            used = sum(w.seconds_used() for w in others) - before
-            found[worker.name]["seconds"].append(seconds)
-            found[worker.name]["others_used"].append(used)
+        at = turn % len(workers)
+        for worker in workers[at:] + workers[:at]:
+            for what, value in timed(worker, [w for w in workers if w is not worker]).items():
+                found[worker.name].setdefault(what, []).append(value)
         say(f"  turn {turn + 1} of {rounds}")
     return found
 
 
-def compare(folder: Path, names: list[str], rounds: int, agree: float) -> list[dict[str, Any]]:
+def compare(folder: Path, names: list[str], terms: Terms) -> list[dict[str, Any]]:
     """Everything about one workload: who agrees, and how long their rounds take."""
     settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    names = [n for n in names if settings["architecture"] in (CONTENDERS[n].only or ALL)]
     truth = oracle(folder)
+    calm = [name for name in names if not CONTENDERS[name].restless]
     workers, facts = [], []
     try:
-        for name in names:
-            how = CONTENDERS[name]
-            if how.only and settings["architecture"] not in how.only:
-                continue
-            worker, about = admit(name, how, folder, truth, agree)
+        for name in calm:
+            worker, about = admit(name, folder, truth, terms)
             facts.append(about)
             workers += [worker] if worker else []
-        times = take_turns(workers, rounds)
+        note(facts, take_turns(workers, terms.rounds))
+        ours = next((w for w in workers if w.name == OURS), None)
+        for name in (n for n in names if n not in calm):
+            worker, about = admit(name, folder, truth, terms)
+            facts.append(about)
+            if worker:
+                workers.append(worker)
+                times = take_turns([worker, ours] if ours else [worker], terms.rounds)
+                about["beside"] = times.pop(OURS, {}).get("seconds")
+                note(facts, times)
+                finish(worker, about)
+                workers.remove(worker)
         for worker in workers:
-            last = read(worker.change(folder / "last.npz"))
-            about = next(f for f in facts if f["contender"] == worker.name)
-            about.update(times[worker.name])
-            about["finite"] = all(bool(np.all(np.isfinite(v))) for v in last.values())
+            finish(worker, next(f for f in facts if f["contender"] == worker.name))
     finally:
         for worker in workers:
             worker.stop()
     return facts
+
+
+def note(facts: list[dict[str, Any]], times: dict[str, dict[str, list[float]]]) -> None:
+    for about in facts:
+        about.update(times.get(about["contender"], {}))
+
+
+def finish(worker: Worker, about: dict[str, Any]) -> None:
+    """Ends a contender; parameters that are no longer numbers would have made its rounds cheap."""
+    last = read(worker.change())
+    about["finite"] = all(bool(np.all(np.isfinite(v))) for v in last.values())
+    worker.stop()
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -173,11 +214,15 @@ def table(facts: list[dict[str, Any]], members: int) -> list[list[str]]:
     for about in facts:
         apart = about.get("relative_difference")
         shown = "-" if apart is None else f"{apart:.0e}"
+        if not about.get("finite", True):
+            shown += ", not finite in the end"
         if "seconds" not in about:
             rows.append([about["contender"], about["left_out"], "-", "-", shown])
             continue
         seconds = about["seconds"]
-        ratio = [b / a for a, b in zip(ours, seconds, strict=True)] if ours else None
+        # A contender that ran beside fedlm alone is compared with fedlm's rounds of that time.
+        base = about.get("beside") or ours
+        ratio = [b / a for a, b in zip(base, seconds, strict=True)] if base else None
         rows.append(
             [
                 about["contender"],
@@ -202,18 +247,42 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
+def weather(results: dict[str, Any]) -> str:
+    """How much of the cores was used by what should not have used them."""
+    worst = {
+        who: max(
+            (
+                share
+                for found in results["workloads"].values()
+                for about in found["contenders"]
+                for share in about.get(who, [])
+            ),
+            default=0.0,
+        )
+        for who in ("waiting", "strangers")
+    }
+    calm = "" if worst["strangers"] < 0.05 else " The machine was not quiet: measure again."
+    return (
+        f"At most {worst['waiting']:.1%} of the cores went to contenders that waited, "
+        f"{worst['strangers']:.1%} to other processes.{calm}"
+    )
+
+
 def page(results: dict[str, Any]) -> str:
     """All tables, with what they need to be understood."""
     seen = results["machine"]
     parts = [
         f"`{results['command']}`: {seen['processor']}, {seen['cores']} cores; medians "
-        f"(lowest-highest) of {results['rounds']} rounds each, taken in turns after a warm-up."
+        f"(lowest-highest) of {results['rounds']} rounds each, taken in turns after a warm-up. "
+        f"{weather(results)}"
     ]
-    used: dict[str, str] = {}
-    for found in results["workloads"].values():
-        for about in found["contenders"]:
-            used.update(about.get("versions", {}))
-    parts.append("Versions: " + ", ".join(f"{k} {v}" for k, v in sorted(used.items())) + ".")
+    used = {
+        f"{package} {version}"
+        for found in results["workloads"].values()
+        for about in found["contenders"]
+        for package, version in about.get("versions", {}).items()
+    }
+    parts.append(f"Versions: {', '.join(sorted(used))}.")
     for name, found in results["workloads"].items():
         work = found["work"]
         parts.append(
@@ -227,12 +296,13 @@ def page(results: dict[str, Any]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="clients as JSON lines")
+    parser.add_argument("--source", required=True, help="a corpus, as in data.source")
     parser.add_argument("--workloads", nargs="+", choices=workload.PLANS, default=[*workload.PLANS])
     parser.add_argument("--peers", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--members", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--agree", type=float, default=AGREE)
+    parser.add_argument("--wait", choices=("passive", "default"), default="passive")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/peers.json"))
     return parser.parse_args()
 
@@ -254,7 +324,7 @@ def main() -> None:
         folder = (asked.out.parent / asked.out.stem / name).resolve()
         work = workload.write(plan, store, folder)
         say(f"{name}: {work}")
-        found = compare(folder, asked.peers, asked.rounds, asked.agree)
+        found = compare(folder, asked.peers, Terms(asked.rounds, asked.agree, asked.wait))
         results["workloads"][name] = {"work": work, "contenders": found}
         asked.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(page(results))

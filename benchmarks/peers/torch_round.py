@@ -45,9 +45,8 @@ def gather(model: LanguageModel, start: Tensors, total: Tensors, mine: Tensors, 
 
 @torch.no_grad()
 def server_step(start: Tensors, totals: list[Tensors], weight: float) -> None:
-    for at, before in enumerate(start):
-        for total in totals:
-            before.add_(total[at], alpha=1.0 / weight)
+    for before, *sums in zip(start, *totals, strict=True):
+        before.add_(sum(sums), alpha=1.0 / weight)
 
 
 def lane(work: Workload, asked: Any, start: Tensors, total: Tensors, mine: Any, pipe: Any) -> None:

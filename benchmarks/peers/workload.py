@@ -71,9 +71,9 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def store_for(plan: Plan, source: Path, cache: Path) -> Store:
+def store_for(plan: Plan, source: str, cache: Path) -> Store:
     """The corpus as a store with the plan's vocabulary, prepared once."""
-    return open_store(Data(source=str(source), tokenizer="words", vocabulary=plan.vocab), cache)
+    return open_store(Data(source=source, tokenizer="words", vocabulary=plan.vocab), cache)
 
 
 def cohort(plan: Plan, store: Store) -> Iterator[tuple[int, np.ndarray]]:
