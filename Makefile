@@ -37,7 +37,7 @@ bench: $(VENV)/.installed  ## speed of the engines, side by side
 PEERS := fedjax pfl flower torch
 TEXT ?= ../shared/data/irc-ubuntu.jsonl.gz
 
-bench-peers: $(VENV)/.installed $(PEERS:%=.bench/%/.installed)  ## fedlm's round beside other frameworks (about two hours)
+bench-peers: $(VENV)/.installed $(PEERS:%=.bench/%/.installed)  ## fedlm's round beside other frameworks (about an hour)
 	$(BIN)/python -m benchmarks.peers.run --source $(TEXT) $(OPTIONS)
 
 .bench/%/.installed: benchmarks/peers/%.txt

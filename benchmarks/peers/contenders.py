@@ -46,7 +46,6 @@ CONTENDERS: dict[str, Contender] = {
         "torch", "torch_round.py", ("--library", *A_PROCESS_A_CORE), ("lstm",)
     ),
 }
-ORACLE = Contender(OURS, "fedlm_round.py", ("--engine", "loop"))
 
 
 class PeerError(Exception):

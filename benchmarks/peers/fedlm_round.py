@@ -1,6 +1,7 @@
 """fedlm's round, through the engine and the server step that `fedlm train` uses.
 
-In:       a workload folder; `--engine mesh` (a lane a core) or `loop` (the oracle).
+In:       a workload folder; `--engine mesh` (a lane a core) or `loop` (the oracle); `--nudge`, a
+          relative size of noise on the start.
 Out:      turns (`turns.py`).
 Promise:  the clock covers batching, training, the sum and the server step; nothing is prepared
           ahead, although a run prepares the next cohort beside the current one.
@@ -15,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from turns import Turns, load, versions
+from turns import Arrays, Turns, load, versions
 
 from fedlm.cli.devices import use_devices
 from fedlm.core import tree
@@ -28,14 +29,25 @@ from fedlm.models import catalog
 from fedlm.wire.dense import dense
 
 
+def nudged(params: Arrays, size: float) -> Arrays:
+    """Every number multiplied by one plus a little noise."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (value * (1.0 + size * rng.standard_normal(value.shape))).astype(value.dtype)
+        for name, value in params.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", choices=("mesh", "loop"), default="mesh")
+    parser.add_argument("--nudge", type=float, default=0.0)
     asked = parser.parse_args()
     use_devices(0 if asked.engine == "mesh" else 1)
     work = load(asked.folder)
     said = work.settings
+    start = nudged(work.params, asked.nudge)
     names = [int(name) for name in said["names"]]
     with np.load(asked.folder / "rows.npz", allow_pickle=False) as file:
         rows = {int(name): file[name] for name in file.files}
@@ -53,9 +65,9 @@ def main() -> None:
     like = catalog.shapes(
         said["architecture"], catalog.Dimensions(**{name: said[name] for name in sizes})
     )
-    state = init_node(algorithm, jax.device_put(tree.with_leaves(like, work.params)))
+    state = init_node(algorithm, jax.device_put(tree.with_leaves(like, start)))
     turns = Turns(
-        work.params,
+        start,
         {"versions": versions("fedlm", "jax"), "devices": jax.device_count()},
     )
     while turns.begins():

@@ -2,11 +2,11 @@
 
 In:       names of workloads and contenders.
 Out:      `runs/bench/peers.json`, and a table on standard output.
-Promise:  same start, data and steps for all; a contender whose change of the first round differs
-          from the oracle's by more than `--agree` is reported and not timed; rounds are taken in
-          turns, the first of each is a warm-up. One that cannot rest (Flower's daemons) takes its
-          turns later, with fedlm alone.
-Not here: workloads (`workload.py`), processes (`contenders.py`), models (`*_round.py`).
+Promise:  same start, data and steps for all; a contender that does not compute the oracle's first
+          round is reported and not timed; rounds are taken in turns, after two that warm up. One
+          that cannot rest (Flower's daemons) takes its turns later, with fedlm alone.
+Not here: workloads (`workload.py`), processes (`contenders.py`), what counts as agreement
+          (`agreement.py`), models (`*_round.py`).
 """
 
 from __future__ import annotations
@@ -25,40 +25,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.peers import workload
+from benchmarks.peers.agreement import NUDGE, Judge, Truth, read
 from benchmarks.peers.contenders import (
     CONTENDERS,
-    ORACLE,
     OURS,
     PeerError,
     Worker,
     busy_seconds,
     interpreter,
 )
+from fedlm.corpus.store import Store
 
-AGREE = 1e-4
+Facts = dict[str, Any]
+
 ALL = {plan.architecture for plan in workload.PLANS.values()}
+AGREE = 1e-4
 HEAD = ["contender", "s a round", "clients/s", "its time / fedlm's", "relative difference"]
-
-
-def relative_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """The length of the difference of two changes over the length of the first.
-
-    >>> relative_difference({"w": np.array([3.0, 4.0])}, {"w": np.array([3.0, 4.5])})
-    0.1
-    """
-    apart = size = 0.0
-    for name, value in ours.items():
-        if theirs[name].shape != value.shape:  # or broadcasting would hide it
-            return float("inf")
-        a, b = value.astype(np.float64), theirs[name].astype(np.float64)
-        apart += float(np.sum(np.square(a - b)))
-        size += float(np.sum(np.square(a)))
-    return (apart / size) ** 0.5
-
-
-def read(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
 
 
 def spread(values: list[float]) -> str:
@@ -88,47 +70,37 @@ def machine() -> dict[str, Any]:
 # ---- one workload -----------------------------------------------------------------------------
 
 
-def oracle(folder: Path) -> dict[str, np.ndarray]:
-    """The change of one round by the loop engine, a member and a batch at a time."""
-    worker = Worker("oracle", ORACLE, folder)
-    try:
-        worker.round()
-        return read(worker.change())
-    finally:
-        worker.stop()
-
-
 class Terms(NamedTuple):
     """What all contenders of a run are held to."""
 
     rounds: int
-    agree: float
     wait: str
 
 
-def admit(
-    name: str, folder: Path, truth: dict[str, np.ndarray], terms: Terms
-) -> tuple[Worker | None, dict[str, Any]]:
-    """Starts a contender and lets it take its warm-up round; it stays if it agrees."""
+def admit(name: str, folder: Path, judge: Judge, terms: Terms) -> tuple[Worker | None, Facts]:
+    """Starts a contender; it stays if its first round agrees.
+
+    A second round is not timed either: what comes out of the first may lie elsewhere in memory
+    than the start did, and be compiled for again.
+    """
     how = CONTENDERS[name]
-    facts: dict[str, Any] = {"contender": name}
+    facts: Facts = {"contender": name}
     if not interpreter(how.environment).exists():
         return None, {**facts, "left_out": f"no environment {interpreter(how.environment)}"}
     worker = None
     try:
         worker = Worker(name, how, folder, terms.wait)
-        facts.update(worker.facts, warm_up=worker.round())
-        apart = relative_difference(truth, read(worker.change()))
-        facts["relative_difference"] = apart
-        if not apart <= terms.agree:
-            facts["left_out"] = f"differs by {apart:.1e}, more than {terms.agree:.0e}"
+        facts.update(worker.facts, warm_up=[worker.round()])
+        facts.update(judge.verdict(worker, terms.wait))
+        if "left_out" not in facts:
+            facts["warm_up"].append(worker.round())
     except PeerError as error:
         facts["left_out"] = str(error)
     if "left_out" in facts and worker is not None:
         worker.stop()
         worker = None
     said = f"left out: {facts['left_out']}" if "left_out" in facts else "agrees"
-    say(f"  {name}: {said} ({facts.get('relative_difference', float('nan')):.1e})")
+    say(f"  {name}: {said} ({differences(facts)})")
     return worker, facts
 
 
@@ -150,7 +122,7 @@ def timed(worker: Worker, others: list[Worker]) -> dict[str, float]:
 def take_turns(workers: list[Worker], rounds: int) -> dict[str, dict[str, list[float]]]:
     """What each contender's rounds took."""
     found: dict[str, dict[str, list[float]]] = {w.name: {} for w in workers}
-    for turn in range(rounds):
+    for turn in range(rounds if workers else 0):
         # Another order each time: nobody always follows the same neighbour.
         at = turn % len(workers)
         for worker in workers[at:] + workers[:at]:
@@ -160,22 +132,30 @@ def take_turns(workers: list[Worker], rounds: int) -> dict[str, dict[str, list[f
     return found
 
 
-def compare(folder: Path, names: list[str], terms: Terms) -> list[dict[str, Any]]:
+def judge_for(plan: workload.Plan, store: Store, folder: Path, agree: float) -> Judge:
+    """The oracle's round, and its single step if the round cannot decide."""
+    whole, step = Truth.of(folder), None
+    if whole.bound(agree) > agree:
+        workload.write(plan.one_step(), store, folder / "step")
+        step = Truth.of(folder / "step")
+    moved = "" if step is None else f", one step a member by {step.doubt:.1e}"
+    say(f"  a nudge of the start moves the oracle's round by {whole.doubt:.1e}{moved}")
+    return Judge(agree, whole, step)
+
+
+def compare(folder: Path, names: list[str], judge: Judge, terms: Terms) -> list[Facts]:
     """Everything about one workload: who agrees, and how long their rounds take."""
-    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    names = [n for n in names if settings["architecture"] in (CONTENDERS[n].only or ALL)]
-    truth = oracle(folder)
     calm = [name for name in names if not CONTENDERS[name].restless]
     workers, facts = [], []
     try:
         for name in calm:
-            worker, about = admit(name, folder, truth, terms)
+            worker, about = admit(name, folder, judge, terms)
             facts.append(about)
             workers += [worker] if worker else []
         note(facts, take_turns(workers, terms.rounds))
         ours = next((w for w in workers if w.name == OURS), None)
         for name in (n for n in names if n not in calm):
-            worker, about = admit(name, folder, truth, terms)
+            worker, about = admit(name, folder, judge, terms)
             facts.append(about)
             if worker:
                 workers.append(worker)
@@ -192,12 +172,12 @@ def compare(folder: Path, names: list[str], terms: Terms) -> list[dict[str, Any]
     return facts
 
 
-def note(facts: list[dict[str, Any]], times: dict[str, dict[str, list[float]]]) -> None:
+def note(facts: list[Facts], times: dict[str, dict[str, list[float]]]) -> None:
     for about in facts:
         about.update(times.get(about["contender"], {}))
 
 
-def finish(worker: Worker, about: dict[str, Any]) -> None:
+def finish(worker: Worker, about: Facts) -> None:
     """Ends a contender; parameters that are no longer numbers would have made its rounds cheap."""
     last = read(worker.change())
     about["finite"] = all(bool(np.all(np.isfinite(v))) for v in last.values())
@@ -207,13 +187,20 @@ def finish(worker: Worker, about: dict[str, Any]) -> None:
 # ---- the table --------------------------------------------------------------------------------
 
 
-def table(facts: list[dict[str, Any]], members: int) -> list[list[str]]:
+def differences(about: Facts) -> str:
+    """How far a contender was from the oracle, over a round and if need be over a step."""
+    if "relative_difference" not in about:
+        return "-"
+    step = f" (one step {about['step_difference']:.0e})" if "step_difference" in about else ""
+    return f"{about['relative_difference']:.0e}{step}"
+
+
+def table(facts: list[Facts], members: int) -> list[list[str]]:
     """A row a contender; ratios are taken turn by turn."""
     ours = next((f["seconds"] for f in facts if f["contender"] == OURS and "seconds" in f), None)
     rows = []
     for about in facts:
-        apart = about.get("relative_difference")
-        shown = "-" if apart is None else f"{apart:.0e}"
+        shown = differences(about)
         if not about.get("finite", True):
             shown += ", not finite in the end"
         if "seconds" not in about:
@@ -273,7 +260,7 @@ def page(results: dict[str, Any]) -> str:
     seen = results["machine"]
     parts = [
         f"`{results['command']}`: {seen['processor']}, {seen['cores']} cores; medians "
-        f"(lowest-highest) of {results['rounds']} rounds each, taken in turns after a warm-up. "
+        f"(lowest-highest) of {results['rounds']} rounds each, in turns, after two to warm up. "
         f"{weather(results)}"
     ]
     used = {
@@ -288,7 +275,8 @@ def page(results: dict[str, Any]) -> str:
         parts.append(
             f"{name}: {work['parameters']:,} parameters, {work['members']} clients, "
             f"{work['examples']:,} rows, {work['steps']:,} steps, {work['tokens']:,} targets a "
-            "round"
+            f"round; a nudge of the start by {NUDGE:.0e} moves the oracle's change by "
+            f"{found['doubt']:.0e}"
         )
         parts.append(markdown([HEAD, *table(found["contenders"], work["members"])]))
     return "\n\n".join(parts) + "\n"
@@ -324,8 +312,11 @@ def main() -> None:
         folder = (asked.out.parent / asked.out.stem / name).resolve()
         work = workload.write(plan, store, folder)
         say(f"{name}: {work}")
-        found = compare(folder, asked.peers, Terms(asked.rounds, asked.agree, asked.wait))
-        results["workloads"][name] = {"work": work, "contenders": found}
+        judge = judge_for(plan, store, folder, asked.agree)
+        peers = [n for n in asked.peers if plan.architecture in (CONTENDERS[n].only or ALL)]
+        found = compare(folder, peers, judge, Terms(asked.rounds, asked.wait))
+        doubt = judge.round.doubt
+        results["workloads"][name] = {"work": work, "doubt": doubt, "contenders": found}
         asked.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(page(results))
 

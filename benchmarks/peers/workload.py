@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +52,10 @@ class Plan:
     max_examples: int = 256
     rate: float = 0.5
     seed: int = SEED
+
+    def one_step(self) -> Plan:
+        """The same members with one batch each."""
+        return replace(self, max_examples=self.batch)
 
     @property
     def size(self) -> catalog.Dimensions:
