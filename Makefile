@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long test test-all lint format bench clean
+.PHONY: help train train-long test test-all lint format bench bench-peers clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -33,6 +33,18 @@ format: $(VENV)/.dev  ## put the code in form
 bench: $(VENV)/.installed  ## speed of the engines, side by side
 	$(BIN)/python -m benchmarks.engines
 
+# Peers live in throw-away environments of their own; one that cannot be installed is left out.
+PEERS := fedjax pfl flower torch
+TEXT ?= ../shared/data/irc-ubuntu.jsonl.gz
+
+bench-peers: $(VENV)/.installed $(PEERS:%=.bench/%/.installed)  ## fedlm's round beside other frameworks (about an hour)
+	$(BIN)/python -m benchmarks.peers.run --source $(TEXT) $(OPTIONS)
+
+.bench/%/.installed: benchmarks/peers/%.txt
+	$(PYTHON) -m venv .bench/$*
+	.bench/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@ \
+		|| echo "$* could not be installed and is left out"
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -45,4 +57,4 @@ $(VENV)/.dev: $(VENV)/.installed
 	@touch $@
 
 clean:  ## remove the environment, runs and prepared stores
-	rm -rf $(VENV) runs .fedlm
+	rm -rf $(VENV) .bench runs .fedlm
