@@ -20,15 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedlm.cohort.prefetch import prefetch
+from fedlm.core import tree
 from fedlm.core.errors import DivergenceError
-from fedlm.core.types import Engine, Params, Total
-from fedlm.federation.round import Algorithm, NodeState, choose, server_half
+from fedlm.core.types import Engine, Members, Params, Prepared, Total
+from fedlm.federation.round import Algorithm, Chooser, NodeState, server_half, with_text
+from fedlm.privacy.plan import PrivacyPlan
 
 Facts = dict[str, Any]
 
 # A model worse than guessing by three nats a token, five rounds in a row, does not come back.
 RUNAWAY_NATS = 3.0
 RUNAWAY_ROUNDS = 5
+# Sums over members to which a plan adds no noise.
+UNTOLD = ("refused", "steps", "tokens", "loss", "inside")
 CAUSES = (
     "Usual causes: client.rate or server.rate too high, no client.clip. "
     "Lower one of them; the last good checkpoint is kept."
@@ -66,15 +70,21 @@ def run(
 ) -> NodeState:
     """Rounds from where `state` is to the end, or to a polite stop."""
     rounds = range(int(state.round), cadence.rounds)
-    cohorts = prefetch(lambda r: engine.prepare(r, choose(algorithm, seed, r)), rounds)
+    choose = Chooser(algorithm, seed, state)
+
+    def ready(r: int) -> tuple[Members, Prepared]:
+        members = choose(r)
+        return members, engine.prepare(r, with_text(algorithm, members))
+
     high = 0
-    for r, cohort in zip(rounds, cohorts, strict=True):
+    for r, (members, cohort) in zip(rounds, prefetch(ready, rounds), strict=True):
         began = time.perf_counter()
-        total = engine.gather(state.params, cohort)
-        state = server_half(algorithm, state, total)
+        total = engine.gather(state.params, cohort, float(state.limit))
+        before, state = state, server_half(algorithm, state, total, members)
         facts = _facts(r, total, engine, time.perf_counter() - began)
         high = high + 1 if facts["loss"] > math.log(vocabulary) + RUNAWAY_NATS else 0
         _check(facts, high)
+        facts = _told(algorithm.plan, facts, before, state)
         last = r + 1 == cadence.rounds
         if last or (r + 1) % cadence.evaluate_every == 0:
             facts.update(hooks.evaluate(state.params))
@@ -94,7 +104,7 @@ def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
     began = time.perf_counter()
     read = {
         name: float(np.asarray(getattr(total, name)))
-        for name in ("members", "refused", "steps", "tokens", "nats")
+        for name in ("members", "refused", "steps", "tokens", "inside", "nats")
     }
     nats = read.pop("nats")
     return {
@@ -105,6 +115,20 @@ def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
         "download_bytes": engine.download_bytes,
         "seconds": seconds + time.perf_counter() - began,
     }
+
+
+def _told(plan: PrivacyPlan | None, facts: Facts, before: NodeState, after: NodeState) -> Facts:
+    """What a round may tell: under a plan nothing that depends on one member and has no noise."""
+    if plan is None:
+        return facts
+    if not plan.reveal:
+        facts = {k: v for k, v in facts.items() if k not in UNTOLD}
+    facts["clip"] = float(before.limit)
+    if plan.clip_quantile:
+        facts["inside"] = float(after.inside)
+    # The length of a round's noise over that of the longest mean change there can be.
+    facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
+    return facts
 
 
 def _check(facts: Facts, high: int) -> None:

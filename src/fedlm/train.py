@@ -14,7 +14,7 @@ import json
 import platform
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from fedlm.engine import hosts
 from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
+from fedlm.privacy import account
 from fedlm.recipe.build import Experiment, dimensions
 from fedlm.recipe.settings import Model, dump
 from fedlm.record import checkpoint, report
@@ -66,7 +67,7 @@ def train(
     if not hosts.alone():
         hosts.broadcast(checkpoint.to_bytes(state))
     state = _rounds(experiment, directory, state, watcher)
-    if int(state.round) < experiment.recipe.server.rounds:
+    if int(state.round) < experiment.rounds:
         return None
     return _close(experiment, directory, state, watcher)
 
@@ -90,7 +91,7 @@ def follow(experiment: Experiment, watcher: Watcher) -> bool:
         stop=lambda: hosts.agree(watcher.stop()),
     )
     state = _run(experiment, state, hooks)
-    return int(state.round) == experiment.recipe.server.rounds
+    return int(state.round) == experiment.rounds
 
 
 def _compare(experiment: Experiment) -> None:
@@ -130,7 +131,7 @@ def _state(
     """The state to start from, with a journal that ends exactly there."""
     if goes_on and directory.checkpoints.is_dir():
         check_same(experiment, directory)
-    fresh = init_node(experiment.algorithm, experiment.init_params())
+    fresh = experiment.init_node(experiment.init_params())
     journal = Journal(directory.journal)
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
@@ -171,12 +172,26 @@ def _header(experiment: Experiment, directory: RunDirectory, params: Params) -> 
         "recipe": recipe,
         "store": {k: v for k, v in experiment.store.manifest.items() if k != "settings"},
         "parameters": experiment.parameters,
+        **_promised(experiment),
         "start": experiment.watch(params),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in VERSIONS},
             "machine": f"{platform.machine()}, {jax.device_count()} {jax.default_backend()} lanes",
         },
+    }
+
+
+def _promised(experiment: Experiment) -> Facts:
+    """The plan, whole, so that the journal alone tells what a run may claim."""
+    plan = experiment.plan
+    if plan is None:
+        return {}
+    return {
+        "privacy": asdict(plan),
+        "privacy_budget": experiment.recipe.privacy.epsilon,
+        "canaries": experiment.recipe.privacy.canaries,
+        "unsafe_seed": experiment.recipe.privacy.seed is not None,
     }
 
 
@@ -199,6 +214,8 @@ def _rounds(
     board = Board(directory.tensorboard, first) if recipe.run.tensorboard else None
 
     def record(facts: Facts) -> None:
+        if experiment.plan is not None and "perplexity" in facts:
+            facts["epsilon"] = account.spent(experiment.plan, facts["round"] + 1).epsilon
         journal.append("round", **facts)
         if board is not None:
             board.add(facts["round"], facts)
@@ -209,7 +226,7 @@ def _rounds(
         journal.sync()  # a checkpoint counts on the rounds before it being told
         checkpoint.save(directory.checkpoints, int(state.round), state, recipe.run.keep_checkpoints)
 
-    watcher.begin(first, recipe.server.rounds, entries.header["start"]["perplexity"])
+    watcher.begin(first, experiment.rounds, entries.header["start"]["perplexity"])
     hooks = Hooks(
         evaluate=experiment.watch,
         record=record,
@@ -231,7 +248,7 @@ def _run(experiment: Experiment, state: NodeState, hooks: Hooks) -> NodeState:
         state,
         seed=recipe.run.seed,
         cadence=Cadence(
-            rounds=recipe.server.rounds,
+            rounds=experiment.rounds,
             evaluate_every=recipe.server.evaluate_every,
             checkpoint_every=recipe.run.checkpoint_every,
         ),
@@ -254,13 +271,20 @@ def _close(
     if experiment.recipe.run.baselines:
         watcher.say("counting n-grams on the training tokens")
         baselines = experiment.baselines(splits)
+    if experiment.rounds < experiment.recipe.server.rounds:
+        watcher.say(
+            f"The privacy budget ends here: round {experiment.rounds + 1} of "
+            f"{experiment.recipe.server.rounds} would pass epsilon "
+            f"{experiment.recipe.privacy.epsilon:g}. The model is kept."
+        )
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
     predictions = [
         {"prompt": prompt, "next": predict(state.params, experiment.store.tokenizer, prompt)}
         for prompt in experiment.recipe.run.prompts
     ]
-    journal.append("final", **splits, baselines=baselines, predictions=predictions)
+    claim = _claim(experiment, int(state.round))
+    journal.append("final", **splits, baselines=baselines, predictions=predictions, privacy=claim)
     journal.sync()
     save_weights(directory, state.params, experiment)
     facts = report.facts_of(directory.path)
@@ -268,6 +292,13 @@ def _close(
     summary = _summary(experiment, directory, state.params, facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     return summary
+
+
+def _claim(experiment: Experiment, rounds: int) -> Facts | None:
+    """What the run may claim, in numbers and words."""
+    if experiment.plan is None:
+        return None
+    return account.spent(experiment.plan, rounds)._asdict()
 
 
 def save_weights(directory: RunDirectory, params: Params, experiment: Experiment) -> None:
@@ -288,11 +319,10 @@ def _summary(
         "rounds": len(facts.rounds),
         "perplexity": headline.get("perplexity"),
         "accuracy": headline.get("accuracy"),
-        "tokens": sum(r["tokens"] for r in facts.rounds),
+        "tokens": sum(r.get("tokens", 0) for r in facts.rounds),
         "upload_bytes": last.get("upload_bytes", 0),
         "download_bytes": last.get("download_bytes", 0),
-        "epsilon": None,
-        "delta": None,
+        **_spent(facts),
         "params": experiment.parameters,
         "params_sha256": tree.sha256(params),
         "seconds": round(seconds, 3),
@@ -306,6 +336,13 @@ def _summary(
         "predictions": facts.final.get("predictions"),
         "report": str(directory.report),
     }
+
+
+def _spent(facts: report.Facts) -> Facts:
+    if facts.header.get("privacy") is None:
+        return {"epsilon": None, "delta": None}
+    spent = account.from_journal(facts.header, facts.rounds)
+    return {"epsilon": spent.epsilon, "delta": spent.delta}
 
 
 # ---- a trained model, asked ------------------------------------------------------------

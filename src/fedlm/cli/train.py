@@ -80,8 +80,10 @@ def _with_progress(recipe: Recipe, path: Path, resume: bool) -> Summary | None:
         f"training clients, {facts['train_tokens']:,} tokens; store {experiment.store.path}; "
         f"run {path}"
     )
+    if experiment.recipe.privacy.seed is not None:
+        note("privacy.seed is fixed: whoever knows it can subtract the noise. Unsafe for release.")
     progress = bar()
-    task = progress.add_task("", total=recipe.server.rounds, loss="-", perplexity="-", speed="-")
+    task = progress.add_task("", total=experiment.rounds, loss="-", perplexity="-", speed="-")
     latest: dict[str, float] = {"members": 0.0, "seconds": 0.0}
 
     def begin(first: int, rounds: int, perplexity: float | None) -> None:
@@ -91,7 +93,9 @@ def _with_progress(recipe: Recipe, path: Path, resume: bool) -> Summary | None:
     def on_round(facts: Facts) -> None:
         for name in ("members", "seconds"):
             latest[name] += facts[name]
-        shown: dict[str, Any] = {"loss": f"{facts['loss']:.3f}"}
+        shown: dict[str, Any] = {"loss": f"{facts['loss']:.3f}" if "loss" in facts else "-"}
+        if facts.get("epsilon") is not None:
+            shown["loss"] += f", epsilon {facts['epsilon']:.2f}"
         if facts.get("perplexity") is not None:
             shown["perplexity"] = f"{facts['perplexity']:.1f}"
         speed = latest["members"] / max(latest["seconds"], 1e-9)
@@ -149,6 +153,8 @@ def _print(summary: Summary) -> None:
         f"{summary['rounds']} rounds, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s "
         f"({summary['clients_per_second']:.1f} clients/s); {moved}{accuracy}"
     )
+    if summary["epsilon"] is not None:
+        out.print(f"privacy: epsilon {summary['epsilon']:.3f} at delta {summary['delta']:g}")
     for prompt in summary.get("predictions") or []:
         said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
         out.print(f"  {prompt['prompt']} ... {said}")

@@ -1,9 +1,9 @@
 """The laws by which members join a round.
 
-In:       a `Sampling` and the generator of one round.
+In:       a `Sampling`, the generator of one round, who took part before.
 Out:      member numbers in ascending order.
-Promise:  drawn by the declared law from that generator alone; the cost does not need more
-          than one pass over the population, and for a fixed size not even that.
+Promise:  drawn by the declared law from that generator and that history alone; never more than
+          a few passes over the population, and for a fixed size not even one.
 Not here: which clients exist (`corpus/store.py`), who really answered (an engine reports it).
 """
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from fedlm.core.errors import require
-from fedlm.core.types import Members, Sampling
+from fedlm.core.types import History, Members, Sampling
+
+NEVER = -(1 << 30)
 
 
 def check(sampling: Sampling) -> None:
@@ -27,10 +29,48 @@ def check(sampling: Sampling) -> None:
     )
 
 
-def draw(sampling: Sampling, rng: np.random.Generator) -> Members:
+def no_history(sampling: Sampling) -> History:
+    """Before the first round; empty for laws that do not look back."""
+    size = sampling.population if sampling.law == "separated" else 0
+    return History(np.full(size, NEVER, np.int32), np.zeros(size, np.int32))
+
+
+def joined(history: History, members: Members, round: int) -> History:
+    """The history after a round."""
+    if len(history.last) == 0:
+        return history
+    last, times = history.last.copy(), history.times.copy()
+    last[members] = round
+    times[members] += 1
+    return History(last, times)
+
+
+def draw(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
     """The members of one round."""
     if sampling.law == "poisson":
         rate = sampling.cohort / sampling.population
         return np.flatnonzero(rng.random(sampling.population) < rate)
+    if sampling.law == "separated":
+        return _separated(sampling, rng, round, history)
     chosen = rng.choice(sampling.population, sampling.cohort, replace=False, shuffle=False)
     return np.sort(chosen)
+
+
+def _separated(
+    sampling: Sampling, rng: np.random.Generator, round: int, history: History
+) -> Members:
+    """Clients that rested long enough and may come again.
+
+    Where participations are limited those who came least often go first, so that no round has to
+    stay short because some clients used up their turns early.
+    """
+    rested = round - history.last.astype(np.int64) > sampling.min_separation
+    if sampling.max_participations:
+        rested &= history.times < sampling.max_participations
+    free = np.flatnonzero(rested)
+    if len(free) <= sampling.cohort:
+        return free
+    order = rng.random(len(free))
+    if sampling.max_participations:
+        order += history.times[free]
+    return np.sort(free[np.argpartition(order, sampling.cohort - 1)[: sampling.cohort]])

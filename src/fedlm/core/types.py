@@ -70,6 +70,7 @@ class Update(eqx.Module):
     tokens: Float[Array, ""]
     steps: Float[Array, ""]
     refused: Float[Array, ""]
+    inside: Float[Array, ""]  # one, unless a privacy clip made it shorter
 
 
 class Total(eqx.Module):
@@ -81,7 +82,15 @@ class Total(eqx.Module):
     tokens: Float[Array, ""]
     steps: Float[Array, ""]
     refused: Float[Array, ""]
+    inside: Float[Array, ""]
     members: Float[Array, ""]
+
+
+class History(NamedTuple):
+    """When each client last took part, and how often; empty where no law asks for it."""
+
+    last: Any  # int32, population
+    times: Any  # int32, population
 
 
 class Local(NamedTuple):
@@ -131,13 +140,15 @@ class Prepared(NamedTuple):
 
 
 class Engine(Protocol):
-    """A way to compute the sum of a cohort's updates."""
+    """A way to compute the sum of a cohort's updates, none of them longer than `limit`."""
 
     upload_bytes: int
     download_bytes: int
 
     def prepare(self, round: int, members: Members) -> Prepared: ...
 
-    def gather(self, params: Params, cohort: Prepared) -> Total: ...
+    def gather(self, params: Params, cohort: Prepared, limit: float = ...) -> Total: ...
 
-    def collect(self, params: Params, cohort: Prepared) -> Iterable[tuple[int, Update]]: ...
+    def collect(
+        self, params: Params, cohort: Prepared, limit: float = ...
+    ) -> Iterable[tuple[int, Update]]: ...

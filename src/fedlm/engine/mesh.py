@@ -17,9 +17,11 @@ its own; what goes in and what comes out is local to the process, and the same a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -31,7 +33,7 @@ from fedlm.cohort.pack import Segment, batch_up, spread
 from fedlm.core.keys import digest_for, generator_for, key_data
 from fedlm.core.types import Members, Params, Prepared, Rows, Shape, Total, Update
 from fedlm.engine import hosts
-from fedlm.federation.round import Algorithm, add_member, empty_total
+from fedlm.federation.round import Algorithm, add_member, empty_total, member_half
 
 
 class Stream(NamedTuple):
@@ -79,7 +81,7 @@ class MeshEngine:
         per_lane, shared = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
         self._per_lane, self._shared = per_lane, shared
         self._start = jax.jit(self._start_lanes, out_shardings=per_lane)
-        self._chunk = jax.jit(self._run_chunk, donate_argnums=1)
+        self._chunk = jax.jit(self._run_chunk, donate_argnums=2)
         self._sum = jax.jit(_sum_lanes, out_shardings=shared)
         self._spread = jax.jit(lambda total: total, out_shardings=shared)
 
@@ -127,23 +129,25 @@ class MeshEngine:
                 at += last - first
         return stream
 
-    def gather(self, params: Params, cohort: Prepared) -> Total:
+    def gather(self, params: Params, cohort: Prepared, limit: float = math.inf) -> Total:
         """The sum of the cohort's updates."""
-        shared = self._to_all(params)
+        shared, bound = self._to_all((params, jnp.float32(limit)))
         state = self._start(shared)
         for stream in cohort.batches:
-            state = self._chunk(shared, state, self._to_lanes(stream))
+            state = self._chunk(shared, bound, state, self._to_lanes(stream))
         self._count_bytes(params, len(cohort.members))
         return self._from_all(self._sum, state.total)
 
-    def collect(self, params: Params, cohort: Prepared) -> Iterator[tuple[int, Update]]:
+    def collect(
+        self, params: Params, cohort: Prepared, limit: float = math.inf
+    ) -> Iterator[tuple[int, Update]]:
         """Each member's update: one member a lane at a time."""
-        shared = self._to_all(params)
+        shared, bound = self._to_all((params, jnp.float32(limit)))
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
             state = self._start(shared)
             for stream in self.prepare(cohort.round, group).batches:
-                state = self._chunk(shared, state, self._to_lanes(stream))
+                state = self._chunk(shared, bound, state, self._to_lanes(stream))
             total = self._from_all(self._spread, state.total)
             # Longest first, ties by place: the same order in which `spread` fills lanes.
             order = self._lane_order(cohort.round, group)
@@ -200,20 +204,20 @@ class MeshEngine:
         one = LaneState(self.algorithm.local.init(params), empty_total(params))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
-    def _run_chunk(self, params: Params, state: LaneState, stream: Stream) -> LaneState:
+    def _run_chunk(self, params: Params, limit: Any, state: LaneState, stream: Stream) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
         run = jax.shard_map(
             self._run_lane,
             mesh=self.mesh,
-            in_specs=(P(), lanes, lanes),
+            in_specs=(P(), P(), lanes, lanes),
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(params, state, stream)
+        done: LaneState = run(params, limit, state, stream)
         return done
 
-    def _run_lane(self, params: Params, state: LaneState, stream: Stream) -> LaneState:
+    def _run_lane(self, params: Params, limit: Any, state: LaneState, stream: Stream) -> LaneState:
         state, stream = jax.tree.map(lambda x: x[0], (state, stream))
         local, codec = self.algorithm.local, self.algorithm.upload
 
@@ -228,18 +232,14 @@ class MeshEngine:
                 lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
             )
 
-            update = local.finish(params, carry, stream.examples[i])
+            update = member_half(self.algorithm, params, carry, stream.examples[i], limit)
             key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
-            sent = _with_delta(update, codec.apply(update.delta, key))
+            sent = eqx.tree_at(lambda u: u.delta, update, codec.apply(update.delta, key))
             # A member that goes on in the next chunk counts nothing yet: a branch would copy.
             return LaneState(carry, add_member(total, sent, stream.closes[i]))
 
         state = jax.lax.fori_loop(0, stream.segments, segment, state)
         return jax.tree.map(lambda x: x[None], state)
-
-
-def _with_delta(update: Update, delta: Params) -> Update:
-    return Update(delta, update.weight, update.nats, update.tokens, update.steps, update.refused)
 
 
 def _sum_lanes(total: Total) -> Total:
@@ -251,4 +251,4 @@ def _single(total: Total, lane: int) -> Update:
     one = jax.tree.map(lambda x: x[lane], total)
     share = jnp.where(one.weight > 0, 1.0 / jnp.where(one.weight > 0, one.weight, 1.0), 0.0)
     delta = jax.tree.map(lambda x: x * share, one.delta)
-    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused)
+    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside)

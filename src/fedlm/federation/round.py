@@ -8,30 +8,55 @@ Not here: loops over rounds (`run.py`), over members (`engine`), named choices (
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from fedlm.cohort.sample import draw
+from fedlm.cohort.sample import draw, joined, no_history
 from fedlm.core import tree
-from fedlm.core.keys import generator_for
-from fedlm.core.types import Codec, Local, Members, OptState, Params, Sampling, Total, Update
-from fedlm.server.aggregate import mean
+from fedlm.core.keys import generator_for, key_for
+from fedlm.core.types import (
+    Codec,
+    History,
+    Local,
+    Members,
+    OptState,
+    Params,
+    Sampling,
+    Total,
+    Update,
+)
+from fedlm.privacy.clip import clip, next_limit
+from fedlm.privacy.noise import Noise, silent, standard_normal
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.server.aggregate import mean, over
 from fedlm.server.step import step
+
+SILENT = silent()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Everything a round needs to know; engines and the loop read it and add nothing."""
+    """Everything a round needs to know; engines and the loop read it and add nothing.
+
+    Under a plan, `noise` is in units of the clip, every weight is one and the denominator fixed.
+    """
 
     sampling: Sampling
     local: Local
     upload: Codec
     download: Codec
     server: optax.GradientTransformation
+    plan: PrivacyPlan | None = None
+    noise: Noise = SILENT
+    canaries: int = 0  # the last numbers of the population: they send a direction, for audits
 
 
 class NodeState(eqx.Module):
@@ -39,23 +64,74 @@ class NodeState(eqx.Module):
 
     params: Params
     server_memory: OptState
+    noise_memory: Any
+    history: History
+    limit: Float[Array, ""]  # the longest update that a member may send
+    inside: Float[Array, ""]  # the noisy share of updates that were inside it, where released
+    secret: UInt32[Array, "4"]  # what private draws are made from
     round: Int[Array, ""]
 
 
-def init_node(algorithm: Algorithm, params: Params) -> NodeState:
-    """The state before the first round."""
-    return NodeState(params, algorithm.server.init(params), jnp.int32(0))
+def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
+    """The state before the first round; a plan needs a secret that nobody can guess."""
+    plan = algorithm.plan
+    history = no_history(algorithm.sampling)
+    return NodeState(
+        params,
+        algorithm.server.init(params),
+        algorithm.noise.init(params),
+        History(*(jnp.asarray(part) for part in history)),
+        jnp.float32(math.inf if plan is None else plan.clip_norm),
+        jnp.float32(math.nan),
+        jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
+        jnp.int32(0),
+    )
 
 
-def choose(algorithm: Algorithm, seed: int, round: int) -> Members:
-    """The members of one round, drawn by the algorithm's law."""
-    return draw(algorithm.sampling, generator_for(seed, "cohort", round=round))
+def private_seed(state: NodeState) -> int:
+    """The seed of cohort draws and noise under a plan: never that of the recipe."""
+    return int.from_bytes(np.asarray(state.secret).astype("<u4").tobytes(), "little")
+
+
+class Chooser:
+    """The members of each round, in order, drawn by the algorithm's law."""
+
+    def __init__(self, algorithm: Algorithm, seed: int, state: NodeState) -> None:
+        self.sampling = algorithm.sampling
+        self.seed = seed if algorithm.plan is None else private_seed(state)
+        self.history = History(*(np.asarray(part) for part in state.history))
+
+    def __call__(self, round: int) -> Members:
+        rng = generator_for(self.seed, "cohort", round=round)
+        members = draw(self.sampling, rng, round, self.history)
+        self.history = joined(self.history, members, round)
+        return members
+
+
+def with_text(algorithm: Algorithm, members: Members) -> Members:
+    """The members that train: all but the canaries."""
+    return members[members < algorithm.sampling.population - algorithm.canaries]
+
+
+def canary(seed: int, number: int, like: Params) -> Params:
+    """The direction that a canary sends whenever it takes part: random, of length one."""
+    drawn = standard_normal(key_for(seed, "canary", member=number), like)
+    return tree.scale(drawn, 1.0 / tree.norm(drawn))
+
+
+def _add_canaries(algorithm: Algorithm, state: NodeState, total: Total, members: Members) -> Total:
+    for number in members[len(with_text(algorithm, members)) :]:
+        one, zero = jnp.ones(()), jnp.zeros(())
+        direction = canary(private_seed(state), int(number), state.params)
+        sent = Update(tree.scale(direction, state.limit), one, zero, zero, zero, zero, one)
+        total = add_member(total, clip(sent, state.limit))
+    return total
 
 
 def empty_total(params: Params) -> Total:
     """The sum over nobody."""
     zero = jnp.zeros(())
-    return Total(tree.zeros_like(params), zero, zero, zero, zero, zero, zero)
+    return Total(tree.zeros_like(params), zero, zero, zero, zero, zero, zero, zero)
 
 
 def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
@@ -68,12 +144,65 @@ def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = Tr
         tokens=total.tokens + one * update.tokens,
         steps=total.steps + one * update.steps,
         refused=total.refused + one * update.refused,
+        inside=total.inside + one * update.inside,
         members=total.members + one,
     )
 
 
-@eqx.filter_jit
-def server_half(algorithm: Algorithm, state: NodeState, total: Total) -> NodeState:
+def member_half(
+    algorithm: Algorithm, params: Params, carry: Any, examples: Array, limit: Array
+) -> Update:
+    """What a member makes of its work: an update, and under a plan one within the limit."""
+    update = algorithm.local.finish(params, carry, examples)
+    return update if algorithm.plan is None else clip(update, limit)
+
+
+def server_half(
+    algorithm: Algorithm, state: NodeState, total: Total, members: Members
+) -> NodeState:
     """What the server does with the sum of a cohort."""
-    params, memory = step(algorithm.server, state.params, state.server_memory, mean(total))
-    return NodeState(params, memory, state.round + 1)
+    total = _add_canaries(algorithm, state, total, members)
+    key = _noise_key(algorithm, state, total)
+    history = joined(History(*(np.asarray(h) for h in state.history)), members, int(state.round))
+    after = _server_step(algorithm, state, total, key)
+    kept = History(*(jnp.asarray(part) for part in history))
+    return eqx.tree_at(lambda s: tuple(s.history), after, tuple(kept))
+
+
+def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyArray:
+    """The key of a round's noise, which also names the sum that the noise is for.
+
+    A round that is run again after a crash has the same sum and gets the same noise. Should its
+    sum ever differ, the noise does too: the difference of two releases must not cancel it.
+    """
+    if algorithm.plan is None:
+        return key_for(0, "noise")
+    sum_is = int(tree.sha256((total.delta, total.inside))[:15], 16)
+    return key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
+
+
+@eqx.filter_jit
+def _server_step(
+    algorithm: Algorithm, state: NodeState, total: Total, key: PRNGKeyArray
+) -> NodeState:
+    plan, limit, inside, memory = algorithm.plan, state.limit, state.inside, state.noise_memory
+    if plan is None:
+        change = mean(total)
+    else:
+        in_clips = eqx.tree_at(lambda t: t.delta, total, tree.scale(total.delta, 1.0 / limit))
+        noisy, memory = algorithm.noise.add(in_clips.delta, memory, jr.fold_in(key, 0))
+        hidden = eqx.tree_at(lambda t: t.delta, total, tree.scale(noisy, limit))
+        change = over(hidden, plan.denominator)
+        if plan.clip_quantile:
+            limit, inside = next_limit(plan, limit, total.inside, jr.fold_in(key, 1))
+    params, server_memory = step(algorithm.server, state.params, state.server_memory, change)
+    return NodeState(
+        params,
+        server_memory,
+        memory,
+        state.history,
+        limit,
+        inside,
+        state.secret,
+        state.round + 1,
+    )

@@ -72,6 +72,7 @@ def local_training(
             tokens=jnp.where(sound, carry.tokens, 0.0),
             steps=carry.steps,
             refused=jnp.where(sound, 0.0, 1.0),
+            inside=jnp.ones(()),
         )
 
     return Local(init, step, finish)

@@ -160,6 +160,8 @@ def _typed(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
         if wanted == "float":
             value = math.inf if value is None else value
             good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        elif wanted == "bool":
+            good = isinstance(value, bool)
         elif wanted == "int":
             good = isinstance(value, int) and not isinstance(value, bool)
         else:

@@ -39,17 +39,38 @@ class PrivacyPlan:
     restart_every: int = 0  # tree: rounds a tree; 0 is one tree over all rounds
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
+    clip_quantile: float = 0.0  # the share of updates that an adaptive clip lets through; 0: fixed
+    clip_rate: float = 0.2  # how fast it follows
+    clip_noise: float = 0.0  # stddev of the noise on how many were let through
+    reveal: bool = False  # whether the journal also holds sums without noise; no claim covers them
+
+    @property
+    def sum_multiplier(self) -> float:
+        """The noise multiplier of the sum, when the count of an adaptive clip takes its part.
+
+        One member moves the sum by the clip and the centred count by a half. Together the two
+        releases cost as much as one sum with `noise_multiplier`.
+        """
+        if not self.clip_quantile or not self.noise_multiplier:
+            return self.noise_multiplier
+        left = self.noise_multiplier**-2 - (2 * self.clip_noise) ** -2
+        return left**-0.5
 
     def stddev(self, norm_gain: float = 1.0) -> float:
         """The noise of a sum whose terms a codec may lengthen by `norm_gain`."""
         if not self.noise_multiplier:
             return 0.0
-        return self.noise_multiplier * self.clip_norm * norm_gain
+        return self.sum_multiplier * self.clip_norm * norm_gain
 
     @property
     def denominator(self) -> float:
         """What the noisy sum is divided by: fixed, because the true head count is private."""
         return float(self.sampling.cohort)
+
+    def noise_to_signal(self, size: int, norm_gain: float = 1.0) -> float:
+        """Length of a round's noise in `size` numbers over the longest sum of a cohort."""
+        stddev = self.stddev(norm_gain) / self.clip_norm
+        return stddev * math.sqrt(size) / self.denominator
 
     @property
     def width(self) -> int:
@@ -73,6 +94,34 @@ def check(plan: PrivacyPlan) -> None:
     if plan.sampling.law == "separated":
         _check_separation(plan.sampling, plan.rounds)
     _check_matrix(plan)
+    _check_adaptive(plan)
+
+
+def _check_adaptive(plan: PrivacyPlan) -> None:
+    require(
+        0 <= plan.clip_quantile < 1,
+        "privacy.clip_quantile",
+        plan.clip_quantile,
+        "0 (a fixed clip) or a share of updates below 1",
+    )
+    if not plan.clip_quantile:
+        return
+    require(
+        plan.mechanism == "gaussian",
+        "privacy.clip_quantile",
+        plan.clip_quantile,
+        f"0 with privacy.mechanism = {plan.mechanism!r}, because correlated noise was made for one "
+        "clip and may not see it move",
+        "Find a clip with the gaussian mechanism first, then set privacy.clip.",
+    )
+    require(
+        plan.noise_multiplier == 0 or 2 * plan.clip_noise > plan.noise_multiplier,
+        "privacy.clip_noise",
+        plan.clip_noise,
+        f"more than half of privacy.noise, here {plan.noise_multiplier / 2:g}: the count of "
+        "updates let through spends a part of the same budget",
+        "A twentieth of server.cohort is common.",
+    )
 
 
 def _check_numbers(plan: PrivacyPlan) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from fedlm.cohort.pack import cut
-from fedlm.cohort.sample import check
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import Engine, Params, Sampling, Shape
@@ -31,9 +30,12 @@ from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, figures
 from fedlm.federation.algorithms import client_optimizer, schedule, server_optimizer
-from fedlm.federation.round import Algorithm
+from fedlm.federation.round import SILENT, Algorithm, NodeState, init_node
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
+from fedlm.privacy.noise import for_plan
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe import promise
 from fedlm.recipe.settings import Data, Model, Recipe
 from fedlm.record.checkpoint import from_bytes
 from fedlm.wire.dense import dense
@@ -113,7 +115,13 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     data = recipe.data
     if data.store is not None:
         data = data.model_copy(update=vars(store.settings))
-    return recipe.model_copy(update={"data": data, "model": recipe.model.model_copy(update=sizes)})
+    return recipe.model_copy(
+        update={
+            "data": data,
+            "model": recipe.model.model_copy(update=sizes),
+            "client": promise.client_of(recipe),
+        }
+    )
 
 
 def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
@@ -176,12 +184,7 @@ class Experiment:
     @cached_property
     def algorithm(self) -> Algorithm:
         client, server = self.recipe.client, self.recipe.server
-        sampling = Sampling(
-            law=server.sampling,
-            population=len(self.store.training_clients),
-            cohort=server.cohort,
-        )
-        check(sampling)
+        upload, plan = dense(), self.plan
         inner = client_optimizer(
             client.optimizer,
             client.rate,
@@ -200,12 +203,32 @@ class Experiment:
             epsilon=server.epsilon,
         )
         return Algorithm(
-            sampling=sampling,
+            sampling=self.sampling,
             local=local_training(catalog.loss, inner, WEIGHTS[client.weight]),
-            upload=dense(),
+            upload=upload,
             download=dense(),
             server=outer,
+            plan=plan,
+            noise=SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0)),
+            canaries=self.recipe.privacy.canaries,
         )
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        return promise.sampling_of(self.recipe, len(self.store.training_clients))
+
+    @cached_property
+    def plan(self) -> PrivacyPlan | None:
+        return promise.plan_of(self.recipe, self.sampling)
+
+    @cached_property
+    def rounds(self) -> int:
+        """How many rounds will run: those asked for, or as many as the privacy budget holds."""
+        return promise.rounds_of(self.recipe, self.plan)
+
+    def init_node(self, params: Params) -> NodeState:
+        """The state before the first round."""
+        return init_node(self.algorithm, params, promise.secret_of(self.recipe.privacy))
 
     @property
     def shape(self) -> Shape:
@@ -254,9 +277,11 @@ class Experiment:
     @cached_property
     def watched_rows(self) -> np.ndarray:
         """The fixed sample of held-out rows that is scored on the way."""
-        rows, _ = self.held_rows("validation")
+        # Held-out text of training clients is theirs too: a plan leaves it alone.
+        order = ("validation", "test") if self.plan is None else ("test", "validation")
+        rows, _ = self.held_rows(order[0])
         if len(rows) == 0:
-            rows, _ = self.held_rows("test")
+            rows, _ = self.held_rows(order[1])
         most = self.recipe.server.evaluate_rows
         if most and len(rows) > most:
             rng = generator_for(self.recipe.run.seed, "evaluate")
@@ -303,5 +328,5 @@ def build(recipe: Recipe, cache: Path, progress: Callable[[str, int], None]) -> 
     """Opens the store and checks everything that can be checked before the first round."""
     store = open_store(recipe.data, cache, progress)
     experiment = Experiment(resolve(recipe, store), store)
-    _ = experiment.algorithm
+    _ = experiment.algorithm, experiment.rounds
     return experiment

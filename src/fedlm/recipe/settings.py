@@ -98,9 +98,30 @@ class Server(Table):
     end: Share = 0.0
     rounds: Count = 100
     cohort: Count = 20
-    sampling: Literal["fixed", "poisson"] = "fixed"
+    sampling: Literal["fixed", "poisson", "separated"] = "fixed"
     evaluate_every: Count = 10
     evaluate_rows: Annotated[int, Field(ge=0)] = 2_000  # validation rows; 0 is all
+
+
+class Privacy(Table):
+    """What is promised to each client; without a mechanism, nothing is."""
+
+    mechanism: Literal["gaussian", "tree", "banded", "toeplitz", "blt"] | None = None
+    clip: Positive = 1.0  # the longest update one client may send
+    noise: NotNegative | None = None  # in multiples of the clip; left out, found from epsilon
+    epsilon: Positive | None = None  # what the whole run may spend; it stops before passing it
+    delta: float = 1e-6
+    min_separation: Annotated[int, Field(ge=0)] = 0  # rounds strictly between two turns
+    max_participations: Annotated[int, Field(ge=0)] = 0  # 0: as many as the separation allows
+    restart_every: Annotated[int, Field(ge=0)] = 0
+    bands: Annotated[int, Field(ge=0)] = 0
+    buffers: Count = 3
+    clip_quantile: Share = 0.0  # let the clip follow this quantile of update lengths; 0: fixed
+    clip_rate: Positive = 0.2
+    clip_noise: NotNegative | None = None  # on how many were let through; a twentieth of a cohort
+    canaries: Annotated[int, Field(ge=0)] = 0  # clients that send a known direction, for audits
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # unsafe: a seed others know
+    reveal: bool = False  # record sums without noise; no claim covers them
 
 
 class Run(Table):
@@ -123,6 +144,7 @@ class Recipe(Table):
     model: Model = Model()
     client: Client = Client()
     server: Server = Server()
+    privacy: Privacy = Privacy()
     run: Run = Run()
 
 

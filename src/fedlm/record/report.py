@@ -52,6 +52,7 @@ class Facts:
             "round": lambda i, r: r["round"] + 1,
             "seconds": lambda i, r: elapsed[i],
             "upload_bytes": lambda i, r: r["upload_bytes"] / 1e6,
+            "epsilon": lambda i, r: r.get("epsilon", 0.0),
         }[axis]
         points = [
             (x(i, r), r["perplexity"])
@@ -114,7 +115,7 @@ def table(head: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def _overview(runs: list[Facts]) -> str:
     head = ["run", "rounds", "test perplexity", "test accuracy", "validation perplexity"]
-    head += ["tokens", "MB up", "MB down", "seconds", "parameters"]
+    head += ["epsilon", "tokens", "MB up", "MB down", "seconds", "parameters"]
 
     def row(run: Facts) -> list[Any]:
         test, validation = run.final.get("test") or {}, run.final.get("validation") or {}
@@ -126,7 +127,8 @@ def _overview(runs: list[Facts]) -> str:
             test.get("perplexity"),
             test.get("accuracy"),
             validation.get("perplexity") or watched,
-            sum(r["tokens"] for r in run.rounds),
+            (run.final.get("privacy") or {}).get("epsilon"),
+            sum(r.get("tokens", 0) for r in run.rounds),
             last.get("upload_bytes", 0) / 1e6,
             last.get("download_bytes", 0) / 1e6,
             sum(r["seconds"] for r in run.rounds),
@@ -157,17 +159,54 @@ def _curves(runs: list[Facts]) -> list[str]:
     parts.append(
         plots.lines([run.over("seconds") for run in drawn], x="seconds", y="perplexity", log_y=True)
     )
+    private = [run for run in drawn if run.header.get("privacy")]
+    if private:
+        parts.append("<h2>Over epsilon spent</h2>")
+        spent = [run.over("epsilon") for run in private]
+        parts.append(plots.lines(spent, x="epsilon", y="perplexity", log_y=True))
+    told = [run for run in drawn if all("loss" in r for r in run.rounds)]
     losses = [
         Series(run.name, [r["round"] + 1 for r in run.rounds], [r["loss"] for r in run.rounds])
-        for run in drawn
+        for run in told
     ]
-    parts.append("<h2>Training loss of the cohort</h2>")
-    parts.append(plots.lines(losses, x="round", y="nats per token"))
+    if losses:
+        parts.append("<h2>Training loss of the cohort</h2>")
+        parts.append(plots.lines(losses, x="round", y="nats per token"))
     return parts
 
 
+def _privacy(run: Facts) -> list[str]:
+    """The claim in plain words, from the plan in the header and the rounds that ran."""
+    plan = run.header.get("privacy")
+    if plan is None:
+        return ["<h2>Privacy</h2><p>This run makes no privacy claim.</p>"]
+    claim, last = run.final.get("privacy") or {}, run.rounds[-1] if run.rounds else {}
+    epsilon = claim.get("epsilon")
+    said = "not finished, so nothing is claimed" if epsilon is None else f"epsilon {epsilon:.4g}"
+    words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get("assumptions", ()))
+    warned = ""
+    if run.header.get("unsafe_seed"):
+        warned = "<p><b>Unsafe for release:</b> the seed of the noise was fixed by a setting.</p>"
+    rows = [
+        ["mechanism", plan["mechanism"]],
+        ["noise, in multiples of the clip", plan["noise_multiplier"]],
+        ["clip, last round", last.get("clip", plan["clip_norm"])],
+        ["share of updates inside the clip, with noise", last.get("inside")],
+        ["length of the noise over the longest mean change", last.get("noise_to_signal")],
+        ["fixed denominator", plan["sampling"]["cohort"]],
+        ["budget", run.header.get("privacy_budget")],
+        ["computed by", claim.get("accountant", "-")],
+    ]
+    return [
+        f"<h2>Privacy</h2><p><b>{said}</b> at delta {plan['delta']:g} "
+        f"after {len(run.rounds)} rounds.</p>",
+        f"{warned}<ul>{words}</ul>",
+        table(["what", "value"], rows),
+    ]
+
+
 def _one_run(run: Facts) -> list[str]:
-    parts: list[str] = []
+    parts = _privacy(run)
     baselines = run.final.get("baselines") or {}
     if baselines:
         parts.append("<h2>Beside what counting reaches</h2>")

@@ -1,8 +1,8 @@
 """From a sum of updates to their mean.
 
 In:       a `Total` whose change is already weighted.
-Out:      the weighted mean change.
-Promise:  the mean is the mean; an empty cohort changes nothing.
+Out:      the weighted mean change, or the sum over a fixed number.
+Promise:  the mean is the mean; an empty cohort changes nothing; a fixed denominator is fixed.
 Not here: which weights (`local/train.py`), noise (`privacy`), the step (`step.py`).
 """
 
@@ -12,6 +12,11 @@ import jax.numpy as jnp
 
 from fedlm.core import tree
 from fedlm.core.types import Params, Total
+
+
+def over(total: Total, denominator: float) -> Params:
+    """The sum over a number that does not depend on who came."""
+    return tree.scale(total.delta, 1.0 / denominator)
 
 
 def mean(total: Total) -> Params:

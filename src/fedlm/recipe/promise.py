@@ -1,0 +1,128 @@
+"""What a recipe promises to each client: `[privacy]` to a plan.
+
+In:       a recipe, and how many clients there are.
+Out:      the sampling law, the plan, how many rounds fit its budget, the secret of its draws.
+Promise:  settings that look like a promise and are none are refused; a plan is checked before
+          the first round.
+Not here: which plans are sound (`privacy/plan.py`), what they cost (`privacy/account.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from fedlm.cohort.sample import check as check_cohort
+from fedlm.core.errors import require
+from fedlm.core.types import Sampling
+from fedlm.privacy import account
+from fedlm.privacy.plan import PrivacyPlan, check
+from fedlm.recipe.settings import Client, Privacy, Recipe
+
+
+def sampling_of(recipe: Recipe, clients: int) -> Sampling:
+    """Who may join a round; canaries are members of the population like any other."""
+    server, privacy = recipe.server, recipe.privacy
+    sampling = Sampling(
+        law=server.sampling,
+        population=clients + privacy.canaries,
+        cohort=server.cohort,
+        min_separation=privacy.min_separation,
+        max_participations=privacy.max_participations,
+    )
+    check_cohort(sampling)
+    return sampling
+
+
+def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
+    """The privacy plan, its noise found from a target where none is given."""
+    asked = recipe.privacy
+    if asked.mechanism is None:
+        _refuse_half_a_plan(recipe)
+        return None
+    require(
+        asked.noise is not None or asked.epsilon is not None,
+        "privacy.noise",
+        asked.noise,
+        "a multiple of privacy.clip",
+        "Or set privacy.epsilon, and the noise is found from it.",
+    )
+    count_noise = asked.clip_noise
+    if count_noise is None:
+        count_noise = sampling.cohort / 20 if asked.clip_quantile else 0.0
+    plan = PrivacyPlan(
+        mechanism=asked.mechanism,
+        sampling=sampling,
+        rounds=recipe.server.rounds,
+        clip_norm=asked.clip,
+        noise_multiplier=asked.noise or 0.0,
+        delta=asked.delta,
+        restart_every=asked.restart_every,
+        bands=asked.bands,
+        buffers=asked.buffers,
+        clip_quantile=asked.clip_quantile,
+        clip_rate=asked.clip_rate,
+        clip_noise=count_noise,
+        reveal=asked.reveal,
+    )
+    if asked.noise is None:
+        assert asked.epsilon is not None
+        plan = replace(plan, noise_multiplier=account.calibrate(plan, asked.epsilon))
+    check(plan)
+    return plan
+
+
+def _refuse_half_a_plan(recipe: Recipe) -> None:
+    """A table that looks like a promise and is none is an error, not a default."""
+    nothing = Privacy()
+    for name, value in recipe.privacy:
+        require(
+            value == getattr(nothing, name),
+            f"privacy.{name}",
+            value,
+            "privacy.mechanism beside it: without one nothing is clipped and no noise is added",
+        )
+    require(
+        recipe.server.sampling != "separated",
+        "server.sampling",
+        "separated",
+        "privacy.mechanism and privacy.min_separation beside it",
+    )
+
+
+def client_of(recipe: Recipe) -> Client:
+    """What a member does; under a plan every weight is one."""
+    client = recipe.client
+    if recipe.privacy.mechanism is None or client.weight == "uniform":
+        return client
+    require(
+        "weight" not in client.model_fields_set,
+        "client.weight",
+        client.weight,
+        "'uniform' under a privacy plan, because a weight would let one client move the sum by "
+        "more than the clip",
+        "Leave it out.",
+    )
+    return client.model_copy(update={"weight": "uniform"})
+
+
+def rounds_of(recipe: Recipe, plan: PrivacyPlan | None) -> int:
+    """The rounds asked for, or as many as the budget holds."""
+    asked, budget = recipe.server.rounds, recipe.privacy.epsilon
+    if plan is None or budget is None or recipe.privacy.noise is None:
+        return asked
+    fits = account.allowed_rounds(plan, budget)
+    require(
+        fits > 0,
+        "privacy.epsilon",
+        budget,
+        f"a budget that holds one round: with privacy.noise = {plan.noise_multiplier:g} the first "
+        f"costs {account.spent(plan, 1).epsilon:.3g}",
+        "Raise it or privacy.noise.",
+    )
+    return fits
+
+
+def secret_of(privacy: Privacy) -> bytes:
+    """What private draws are made from: the system's entropy, unless a seed is fixed."""
+    return os.urandom(16) if privacy.seed is None else privacy.seed.to_bytes(16, "little")
