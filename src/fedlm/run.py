@@ -20,19 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedlm.cohort.prefetch import prefetch
-from fedlm.core import tree
 from fedlm.core.errors import DivergenceError
 from fedlm.core.types import Engine, Members, Params, Prepared, Total
-from fedlm.federation.round import Algorithm, Chooser, NodeState, server_half, with_text
-from fedlm.privacy.plan import PrivacyPlan
+from fedlm.federation.round import (
+    Algorithm,
+    Chooser,
+    NodeState,
+    released,
+    server_half,
+    with_text,
+)
 
 Facts = dict[str, Any]
 
 # A model worse than guessing by three nats a token, five rounds in a row, does not come back.
 RUNAWAY_NATS = 3.0
 RUNAWAY_ROUNDS = 5
-# Sums over members to which a plan adds no noise.
-UNTOLD = ("refused", "steps", "tokens", "loss", "inside")
 CAUSES = (
     "Usual causes: client.rate or server.rate too high, no client.clip. "
     "Lower one of them; the last good checkpoint is kept."
@@ -84,7 +87,7 @@ def run(
         facts = _facts(r, total, engine, time.perf_counter() - began)
         high = high + 1 if facts["loss"] > math.log(vocabulary) + RUNAWAY_NATS else 0
         _check(facts, high)
-        facts = _told(algorithm.plan, facts, before, state)
+        facts = released(algorithm, facts, before, state)
         last = r + 1 == cadence.rounds
         if last or (r + 1) % cadence.evaluate_every == 0:
             facts.update(hooks.evaluate(state.params))
@@ -115,20 +118,6 @@ def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
         "download_bytes": engine.download_bytes,
         "seconds": seconds + time.perf_counter() - began,
     }
-
-
-def _told(plan: PrivacyPlan | None, facts: Facts, before: NodeState, after: NodeState) -> Facts:
-    """What a round may tell: under a plan nothing that depends on one member and has no noise."""
-    if plan is None:
-        return facts
-    if not plan.reveal:
-        facts = {k: v for k, v in facts.items() if k not in UNTOLD}
-    facts["clip"] = float(before.limit)
-    if plan.clip_quantile:
-        facts["inside"] = float(after.inside)
-    # The length of a round's noise over that of the longest mean change there can be.
-    facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
-    return facts
 
 
 def _check(facts: Facts, high: int) -> None:

@@ -40,6 +40,8 @@ from fedlm.server.aggregate import mean, over
 from fedlm.server.step import step
 
 SILENT = silent()
+# Sums over members to which a plan adds no noise.
+UNRELEASED = ("members", "refused", "steps", "tokens", "loss", "inside")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,3 +208,25 @@ def _server_step(
         state.secret,
         state.round + 1,
     )
+
+
+def released(
+    algorithm: Algorithm, facts: dict[str, Any], before: NodeState, after: NodeState
+) -> dict[str, Any]:
+    """What a round may tell: under a plan nothing that depends on a member and has no noise."""
+    plan = algorithm.plan
+    if plan is None:
+        return facts
+    if not plan.reveal:
+        facts = {k: v for k, v in facts.items() if k not in UNRELEASED}
+        # How many came is a sum over members too: what is told is how many were expected.
+        facts["members"] = plan.sampling.cohort
+        turns = plan.sampling.cohort * (facts["round"] + 1)
+        facts["upload_bytes"] = turns * algorithm.upload.encoded_bytes(after.params)
+        facts["download_bytes"] = turns * algorithm.download.encoded_bytes(after.params)
+    facts["clip"] = float(before.limit)
+    if plan.clip_quantile:
+        facts["inside"] = float(after.inside)
+    # The length of a round's noise over that of the longest mean change there can be.
+    facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
+    return facts
