@@ -23,6 +23,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same tiny programs are compiled again and again: five seconds a run, one from the cache.
 CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
 jax.config.update("jax_compilation_cache_dir", CACHE.name)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name  # commands that are run in here keep to it
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 WORDS = ["the", "a", "cat", "dog", "sun", "moon", "sat", "ran", "saw", "on", "big", "red", "and"]

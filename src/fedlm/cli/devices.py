@@ -1,7 +1,7 @@
-"""How many lanes this machine gives.
+"""How many lanes this machine gives, and where compiled programs are kept.
 
 In:       the recipe's `run.devices`.
-Out:      JAX, told to show that many CPU devices.
+Out:      JAX, told to show that many CPU devices and to keep what it compiles.
 Promise:  called before JAX is first used, or it says why it cannot.
 Not here: what lanes do (`engine/mesh.py`).
 """
@@ -9,14 +9,20 @@ Not here: what lanes do (`engine/mesh.py`).
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 
 from fedlm.core.errors import ConfigError
 
+PROGRAMS = Path(".fedlm/programs")
+
 
 def use_devices(count: int) -> None:
     """Shows `count` CPU devices, or one a core for zero; accelerators are used as they are."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     wanted = count or len(os.sched_getaffinity(0))
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
