@@ -52,12 +52,12 @@ class Facts:
             "round": lambda i, r: r["round"] + 1,
             "seconds": lambda i, r: elapsed[i],
             "upload_bytes": lambda i, r: r["upload_bytes"] / 1e6,
-            "epsilon": lambda i, r: r.get("epsilon", 0.0),
+            "epsilon": lambda i, r: r.get("epsilon"),
         }[axis]
         points = [
             (x(i, r), r["perplexity"])
             for i, r in enumerate(self.rounds)
-            if r.get("perplexity") is not None
+            if r.get("perplexity") is not None and x(i, r) is not None
         ]
         return Series(self.name, [p[0] for p in points], [p[1] for p in points])
 
@@ -159,10 +159,9 @@ def _curves(runs: list[Facts]) -> list[str]:
     parts.append(
         plots.lines([run.over("seconds") for run in drawn], x="seconds", y="perplexity", log_y=True)
     )
-    private = [run for run in drawn if run.header.get("privacy")]
-    if private:
+    spent = [curve for curve in (run.over("epsilon") for run in drawn) if curve.x]
+    if spent:
         parts.append("<h2>Over epsilon spent</h2>")
-        spent = [run.over("epsilon") for run in private]
         parts.append(plots.lines(spent, x="epsilon", y="perplexity", log_y=True))
     told = [run for run in drawn if all("loss" in r for r in run.rounds)]
     losses = [
@@ -182,7 +181,9 @@ def _privacy(run: Facts) -> list[str]:
         return ["<h2>Privacy</h2><p>This run makes no privacy claim.</p>"]
     claim, last = run.final.get("privacy") or {}, run.rounds[-1] if run.rounds else {}
     epsilon = claim.get("epsilon")
-    said = "not finished, so nothing is claimed" if epsilon is None else f"epsilon {epsilon:.4g}"
+    said = "No finite epsilon" if claim else "Not finished, so nothing is claimed"
+    if epsilon is not None:
+        said = f"epsilon {epsilon:.4g}"
     words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get("assumptions", ()))
     warned = ""
     if run.header.get("unsafe_seed"):
