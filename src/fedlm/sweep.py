@@ -63,6 +63,7 @@ class Result:
     reached: int | None  # rounds to the target
     best: float | None  # the lowest validation perplexity seen on the way
     upload_bytes: int
+    epsilon: float | None  # None without a privacy plan, and where no noise makes it infinite
     diverged: int | None  # the round in which it did
 
 
@@ -150,6 +151,7 @@ def _result(sweep: Sweep, point: Point, path: Path) -> Result:
         reached=reached,
         best=min((p for _, p in seen), default=None),
         upload_bytes=facts.rounds[-1]["upload_bytes"] if facts.rounds else 0,
+        epsilon=(facts.final.get("privacy") or {}).get("epsilon"),
         diverged=len(facts.rounds) if failed else None,
     )
 
@@ -170,15 +172,21 @@ def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any
         groups.setdefault(label, []).append(result)
     head = [*names, "seeds", "test perplexity", "validation", "best on the way"]
     head += [f"rounds to {sweep.target:g}"] if sweep.target else []
-    rows = [_row(names, group, bool(sweep.target)) for group in groups.values()]
+    private = any(r.epsilon is not None for r in results)
+    head += ["epsilon"] if private else []
+    rows = [
+        _row(names, group, target=bool(sweep.target), private=private) for group in groups.values()
+    ]
     return [*head, "diverged"], rows
 
 
-def _row(names: list[str], group: list[Result], target: bool) -> list[Any]:
+def _row(names: list[str], group: list[Result], *, target: bool, private: bool) -> list[Any]:
     row = [group[0].point.get(n) for n in names] + [len(group)]
     row += [spread([getattr(r, f) for r in group]) for f in ("perplexity", "validation", "best")]
     if target:
         row.append(spread([r.reached for r in group], digits=0))
+    if private:
+        row.append("-" if group[0].epsilon is None else f"{group[0].epsilon:.3g}")
     failed = [r.diverged for r in group if r.diverged is not None]
     return [*row, f"{len(failed)} of {len(group)}" if failed else "no"]
 

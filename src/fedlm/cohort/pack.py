@@ -80,7 +80,10 @@ class Segment(NamedTuple):
     closes: bool  # the member ends here
 
 
-def spread(steps: Sequence[int], lanes: int, capacity: int) -> list[list[list[Segment]]]:
+Plan = list[list[list[Segment]]]
+
+
+def spread(steps: Sequence[int], lanes: int, capacity: int) -> Plan:
     """A plan `[chunk][lane][segment]` for members with so many batches each.
 
     Members go to the least loaded lane, longest first. A chunk holds at most `capacity`
@@ -93,6 +96,11 @@ def spread(steps: Sequence[int], lanes: int, capacity: int) -> list[list[list[Se
         load, lane = heapq.heappop(loads)
         queues[lane].append(place)
         heapq.heappush(loads, (load + steps[place], lane))
+    return lay_out(queues, steps, capacity)
+
+
+def lay_out(queues: list[list[int]], steps: Sequence[int], capacity: int) -> Plan:
+    """The plan in which each lane has the members of its queue, one after the other."""
     cuts = [_chunks(queue, steps, capacity) for queue in queues]
     longest = max(len(c) for c in cuts)
     return [[c[i] if i < len(c) else [] for c in cuts] for i in range(longest)]

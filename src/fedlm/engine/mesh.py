@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedlm.cohort.pack import Segment, batch_up, spread
+from fedlm.cohort.pack import Plan, Segment, batch_up, lay_out, spread
 from fedlm.core.keys import digest_for, generator_for, key_data
 from fedlm.core.types import Members, Params, Prepared, Rows, Shape, Total, Update
 from fedlm.engine import hosts
@@ -92,18 +92,19 @@ class MeshEngine:
         rows = [self.rows_of(member) for member in members]
         steps = [self._steps(len(r)) for r in rows]
         plan = spread(steps, self.lanes, self.capacity) if rows else []
+        return Prepared(round, members, self._streams(round, members, rows, plan))
+
+    def _streams(self, round: int, members: Members, rows: list[Any], plan: Plan) -> list[Stream]:
+        """What the plan says, for the lanes of this process."""
         plan = [[chunk[lane] for lane in self._mine] for chunk in plan]
-        ours = {segment.place for chunk in plan for lane in chunk for segment in lane}
         made, examples, keys = {}, {}, {}
-        for place in ours:
+        for place in {segment.place for chunk in plan for lane in chunk for segment in lane}:
             address = {"round": round, "member": members[place]}
             rng = generator_for(self.seed, "shuffle", **address)
             made[place] = batch_up(rows[place], self.shape, rng)
             examples[place] = min(len(rows[place]), self.shape.max_examples or len(rows[place]))
             keys[place] = key_data(digest_for(self.seed, "upload", **address))
-        return Prepared(
-            round, members, [self._fill(c, rows[0], made, examples, keys) for c in plan]
-        )
+        return [self._fill(chunk, rows[0], made, examples, keys) for chunk in plan]
 
     def _fill(self, chunk: list[list[Segment]], like, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
         full = (len(chunk), self.capacity)
@@ -145,26 +146,18 @@ class MeshEngine:
         shared, bound = self._to_all((params, jnp.float32(limit)))
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
+            rows = [self.rows_of(member) for member in group]
+            queues = [[place] if place < len(group) else [] for place in range(self.lanes)]
+            plan = lay_out(queues, [self._steps(len(r)) for r in rows], self.capacity)
             state = self._start(shared)
-            for stream in self.prepare(cohort.round, group).batches:
+            for stream in self._streams(cohort.round, group, rows, plan):
                 state = self._chunk(shared, bound, state, self._to_lanes(stream))
             total = self._from_all(self._spread, state.total)
-            # Longest first, ties by place: the same order in which `spread` fills lanes.
-            order = self._lane_order(cohort.round, group)
-            yield from sorted(
-                (group[place], _single(total, lane)) for lane, place in enumerate(order)
-            )
+            yield from ((member, _single(total, lane)) for lane, member in enumerate(group))
         self._count_bytes(params, len(cohort.members))
 
-    def _lane_order(self, round: int, group: Members) -> list[int]:
-        steps = [self.steps_of(member) for member in group]
-        return sorted(range(len(group)), key=lambda place: (-steps[place], place))
-
-    def steps_of(self, member: int) -> int:
-        """How many batches a member trains on in a round."""
-        return self._steps(len(self.rows_of(member)))
-
     def _steps(self, rows: int) -> int:
+        """How many batches a member with so many rows trains on in a round."""
         shape = self.shape
         rows = min(rows, shape.max_examples or rows)
         steps = shape.epochs * -(-rows // shape.batch)
