@@ -156,7 +156,7 @@ def test_the_gain_of_bfloat16_is_reached():
     assert length(arrived(bfloat16(), x, jr.key(0))) / length(x) > (1 + 1 / 257) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("bits", [1, 2, 5, 8, 9, 15, 16])
 def test_a_uniform_grid_moves_no_value_by_a_step_and_keeps_constants(bits):
     x = {"x": jr.normal(jr.key(bits), (203,)), "c": jnp.full(9, 0.1), "one": jnp.float32(1e-9)}
     codec = uniform(bits)
