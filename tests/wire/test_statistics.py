@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 from scipy import stats
 
+from fedlm.wire.exact import words
 from fedlm.wire.quantize import uniform
 from fedlm.wire.rotate import drive
 from fedlm.wire.sparse import topk
@@ -32,6 +34,13 @@ def fits(samples, truth):
         return False
     z = away[~fixed] / spread[~fixed]
     return bool(stats.chi2.sf(np.sum(z**2), len(z)) > 1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 64, 1000])
+def test_words_are_threefry(count):
+    seed = jnp.asarray([7, 2**31 + 5], jnp.uint32)
+    wanted = threefry_2x32(seed, jnp.arange(count, dtype=jnp.uint32))
+    np.testing.assert_array_equal(words(seed, count), wanted)
 
 
 X = jr.normal(jr.key(0), (48,))

@@ -34,12 +34,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from fedlm.core.errors import WireError, require
 from fedlm.core.types import Codec
-from fedlm.wire.exact import MOST, SLACK, fold, power_below, square
+from fedlm.wire.exact import MOST, SLACK, fold, pieces, power_below, seed_of, square, words
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Scheme, Sizes, Vectors, codec_of
@@ -120,9 +119,8 @@ def _butterflies(x: Float[Array, "left radix right"]) -> Float[Array, " n"]:
 
 def _flips(seed: UInt32[Array, "2"], total: int) -> Bool[Array, " total"]:
     """Which values D turns around: one random bit each."""
-    key = jr.wrap_key_data(seed, impl="threefry2x32")
-    words = jr.bits(key, (-(-total // 32), 1), jnp.uint32)
-    bits = (words >> jnp.arange(32, dtype=jnp.uint32)[None]) & jnp.uint32(1)
+    drawn = words(seed, -(-total // 32))[:, None]
+    bits = (drawn >> jnp.arange(32, dtype=jnp.uint32)[None]) & jnp.uint32(1)
     return bits.reshape(-1)[:total] == 1
 
 
@@ -135,7 +133,7 @@ def _cut(x: Float[Array, " n"], block: int) -> Iterator[Rows]:
 
 
 def _squeeze(vectors: Vectors, key: PRNGKeyArray, scale: Scale, block: int) -> Rotated:
-    seed = jr.bits(key, (2,), jnp.uint32)
+    seed = seed_of(key)
     x = jnp.concatenate(vectors) if vectors else jnp.zeros(0)
     x = jnp.where(_flips(seed, len(x)), -x, x)
     return Rotated(seed, [_signs(rows, scale) for rows in _cut(x, block)])
@@ -161,9 +159,7 @@ def _expand(parts: Rotated, sizes: Sizes, block: int) -> Vectors:
         for s in parts.blocks
     ]
     x = jnp.concatenate(found)[:total] if found else jnp.zeros(0)
-    x = jnp.where(_flips(parts.seed, total), -x, x)
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [x[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+    return pieces(jnp.where(_flips(parts.seed, total), -x, x), sizes)
 
 
 def _write(parts: Rotated) -> Iterator[bytes]:

@@ -80,11 +80,12 @@ def kept(size: int, share: float) -> int:
 
 
 def _squeeze(x: Vector, coin: Coins | None, k: int, values: Values) -> Chosen:
-    size, place = jax.lax.top_k(jnp.abs(x), k)
+    # Only the places: a program that also wants the sizes sorts the whole tensor.
+    _, place = jax.lax.top_k(jnp.abs(x), k)
     value = x[place]
     if values == "float32":
         return Chosen(place, value, jnp.ones(1))
-    power = power_below(size[:1])
+    power = power_below(jnp.max(jnp.abs(x)))[None]
     # float16 of a number in (-2, 2); on purpose not by a cast, which a compiler may leave out.
     return Chosen(place, jax.lax.reduce_precision(value / power, 5, 10), power)
 
