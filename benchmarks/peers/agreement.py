@@ -3,12 +3,13 @@
 In:       a workload folder; the file of a contender's change.
 Out:      the oracle's change, how far rounding alone can move it, and differences from it.
 Promise:  the bound is the one asked for, unless the oracle itself moves further when its start
-          is nudged by the last bit of a float32; then one step a member must meet the bound, and
-          the whole round must stay within a few times the oracle's own movement.
+          is nudged by the last bit of a float32; then both the whole round and one step a member
+          must stay within a few times the oracle's own movement.
 Not here: time.
 
 A round of the scale-invariant cell at full size is such a case: it divides by a maximum, which
-jumps from unit to unit, and a nudge of 1e-7 moves the change of a round by a tenth.
+jumps from unit to unit, and a nudge of 1e-7 moves the change of a round by a tenth, of one step
+by less than a thousandth.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Judge:
             change = first_change(worker.name, how, self.step.folder, wait)
             step = relative_difference(self.step.change, change)
             found["step_difference"] = step
-            if not step <= self.agree:
-                found["left_out"] = f"differs by {step:.1e} in one step, more than {self.agree:.0e}"
+            bound = self.step.bound(self.agree)
+            if not step <= bound:
+                found["left_out"] = f"differs by {step:.1e} in one step, more than {bound:.0e}"
         return found

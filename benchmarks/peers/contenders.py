@@ -9,6 +9,7 @@ Not here: what is made of the seconds (`run.py`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -117,7 +118,7 @@ class Worker:
         try:
             self.facts = self._answer()
         except PeerError:
-            self.log.close()
+            self.stop()
             raise
 
     def round(self) -> float:
@@ -134,15 +135,16 @@ class Worker:
         return seconds_used(self.process.pid)
 
     def stop(self) -> None:
-        """Ends the process, politely first."""
-        if self.process.poll() is None and self.process.stdin:
-            try:
-                self.process.stdin.write("stop\n")
-                self.process.stdin.close()
-                self.process.wait(timeout=60)
-            except (BrokenPipeError, subprocess.TimeoutExpired):
-                self.process.terminate()
-                self.process.wait(timeout=60)
+        """Ends the process, politely first: the end of its input is the end of its turns."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait(timeout=60)
+        self.process.stdout.close()
         self.log.close()
 
     def _ask(self, order: str) -> dict[str, Any]:
@@ -156,10 +158,10 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._gone()
-        return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith("{"):  # a library may print before the turns begin
+                return json.loads(line)
+        raise self._gone()
 
     def _gone(self) -> PeerError:
         self.process.wait()

@@ -1,6 +1,6 @@
 """What every contender of a comparison shares: the workload it reads and the turns it takes.
 
-In:       a workload folder; lines on standard input: `round`, `delta PATH`, `stop`.
+In:       a workload folder; lines on standard input: `round`, `delta PATH`; their end is the end.
 Out:      one JSON line on standard output for each of them.
 Promise:  a contender computes only between `round` and its answer; what libraries print goes to
           standard error, so that answers stay readable.
@@ -90,10 +90,9 @@ class Turns:
             if order == "round":
                 self._began = time.perf_counter()
                 return True
-            if order == "delta":
-                self._write(Path(path))
-            else:
-                break
+            if order != "delta":
+                raise ValueError(f"unknown order {order!r}")
+            self._write(Path(path))
         return False
 
     def ends(self, current: Callable[[], Arrays]) -> None:
