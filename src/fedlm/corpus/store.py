@@ -294,7 +294,13 @@ class Store:
 
     def _lengths(self, column: str) -> np.ndarray:
         """Tokens per client, from the offsets alone."""
-        return np.concatenate([np.diff(b.column(column).offsets.to_numpy()) for b in self._batches])
+        # Straight from the buffer: the first `to_numpy` of a process imports pandas, a third of a
+        # second and 50 MB.
+        offsets = [
+            np.frombuffer(b.column(column).buffers()[1], np.int32, b.num_rows + 1)
+            for b in self._batches
+        ]
+        return np.concatenate([np.diff(ends) for ends in offsets])
 
     def verify(self) -> None:
         """Compares the content with the hash in the manifest; costs a pass over the file."""
