@@ -26,7 +26,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 from benchmarks.probe import machine  # noqa: E402
 from fedlm.corpus.store import Store, StoreSettings  # noqa: E402
 from fedlm.corpus.synthetic import population, write_synthetic  # noqa: E402
-from fedlm.federation.round import choose, init_node, server_half  # noqa: E402
+from fedlm.federation.round import Chooser, init_node, server_half  # noqa: E402
 from fedlm.recipe.build import Experiment, build  # noqa: E402
 from fedlm.recipe.settings import parse  # noqa: E402
 
@@ -68,8 +68,10 @@ def packing(made: Experiment, repeats: int) -> tuple[list[float], list[float]]:
     The second hardly knows what else the machine does, so it is the one to compare populations by.
     """
 
+    choose = Chooser(made.algorithm, 0, init_node(made.algorithm, made.init_params()))
+
     def prepare(r: int) -> object:
-        return made.engine.prepare(r, choose(made.algorithm, 0, r)).members
+        return made.engine.prepare(r, choose(r)).members
 
     prepare(repeats)
     clock, processor = [], []
@@ -83,12 +85,14 @@ def packing(made: Experiment, repeats: int) -> tuple[list[float], list[float]]:
 def rounds(made: Experiment, repeats: int) -> Iterator[float]:
     """Seconds of rounds whose cohorts are packed."""
     state = init_node(made.algorithm, made.init_params())
+    choose = Chooser(made.algorithm, 0, state)
     for r in range(-1, repeats):  # the first, of one member, compiles
-        chosen = choose(made.algorithm, 0, max(r, 0))
+        chosen = choose(max(r, 0))
         cohort = made.engine.prepare(max(r, 0), chosen if r >= 0 else chosen[:1])
 
         def one(c=cohort) -> object:  # type: ignore[no-untyped-def]
-            return server_half(made.algorithm, state, made.engine.gather(state.params, c))
+            total = made.engine.gather(state.params, c)
+            return server_half(made.algorithm, state, total, c.members)
 
         seconds = timed(one)
         if r >= 0:

@@ -73,7 +73,9 @@ def main() -> None:
     while turns.begins():
         # Round zero each time: the shuffle is part of the address, and all see the same batches.
         prepared = engine.prepare(0, np.array(names))
-        state = server_half(algorithm, state, engine.gather(state.params, prepared))
+        state = server_half(
+            algorithm, state, engine.gather(state.params, prepared), prepared.members
+        )
         jax.block_until_ready(state)
         params = state.params
         turns.ends(lambda p=params: {k: np.asarray(v) for k, v in tree.named_leaves(p).items()})

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from fedlm.cohort.pack import batch_up, cut
-from fedlm.cohort.sample import draw
+from fedlm.cohort.sample import draw, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import Sampling, Shape
@@ -83,7 +83,7 @@ def store_for(plan: Plan, source: str, cache: Path) -> Store:
 def cohort(plan: Plan, store: Store) -> Iterator[tuple[int, np.ndarray]]:
     """The members of a round and their rows: a line a row, as in the Stack Overflow task."""
     law = Sampling(law="fixed", population=len(store.training_clients), cohort=plan.members)
-    for member in draw(law, generator_for(plan.seed, "cohort")):
+    for member in draw(law, generator_for(plan.seed, "cohort"), 0, no_history(law)):
         tokens = store.train(int(store.training_clients[member]))
         yield int(member), cut(tokens, plan.length, "lines")
 

@@ -174,6 +174,7 @@ def _header(experiment: Experiment, directory: RunDirectory, params: Params) -> 
         "parameters": experiment.parameters,
         **_promised(experiment),
         "start": experiment.watch(params),
+        "start_sha256": tree.sha256(params),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in VERSIONS},
@@ -262,13 +263,13 @@ def _close(
 ) -> Summary:
     """Weights, final figures, report and summary; all of it can be made again from a checkpoint."""
     watcher.say("evaluating on all held-out text")
-    splits = {
-        split: experiment.evaluate(state.params, split)
-        for split in ("test", "validation")
-        if len(experiment.held_rows(split)[0])
-    }
+    told = [s for s in ("test", "validation") if len(experiment.held_rows(s)[0])]
+    # All other text belongs to training clients: under a plan it gives no figure without noise.
+    private = experiment.plan is not None and not experiment.plan.reveal
+    told = told[:1] if private else told
+    splits = {split: experiment.evaluate(state.params, split) for split in told}
     baselines: dict[str, Any] = {}
-    if experiment.recipe.run.baselines:
+    if experiment.recipe.run.baselines and not private:
         watcher.say("counting n-grams on the training tokens")
         baselines = experiment.baselines(splits)
     if experiment.rounds < experiment.recipe.server.rounds:
@@ -319,7 +320,7 @@ def _summary(
         "rounds": len(facts.rounds),
         "perplexity": headline.get("perplexity"),
         "accuracy": headline.get("accuracy"),
-        "tokens": sum(r.get("tokens", 0) for r in facts.rounds),
+        "tokens": facts.tokens,
         "upload_bytes": last.get("upload_bytes", 0),
         "download_bytes": last.get("download_bytes", 0),
         **_spent(facts),

@@ -43,6 +43,48 @@ def test_a_setting_that_cannot_be(run_cli, tiny_recipe, tmp_path, change, words)
     assert not (tmp_path / "runs").exists()
 
 
+APART = ("server.sampling=separated", "server.cohort=2", "privacy.min_separation=3")
+TREE = (*APART, "privacy.mechanism=tree", "privacy.noise=1")
+POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noise=1")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ((*TREE, "privacy.delta=0"), ("privacy.delta = 0.0: expected a probability above 0",)),
+        ((*TREE, "privacy.delta=-1e-6"), ("privacy.delta = -1e-06: expected a probability",)),
+        ((*TREE, "privacy.delta=nan"), ("privacy.delta = nan: expected a probability",)),
+        (("privacy.noise=1",), ("privacy.noise = 1.0", "privacy.mechanism beside it")),
+        (("privacy.epsilon=1",), ("privacy.epsilon = 1.0", "privacy.mechanism beside it")),
+        (("privacy.canaries=5",), ("privacy.canaries = 5", "privacy.mechanism beside it")),
+        (APART, ("privacy.min_separation = 3", "privacy.mechanism beside it")),
+        (APART[:2], ("server.sampling = 'separated'", "privacy.mechanism and")),
+        ((*TREE, "privacy.clip=0"), ("privacy.clip = 0.0: expected greater than 0",)),
+        ((*TREE, "privacy.clip=inf"), ("privacy.clip = inf: expected a finite number",)),
+        ((*TREE, "privacy.noise=-1"), ("privacy.noise = -1.0: expected greater than or equal",)),
+        (TREE[:-1], ("privacy.noise = None", "Or set privacy.epsilon")),
+        ((*TREE[:-1], "privacy.epsilon=1e-9"), ("privacy.epsilon = 1e-09", "some noise can meet")),
+        ((*POISSON, "privacy.epsilon=1e-3"), ("privacy.epsilon = 0.001", "the first costs")),
+        ((*TREE, "privacy.min_separation=9"), ("privacy.min_separation = 9", "at most 8")),
+        ((*TREE, "privacy.max_participations=1", "server.rounds=20"), ("at least 3, because",)),
+        ((*APART, *POISSON[1:]), ("privacy.mechanism = 'gaussian'", "leaves no such chance")),
+        ((*TREE, "server.sampling=poisson"), ("privacy.mechanism = 'tree': expected gaussian",)),
+        ((*POISSON, "privacy.min_separation=3"), ("privacy.min_separation = 3: expected 0 when",)),
+        ((*TREE, "client.weight=examples"), ("client.weight = 'examples'", "Leave it out.")),
+        ((*TREE, "privacy.clip_quantile=0.5"), ("privacy.clip_quantile = 0.5: expected 0 with",)),
+        ((*POISSON, "privacy.clip_quantile=0.5", "privacy.clip_noise=0.4"), ("more than half of",)),
+        ((*TREE, "privacy.mechanism=trees"), ("privacy.mechanism = 'trees'", "'tree'")),
+        ((*TREE, "privacy.bands=2"), ("privacy.bands = 2", "'banded' or 'toeplitz'")),
+        ((*TREE, "privacy.canaries=-1"), ("privacy.canaries = -1",)),
+        ((*TREE, "privacy.sed=1"), ("[privacy] has no setting 'sed'", "'seed'")),
+    ],
+)
+def test_a_promise_that_cannot_be_kept(run_cli, tiny_recipe, tmp_path, settings, words):
+    changes = [part for setting in settings for part in ("--set", setting)]
+    refused(run_cli("train", tiny_recipe, *changes, "--json"), *words)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_recipe_that_is_not_there_or_not_toml(run_cli, tmp_path):
     refused(run_cli("train", "none.toml"), "none.toml is not readable: No such file")
     (tmp_path / "bad.toml").write_text("[data\n")

@@ -4,7 +4,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.cohort.sample import check, draw
+from fedlm.cohort import sample
+from fedlm.cohort.sample import check, joined, no_history
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Sampling
 
@@ -20,6 +21,11 @@ def poisson(population, cohort):
 
 
 LAWS = (fixed, poisson)
+
+
+def draw(law, rng):
+    """A cohort of a law that does not look back."""
+    return sample.draw(law, rng, 0, no_history(law))
 
 
 @given(st.integers(1, 300), st.data(), st.integers(0, 2**32))
@@ -127,3 +133,131 @@ def test_a_cohort_that_fits_is_accepted_and_an_empty_population_is_not():
     check(poisson(10, 10))
     with pytest.raises(ConfigError, match="at least one client"):
         check(fixed(0, 1))
+
+
+# ---- separated: rests in between, and only so many turns -------------------------------
+
+
+def separated(population, cohort, apart, most=0):
+    return Sampling(
+        law="separated",
+        population=population,
+        cohort=cohort,
+        min_separation=apart,
+        max_participations=most,
+    )
+
+
+def cohorts(law, rounds, seed=0, pick=sample.draw):
+    """The cohorts of a run, each drawn with a generator of its own."""
+    history, met = no_history(law), []
+    for r in range(rounds):
+        met.append(pick(law, np.random.default_rng([seed, r]), r, history))
+        history = joined(history, met[-1], r)
+    return met, history
+
+
+def rests(met, population):
+    """Rounds strictly between two turns of a client, over all clients."""
+    turns = [[] for _ in range(population)]
+    for r, members in enumerate(met):
+        for member in members:
+            turns[member].append(r)
+    return np.concatenate([np.diff(t) - 1 for t in turns])
+
+
+@given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 20), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=60)
+def test_every_rest_is_long_enough_and_no_cohort_stays_short(cohort, apart, spare, seed):
+    law = separated(cohort * (apart + 1) + spare, cohort, apart)
+    met, history = cohorts(law, 60, seed)
+    assert all(len(m) == cohort and (np.diff(m) > 0).all() for m in met)
+    found = rests(met, law.population)
+    assert len(found) == 0 or found.min() >= apart
+    assert history.times.sum() == 60 * cohort
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 6), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=60)
+def test_nobody_comes_more_often_than_allowed_and_all_come_equally_often(cohort, apart, most, seed):
+    """As many places as the plan may ask for: population times the most participations."""
+    law = separated(cohort * (apart + 1) * 2, cohort, apart, most)
+    rounds = law.population * most // cohort
+    met, history = cohorts(law, rounds, seed)
+    assert history.times.max() <= most
+    assert history.times.max() - history.times.min() <= 1
+    assert all(len(m) == cohort for m in met), "nobody used up its turns early"
+    found = rests(met, law.population)
+    assert len(found) == 0 or found.min() >= apart
+
+
+def test_a_long_run_keeps_to_the_law():
+    law = separated(200, 20, 7, 210)
+    met, history = cohorts(law, 2000)
+    assert rests(met, 200).min() >= 7
+    assert history.times.min() == history.times.max() == 200
+
+
+def test_hundreds_of_thousands_of_clients():
+    law = separated(342_477, 1000, 300, 4)
+    met, history = cohorts(law, 40)
+    assert len(np.unique(np.concatenate(met))) == 40_000 == history.times.sum()
+    assert history.last.nbytes + history.times.nbytes == 8 * law.population
+
+
+def test_who_just_came_and_who_came_often_enough_stays_out():
+    law, rng = separated(6, 2, 1, 2), np.random.default_rng(0)
+    history = joined(joined(no_history(law), np.array([0, 1]), 0), np.array([2, 3]), 1)
+    drawn = {int(m) for _ in range(50) for m in sample.draw(law, rng, 2, history)}
+    assert drawn == {4, 5}, "0 and 1 may come, but those who never came go first"
+    tired = history._replace(times=np.array([2, 2, 1, 1, 2, 0], np.int32))
+    assert sample.draw(law, rng, 2, tired).tolist() == [5]
+    assert sample.draw(law, rng, 3, tired).tolist() in ([2, 5], [3, 5])
+
+
+def test_a_history_decides_and_another_one_decides_otherwise():
+    law = separated(40, 4, 3)
+    met, history = cohorts(law, 5)
+    forgotten = no_history(law)
+    assert history.last.max() == 4 and (history.last < 0).any()
+    agree = [
+        np.array_equal(
+            sample.draw(law, np.random.default_rng(s), 5, history),
+            sample.draw(law, np.random.default_rng(s), 5, forgotten),
+        )
+        for s in range(20)
+    ]
+    assert not any(agree[:1]) or not all(agree)
+    # Without a history separation is lost: the law looks back or it is another law.
+    met, _ = cohorts(law, 60, pick=lambda law, rng, r, h: sample.draw(law, rng, r, forgotten))
+    assert rests(met, 40).min() < 3
+
+
+def free_p_value(pick):
+    """Chi-square of how often each of the free ones is drawn, the others never."""
+    law = separated(40, 7, 1)
+    history = joined(no_history(law), np.arange(10), 4)
+    counts = np.zeros(40)
+    for s in range(ROUNDS):
+        counts[pick(law, np.random.default_rng(s), 5, history)] += 1
+    assert counts[:10].sum() == 0
+    rate = 7 / 30
+    excess = (counts[10:] - ROUNDS * rate) ** 2 / (ROUNDS * rate * (1 - rate))
+    return scipy.stats.chi2.sf(excess.sum() * 29 / 30, 29)
+
+
+def test_the_free_ones_are_drawn_alike():
+    assert 0.001 < free_p_value(sample.draw) < 0.999
+
+
+def test_a_law_that_prefers_some_of_the_free_ones_is_rejected():
+    def unfair(law, rng, round, history):
+        return 10 + np.argpartition(rng.random(30) * np.linspace(1, 1.2, 30), 7)[:7]
+
+    assert free_p_value(unfair) < 1e-6
+
+
+def test_laws_that_do_not_look_back_remember_nothing():
+    for law in (fixed(10, 3), poisson(10, 3)):
+        history = joined(no_history(law), np.array([1, 2]), 0)
+        assert len(history.last) == len(history.times) == 0

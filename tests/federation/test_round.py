@@ -8,7 +8,7 @@ import optax
 from fedlm.core import tree
 from fedlm.core.types import Loss, Sampling, Shape
 from fedlm.engine.loop import LoopEngine
-from fedlm.federation.round import Algorithm, choose, init_node, server_half
+from fedlm.federation.round import Algorithm, Chooser, init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.wire.dense import dense
 from tests.oracle import quadratic_descent
@@ -43,7 +43,9 @@ def one_round(weight):
     state = init_node(chosen, {"w": jnp.float32(1.0)})
     cohort = engine.prepare(0, np.arange(3))
     order = [[float(b[0, 0]) for b in batches] for _, batches in cohort.batches]
-    return float(server_half(chosen, state, engine.gather(state.params, cohort)).params["w"]), order
+    total = engine.gather(state.params, cohort)
+    after = server_half(chosen, state, total, np.arange(3))
+    return float(after.params["w"]), order
 
 
 def test_fedavg_by_hand():
@@ -57,10 +59,14 @@ def test_fedavg_by_hand():
 
 def test_cohorts_follow_seed_and_round_and_nothing_else():
     chosen = algorithm("uniform", optax.sgd(1.0))
-    drawn = [tuple(choose(chosen, 4, r)) for r in range(20)]
-    assert drawn == [tuple(choose(chosen, 4, r)) for r in range(20)]
-    assert len(set(drawn)) > 1
-    assert drawn != [tuple(choose(chosen, 5, r)) for r in range(20)]
+    state = init_node(chosen, {"w": jnp.float32(1.0)})
+
+    def drawn(seed):
+        choose = Chooser(chosen, seed, state)
+        return [tuple(choose(r)) for r in range(20)]
+
+    assert drawn(4) == drawn(4) != drawn(5)
+    assert len(set(drawn(4))) > 1
 
 
 def test_what_survives_a_round_is_all_in_the_state():
@@ -68,9 +74,8 @@ def test_what_survives_a_round_is_all_in_the_state():
     state = init_node(chosen, {"w": jnp.float32(1.0)})
     engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
     total = engine.gather(state.params, engine.prepare(0, np.arange(3)))
-    once = server_half(chosen, state, total)
+    once = server_half(chosen, state, total, np.arange(3))
     copied = jax.tree.map(lambda x: jnp.array(np.asarray(x)), once)
     assert int(once.round) == 1
-    assert tree.sha256(server_half(chosen, once, total)) == tree.sha256(
-        server_half(chosen, copied, total)
-    )
+    again = [server_half(chosen, s, total, np.arange(3)) for s in (once, copied)]
+    assert tree.sha256(again[0]) == tree.sha256(again[1])

@@ -1,5 +1,7 @@
 """Laws 1 and 4: every engine returns the loop engine's sum; cohorts share one program."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,11 @@ from fedlm.core.types import Loss, Sampling, Shape
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithms import CLIENT, client_optimizer
-from fedlm.federation.round import Algorithm
+from fedlm.federation.round import Algorithm, init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
+from fedlm.privacy.noise import for_plan
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.wire.dense import dense
 
 SIZES = (1, 9, 4, 30, 2, 17, 4, 5)
@@ -38,6 +42,17 @@ def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
         upload=dense(),
         download=dense(),
         server=optax.sgd(1.0),
+    )
+
+
+def private(**changes):
+    """Everybody in every round, with a clip that is shorter than most updates."""
+    drawn = Sampling(law="poisson", population=len(SIZES), cohort=len(SIZES))
+    settings = {"rounds": 4, "clip_norm": 0.08, "noise_multiplier": 0.5, "delta": 1e-5}
+    plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
+    unit = dataclasses.replace(plan, clip_norm=1.0)
+    return dataclasses.replace(
+        algorithm(weight="uniform"), sampling=drawn, plan=plan, noise=for_plan(unit)
     )
 
 
@@ -66,6 +81,37 @@ def test_mesh_equals_loop(optimizer, weight):
     fast = mesh.gather(params, mesh.prepare(3, MEMBERS))
     assert_same(fast, slow)
     assert (mesh.upload_bytes, mesh.download_bytes) == (loop.upload_bytes, loop.download_bytes)
+
+
+def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
+    chosen, params = private(), model()
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    limit = chosen.plan.clip_norm
+    slow, fast = (e.gather(params, e.prepare(3, MEMBERS), limit) for e in (loop, mesh))
+    assert_same(fast, slow)
+    assert 0 < float(slow.inside) < len(SIZES) - 2, "some are clipped and some are not"
+    assert float(slow.weight) == float(slow.members) == len(SIZES)
+    for _, update in mesh.collect(params, mesh.prepare(3, MEMBERS), limit):
+        assert float(tree.norm(update.delta)) <= limit
+    tighter = mesh.gather(params, mesh.prepare(3, MEMBERS), limit / 2)
+    assert mesh.traces == 2, "a limit is data, another one is no other program"
+    assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
+
+
+def test_engines_stay_together_while_a_clip_adapts():
+    """Noise of a round is named by its sum, so here there is none: sums differ by rounding."""
+    chosen = private(clip_quantile=0.6, noise_multiplier=0.0, clip_rate=1.0)
+    ended = []
+    for engine in (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine)):
+        state, limits = init_node(chosen, model()), []
+        for r in range(4):
+            total = engine.gather(state.params, engine.prepare(r, MEMBERS), float(state.limit))
+            limits.append(float(state.limit))
+            state = server_half(chosen, state, total, MEMBERS)
+        assert len(set(limits)) == 4
+        ended.append((state.params, np.array(limits)))
+    assert_same(ended[1][0], ended[0][0])
+    np.testing.assert_allclose(ended[1][1], ended[0][1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))

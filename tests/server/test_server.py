@@ -12,8 +12,8 @@ from fedlm.server.step import step
 
 
 def total(delta, weight):
-    zero = jnp.zeros(())
-    return Total({"w": jnp.asarray(delta)}, jnp.float32(weight), zero, zero, zero, zero, zero)
+    rest = [jnp.zeros(())] * 6
+    return Total({"w": jnp.asarray(delta)}, jnp.float32(weight), *rest)
 
 
 def test_the_mean_divides_by_the_weight():

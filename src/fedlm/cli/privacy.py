@@ -1,4 +1,4 @@
-"""`fedlm privacy`: the epsilon of settings or of a run, and the noise for a target."""
+"""`fedlm privacy`: the epsilon of settings or of a run, the noise for a target, an audit."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from fedlm.cli.say import AsJson, emit, note, out, show
-from fedlm.core.errors import ConfigError, nearest, require
+from fedlm.cli.devices import use_devices
+from fedlm.cli.say import AsJson, emit, note, out, show, talk
+from fedlm.cli.train import STORES
+from fedlm.core import tree
+from fedlm.core.errors import ConfigError, RecordError, nearest, require
 from fedlm.core.types import Sampling
+from fedlm.federation.audit import Seen, look
 from fedlm.privacy import account
+from fedlm.privacy import audit as auditor
 from fedlm.privacy.plan import MECHANISMS, PrivacyPlan
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
+from fedlm.train import check_same, load_params
 
 app = typer.Typer(
-    help="What privacy costs: epsilon of settings or of a run, noise for a target.",
+    help="What privacy costs: epsilon of settings or of a run, noise for a target, an audit.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -137,6 +147,84 @@ def calibrate(
     noise = account.calibrate(plan, target_epsilon)
     plan = dataclasses.replace(plan, noise_multiplier=noise)
     _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="A finished run with privacy.canaries.")],
+    confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """What the canaries of a run show, beside what was accounted for.
+
+    Example: fedlm privacy audit runs/private
+    """
+    require(0.5 < confidence < 1, "--confidence", confidence, "between 0.5 and 1")
+    directory = RunDirectory.existing(run)
+    facts = facts_of(directory.path)
+    accounted = account.from_journal(facts.header, facts.rounds)
+    if not facts.header.get("canaries"):
+        raise ConfigError(
+            f"{run} has no canaries to look for: train again with --set privacy.canaries=100."
+        )
+    with talk.status("looking for canaries"):
+        seen = _look(directory.finished(), facts.header, len(facts.rounds))
+        found = auditor.audit(
+            seen.scores, seen.strangers, seen.dimensions, accounted.delta, confidence
+        )
+    _show_audit(run, seen, found, accounted, as_json)
+
+
+def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
+    """The canaries of a run, from its recipe, its weights and the secret in its checkpoint."""
+    recipe = load(directory.recipe)
+    use_devices(recipe.run.devices)
+    experiment = build(recipe, STORES, lambda stage, done: None)
+    check_same(experiment, directory)
+    before = experiment.init_params()
+    if tree.sha256(before) != header.get("start_sha256"):
+        raise RecordError(
+            f"{directory.path} began with another model than its recipe makes now, so how the "
+            "model changed is not known."
+        )
+    after = load_params(recipe.model, experiment.store.vocabulary, directory.weights)
+    state = checkpoint.load_newest(directory.checkpoints, experiment.init_node(before), note)
+    if state is None:
+        raise RecordError(
+            f"{directory.path} holds no checkpoint, and with it the secret is gone from which the "
+            "canaries were drawn: audit a run before its checkpoints are removed."
+        )
+    secret = np.asarray(state.secret).astype("<u4").tobytes()
+    return look(experiment.algorithm, before, after, secret, rounds)
+
+
+def _show_audit(
+    run: Path, seen: Seen, found: auditor.Audit, accounted: account.Spent, as_json: bool
+) -> None:
+    facts = {
+        "run": str(run),
+        "canaries": len(seen.turns),
+        "took_part": int((seen.turns > 0).sum()),
+        "turns_mean": float(seen.turns.mean()),
+        "turns_max": int(seen.turns.max()),
+        "score_mean": found.mean,
+        "score_spread": found.spread,
+        "epsilon_estimate": found.estimate,
+        "epsilon_lower": found.lower,
+        "epsilon_lower_jax_privacy": found.second_lower,
+        "confidence": found.confidence,
+        "epsilon_accounted": accounted.epsilon,
+        "delta": accounted.delta,
+    }
+    if as_json:
+        emit(facts)
+    else:
+        show("audit", ["what", "value"], list(facts.items()))
+    if found.lower > accounted.epsilon:
+        note(
+            "fedlm: this run is less private than its account says: its clip, its noise or its "
+            "sampling is not that of its plan."
+        )
 
 
 def _given(option: str, value: Any) -> Any:

@@ -149,8 +149,9 @@ def _print(summary: Summary) -> None:
     show(f"{summary['run']}: perplexity", ["model", "perplexity", "trained / this"], rows)
     accuracy = "" if summary["accuracy"] is None else f"; accuracy {summary['accuracy']:.1%}"
     moved = f"{size(summary['upload_bytes'])} up, {size(summary['download_bytes'])} down"
+    learned = "" if summary["tokens"] is None else f", {summary['tokens']:,} tokens"
     out.print(
-        f"{summary['rounds']} rounds, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s "
+        f"{summary['rounds']} rounds{learned} in {summary['seconds']:.0f} s "
         f"({summary['clients_per_second']:.1f} clients/s); {moved}{accuracy}"
     )
     if summary["epsilon"] is not None:

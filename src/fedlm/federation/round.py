@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
@@ -116,18 +117,28 @@ def with_text(algorithm: Algorithm, members: Members) -> Members:
 
 
 def canary(seed: int, number: int, like: Params) -> Params:
-    """The direction that a canary sends whenever it takes part: random, of length one."""
-    drawn = standard_normal(key_for(seed, "canary", member=number), like)
+    """The direction that a canary sends whenever it takes part."""
+    return direction(key_for(seed, "canary", member=number), like)
+
+
+def direction(key: PRNGKeyArray, like: Params) -> Params:
+    """A random direction: all are equally likely, and its length is one."""
+    drawn = standard_normal(key, like)
     return tree.scale(drawn, 1.0 / tree.norm(drawn))
 
 
 def _add_canaries(algorithm: Algorithm, state: NodeState, total: Total, members: Members) -> Total:
     for number in members[len(with_text(algorithm, members)) :]:
-        one, zero = jnp.ones(()), jnp.zeros(())
-        direction = canary(private_seed(state), int(number), state.params)
-        sent = Update(tree.scale(direction, state.limit), one, zero, zero, zero, zero, one)
-        total = add_member(total, clip(sent, state.limit))
+        key = key_for(private_seed(state), "canary", member=int(number))
+        total = _add_canary(total, state.limit, key)
     return total
+
+
+@jax.jit
+def _add_canary(total: Total, limit: Float[Array, ""], key: PRNGKeyArray) -> Total:
+    one, zero = jnp.ones(()), jnp.zeros(())
+    sent = Update(tree.scale(direction(key, total.delta), limit), one, zero, zero, zero, zero, one)
+    return add_member(total, clip(sent, limit))
 
 
 def empty_total(params: Params) -> Total:
@@ -179,7 +190,7 @@ def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyA
     """
     if algorithm.plan is None:
         return key_for(0, "noise")
-    sum_is = int(tree.sha256((total.delta, total.inside))[:15], 16)
+    sum_is = int(tree.sha256((total.delta, total.inside, total.members))[:15], 16)
     return key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
 
 
@@ -196,7 +207,7 @@ def _server_step(
         hidden = eqx.tree_at(lambda t: t.delta, total, tree.scale(noisy, limit))
         change = over(hidden, plan.denominator)
         if plan.clip_quantile:
-            limit, inside = next_limit(plan, limit, total.inside, jr.fold_in(key, 1))
+            limit, inside = next_limit(plan, limit, total, jr.fold_in(key, 1))
     params, server_memory = step(algorithm.server, state.params, state.server_memory, change)
     return NodeState(
         params,

@@ -1,45 +1,56 @@
 """Sensitivity: how long one member's update may be.
 
 In:       an update of any length.
-Out:      the same direction, with L2 norm at most `limit`, and whether it was inside before.
-Promise:  no input, however large or malformed, leaves with a longer norm; what is not finite
-          leaves as zero and counts as refused.
+Out:      the same direction, with L2 norm at most `limit` and weight one, and whether it was
+          inside before.
+Promise:  no input, however large or malformed, leaves with a longer norm or a larger weight; what
+          is not finite, or close to it, leaves as zero and counts as refused.
 Not here: noise (`noise.py`); gradient clipping for stability (`federation/algorithms.py`).
 
 An adaptive limit follows a quantile of the update norms (Andrew et al. 2021): how many members
-were inside is a count to which one member adds at most one, so it is released with noise of its
-own and moves the limit of the next round.
+were inside, less half of how many came, is a count that one member moves by a half either way, and
+not at all if it is replaced by zero. It is released with noise of its own and moves the limit of
+the next round.
 """
 
 from __future__ import annotations
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Update
+from fedlm.core.types import Total, Update
 from fedlm.privacy.plan import PrivacyPlan
 
 Scalar = Float[Array, ""]
-# The scaled norm is rounded; a hair less keeps it below the limit in any order of summation.
+# Norms are rounded; a hair less keeps them below the limit in any order of summation.
 HAIR = 1.0 - 2.0**-18
+# The inverse of a larger number is so small that processors take it for zero.
+LARGEST = 2.0**125
+# Where an adaptive limit ends if updates vanish or explode: squares of lengths stay numbers.
+SHORTEST, LONGEST = 1e-12, 1e12
 
 
 def clip(update: Update, limit: Scalar) -> Update:
     """The update, scaled down to the limit if it is longer."""
-    norm = tree.norm(update.delta)
-    sound = jnp.isfinite(norm)
-    inside = norm <= limit
-    factor = jnp.where(inside, 1.0, HAIR * limit / jnp.where(norm > 0, norm, 1.0))
-    short = tree.scale(update.delta, factor)
+    leaves = jax.tree.leaves(update.delta)
+    top = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]))
+    sound = top < LARGEST  # not true of NaN either
+    # Over its largest entry an update neither overflows nor vanishes when it is squared.
+    unit = jax.tree.map(lambda x: x / jnp.where(top > 0, top, 1.0), update.delta)
+    norm = jnp.maximum(tree.norm(unit), 1.0)
+    inside = top * norm <= HAIR * limit
+    short = tree.scale(unit, HAIR * limit / norm)
+    clipped = tree.where(inside, update.delta, short)
     return eqx.tree_at(
         lambda u: (u.delta, u.weight, u.inside, u.refused),
         update,
         (
-            tree.where(sound, short, tree.zeros_like(short)),
-            jnp.where(sound, update.weight, 0.0),
+            tree.where(sound, clipped, tree.zeros_like(clipped)),
+            jnp.where(sound, 1.0, 0.0),
             jnp.where(sound & inside, 1.0, 0.0),
             jnp.maximum(update.refused, jnp.where(sound, 0.0, 1.0)),
         ),
@@ -47,10 +58,11 @@ def clip(update: Update, limit: Scalar) -> Update:
 
 
 def next_limit(
-    plan: PrivacyPlan, limit: Scalar, inside: Scalar, key: PRNGKeyArray
+    plan: PrivacyPlan, limit: Scalar, total: Total, key: PRNGKeyArray
 ) -> tuple[Scalar, Scalar]:
     """The limit of the next round, and the noisy share of members inside that moved it."""
-    # Centred, a member moves the count by a half either way.
-    noisy = inside + plan.clip_noise * jr.normal(key)
-    share = jnp.clip(noisy / plan.denominator, 0.0, 1.0)
-    return limit * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile)), share
+    centred = total.inside - total.members / 2
+    noisy = centred + plan.clip_noise * jr.normal(key)
+    share = jnp.clip(0.5 + noisy / plan.denominator, 0.0, 1.0)
+    moved = limit * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
+    return jnp.clip(moved, SHORTEST, LONGEST), share

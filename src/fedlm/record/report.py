@@ -45,6 +45,13 @@ class Facts:
     def evaluated(self) -> list[dict[str, Any]]:
         return [r for r in self.rounds if r.get("perplexity") is not None]
 
+    @property
+    def tokens(self) -> int | None:
+        """How many were trained on; a private run does not tell."""
+        if any("tokens" not in r for r in self.rounds):
+            return None
+        return sum(r["tokens"] for r in self.rounds)
+
     def over(self, axis: str) -> Series:
         """Perplexity over rounds, seconds, or bytes uploaded."""
         elapsed = list(itertools.accumulate(r["seconds"] for r in self.rounds))
@@ -128,7 +135,7 @@ def _overview(runs: list[Facts]) -> str:
             test.get("accuracy"),
             validation.get("perplexity") or watched,
             (run.final.get("privacy") or {}).get("epsilon"),
-            sum(r.get("tokens", 0) for r in run.rounds),
+            run.tokens,
             last.get("upload_bytes", 0) / 1e6,
             last.get("download_bytes", 0) / 1e6,
             sum(r["seconds"] for r in run.rounds),
@@ -190,12 +197,14 @@ def _privacy(run: Facts) -> list[str]:
         warned = "<p><b>Unsafe for release:</b> the seed of the noise was fixed by a setting.</p>"
     rows = [
         ["mechanism", plan["mechanism"]],
+        ["who joins a round", plan["sampling"]["law"]],
         ["noise, in multiples of the clip", plan["noise_multiplier"]],
         ["clip, last round", last.get("clip", plan["clip_norm"])],
         ["share of updates inside the clip, with noise", last.get("inside")],
         ["length of the noise over the longest mean change", last.get("noise_to_signal")],
         ["fixed denominator", plan["sampling"]["cohort"]],
         ["budget", run.header.get("privacy_budget")],
+        ["canaries, for audits", run.header.get("canaries") or None],
         ["computed by", claim.get("accountant", "-")],
     ]
     return [

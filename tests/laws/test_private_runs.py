@@ -1,0 +1,229 @@
+"""Laws 3 and 5 for runs that promise something: the same noise after a kill, no more than the
+budget, and nothing told that the plan does not cover."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from fedlm.privacy.account import spent
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record import checkpoint
+from fedlm.record.directory import RunDirectory
+from fedlm.record.report import facts_of
+from tests.conftest import call, write_tiny
+from tests.laws.test_resume import MAIN, facts, newest, same
+
+# Eighteen training clients: two a round with at least three rounds of rest.
+SEPARATED = ("server.sampling=separated", "server.cohort=2", "privacy.min_separation=3")
+TREE = (*SEPARATED, "privacy.mechanism=tree", "privacy.noise=1.0", "privacy.clip=0.1")
+BLT = (*SEPARATED, "privacy.mechanism=blt", "privacy.noise=1.0", "privacy.clip=0.1")
+GAUSSIAN = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.clip=0.1")
+SEED = "privacy.seed=7"
+
+
+def changes(*settings):
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def state_of(folder, run):
+    """The newest state of a run in a folder."""
+    experiment = build(load(run / "recipe.toml"), folder / ".fedlm/stores", lambda *a: None)
+    like = experiment.init_node(experiment.init_params())
+    return checkpoint.load_newest(run / "checkpoints", like, print)
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory):
+    """A folder with finished runs: two alike with secrets of their own, and one with canaries."""
+    folder = tmp_path_factory.mktemp("private")
+    write_tiny(folder)
+    for out in ("one", "two"):
+        done = call(folder, "train", "tiny.toml", *changes(*TREE), "--out", out, "--json")
+        assert done.code == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("mechanism", [TREE, BLT], ids=["tree", "blt"])
+def test_a_killed_private_run_ends_the_same(run_cli, tiny_recipe, tmp_path, mechanism):
+    """The secret is fixed only so that there is another run to compare with."""
+    settings = changes(*mechanism, SEED, "server.rounds=60", "run.checkpoint_every=7")
+    command = [sys.executable, "-c", MAIN, "train", str(tiny_recipe), *settings]
+    process = subprocess.Popen(
+        [*command, "--out", "killed"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    run = tmp_path / "killed"
+    while process.poll() is None and (not (run / "journal.jsonl").exists() or len(facts(run)) < 9):
+        time.sleep(0.01)
+    time.sleep(int.from_bytes(os.urandom(2), "little") / (1 << 20))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was to be killed before its end"
+    done = run_cli("train", tiny_recipe, *settings, "--out", "killed", "--resume")
+    assert done.code == 0 and "going on after round" in done.stderr
+    assert run_cli("train", tiny_recipe, *settings, "--out", "whole").code == 0
+    same(run, tmp_path / "whole")
+    assert summary_of(run)["epsilon"] > 0
+    one, two = state_of(tmp_path, run), state_of(tmp_path, tmp_path / "whole")
+    assert np.array_equal(one.history.times, two.history.times)
+    assert np.array_equal(one.history.last, two.history.last)
+    assert int(one.history.times.sum()) == 60 * 2
+
+
+def test_a_run_with_a_secret_of_its_own_goes_on_with_it(private, tmp_path):
+    """No seed at all: what is random is in the checkpoint and nowhere else."""
+    whole = private / "one"
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for name in ("recipe.toml", "journal.jsonl"):
+        (cut / name).write_bytes((whole / name).read_bytes())
+    (cut / "checkpoints").mkdir()
+    for path in (whole / "checkpoints").iterdir():
+        if "000006" not in path.name:
+            (cut / "checkpoints" / path.name).write_bytes(path.read_bytes())
+    done = call(private, "train", cut / "recipe.toml", "--out", cut, "--resume")
+    assert done.code == 0 and "going on after round 4" in done.stderr, done.stderr
+    same(cut, whole)
+
+
+def test_two_runs_of_one_recipe_have_different_noise(private):
+    one, two = (state_of(private, private / name) for name in ("one", "two"))
+    assert not np.array_equal(one.secret, two.secret)
+    assert (
+        summary_of(private / "one")["params_sha256"] != summary_of(private / "two")["params_sha256"]
+    )
+
+
+def test_the_secret_is_in_the_checkpoint_and_nowhere_else(private):
+    run = private / "one"
+    secret = np.asarray(state_of(private, run).secret).astype("<u4")
+    assert secret.any()
+    raw, number = secret.tobytes(), int.from_bytes(secret.tobytes(), "little")
+    forms = [raw, raw.hex().encode(), str(number).encode()]
+    forms += [str(int(word)).encode() for word in secret]
+    forms.append(", ".join(str(int(b)) for b in raw).encode())
+    assert raw in newest(run).read_bytes()
+    others = [p for p in run.rglob("*") if p.is_file() and p.parent.name != "checkpoints"]
+    assert {"recipe.toml", "journal.jsonl", "report.html", "summary.json"} < {
+        p.name for p in others
+    }
+    for path in others:
+        data = path.read_bytes()
+        assert not [form for form in forms if form in data], path
+
+
+def test_a_fixed_seed_gives_the_same_model_and_is_called_unsafe(run_cli, tiny_recipe, tmp_path):
+    found = [
+        run_cli("train", tiny_recipe, *changes(*TREE, SEED), "--out", out, "--json")
+        for out in ("one", "two")
+    ]
+    assert found[0].json["params_sha256"] == found[1].json["params_sha256"]
+    assert "privacy.seed is fixed" in found[0].stderr
+    assert "Unsafe for release" in (tmp_path / "one" / "report.html").read_text()
+    other = run_cli("train", tiny_recipe, *changes(*TREE, "privacy.seed=8"), "--json")
+    assert other.json["params_sha256"] != found[0].json["params_sha256"]
+
+
+# ---- what is told ----------------------------------------------------------------------
+
+
+def test_a_private_run_tells_what_the_plan_releases(private):
+    told = facts_of(private / "one")
+    for entry in told.rounds:
+        assert not {"loss", "tokens", "refused", "steps", "inside"} & entry.keys()
+        assert entry["members"] == 2 and entry["clip"] == pytest.approx(0.1)
+    # Held-out text of training clients, and counts of their words, are theirs.
+    assert "test" in told.final and "validation" not in told.final
+    assert told.final["baselines"] == {}
+    summary = summary_of(private / "one")
+    assert summary["tokens"] is None and summary["validation_perplexity"] is None
+    assert summary["perplexity"] > 1 and summary["rounds"] == 6
+
+
+def test_epsilon_is_that_of_the_rounds_that_ran(private):
+    told, summary = facts_of(private / "one"), summary_of(private / "one")
+    experiment = build(
+        load(private / "one/recipe.toml"), private / ".fedlm/stores", lambda *a: None
+    )
+    claim = spent(experiment.plan, 6)
+    assert summary["epsilon"] == told.final["privacy"]["epsilon"] == claim.epsilon
+    assert summary["delta"] == claim.delta == 1e-6
+    shown = [entry["epsilon"] for entry in told.rounds if "epsilon" in entry]
+    assert len(shown) == 3 and shown == sorted(shown) and shown[-1] == claim.epsilon
+    asked = call(private, "privacy", "epsilon", "one", "--json").json
+    assert asked["epsilon"] == claim.epsilon and asked["rounds"] == 6
+
+
+def test_the_report_states_the_claim(private):
+    page = (private / "one" / "report.html").read_text()
+    for words in (
+        "one client with all its text",
+        "replaced by zero",
+        "is trusted",
+        "at delta 1e-06",
+        "<td>tree</td>",
+        "<td>separated</td>",
+        "at least 3 rounds in between",
+    ):
+        assert words in page, words
+    assert "Unsafe" not in page and "Training loss" not in page
+
+
+def test_reveal_tells_everything(run_cli, tiny_recipe, tmp_path):
+    settings = changes(*TREE, "privacy.reveal=true", "server.rounds=2")
+    done = run_cli("train", tiny_recipe, *settings, "--out", "run", "--json")
+    assert done.code == 0 and done.json["tokens"] > 0 and done.json["validation_perplexity"] > 1
+    told = facts_of(tmp_path / "run")
+    assert all({"loss", "tokens", "refused", "steps"} <= entry.keys() for entry in told.rounds)
+    assert told.final["baselines"]
+
+
+# ---- the budget ------------------------------------------------------------------------
+
+
+def test_a_run_stops_before_it_would_pass_its_budget(run_cli, tiny_recipe, tmp_path):
+    plan = build(
+        load(tiny_recipe, (*GAUSSIAN, "privacy.noise=1.0")), tmp_path / "s", lambda *a: None
+    ).plan
+    budget = (spent(plan, 3).epsilon + spent(plan, 4).epsilon) / 2
+    settings = changes(*GAUSSIAN, "privacy.noise=1.0", f"privacy.epsilon={budget}")
+    done = run_cli("train", tiny_recipe, *settings, "--out", "run", "--json")
+    assert done.code == 0, done.stderr
+    assert "The privacy budget ends here: round 4 of 6 would pass epsilon" in done.stderr
+    assert done.json["rounds"] == 3 and done.json["epsilon"] <= budget
+    assert done.json["epsilon"] == pytest.approx(spent(plan, 3).epsilon)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert run_cli("predict", "run", "the cat", "--json").code == 0
+    again = run_cli("train", tiny_recipe, *settings, "--out", "run", "--resume", "--json")
+    assert again.json["rounds"] == 3
+
+
+def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
+    wanted = changes(*TREE[:-2], "privacy.clip=0.1", "privacy.epsilon=20")
+    done = run_cli("train", tiny_recipe, *wanted, "--out", "run", "--json")
+    assert done.code == 0, done.stderr
+    assert 19.9 < done.json["epsilon"] <= 20 and done.json["rounds"] == 6
+    header = facts_of(tmp_path / "run").header
+    assert header["privacy"]["noise_multiplier"] > 0 and header["privacy_budget"] == 20
+    assert RunDirectory.existing(tmp_path / "run").finished()
+
+
+def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path):
+    adaptive = ("privacy.clip_quantile=0.5", "privacy.clip_noise=2.0", "privacy.noise=1.0")
+    done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")
+    assert done.code == 0, done.stderr
+    rounds = facts_of(tmp_path / "run").rounds
+    assert len({entry["clip"] for entry in rounds}) == 6
+    assert all(0 <= entry["inside"] <= 1 for entry in rounds)
