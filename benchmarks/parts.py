@@ -3,7 +3,7 @@
     taskset -c 0 python -m benchmarks.parts [--name cifg] [--units 670] [--vocab 10000]
 
 A batch of 16 rows of 20 tokens: full, with the row lengths of chat, and a single short row. *Floor*
-is the time of the part's floating-point operations in products at the rate of a 1024 x 1024 product.
+is the time of the part's products at the rate of a 1024 x 1024 float32 product.
 """
 
 from __future__ import annotations
