@@ -18,6 +18,7 @@ from typing import Any
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - or actors yield to all others
 
 from flower_app import FOLDER, app
 from flwr.app import ArrayRecord, Context
