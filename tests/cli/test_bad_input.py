@@ -61,7 +61,7 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         (APART[:2], ("server.sampling = 'separated'", "privacy.mechanism and")),
         ((*TREE, "privacy.clip=0"), ("privacy.clip = 0.0: expected greater than 0",)),
         ((*TREE, "privacy.clip=inf"), ("privacy.clip = inf: expected a finite number",)),
-        ((*TREE, "privacy.noise=-1"), ("privacy.noise = -1.0: expected greater than or equal",)),
+        ((*TREE, "privacy.noise=-1"), ("privacy.noise = -1: expected greater than or equal",)),
         (TREE[:-1], ("privacy.noise = None", "Or set privacy.epsilon")),
         ((*TREE[:-1], "privacy.epsilon=1e-9"), ("privacy.epsilon = 1e-09", "some noise can meet")),
         ((*POISSON, "privacy.epsilon=1e-3"), ("privacy.epsilon = 0.001", "the first costs")),
