@@ -157,6 +157,11 @@ def check_same(experiment: Experiment, directory: RunDirectory) -> None:
             f"{directory.path} was begun with another recipe "
             f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
         )
+    if header.get("privacy") != json.loads(dumps(_promised(experiment))).get("privacy"):
+        raise RecordError(
+            f"{directory.path} was begun with another privacy plan than its recipe gives now: go "
+            "on with the versions that its journal names."
+        )
     store = experiment.store.manifest
     if any(header["store"][f] != store[f] for f in ("clients_sha256", "tokenizer_sha256")):
         raise RecordError(

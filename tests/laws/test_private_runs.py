@@ -3,6 +3,7 @@ budget, and nothing told that the plan does not cover."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
-from tests.conftest import call, write_tiny
+from tests.conftest import CACHE, call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 
 # Eighteen training clients: two a round with at least three rounds of rest.
@@ -60,6 +61,7 @@ def test_a_killed_private_run_ends_the_same(run_cli, tiny_recipe, tmp_path, mech
     process = subprocess.Popen(
         [*command, "--out", "killed"],
         cwd=tmp_path,
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": CACHE.name},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -93,6 +95,18 @@ def test_a_run_with_a_secret_of_its_own_goes_on_with_it(private, tmp_path):
     done = call(private, "train", cut / "recipe.toml", "--out", cut, "--resume")
     assert done.code == 0 and "going on after round 4" in done.stderr, done.stderr
     same(cut, whole)
+
+
+def test_a_run_whose_plan_is_another_one_now_does_not_go_on(private, tmp_path):
+    """A noise that is found from a target could come out otherwise in another version."""
+    cut = tmp_path / "cut"
+    shutil.copytree(private / "one", cut)
+    (cut / "summary.json").unlink()
+    text = (cut / "journal.jsonl").read_text()
+    changed = text.replace('"noise_multiplier": 1.0', '"noise_multiplier": 1.001')
+    (cut / "journal.jsonl").write_text(changed)
+    done = call(private, "train", cut / "recipe.toml", "--out", cut, "--resume")
+    assert done.code == 2 and "begun with another privacy plan" in done.stderr
 
 
 def test_two_runs_of_one_recipe_have_different_noise(private):
@@ -175,7 +189,7 @@ def test_the_report_states_the_claim(private):
         "at least 3 rounds in between",
     ):
         assert words in page, words
-    assert "Unsafe" not in page and "Training loss" not in page
+    assert "Unsafe for release" not in page and "Training loss" not in page
 
 
 def test_reveal_tells_everything(run_cli, tiny_recipe, tmp_path):
@@ -222,5 +236,5 @@ def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp
     done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")
     assert done.code == 0, done.stderr
     rounds = facts_of(tmp_path / "run").rounds
-    assert len({entry["clip"] for entry in rounds}) == 6
+    assert len({entry["clip"] for entry in rounds}) > 2
     assert all(0 <= entry["inside"] <= 1 for entry in rounds)

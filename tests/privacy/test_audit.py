@@ -123,6 +123,18 @@ def test_the_whole_answer():
     assert away.estimate < 0.6, "a canary pulls; what pushes is chance"
 
 
+def test_spread_counts_where_chance_does_not_explain_it():
+    """Canaries that took part more or less often: a mixture, wider than strangers are."""
+    size, strangers = 10_000, scores(0, 1000, 10_000, 1)
+    even, uneven = scores(1.0, 400, size, 2), scores(1.0, 400, size, 2)
+    uneven += np.tile([-2.0, 2.0], 200) / math.sqrt(size)
+    known = audit.audit(even, strangers, size, DELTA)
+    assert known.spread != 1
+    assert known.estimate == pytest.approx(gaussian_epsilon(known.mean, DELTA), rel=1e-3)
+    mixed = audit.audit(uneven, strangers, size, DELTA)
+    assert mixed.spread > 2 and mixed.estimate > known.estimate + 5
+
+
 def test_one_canary_is_none():
     with pytest.raises(ConfigError, match=r"privacy\.canaries = 1: expected at least 2"):
         audit.audit(np.array([0.1]), np.zeros(3), 100, DELTA)

@@ -195,7 +195,7 @@ def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
             "canaries were drawn: audit a run before its checkpoints are removed."
         )
     secret = np.asarray(state.secret).astype("<u4").tobytes()
-    return look(experiment.algorithm, before, after, secret, rounds)
+    return look(experiment.algorithm, before, after, secret=secret, rounds=rounds)
 
 
 def _show_audit(

@@ -41,21 +41,28 @@ class Seen(NamedTuple):
     dimensions: int
 
 
-def look(algorithm: Algorithm, before: Params, after: Params, secret: bytes, rounds: int) -> Seen:
+def look(
+    algorithm: Algorithm,
+    before: Params,
+    after: Params,
+    *,
+    secret: bytes,
+    rounds: int,
+    strangers: int = STRANGERS,
+) -> Seen:
     """Everything an audit needs from one run."""
     state = init_node(algorithm, before, secret)
     turns = canary_turns(algorithm, state, rounds)
     population = algorithm.sampling.population
     numbers = np.arange(population - algorithm.canaries, population)
     if algorithm.sampling.law == "separated":
-        # Its account takes part as given. The others count on the chance of staying out, and so
-        # a canary that happened to stay out is as much a case as one that came.
+        # Its account takes turns for granted. Other laws count on the chance of staying out: a
+        # canary that happened to stay out is as much a case there as one that came.
         numbers = numbers[turns > 0]
     change = tree.sub(after, before)
     seed = private_seed(state)
     size = tree.size(before)
-    strangers = int(np.clip(MOST_NUMBERS // size, LEAST_STRANGERS, STRANGERS))
-    others = population + np.arange(strangers)
+    others = population + np.arange(min(strangers, max(LEAST_STRANGERS, MOST_NUMBERS // size)))
     return Seen(turns, cosines(change, seed, numbers), cosines(change, seed, others), size)
 
 

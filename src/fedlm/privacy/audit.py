@@ -61,13 +61,25 @@ def audit(
     mean, spread = unit * float(np.mean(scores)), unit * float(np.std(scores, ddof=1))
     return Audit(
         # A canary pulls towards its direction: a mean below zero is chance.
-        estimate=epsilon_between(max(mean, 0.0), spread, delta),
+        estimate=epsilon_between(max(mean, 0.0), _beyond_chance(spread, len(scores)), delta),
         lower=lower_bound(scores, dimensions, delta, confidence),
         second_lower=second_opinion(scores, strangers, delta, confidence),
         confidence=confidence,
         mean=mean,
         spread=spread,
     )
+
+
+def _beyond_chance(spread: float, count: int) -> float:
+    """The spread, or one if chance explains how far it is from that of strangers.
+
+    Tails at a delta of one in a million weigh a few percent of spread like an epsilon of one, and
+    a hundred canaries have a few percent by chance.
+    """
+    import scipy.stats
+
+    low, high = scipy.stats.chi2.interval(0.99, count - 1)
+    return 1.0 if low <= (count - 1) * spread**2 <= high else spread
 
 
 def epsilon_between(mean: float, spread: float, delta: float) -> float:
