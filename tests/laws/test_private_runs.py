@@ -53,7 +53,9 @@ def private(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mechanism", [TREE, BLT], ids=["tree", "blt"])
+@pytest.mark.parametrize(
+    "mechanism", [TREE, pytest.param(BLT, marks=pytest.mark.slow)], ids=["tree", "blt"]
+)
 def test_a_killed_private_run_ends_the_same(run_cli, tiny_recipe, tmp_path, mechanism):
     """The secret is fixed only so that there is another run to compare with."""
     settings = changes(*mechanism, SEED, "server.rounds=40", "run.checkpoint_every=7")

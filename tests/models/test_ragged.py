@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedlm.core.types import PAD
-from fedlm.models.ragged import FEWEST_COLUMNS, enough, gather, pack, whole, widths
+from fedlm.models.ragged import FEWEST_COLUMNS, enough, gather, pack, widths
 
 
 def rows_of(lengths, seq):
@@ -56,12 +56,6 @@ def test_no_step_is_wider_than_it_needs_to_be():
     packing = pack(rows_of(CASES["a staircase"], 7))
     # 14, 12, 10, 8, 6, 4 and 2 rows are left at the seven steps.
     assert int(packing.size) == 16 + 12 + 12 + 8 + 8 + 4 + 4
-
-
-def test_whole_rows_keep_their_order():
-    packing = whole(16, 5)
-    np.testing.assert_array_equal(packing.row.reshape(5, 16), np.tile(np.arange(16), (5, 1)))
-    assert packing.used.all()
 
 
 def test_the_least_size_that_is_enough_is_computed():

@@ -58,11 +58,6 @@ def pack(targets: Int[Array, "batch seq"]) -> Packing:
     return _columns(order, jnp.sum(lengths[:, None] > time[None], axis=0), batch)
 
 
-def whole(batch: int, seq: int) -> Packing:
-    """Columns for every token, rows in their order."""
-    return _columns(jnp.arange(batch), jnp.full(seq, batch), batch)
-
-
 def _columns(order: Int[Array, " batch"], running: Int[Array, " seq"], batch: int) -> Packing:
     """`running` rows are left at each time step."""
     steps = widths(batch)

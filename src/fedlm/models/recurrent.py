@@ -2,7 +2,7 @@
 
 In:       rows of tokens.
 Out:      features of every position, of the width of the embedding.
-Promise:  the fast sequence equals the plain one in value and gradient.
+Promise:  the fast sequence, which learns, equals the plain one in value and gradient.
 Not here: the arithmetic inside a cell (`cells.py`), the loss (`loss.py`).
 
     z_t = W_x e(x_t) + W_h h_{t-1} + b;   m_t, c_t = cell(z_t, c_{t-1});   h_t = P m_t
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, tied
-from fedlm.models.ragged import Packing, enough, gather, pack, whole, widths
+from fedlm.models.ragged import Packing, enough, gather, pack, widths
 
 
 class Layer(eqx.Module):
@@ -37,7 +37,7 @@ Columns = Float[Array, "embed columns"]
 
 
 def plain_sequence(cell: Cell, inputs: Float[Array, "seq embed batch"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
-    """The definition, differentiated by JAX: the oracle of `sequence`."""
+    """The definition, as a plain loop over time: the oracle of `sequence`."""
     batch = inputs.shape[-1]
     embed, units = project.shape
     start = jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
@@ -162,10 +162,10 @@ class Recurrent(eqx.Module):
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """What each position knows of its past; times the embedding it gives logits."""
-        batch, seq = inputs.shape
-        packing = whole(batch, seq)
-        x = self._through(packing, batch, self.embedding[gather(packing, inputs)])
-        return x.reshape(-1, seq, batch).transpose(2, 1, 0)
+        x = self.embedding[inputs.T].transpose(0, 2, 1)
+        for layer in self.layers:
+            x = plain_sequence(self.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
+        return x.transpose(2, 0, 1)
 
     def predictors(
         self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
