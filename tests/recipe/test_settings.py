@@ -210,7 +210,8 @@ def values(field):
         return st.integers(low, None if high is None else high - 1)
     if kind is float:
         top = 1e300 if high is None else high
-        return st.floats(low, top, exclude_min=True, exclude_max=True)
+        bottom = -1e300 if low is None else low
+        return st.floats(bottom, top, exclude_min=True, exclude_max=True)
     return st.text(min_size=1) if kind is str else st.lists(st.text(), max_size=3)
 
 
