@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from fedlm.federation.audit import look
-from fedlm.federation.round import Algorithm, Chooser, init_node, server_half, with_text
+from fedlm.federation.method import Algorithm
+from fedlm.federation.round import Chooser, init_node, server_half, with_text
 from fedlm.privacy import account
 from fedlm.privacy.audit import Audit, audit
 from fedlm.privacy.noise import for_plan, silent

@@ -27,9 +27,10 @@ from fedlm.core.keys import key_for  # noqa: E402
 from fedlm.core.types import Sampling, Shape  # noqa: E402
 from fedlm.engine.loop import LoopEngine  # noqa: E402
 from fedlm.engine.mesh import MeshEngine  # noqa: E402
-from fedlm.federation.round import Algorithm  # noqa: E402
+from fedlm.federation.method import Algorithm  # noqa: E402
 from fedlm.local.train import local_training  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
+from fedlm.server.step import plain  # noqa: E402
 from fedlm.wire.dense import dense  # noqa: E402
 
 RECURRENT = {"embed": 96, "units": 670}
@@ -91,7 +92,7 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
         local=local_training(catalog.loss, optax.sgd(0.1)),
         upload=dense(),
         download=dense(),
-        server=optax.sgd(1.0),
+        server=plain(optax.sgd(1.0)),
     )
     params = catalog.make(name, size, key_for(0, "init"))
     loop, mesh = (E(algorithm, rows.__getitem__, shape, 0) for E in (LoopEngine, MeshEngine))

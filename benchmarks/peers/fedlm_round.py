@@ -23,9 +23,11 @@ from fedlm.core import tree
 from fedlm.core.types import Sampling, Shape
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
-from fedlm.federation.round import Algorithm, init_node, server_half
+from fedlm.federation.method import Algorithm
+from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import local_training
 from fedlm.models import catalog
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 
@@ -56,7 +58,7 @@ def main() -> None:
         local=local_training(catalog.loss, optax.sgd(said["rate"])),
         upload=dense(),
         download=dense(),
-        server=optax.sgd(1.0),
+        server=plain(optax.sgd(1.0)),
     )
     shape = Shape(batch=said["batch"], length=said["length"], max_examples=said["max_examples"])
     kind = {"mesh": MeshEngine, "loop": LoopEngine}[asked.engine]

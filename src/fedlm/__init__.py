@@ -20,7 +20,7 @@ from fedlm.core.types import Update as Update
 from fedlm.corpus.store import Store as Store
 from fedlm.engine.loop import LoopEngine as LoopEngine
 from fedlm.engine.mesh import MeshEngine as MeshEngine
-from fedlm.federation.round import Algorithm as Algorithm
+from fedlm.federation.method import Algorithm as Algorithm
 from fedlm.federation.round import NodeState as NodeState
 from fedlm.recipe.build import Experiment as Experiment
 from fedlm.recipe.build import build as build

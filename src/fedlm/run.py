@@ -22,10 +22,12 @@ import numpy as np
 from fedlm.cohort.prefetch import prefetch
 from fedlm.core.errors import DivergenceError
 from fedlm.core.types import Engine, Members, Params, Prepared, Total
+from fedlm.federation.method import Algorithm
 from fedlm.federation.round import (
-    Algorithm,
     Chooser,
     NodeState,
+    kept_of,
+    outgoing,
     released,
     server_half,
     with_text,
@@ -82,7 +84,8 @@ def run(
     high = 0
     for r, (members, cohort) in zip(rounds, prefetch(ready, rounds), strict=True):
         began = time.perf_counter()
-        total = engine.gather(state.params, cohort, float(state.limit))
+        sent, kept = outgoing(algorithm, state), kept_of(state, cohort.members)
+        total = engine.gather(sent, cohort, float(state.limit), kept)
         before, state = state, server_half(algorithm, state, total, members)
         facts = _facts(r, total, engine, time.perf_counter() - began)
         high = high + 1 if facts["loss"] > math.log(vocabulary) + RUNAWAY_NATS else 0

@@ -11,9 +11,10 @@ from benchmarks.peers.contenders import HERE, Contender, PeerError, Worker
 from fedlm.core.types import Sampling
 from fedlm.corpus.store import StoreSettings, write
 from fedlm.engine.loop import LoopEngine
-from fedlm.federation.round import Algorithm
+from fedlm.federation.method import Algorithm
 from fedlm.local.train import local_training
 from fedlm.models import catalog
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 TINY = workload.Plan(
@@ -57,7 +58,7 @@ def test_the_batches_are_those_of_the_engine(folder):
         local=local_training(catalog.loss, optax.sgd(0.1)),
         upload=dense(),
         download=dense(),
-        server=optax.sgd(1.0),
+        server=plain(optax.sgd(1.0)),
     )
     engine = LoopEngine(algorithm, rows.__getitem__, TINY.shape, TINY.seed)
     made = engine.prepare(0, np.array(sorted(rows))).batches

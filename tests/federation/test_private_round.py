@@ -13,14 +13,13 @@ from fedlm.core import tree
 from fedlm.core.types import Loss, Sampling, Shape, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithms import SERVER, server_optimizer
+from fedlm.federation.member import add_member, empty_total
+from fedlm.federation.method import Algorithm
 from fedlm.federation.round import (
     UNRELEASED,
-    Algorithm,
     Chooser,
     _noise_key,
-    add_member,
     canary,
-    empty_total,
     init_node,
     private_seed,
     released,
@@ -31,6 +30,7 @@ from fedlm.local.train import WEIGHTS, local_training
 from fedlm.privacy.clip import clip
 from fedlm.privacy.noise import for_plan, silent
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 from tests.privacy.plans import plan as plan_of
 
@@ -53,7 +53,7 @@ def algorithm(weight="uniform", server=None, canaries=0, **changes):
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=server or optax.sgd(1.0),
+        server=plain(server or optax.sgd(1.0)),
         plan=plan,
         noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)),
         canaries=canaries,

@@ -8,8 +8,10 @@ import optax
 from fedlm.core import tree
 from fedlm.core.types import Loss, Sampling, Shape
 from fedlm.engine.loop import LoopEngine
-from fedlm.federation.round import Algorithm, Chooser, init_node, server_half
+from fedlm.federation.method import Algorithm
+from fedlm.federation.round import Chooser, init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 from tests.oracle import quadratic_descent
 
@@ -27,7 +29,7 @@ def algorithm(weight, server):
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=server,
+        server=plain(server),
     )
 
 

@@ -16,11 +16,13 @@ from fedlm.core.types import Loss, Sampling, Shape
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithms import CLIENT, client_optimizer
-from fedlm.federation.round import Algorithm, init_node, server_half
+from fedlm.federation.method import Algorithm
+from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
 from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 SIZES = (1, 9, 4, 30, 2, 17, 4, 5)
@@ -41,7 +43,7 @@ def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
         local=local_training(loss, client_optimizer(optimizer, 0.1, clip=clip), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=optax.sgd(1.0),
+        server=plain(optax.sgd(1.0)),
     )
 
 

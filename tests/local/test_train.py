@@ -1,6 +1,7 @@
 """Local training equals a plain training loop."""
 
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 import optax
 import pytest
@@ -18,9 +19,9 @@ def quadratic(params, tokens):
 def trained(weight="examples", rate=0.3, targets=(3.0, -1.0, 5.0)):
     local = local_training(quadratic, optax.sgd(rate), WEIGHTS[weight])
     params = {"w": jnp.float32(2.0)}
-    carry = local.init(params)
+    carry = local.init(params, jr.key(0), None)
     for target in targets:
-        carry = local.step(carry, jnp.full((1, 1), target))
+        carry = local.step(params, carry, jnp.full((1, 1), target))
     return local.finish(params, carry, jnp.float32(7.0))
 
 

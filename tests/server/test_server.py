@@ -8,7 +8,7 @@ import pytest
 from fedlm.core.types import Total
 from fedlm.federation.algorithms import SERVER, schedule, server_optimizer
 from fedlm.server.aggregate import mean
-from fedlm.server.step import step
+from fedlm.server.step import plain
 
 
 def total(delta, weight):
@@ -27,7 +27,7 @@ def test_nobody_changes_nothing():
 def test_sgd_of_rate_one_adds_the_change():
     params, change = {"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([0.25, -0.5])}
     outer = optax.sgd(1.0)
-    moved, _ = step(outer, params, outer.init(params), change)
+    moved, _ = plain(outer).step(params, outer.init(params), change)
     np.testing.assert_array_equal(moved["w"], [1.25, 1.5])
 
 
@@ -40,7 +40,7 @@ def test_every_rule_reaches_the_minimum_of_a_bowl(name):
     params = {"w": jnp.zeros(2)}
     memory = outer.init(params)
     for _ in range(500):
-        params, memory = step(outer, params, memory, {"w": 0.1 * (goal - params["w"])})
+        params, memory = plain(outer).step(params, memory, {"w": 0.1 * (goal - params["w"])})
     np.testing.assert_allclose(params["w"], goal, atol=0.1)
 
 
@@ -50,7 +50,7 @@ def test_nesterov_by_hand():
     params, memory = {"w": jnp.float32(0.0)}, outer.init({"w": jnp.float32(0.0)})
     m = w = 0.0
     for change in (1.0, -2.0, 0.5):
-        params, memory = step(outer, params, memory, {"w": jnp.float32(change)})
+        params, memory = plain(outer).step(params, memory, {"w": jnp.float32(change)})
         m = 0.9 * m - change
         w -= 0.7 * (-change + 0.9 * m)
         np.testing.assert_allclose(params["w"], w, rtol=1e-5)

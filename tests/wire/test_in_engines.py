@@ -10,8 +10,9 @@ from fedlm.core.types import Loss, Sampling, Shape
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithms import client_optimizer
-from fedlm.federation.round import Algorithm
+from fedlm.federation.method import Algorithm
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 from tests.wire.cases import CODECS, length
 
@@ -47,7 +48,7 @@ def test_mesh_equals_loop(codec):
         local=local_training(loss, client_optimizer("sgd", 0.5), WEIGHTS["examples"]),
         upload=codec,
         download=dense(),
-        server=optax.sgd(1.0),
+        server=plain(optax.sgd(1.0)),
     )
     params = {"table": jnp.zeros((20, 20)), "bias": jnp.zeros(20)}
     loop, mesh = (

@@ -23,6 +23,7 @@ Purpose = Literal[
     "shuffle",
     "upload",
     "download",
+    "partial",
     "noise",
     "canary",
     "evaluate",

@@ -9,6 +9,7 @@ Not here: means (`server/aggregate.py`) and clips (`privacy`): those are claims 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,6 +75,29 @@ def with_leaves(a: Tree, leaves: dict[str, Any]) -> Tree:
     flat, structure = jax.tree_util.tree_flatten_with_path(a)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in names])
+
+
+def take(a: Tree, at: Any) -> Tree:
+    """Row `at` of every leaf, or several rows."""
+    return jax.tree.map(lambda x: x[at], a)
+
+
+def thin(a: Tree, keep: Sequence[bool] | None) -> Tree:
+    """`a` with the leaves that are not kept replaced by empty ones; None keeps all."""
+    if keep is None:
+        return a
+    leaves, structure = jax.tree.flatten(a)
+    made = [x if k else np.zeros(0, x.dtype) for x, k in zip(leaves, keep, strict=True)]
+    return jax.tree.unflatten(structure, made)
+
+
+def fill(a: Tree, like: Tree, keep: Sequence[bool] | None) -> Tree:
+    """The inverse of `thin`, with zeros for what was left out."""
+    if keep is None:
+        return a
+    leaves, structure = jax.tree.flatten(a)
+    wide = zip(leaves, jax.tree.leaves(like), keep, strict=True)
+    return jax.tree.unflatten(structure, [x if k else jnp.zeros_like(y) for x, y, k in wide])
 
 
 def sha256(a: Tree) -> str:

@@ -71,6 +71,8 @@ class Update(eqx.Module):
     steps: Float[Array, ""]
     refused: Float[Array, ""]
     inside: Float[Array, ""]  # one, unless a privacy clip made it shorter
+    mask: Any = None  # one or zero a leaf, where each member trains leaves of its own
+    kept: Any = None  # what the member remembers until its next turn, where it does
 
 
 class Total(eqx.Module):
@@ -84,6 +86,8 @@ class Total(eqx.Module):
     refused: Float[Array, ""]
     inside: Float[Array, ""]
     members: Float[Array, ""]
+    shares: Any = None  # the weight that each leaf got, where members train leaves of their own
+    kept: Any = None  # what each member remembers, in the order of the cohort
 
 
 class History(NamedTuple):
@@ -93,16 +97,47 @@ class History(NamedTuple):
     times: Any  # int32, population
 
 
-class Local(NamedTuple):
-    """One member's work as three pure functions that any engine can run.
+class Portion(NamedTuple):
+    """Which numbers of a model a member trains: all, some leaves, or factors of them.
 
-    `init(params)` gives what a member carries, `step(carry, tokens)` takes one batch, and
-    `finish(params, carry, examples)` turns the carry into an `Update`.
+    `ground(params, key)` is what all members of a round hold still, `start(ground)` what they
+    train, `grow(ground, trained)` the whole model of the two, and `spread(params, key, delta)` the
+    change of the whole model that a change of the trained part stands for (it is linear).
+    `draw(params, key)`, where there is one, gives the leaves of one member as ones and zeros.
     """
 
-    init: Callable[[Params], Any]
-    step: Callable[[Any, Tokens], Any]
-    finish: Callable[[Params, Any, Float[Array, ""]], Update]
+    ground: Callable[[Params, PRNGKeyArray], Any] = lambda params, key: params
+    start: Callable[[Any], Params] = lambda ground: ground
+    grow: Callable[[Any, Params], Params] = lambda ground, trained: trained
+    spread: Callable[[Params, PRNGKeyArray, Params], Params] = lambda params, key, delta: delta
+    draw: Callable[[Params, PRNGKeyArray], Any] | None = None
+
+
+class Local(NamedTuple):
+    """One member's work as pure functions that any engine can run.
+
+    `ground(sent, key)` is what the members of a round share, made of what the server sent and the
+    round's key. `init(ground, key, kept)` gives what a member carries, `step(ground, carry,
+    tokens)` takes one batch, and `finish(ground, carry, examples)` turns the carry into an
+    `Update`. `spread(params, key, delta)` is the change of the model that a sum of updates stands
+    for. `blank(ground)`, where there is one, is what a member remembers before its first turn.
+    """
+
+    ground: Callable[[Any, PRNGKeyArray], Any]
+    init: Callable[[Any, PRNGKeyArray, Any], Any]
+    step: Callable[[Any, Any, Tokens], Any]
+    finish: Callable[[Any, Any, Float[Array, ""]], Update]
+    spread: Callable[[Params, PRNGKeyArray, Any], Any]
+    blank: Callable[[Any], Any] | None = None
+    draw: Callable[[Params, PRNGKeyArray], Any] | None = None
+
+
+class Server(NamedTuple):
+    """What the server remembers, what it sends, and what it does with a mean change."""
+
+    init: Callable[[Params], OptState]
+    send: Callable[[Params, OptState], Any]
+    step: Callable[[Params, OptState, Any], tuple[Params, OptState]]
 
 
 class Codec(NamedTuple):
@@ -111,15 +146,19 @@ class Codec(NamedTuple):
     `decode(encode(x), like)` equals `apply(x)`; `encoded_bytes(like)` is `len(encode(x))`, or the
     most that can be where `fixed_size` is false; `norm_gain` bounds how much longer `apply(x)` can
     be than `x` (`math.inf`: no bound holds for every shape, so clip again what arrived).
+    `encode(x, key, keep)` sends only the leaves that `keep` names, with the draws of the whole;
+    `decode` then wants a `like` whose other leaves are empty. A codec that is not `by_leaf` mixes
+    leaves and cannot leave any out.
     """
 
     name: str
-    encode: Callable[[Params, PRNGKeyArray], bytes]
+    encode: Callable[..., bytes]
     decode: Callable[[bytes, Params], Params]
     apply: Callable[[Params, PRNGKeyArray], Params]
     encoded_bytes: Callable[[Params], int]
     norm_gain: float
     fixed_size: bool = True
+    by_leaf: bool = True
 
 
 class Rows(Protocol):
@@ -147,8 +186,8 @@ class Engine(Protocol):
 
     def prepare(self, round: int, members: Members) -> Prepared: ...
 
-    def gather(self, params: Params, cohort: Prepared, limit: float = ...) -> Total: ...
+    def gather(self, sent: Any, cohort: Prepared, limit: float = ..., kept: Any = ...) -> Total: ...
 
     def collect(
-        self, params: Params, cohort: Prepared, limit: float = ...
+        self, sent: Any, cohort: Prepared, limit: float = ..., kept: Any = ...
     ) -> Iterable[tuple[int, Update]]: ...

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from fedlm.cohort.pack import batch_up
+from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import Members, Params, Prepared, Rows, Shape, Total, Update
-from fedlm.federation.round import Algorithm, add_member, empty_total, member_half
+from fedlm.core.types import Local, Members, Prepared, Rows, Shape, Total, Update
+from fedlm.engine.frames import through_bytes
+from fedlm.federation.member import Trip, add_member, empty_total, member_half
+from fedlm.federation.method import Algorithm, round_key, update_like
 
 
 class LoopEngine:
@@ -28,12 +35,6 @@ class LoopEngine:
     def __init__(self, algorithm: Algorithm, rows_of: Rows, shape: Shape, seed: int) -> None:
         self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
         self.upload_bytes = self.download_bytes = 0
-        self._step = jax.jit(algorithm.local.step)
-        self._finish = jax.jit(
-            lambda params, carry, examples, limit: member_half(
-                algorithm, params, carry, examples, limit
-            )
-        )
 
     def prepare(self, round: int, members: Members) -> Prepared:
         """The members' batches, in the order in which they will be used."""
@@ -45,36 +46,54 @@ class LoopEngine:
         return Prepared(round, members, made)
 
     def collect(
-        self, params: Params, cohort: Prepared, limit: float = math.inf
+        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
     ) -> Iterator[tuple[int, Update]]:
         """Each member's update, as it arrives after its trip over the wire."""
-        sent = self.algorithm.download.encode(
-            params, key_for(self.seed, "download", round=cohort.round)
+        codec, round = self.algorithm.download, cohort.round
+        payload = codec.encode(sent, key_for(self.seed, "download", round=round))
+        ground = self.algorithm.local_of(round).ground(
+            codec.decode(payload, sent), round_key(self.algorithm, round)
         )
-        for member, (rows, batches) in zip(cohort.members, cohort.batches, strict=True):
-            self.download_bytes += len(sent)
+        for place, member in enumerate(cohort.members):
+            self.download_bytes += len(payload)
+            own = jax.tree.map(jnp.asarray, tree.take(kept, place))
             try:
-                yield member, self._member(params, cohort.round, member, rows, batches, limit)
+                yield member, self._member(ground, cohort, place, limit, own)
             except Exception as error:
-                raise EngineError(
-                    f"member {member} failed in round {cohort.round}: {error}"
-                ) from error
+                raise EngineError(f"member {member} failed in round {round}: {error}") from error
 
-    def _member(self, params, round, member, rows, batches, limit):  # type: ignore[no-untyped-def]
-        carry = self.algorithm.local.init(params)
+    def _member(self, ground: Any, cohort: Prepared, place: int, limit: float, kept: Any) -> Update:
+        local = self.algorithm.local_of(cohort.round)
+        rows, batches = cohort.batches[place]
+        key = key_for(self.seed, "upload", round=cohort.round, member=cohort.members[place])
+        carry = local.init(ground, key, None if kept is None else kept.own)
         for batch in batches:
-            carry = self._step(carry, jnp.asarray(batch, jnp.int32))
+            carry = self._step(local, ground, carry, jnp.asarray(batch, jnp.int32))
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
-        update = self._finish(params, carry, examples, jnp.float32(limit))
-        key = key_for(self.seed, "upload", round=round, member=member)
-        payload = self.algorithm.upload.encode(update.delta, key)
-        self.upload_bytes += len(payload)
-        arrived = self.algorithm.upload.decode(payload, update.delta)
-        return eqx.tree_at(lambda u: u.delta, update, arrived)
+        trip = Trip(lambda delta: self._sent(delta, carry.mask, key), jnp.float32(limit), kept)
+        return member_half(self.algorithm, local, ground, carry, examples, trip)
 
-    def gather(self, params: Params, cohort: Prepared, limit: float = math.inf) -> Total:
+    @staticmethod
+    @partial(jax.jit, static_argnums=0)
+    def _step(local: Local, ground: Any, carry: Any, batch: Any) -> Any:
+        return local.step(ground, carry, batch)
+
+    def _sent(self, delta: Any, mask: Any, key: PRNGKeyArray) -> Any:
+        arrived, size = through_bytes(self.algorithm.upload, delta, mask, key)
+        self.upload_bytes += size
+        return arrived
+
+    def gather(
+        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+    ) -> Total:
         """The sum of the cohort's updates."""
-        total = empty_total(params)
-        for _, update in self.collect(params, cohort, limit):
+        like = update_like(self.algorithm, sent, cohort.round)
+        total = empty_total(like.delta, None if like.mask is None else like.mask.shape[0])
+        remembered = []
+        for _, update in self.collect(sent, cohort, limit, kept):
             total = add_member(total, update)
-        return total
+            remembered.append(update.kept)
+        if not self.algorithm.remembers:
+            return total
+        rows = jax.tree.map(lambda *x: np.stack(x), *remembered) if remembered else None
+        return eqx.tree_at(lambda t: t.kept, total, rows, is_leaf=lambda x: x is None)

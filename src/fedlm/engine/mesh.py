@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -30,10 +31,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedlm.cohort.pack import Plan, Segment, batch_up, lay_out, spread
-from fedlm.core.keys import digest_for, generator_for, key_data
-from fedlm.core.types import Members, Params, Prepared, Rows, Shape, Total, Update
-from fedlm.engine import hosts
-from fedlm.federation.round import Algorithm, add_member, empty_total, member_half
+from fedlm.core import tree
+from fedlm.core.errors import EngineError
+from fedlm.core.keys import digest_for, generator_for, key_data, key_for
+from fedlm.core.types import Local, Members, Params, Prepared, Rows, Shape, Total, Update
+from fedlm.engine import frames, hosts
+from fedlm.federation.member import Trip, add_member, empty_total, member_half
+from fedlm.federation.method import Algorithm, round_key, update_like
 
 
 class Stream(NamedTuple):
@@ -46,6 +50,7 @@ class Stream(NamedTuple):
     closes: Any  # lanes capacity: the member ends with this segment
     examples: Any  # lanes capacity: how many examples the member trained on
     keys: Any  # lanes capacity 2
+    places: Any  # lanes capacity: where in the cohort the member stands
     segments: Any  # lanes: how many are real
 
 
@@ -54,6 +59,28 @@ class LaneState(NamedTuple):
 
     carry: Any
     total: Total
+    kept: Any = None  # what its only member remembers, where members remember
+
+
+class Lanes(NamedTuple):
+    """All lanes at work: what their members start from, how long an update may be, the rest."""
+
+    ground: Any
+    bound: Any
+    state: LaneState
+
+    def of(self, lane: int) -> LaneState:
+        """What one lane holds, on the host: lanes are not to wait for each other over it."""
+        shard = lambda x: np.asarray(x.addressable_shards[lane].data)[0]  # noqa: E731
+        one: LaneState = jax.tree.map(shard, self.state)
+        return one
+
+    def work(self, state: LaneState, examples: int) -> frames.Work:
+        """One lane's member at the end of its work, on the host."""
+        ground, limit = jax.tree.map(
+            lambda x: np.asarray(x.addressable_data(0)), (self.ground, self.bound)
+        )
+        return frames.Work(ground, state, examples, limit)
 
 
 class MeshEngine:
@@ -80,8 +107,9 @@ class MeshEngine:
         self.traces = 0
         per_lane, shared = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
         self._per_lane, self._shared = per_lane, shared
-        self._start = jax.jit(self._start_lanes, out_shardings=per_lane)
-        self._chunk = jax.jit(self._run_chunk, donate_argnums=2)
+        self._ground = jax.jit(self._make_ground, static_argnums=0)
+        self._start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
+        self._chunk = jax.jit(self._run_chunk, static_argnums=0, donate_argnums=3)
         self._sum = jax.jit(_sum_lanes, out_shardings=shared)
         self._spread = jax.jit(lambda total: total, out_shardings=shared)
 
@@ -117,6 +145,7 @@ class MeshEngine:
             closes=np.zeros(full, bool),
             examples=np.zeros(full, np.float32),
             keys=np.zeros((*full, 2), np.uint32),
+            places=np.zeros(full, np.int32),
             segments=np.array([len(lane) for lane in chunk], np.int32),
         )
         for lane, segments in enumerate(chunk):
@@ -127,34 +156,93 @@ class MeshEngine:
                 stream.starts[here], stream.stops[here] = at, at + last - first
                 stream.opens[here], stream.closes[here] = opens, closes
                 stream.examples[here], stream.keys[here] = examples[place], keys[place]
+                stream.places[here] = place
                 at += last - first
         return stream
 
-    def gather(self, params: Params, cohort: Prepared, limit: float = math.inf) -> Total:
+    def gather(
+        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+    ) -> Total:
         """The sum of the cohort's updates."""
-        shared, bound = self._to_all((params, jnp.float32(limit)))
-        state = self._start(shared)
+        if self.algorithm.remembers or not self.algorithm.upload.fixed_size:
+            return self._gather_each(sent, cohort, limit, kept)
+        local = self.algorithm.local_of(cohort.round)
+        lanes = self._begin(local, sent, cohort.round, limit)
         for stream in cohort.batches:
-            state = self._chunk(shared, bound, state, self._to_lanes(stream))
-        self._count_bytes(params, len(cohort.members))
-        return self._from_all(self._sum, state.total)
+            lanes = self._take(local, lanes, stream)
+        if cohort.batches:
+            self._compare(local, lanes, sent, cohort)
+        self._count_bytes(sent, cohort)
+        return self._from_all(self._sum, lanes.state.total)
 
     def collect(
-        self, params: Params, cohort: Prepared, limit: float = math.inf
+        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
     ) -> Iterator[tuple[int, Update]]:
         """Each member's update: one member a lane at a time."""
-        shared, bound = self._to_all((params, jnp.float32(limit)))
+        for group, lanes in self._groups(sent, cohort, limit, kept):
+            total = self._from_all(self._spread, lanes.state.total)
+            yield from ((member, _single(total, lane)) for lane, member in enumerate(group))
+        self._count_bytes(sent, cohort)
+
+    def _gather_each(self, sent: Any, cohort: Prepared, limit: float, kept: Any) -> Total:
+        """The sum where members remember something, or a frame's size depends on what it holds."""
+        local = self.algorithm.local_of(cohort.round)
+        total = _zeros_of(update_like(self.algorithm, sent, cohort.round))
+        rows: list[Any] = []
+        for group, lanes in self._groups(sent, cohort, limit, kept):
+            total = tree.add(total, self._from_all(self._sum, lanes.state.total))
+            for lane, member in enumerate(group):
+                before = tree.take(kept, len(rows))
+                rows.append(jax.tree.map(np.asarray, lanes.of(lane).kept))
+                if not self.algorithm.upload.fixed_size:
+                    one = Prepared(cohort.round, np.array([member]), None)
+                    held = min(len(self.rows_of(member)), self.shape.max_examples or 1 << 62)
+                    state = lanes.of(lane)._replace(kept=before)
+                    work = lanes.work(state, held)
+                    key = frames.upload_key(self.seed, one)
+                    self.upload_bytes += frames.really_sent(self.algorithm, local, work, key)
+        self._count_bytes(sent, cohort)
+        if not self.algorithm.remembers or not rows:
+            return total
+        stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
+        return eqx.tree_at(lambda t: t.kept, total, stacked, is_leaf=lambda x: x is None)
+
+    def _begin(self, local: Local, sent: Any, round: int, limit: float) -> Lanes:
+        """Lanes that have done nothing yet, and what their members start from."""
+        download, shared = (
+            key_for(self.seed, "download", round=round),
+            round_key(self.algorithm, round),
+        )
+        ground = self._ground(local, sent, download, shared)
+        ground, bound = self._to_all((ground, jnp.float32(limit)))
+        return Lanes(ground, bound, self._start(local, ground))
+
+    def _take(self, local: Local, lanes: Lanes, stream: Stream) -> Lanes:
+        """The lanes after one more chunk."""
+        ground, bound, state = lanes
+        return lanes._replace(
+            state=self._chunk(local, ground, bound, state, self._to_lanes(stream))
+        )
+
+    def _groups(
+        self, sent: Any, cohort: Prepared, limit: float, kept: Any
+    ) -> Iterator[tuple[Members, Lanes]]:
+        """The cohort, as many members at a time as there are lanes, and the lanes after them."""
+        local = self.algorithm.local_of(cohort.round)
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
             rows = [self.rows_of(member) for member in group]
             queues = [[place] if place < len(group) else [] for place in range(self.lanes)]
             plan = lay_out(queues, [self._steps(len(r)) for r in rows], self.capacity)
-            state = self._start(shared)
+            lanes = self._begin(local, sent, cohort.round, limit)
+            if kept is not None:
+                # A lane without a member gets somebody's, and does nothing with it.
+                places = [at + lane if lane < len(group) else at for lane in range(self.lanes)]
+                own = jax.device_put(tree.take(kept, places), self._per_lane)
+                lanes = lanes._replace(state=lanes.state._replace(kept=own))
             for stream in self._streams(cohort.round, group, rows, plan):
-                state = self._chunk(shared, bound, state, self._to_lanes(stream))
-            total = self._from_all(self._spread, state.total)
-            yield from ((member, _single(total, lane)) for lane, member in enumerate(group))
-        self._count_bytes(params, len(cohort.members))
+                lanes = self._take(local, lanes, stream)
+            yield group, lanes
 
     def _steps(self, rows: int) -> int:
         """How many batches a member with so many rows trains on in a round."""
@@ -163,9 +251,31 @@ class MeshEngine:
         steps = shape.epochs * -(-rows // shape.batch)
         return min(steps, shape.max_steps or steps)
 
-    def _count_bytes(self, params: Params, members: int) -> None:
-        self.upload_bytes += members * self.algorithm.upload.encoded_bytes(params)
-        self.download_bytes += members * self.algorithm.download.encoded_bytes(params)
+    # ---- bytes -----------------------------------------------------------------------------
+
+    def _count_bytes(self, sent: Any, cohort: Prepared) -> None:
+        """What the cohort's frames take; those whose size is not known yet were counted."""
+        self.download_bytes += len(cohort.members) * self.algorithm.download.encoded_bytes(sent)
+        if self.algorithm.upload.fixed_size:
+            self.upload_bytes += sum(frames.sizes(self.algorithm, sent, cohort, self.seed))
+
+    def _compare(self, local: Local, lanes: Lanes, sent: Any, cohort: Prepared) -> None:
+        """Really encodes the last member of the first lane; its size must be the one counted."""
+        codec = self.algorithm.upload
+        if not hosts.alone() or (codec.name == "float32" and self.upload_bytes):
+            return
+        stream = next(s for s in reversed(cohort.batches) if s.segments[0])
+        slot = stream.segments[0] - 1
+        address = int(stream.places[0, slot])
+        one = Prepared(cohort.round, cohort.members[address : address + 1], None)
+        work = lanes.work(lanes.of(0), stream.examples[0, slot])
+        made = frames.really_sent(self.algorithm, local, work, frames.upload_key(self.seed, one))
+        (stated,) = frames.sizes(self.algorithm, sent, one, self.seed)
+        if made != stated:
+            raise EngineError(
+                f"a frame of member {one.members[0]} has {made} bytes and codec {codec.name} "
+                f"states {stated}."
+            )
 
     # ---- between this process and all ----------------------------------------------------
 
@@ -193,46 +303,66 @@ class MeshEngine:
 
     # ---- compiled ----------------------------------------------------------------------
 
-    def _start_lanes(self, params: Params) -> LaneState:
-        one = LaneState(self.algorithm.local.init(params), empty_total(params))
+    def _make_ground(self, local: Local, sent: Any, download: Any, shared: Any) -> Any:
+        return local.ground(self.algorithm.download.apply(sent, download), shared)
+
+    def _start_lanes(self, local: Local, ground: Any) -> LaneState:
+        key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
+        kept = None if local.blank is None else local.blank(ground)
+        carry = local.init(ground, key, kept)
+        like = local.finish(ground, carry, jnp.zeros(()))
+        one = LaneState(carry, _zeros_of(like))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
-    def _run_chunk(self, params: Params, limit: Any, state: LaneState, stream: Stream) -> LaneState:
+    def _run_chunk(
+        self, local: Local, ground: Any, limit: Any, state: LaneState, stream: Stream
+    ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
         run = jax.shard_map(
-            self._run_lane,
+            partial(self._run_lane, local),
             mesh=self.mesh,
             in_specs=(P(), P(), lanes, lanes),
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(params, limit, state, stream)
+        done: LaneState = run(ground, limit, state, stream)
         return done
 
-    def _run_lane(self, params: Params, limit: Any, state: LaneState, stream: Stream) -> LaneState:
+    def _run_lane(
+        self, local: Local, ground: Any, limit: Any, state: LaneState, stream: Stream
+    ) -> LaneState:
         state, stream = jax.tree.map(lambda x: x[0], (state, stream))
-        local, codec = self.algorithm.local, self.algorithm.upload
+        codec = self.algorithm.upload
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
-            return at + 1, local.step(carry, stream.tokens[at].astype(jnp.int32))
+            return at + 1, local.step(ground, carry, stream.tokens[at].astype(jnp.int32))
 
         def segment(i, state):  # type: ignore[no-untyped-def]
-            carry, total = state
-            carry = jax.lax.cond(stream.opens[i], lambda: local.init(params), lambda: carry)
+            carry, total, kept = state
+            key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
+            own = None if kept is None else kept.own
+            carry = jax.lax.cond(
+                stream.opens[i], lambda: local.init(ground, key, own), lambda: carry
+            )
             _, carry = jax.lax.while_loop(
                 lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
             )
-
-            update = member_half(self.algorithm, params, carry, stream.examples[i], limit)
-            key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
-            sent = eqx.tree_at(lambda u: u.delta, update, codec.apply(update.delta, key))
+            trip = Trip(lambda delta: codec.apply(delta, key), limit, kept)
+            update = member_half(self.algorithm, local, ground, carry, stream.examples[i], trip)
             # A member that goes on in the next chunk counts nothing yet: a branch would copy.
-            return LaneState(carry, add_member(total, sent, stream.closes[i]))
+            if self.algorithm.remembers:
+                kept = tree.where(stream.closes[i], update.kept, kept)
+            return LaneState(carry, add_member(total, update, stream.closes[i]), kept)
 
         state = jax.lax.fori_loop(0, stream.segments, segment, state)
         return jax.tree.map(lambda x: x[None], state)
+
+
+def _zeros_of(like: Update) -> Total:
+    """The sum over nobody, of updates like this one."""
+    return empty_total(like.delta, None if like.mask is None else like.mask.shape[0])
 
 
 def _sum_lanes(total: Total) -> Total:
@@ -241,7 +371,8 @@ def _sum_lanes(total: Total) -> Total:
 
 def _single(total: Total, lane: int) -> Update:
     """The update of the only member in a lane, from that lane's sum."""
-    one = jax.tree.map(lambda x: x[lane], total)
+    one = tree.take(total, lane)
     share = jnp.where(one.weight > 0, 1.0 / jnp.where(one.weight > 0, one.weight, 1.0), 0.0)
     delta = jax.tree.map(lambda x: x * share, one.delta)
-    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside)
+    mask = None if one.shares is None else jnp.where(one.shares > 0, 1.0, 0.0)
+    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside, mask)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import Params
+from fedlm.federation.method import Algorithm
 from fedlm.federation.round import (
-    Algorithm,
     Chooser,
     NodeState,
     direction,

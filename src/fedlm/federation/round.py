@@ -1,15 +1,15 @@
-"""A round: who, what a member does, what the server does with the sum.
+"""A round: who, what goes down, what the server does with the sum.
 
 In:       an `Algorithm`, a `NodeState`, a seed.
-Out:      members; a member's update; the next `NodeState`.
+Out:      members; what they are sent; the next `NodeState`.
 Promise:  the same functions in every engine; what survives a round is in `NodeState`.
-Not here: loops over rounds (`run.py`), over members (`engine`), named choices (`algorithms.py`).
+Not here: loops over rounds (`run.py`), a member's half (`member.py`), named choices
+          (`algorithms.py`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -17,49 +17,27 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from fedlm.cohort.sample import draw, joined, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import (
-    Codec,
     History,
-    Local,
     Members,
     OptState,
     Params,
-    Sampling,
     Total,
     Update,
 )
+from fedlm.federation.member import Kept, add_member
+from fedlm.federation.method import Algorithm, round_key, update_like
 from fedlm.privacy.clip import clip, next_limit
-from fedlm.privacy.noise import Noise, silent, standard_normal
-from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.noise import standard_normal
 from fedlm.server.aggregate import mean, over
-from fedlm.server.step import step
 
-SILENT = silent()
 # Sums over members to which a plan adds no noise.
 UNRELEASED = ("members", "refused", "steps", "tokens", "loss", "inside")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """Everything a round needs to know; engines and the loop read it and add nothing.
-
-    Under a plan, `noise` is in units of the clip, every weight is one and the denominator fixed.
-    """
-
-    sampling: Sampling
-    local: Local
-    upload: Codec
-    download: Codec
-    server: optax.GradientTransformation
-    plan: PrivacyPlan | None = None
-    noise: Noise = SILENT
-    canaries: int = 0  # the last numbers of the population: they send a direction, for audits
 
 
 class NodeState(eqx.Module):
@@ -73,22 +51,52 @@ class NodeState(eqx.Module):
     inside: Float[Array, ""]  # the noisy share of updates that were inside it, where released
     secret: UInt32[Array, "4"]  # what private draws are made from
     round: Int[Array, ""]
+    kept: Any = None  # what each client remembers, where the method has it remember anything
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
     """The state before the first round; a plan needs a secret that nobody can guess."""
     plan = algorithm.plan
     history = no_history(algorithm.sampling)
+    memory = algorithm.server.init(params)
+    sent = algorithm.server.send(params, memory)
+    released = params if algorithm.spreads_first else update_like(algorithm, sent).delta
     return NodeState(
         params,
-        algorithm.server.init(params),
-        algorithm.noise.init(params),
+        memory,
+        algorithm.noise.init(tree.zeros_like(released)),
         History(*(jnp.asarray(part) for part in history)),
         jnp.float32(math.inf if plan is None else plan.clip_norm),
         jnp.float32(math.nan),
         jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
         jnp.int32(0),
+        blank_kept(algorithm, sent),
     )
+
+
+def outgoing(algorithm: Algorithm, state: NodeState) -> Any:
+    """What goes down to the members of a round."""
+    return algorithm.server.send(state.params, state.server_memory)
+
+
+def blank_kept(algorithm: Algorithm, sent: Any) -> Any:
+    """What nobody remembers yet, a row a client; None where a method has nothing to remember."""
+    if not algorithm.remembers:
+        return None
+    like = update_like(algorithm, sent)
+    residual = like.delta if algorithm.feedback else None
+    rows = algorithm.sampling.population
+    local = algorithm.local
+    own = None
+    if local.blank is not None:
+        own = local.blank(local.ground(sent, round_key(algorithm, 0)))
+    whole = Kept(own, tree.zeros_like(residual))
+    return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
+
+
+def kept_of(state: NodeState, members: Members) -> Any:
+    """What the members of a round remember, in their order."""
+    return tree.take(jax.tree.map(np.asarray, state.kept), np.asarray(members))
 
 
 def private_seed(state: NodeState) -> int:
@@ -141,35 +149,6 @@ def _add_canary(total: Total, limit: Float[Array, ""], key: PRNGKeyArray) -> Tot
     return add_member(total, clip(sent, limit))
 
 
-def empty_total(params: Params) -> Total:
-    """The sum over nobody."""
-    zero = jnp.zeros(())
-    return Total(tree.zeros_like(params), zero, zero, zero, zero, zero, zero, zero)
-
-
-def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
-    """One more member in the sum; one that does not count yet leaves it as it was."""
-    one = jnp.where(counts, 1.0, 0.0)
-    return Total(
-        delta=tree.add_scaled(total.delta, update.delta, one * update.weight),
-        weight=total.weight + one * update.weight,
-        nats=total.nats + one * update.nats,
-        tokens=total.tokens + one * update.tokens,
-        steps=total.steps + one * update.steps,
-        refused=total.refused + one * update.refused,
-        inside=total.inside + one * update.inside,
-        members=total.members + one,
-    )
-
-
-def member_half(
-    algorithm: Algorithm, params: Params, carry: Any, examples: Array, limit: Array
-) -> Update:
-    """What a member makes of its work: an update, and under a plan one within the limit."""
-    update = algorithm.local.finish(params, carry, examples)
-    return update if algorithm.plan is None else clip(update, limit)
-
-
 def server_half(
     algorithm: Algorithm, state: NodeState, total: Total, members: Members
 ) -> NodeState:
@@ -177,9 +156,31 @@ def server_half(
     total = _add_canaries(algorithm, state, total, members)
     key = _noise_key(algorithm, state, total)
     history = joined(History(*(np.asarray(h) for h in state.history)), members, int(state.round))
-    after = _server_step(algorithm, state, total, key)
+    round = int(state.round)
+    turn = round % len(algorithm.turns) if algorithm.turns else 0
+    # What members remember stays on the host: it is as large as all of them together.
+    rows, brief = total.kept, eqx.tree_at(lambda s: s.kept, state, None, is_leaf=_is_none)
+    total = eqx.tree_at(lambda t: t.kept, total, None, is_leaf=_is_none)
+    after = _server_step(algorithm, turn, brief, total, (key, round_key(algorithm, round)))
+    after = eqx.tree_at(lambda s: s.kept, after, state.kept, is_leaf=_is_none)
     kept = History(*(jnp.asarray(part) for part in history))
-    return eqx.tree_at(lambda s: tuple(s.history), after, tuple(kept))
+    after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(kept))
+    return after if rows is None else _keep(after, with_text(algorithm, members), rows)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
+    """The state in which these members remember these rows."""
+
+    def put(held: Any, new: Any) -> Any:
+        held = np.array(held)
+        held[np.asarray(members)] = np.asarray(new)
+        return held
+
+    return eqx.tree_at(lambda s: s.kept, state, jax.tree.map(put, state.kept, rows))
 
 
 def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyArray:
@@ -196,19 +197,29 @@ def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyA
 
 @eqx.filter_jit
 def _server_step(
-    algorithm: Algorithm, state: NodeState, total: Total, key: PRNGKeyArray
+    algorithm: Algorithm,
+    turn: int,
+    state: NodeState,
+    total: Total,
+    keys: tuple[PRNGKeyArray, PRNGKeyArray],
 ) -> NodeState:
     plan, limit, inside, memory = algorithm.plan, state.limit, state.inside, state.noise_memory
+    local, (key, shared) = algorithm.local_of(turn), keys
+
+    def whole(delta: Any) -> Any:
+        return local.spread(state.params, shared, delta)
+
     if plan is None:
-        change = mean(total)
+        change = whole(mean(total))
     else:
-        in_clips = eqx.tree_at(lambda t: t.delta, total, tree.scale(total.delta, 1.0 / limit))
-        noisy, memory = algorithm.noise.add(in_clips.delta, memory, jr.fold_in(key, 0))
-        hidden = eqx.tree_at(lambda t: t.delta, total, tree.scale(noisy, limit))
-        change = over(hidden, plan.denominator)
+        first = algorithm.spreads_first
+        delta = tree.scale(whole(total.delta) if first else total.delta, 1.0 / limit)
+        noisy, memory = algorithm.noise.add(delta, memory, jr.fold_in(key, 0))
+        mean_of = over(tree.scale(noisy, limit), plan.denominator)
+        change = mean_of if first else whole(mean_of)
         if plan.clip_quantile:
             limit, inside = next_limit(plan, limit, total, jr.fold_in(key, 1))
-    params, server_memory = step(algorithm.server, state.params, state.server_memory, change)
+    params, server_memory = algorithm.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,
         server_memory,
@@ -232,9 +243,10 @@ def released(
         facts = {k: v for k, v in facts.items() if k not in UNRELEASED}
         # How many came is a sum over members too: what is told is how many were expected.
         facts["members"] = plan.sampling.cohort
-        turns = plan.sampling.cohort * (facts["round"] + 1)
-        facts["upload_bytes"] = turns * algorithm.upload.encoded_bytes(after.params)
-        facts["download_bytes"] = turns * algorithm.download.encoded_bytes(after.params)
+        turns, sent = plan.sampling.cohort * (facts["round"] + 1), outgoing(algorithm, before)
+        one = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)
+        facts["upload_bytes"] = turns * one
+        facts["download_bytes"] = turns * algorithm.download.encoded_bytes(sent)
     facts["clip"] = float(before.limit)
     if plan.clip_quantile:
         facts["inside"] = float(after.inside)

@@ -1,24 +1,26 @@
 """One member's local training.
 
-In:       the shared parameters and the member's batches.
+In:       what the server sent and the member's batches.
 Out:      an `Update`: the change, its weight, and the training loss on the way.
 Promise:  equals a plain training loop; a change that is not finite is refused (weight zero,
           change zero) and counted.
-Not here: loops over members (`engine`), the choice of optimiser (`federation/algorithms.py`).
+Not here: loops over members (`engine`), the choice of optimiser (`federation/algorithms.py`),
+          methods with more to send than a change (`methods.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Local, LossFn, OptState, Params, Tokens, Update
+from fedlm.core.types import Local, LossFn, OptState, Params, Portion, Tokens, Update
 
 Scalar = Float[Array, ""]
 Weigh = Callable[[Scalar, Scalar], Scalar]
@@ -29,50 +31,119 @@ WEIGHTS: dict[str, Weigh] = {
     "uniform": lambda examples, tokens: jnp.ones_like(examples),
 }
 
+ALL = Portion()
+
 
 class Carry(NamedTuple):
     """What a member holds while it trains."""
 
-    params: Params
+    params: Params  # what it trains
     memory: OptState
     nats: Scalar
     tokens: Scalar
     steps: Scalar
+    mask: Any = None  # a number a leaf, where it trains leaves of its own
+    extra: Any = None  # what a method adds
 
 
 def local_training(
-    loss: LossFn, optimizer: optax.GradientTransformation, weigh: Weigh = WEIGHTS["examples"]
+    loss: LossFn,
+    optimizer: optax.GradientTransformation,
+    weigh: Weigh = WEIGHTS["examples"],
+    *,
+    portion: Portion = ALL,
+    proximal: float = 0.0,
+    remember: bool = False,
 ) -> Local:
-    """Gradient steps on the mean loss of each batch, from a fresh optimiser state."""
+    """Gradient steps on the mean loss of each batch.
 
-    def objective(params: Params, tokens: Tokens) -> tuple[Scalar, tuple[Scalar, Scalar]]:
-        nats, count = loss(params, tokens)
+    `proximal` draws a member back to where it started (FedProx). `remember` keeps the optimiser's
+    state from one turn of a member to the next; otherwise every turn begins with a fresh one.
+    """
+
+    def init(ground: Any, key: PRNGKeyArray, kept: Any) -> Carry:
+        start = portion.start(ground)
+        mask = portion.draw(start, jr.fold_in(key, 1)) if portion.draw else None
+        return begin(start, kept if remember else optimizer.init(start), mask)
+
+    def step(ground: Any, carry: Carry, tokens: Tokens) -> Carry:
+        change, nats, count = gradient(
+            loss, lambda trained: portion.grow(ground, trained), carry.params, tokens
+        )
+        if proximal:
+            away = tree.sub(carry.params, portion.start(ground))
+            change = tree.add_scaled(change, away, proximal)
+        change, memory = optimizer.update(change, carry.memory, carry.params)
+        moved = optax.apply_updates(carry.params, masked(change, carry.mask))
+        return went_on(carry, moved, memory, nats, count)
+
+    def finish(ground: Any, carry: Carry, examples: Scalar) -> Update:
+        delta = tree.sub(carry.params, portion.start(ground))
+        kept = carry.memory if remember else None
+        return update_of(carry, delta, weigh(examples, carry.tokens), kept)
+
+    def blank(ground: Any) -> OptState:
+        return optimizer.init(portion.start(ground))
+
+    ground, spread, draw = portion.ground, portion.spread, portion.draw
+    return Local(ground, init, step, finish, spread, blank if remember else None, draw)
+
+
+def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) -> Carry:
+    """A member before its first batch."""
+    zero = jnp.zeros(())
+    return Carry(start, memory, zero, zero, zero, mask, extra)
+
+
+def gradient(
+    loss: LossFn, grow: Callable[[Params], Params], params: Params, tokens: Tokens
+) -> tuple[Params, Scalar, Scalar]:
+    """The gradient of a batch's mean loss, the summed loss, and over how many tokens."""
+
+    def objective(trained: Params) -> tuple[Scalar, tuple[Scalar, Scalar]]:
+        nats, count = loss(grow(trained), tokens)
         return nats / jnp.maximum(count, 1.0), (nats, count)
 
-    def init(params: Params) -> Carry:
-        zero = jnp.zeros(())
-        return Carry(params, optimizer.init(params), zero, zero, zero)
+    change, (nats, count) = jax.grad(objective, has_aux=True)(params)
+    return change, nats, count
 
-    def step(carry: Carry, tokens: Tokens) -> Carry:
-        gradient = jax.grad(objective, has_aux=True)
-        change, (nats, count) = gradient(carry.params, tokens)
-        change, memory = optimizer.update(change, carry.memory, carry.params)
-        params = optax.apply_updates(carry.params, change)
-        return Carry(params, memory, carry.nats + nats, carry.tokens + count, carry.steps + 1.0)
 
-    def finish(params: Params, carry: Carry, examples: Scalar) -> Update:
-        delta = tree.sub(carry.params, params)
-        weight = weigh(examples, carry.tokens)
-        # A sum of squares is finite only if every entry is, and it overflows for huge ones.
-        sound = jnp.isfinite(tree.squared_norm(delta)) & jnp.isfinite(carry.nats)
-        return Update(
-            delta=tree.where(sound, delta, tree.zeros_like(delta)),
-            weight=jnp.where(sound, weight, 0.0),
-            nats=jnp.where(sound, carry.nats, 0.0),
-            tokens=jnp.where(sound, carry.tokens, 0.0),
-            steps=carry.steps,
-            refused=jnp.where(sound, 0.0, 1.0),
-            inside=jnp.ones(()),
-        )
+def went_on(
+    carry: Carry, params: Params, memory: OptState, nats: Scalar, count: Scalar, extra: Any = None
+) -> Carry:
+    """A member one batch later."""
+    return Carry(
+        params,
+        memory,
+        carry.nats + nats,
+        carry.tokens + count,
+        carry.steps + 1.0,
+        carry.mask,
+        extra,
+    )
 
-    return Local(init, step, finish)
+
+def masked(change: Params, mask: Any) -> Params:
+    """Zero where a leaf is held still; without a mask, the change itself."""
+    if mask is None:
+        return change
+    leaves, structure = jax.tree.flatten(change)
+    held = [jnp.where(mask[i] > 0, leaf, 0.0) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, held)
+
+
+def update_of(carry: Carry, delta: Any, weight: Scalar, kept: Any = None) -> Update:
+    """What a member sends; nothing, and counted as refused, where it is not finite."""
+    # A sum of squares is finite only if every entry is, and it overflows for huge ones.
+    sound = jnp.isfinite(tree.squared_norm(delta)) & jnp.isfinite(carry.nats)
+    return Update(
+        delta=tree.where(sound, delta, tree.zeros_like(delta)),
+        weight=jnp.where(sound, weight, 0.0),
+        nats=jnp.where(sound, carry.nats, 0.0),
+        tokens=jnp.where(sound, carry.tokens, 0.0),
+        steps=carry.steps,
+        refused=jnp.where(sound, 0.0, 1.0),
+        inside=jnp.ones(()),
+        mask=carry.mask,
+        kept=kept,
+    )

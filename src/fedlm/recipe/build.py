@@ -29,16 +29,14 @@ from fedlm.engine.mesh import MeshEngine
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, figures
-from fedlm.federation.algorithms import client_optimizer, schedule, server_optimizer
-from fedlm.federation.round import SILENT, Algorithm, NodeState, init_node
-from fedlm.local.train import WEIGHTS, local_training
+from fedlm.federation.method import Algorithm
+from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
-from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import promise
+from fedlm.recipe.assemble import algorithm_of
 from fedlm.recipe.settings import Data, Model, Recipe
 from fedlm.record.checkpoint import from_bytes
-from fedlm.wire.dense import dense
 
 # Counting n-grams holds a few numbers per training token in memory; beyond this it is skipped.
 MOST_COUNTED_TOKENS = 50_000_000
@@ -183,35 +181,8 @@ class Experiment:
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        client, server = self.recipe.client, self.recipe.server
-        upload, plan = dense(), self.plan
-        inner = client_optimizer(
-            client.optimizer,
-            client.rate,
-            momentum=client.momentum,
-            weight_decay=client.weight_decay,
-            clip=client.clip,
-        )
-        rate = schedule(
-            server.schedule, server.rate, rounds=server.rounds, warmup=server.warmup, end=server.end
-        )
-        outer = server_optimizer(
-            server.optimizer,
-            rate,
-            momentum=server.momentum,
-            beta2=server.beta2,
-            epsilon=server.epsilon,
-        )
-        return Algorithm(
-            sampling=self.sampling,
-            local=local_training(catalog.loss, inner, WEIGHTS[client.weight]),
-            upload=upload,
-            download=dense(),
-            server=outer,
-            plan=plan,
-            noise=SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0)),
-            canaries=self.recipe.privacy.canaries,
-        )
+        like = catalog.shapes(self.architecture, self.size)
+        return algorithm_of(self.recipe, self.sampling, self.plan, like)
 
     @cached_property
     def sampling(self) -> Sampling:

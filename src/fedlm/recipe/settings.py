@@ -81,6 +81,8 @@ class Client(Table):
     max_examples: Count | None = None
     max_steps: Count | None = None
     weight: Literal["examples", "tokens", "uniform"] = "examples"
+    method: Literal["fedavg", "mimelite", "scaffold", "feddyn"] = "fedavg"
+    proximal: NotNegative = 0.0  # pull towards the server's model: FedProx's mu, FedDyn's alpha
 
 
 class Server(Table):
@@ -124,6 +126,18 @@ class Privacy(Table):
     reveal: bool = False  # record sums without noise; no claim covers them
 
 
+class Wire(Table):
+    """What travels: which part of the model is trained, and in which bytes it is sent."""
+
+    upload: str = "float32"  # a codec by its name in frames: uniform-8, ternary-2.5+zlib, ...
+    download: str = "float32"
+    train: Literal["all", "fixed", "round", "member", "low-rank"] = "all"
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of what may be held still: how much trains
+    subsets: Count = 4  # round: how many subsets take turns
+    rank: Count = 8  # low-rank: of a matrix's update
+    error_feedback: bool = False  # members add what the codec left out to their next update
+
+
 class Run(Table):
     """How the run is carried out; nothing here changes what is learned but the seed."""
 
@@ -145,6 +159,7 @@ class Recipe(Table):
     client: Client = Client()
     server: Server = Server()
     privacy: Privacy = Privacy()
+    wire: Wire = Wire()
     run: Run = Run()
 
 

@@ -8,18 +8,28 @@ Not here: which weights (`local/train.py`), noise (`privacy`), the step (`step.p
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from fedlm.core import tree
 from fedlm.core.types import Params, Total
 
 
-def over(total: Total, denominator: float) -> Params:
-    """The sum over a number that does not depend on who came."""
-    return tree.scale(total.delta, 1.0 / denominator)
+def over(delta: Params, denominator: float) -> Params:
+    """A sum over a number that does not depend on who came."""
+    return tree.scale(delta, 1.0 / denominator)
 
 
 def mean(total: Total) -> Params:
-    """The weighted mean of the members' changes."""
-    safe = jnp.where(total.weight > 0, total.weight, 1.0)
-    return tree.scale(total.delta, jnp.where(total.weight > 0, 1.0 / safe, 0.0))
+    """The weighted mean of the members' changes, each leaf over those who trained it."""
+    if total.shares is None:
+        return tree.scale(total.delta, _inverse(total.weight))
+    leaves, structure = jax.tree.flatten(total.delta)
+    each = _inverse(total.shares)
+    return jax.tree.unflatten(structure, [leaf * each[i] for i, leaf in enumerate(leaves)])
+
+
+def _inverse(weight: Array) -> Array:
+    safe = jnp.where(weight > 0, weight, 1.0)
+    return jnp.where(weight > 0, 1.0 / safe, 0.0)

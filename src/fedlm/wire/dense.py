@@ -9,6 +9,8 @@ Not here: the envelope (`frame.py`), few bits a number (`quantize.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +25,10 @@ from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
 NAME = "float32"
 
 
-def _encode(update: Params, key: PRNGKeyArray) -> bytes:
-    parts = [np.asarray(leaf).astype("<f4").tobytes() for leaf in jax.tree.leaves(update)]
-    return seal(NAME, b"".join(parts))
+def _encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:
+    leaves = jax.tree.leaves(update)
+    sent = leaves if keep is None else [x for x, kept in zip(leaves, keep, strict=True) if kept]
+    return seal(NAME, b"".join(np.asarray(leaf).astype("<f4").tobytes() for leaf in sent))
 
 
 def _decode(payload: bytes, like: Params) -> Params:

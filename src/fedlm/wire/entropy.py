@@ -19,6 +19,7 @@ repeats worth a search, so only the Huffman half of deflate is used: as small an
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 from jaxtyping import PRNGKeyArray
 
@@ -33,8 +34,8 @@ def deflated(inner: Codec) -> Codec:
     """`inner` with its body deflated where that makes it smaller."""
     name = f"{inner.name}+zlib"
 
-    def encode(update: Params, key: PRNGKeyArray) -> bytes:
-        body = open_frame(inner.encode(update, key), inner.name)
+    def encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:
+        body = open_frame(inner.encode(update, key, keep), inner.name)
         return seal(name, _smaller(body))
 
     def decode(payload: bytes, like: Params) -> Params:

@@ -10,7 +10,7 @@ Not here: any one format (one file a family).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, UInt16
 
+from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
 from fedlm.wire.exact import coins, tame
 from fedlm.wire.frame import Reader, open_frame, overhead, seal
@@ -55,14 +56,21 @@ class LeafScheme(NamedTuple):
     random: bool = False
 
 
-def codec_of(scheme: Scheme) -> Codec:
-    """The codec of a scheme."""
+def codec_of(scheme: Scheme, *, by_leaf: bool = False) -> Codec:
+    """The codec of a scheme; `by_leaf`: its parts are a list, one a leaf."""
     squeeze = jax.jit(lambda update, key: _squeeze(scheme, update, key))
     expand = jax.jit(scheme.expand, static_argnums=1)
 
-    def encode(update: Params, key: PRNGKeyArray) -> bytes:
-        parts = jax.tree.map(np.asarray, squeeze(update, key))
-        return seal(scheme.name, b"".join(scheme.write(parts, sizes_of(update))))
+    def encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:
+        parts, sizes = jax.tree.map(np.asarray, squeeze(update, key)), sizes_of(update)
+        if keep is not None:
+            if not by_leaf:
+                raise WireError(f"codec {scheme.name}: leaves are mixed, none can be left out.")
+            whole = [leaf.size > 0 for leaf in jax.tree.leaves(update)]
+            sent = [kept for kept, some in zip(keep, whole, strict=True) if some]
+            parts = [part for part, kept in zip(parts, sent, strict=True) if kept]
+            sizes = tuple(size for size, kept in zip(sizes, sent, strict=True) if kept)
+        return seal(scheme.name, b"".join(scheme.write(parts, sizes)))
 
     def decode(payload: bytes, like: Params) -> Params:
         sizes = sizes_of(like)
@@ -77,7 +85,8 @@ def codec_of(scheme: Scheme) -> Codec:
     def encoded_bytes(like: Params) -> int:
         return overhead(scheme.name) + scheme.body_bytes(sizes_of(like))
 
-    return Codec(scheme.name, encode, decode, apply, encoded_bytes, scheme.norm_gain)
+    gain = scheme.norm_gain
+    return Codec(scheme.name, encode, decode, apply, encoded_bytes, gain, by_leaf=by_leaf)
 
 
 def sizes_of(like: Params) -> Sizes:
@@ -103,7 +112,8 @@ def per_leaf(scheme: LeafScheme) -> Codec:
             read=lambda reader, sizes: [scheme.read(reader, size) for size in sizes],
             body_bytes=lambda sizes: sum(map(scheme.leaf_bytes, sizes)),
             norm_gain=scheme.norm_gain,
-        )
+        ),
+        by_leaf=True,
     )
 
 

@@ -1,0 +1,139 @@
+"""Which numbers of a model a member trains.
+
+In:       a model's shapes, a share, a rank, keys that both sides know.
+Out:      a `Portion`: all of it, a subset of its leaves, or low-rank factors of them.
+Promise:  what is not trained keeps its bits; a subset follows from its key alone, so that no
+          index travels.
+Not here: backbones and key layers (`split.py`), optimisers, bytes (`wire`).
+
+Only tensors that multiply may be held still (matrices, embeddings, gains of norms); shifts and
+biases are few and always train. Subsets are drawn in random order: a tensor is taken if that brings
+the sum of sizes nearer to the share asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedlm.core import tree
+from fedlm.core.types import Params, Portion
+
+
+def may_freeze(params: Params) -> list[bool]:
+    """The leaves that may be held still, in tree order."""
+    leaves = tree.named_leaves(params).items()
+    return [len(x.shape) >= 2 or name.endswith("gain") for name, x in leaves]
+
+
+def draw_leaves(params: Params, share: float, key: PRNGKeyArray) -> Float[Array, " leaves"]:
+    """One for each leaf that trains, zero for the others."""
+    free = np.array(may_freeze(params))
+    sizes = np.array([tree.size(leaf) for leaf in jax.tree.leaves(params)])
+    target = share * float(sizes[free].sum())
+    order = jr.permutation(key, len(sizes))
+
+    def take(filled: Array, place: Array) -> tuple[Array, Array]:
+        size = jnp.asarray(np.where(free, sizes, 0), jnp.float32)[place]
+        nearer = jnp.abs(filled + size - target) < jnp.abs(filled - target)
+        chosen = jnp.asarray(free)[place] & nearer
+        return filled + jnp.where(chosen, size, 0.0), chosen
+
+    _, chosen = jax.lax.scan(take, jnp.zeros(()), order)
+    taken = jnp.zeros(len(sizes), bool).at[order].set(chosen)
+    return (taken | ~jnp.asarray(free)).astype(jnp.float32)
+
+
+def subset(keep: Sequence[bool]) -> Portion:
+    """The leaves that `keep` names: the backward work of the others is never done."""
+
+    def pick(params: Params) -> Params:
+        leaves, structure = jax.tree.flatten(params)
+        kept = [x if k else None for x, k in zip(leaves, keep, strict=True)]
+        return jax.tree.unflatten(structure, kept)
+
+    def spread(params: Params, key: PRNGKeyArray, delta: Params) -> Params:
+        rest = iter(jax.tree.leaves(delta))
+        leaves, structure = jax.tree.flatten(params)
+        made = [next(rest) if k else jnp.zeros_like(x) for x, k in zip(leaves, keep, strict=True)]
+        return jax.tree.unflatten(structure, made)
+
+    return Portion(
+        ground=lambda params, key: params,
+        start=pick,
+        grow=lambda ground, trained: eqx.combine(trained, ground),
+        spread=spread,
+    )
+
+
+def drawn_subset(params: Params, share: float, key: PRNGKeyArray) -> Portion:
+    """A subset for all members, drawn once."""
+    return subset([bool(x) for x in np.asarray(draw_leaves(params, share, key))])
+
+
+def own_subset(share: float) -> Portion:
+    """All leaves in one program; each member trains those that its own key draws."""
+    return Portion(draw=lambda params, key: draw_leaves(params, share, key))
+
+
+class Basis(NamedTuple):
+    """A model that is held still, and for each matrix the factor that members do not train."""
+
+    params: Params
+    fixed: list[Any]
+
+
+def low_rank(like: Params, rank: int) -> Portion:
+    """Updates of matrices as products of two factors, one drawn anew each round and known to all.
+
+    For a matrix of m by n, n the smaller, members train B of m by `rank` in B A; A has nearly
+    orthonormal rows. The mean of products is the product of the mean: nothing is approximated
+    when updates are added up. Leaves that are no matrix, or too small to gain, train as they are.
+    """
+    shapes = [x.shape for x in jax.tree.leaves(like)]
+
+    def start(ground: Basis) -> list[Any]:
+        whole = jax.tree.leaves(ground.params)
+        both = zip(whole, ground.fixed, strict=True)
+        return [x if a is None else jnp.zeros((max(x.shape), rank)) for x, a in both]
+
+    def grow(ground: Basis, trained: list[Any]) -> Params:
+        whole, structure = jax.tree.flatten(ground.params)
+        all_of = zip(whole, ground.fixed, trained, strict=True)
+        made = [b if a is None else x + _product(b, a, x.shape) for x, a, b in all_of]
+        return jax.tree.unflatten(structure, made)
+
+    def spread(params: Params, key: PRNGKeyArray, delta: list[Any]) -> Params:
+        all_of = zip(shapes, _fixed_factors(shapes, rank, key), delta, strict=True)
+        made = [d if a is None else _product(d, a, shape) for shape, a, d in all_of]
+        return jax.tree.unflatten(jax.tree.structure(params), made)
+
+    return Portion(
+        ground=lambda params, key: Basis(params, _fixed_factors(shapes, rank, key)),
+        start=start,
+        grow=grow,
+        spread=spread,
+    )
+
+
+def _fixed_factors(shapes: list[tuple[int, ...]], rank: int, key: PRNGKeyArray) -> list[Any]:
+    """For each matrix that is larger than the rank, the factor that is not trained."""
+    keys = jr.split(key, len(shapes))
+    return [
+        jr.normal(k, (rank, min(shape))) / jnp.sqrt(min(shape))
+        if len(shape) == 2 and rank < min(shape)
+        else None
+        for shape, k in zip(shapes, keys, strict=True)
+    ]
+
+
+def _product(trained: Array, fixed: Array, shape: tuple[int, ...]) -> Array:
+    change = trained @ fixed
+    return change if shape[0] >= shape[1] else change.T

@@ -1,0 +1,219 @@
+"""From the tables of a recipe to an `Algorithm`.
+
+In:       a recipe, the sampling law, a privacy plan, the shapes of the model.
+Out:      an `Algorithm`.
+Promise:  a combination that would not do what it says is refused with the reason.
+Not here: what settings are allowed (`settings.py`), stores and evaluation (`build.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.random as jr
+
+from fedlm.core import tree
+from fedlm.core.errors import require
+from fedlm.core.keys import key_for
+from fedlm.core.types import Local, Params, Portion, Sampling, Server
+from fedlm.federation.algorithms import Optimizer, client_optimizer, schedule, server_optimizer
+from fedlm.federation.method import SILENT, Algorithm
+from fedlm.local import methods
+from fedlm.local.train import WEIGHTS, local_training
+from fedlm.models import catalog
+from fedlm.models.partial import drawn_subset, low_rank, own_subset
+from fedlm.privacy.noise import for_plan
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.settings import Recipe
+from fedlm.server import step
+from fedlm.wire.catalog import named
+
+# What members remember is kept for every client, and saved with every checkpoint.
+MOST_REMEMBERED = 2 << 30
+
+
+def algorithm_of(
+    recipe: Recipe, sampling: Sampling, plan: PrivacyPlan | None, like: Params
+) -> Algorithm:
+    """Everything that a round needs to know."""
+    check(recipe, sampling, like)
+    locals_ = [local_of(recipe, portion) for portion in portions_of(recipe, like)]
+    return Algorithm(
+        sampling=sampling,
+        local=locals_[0],
+        upload=named("wire.upload", recipe.wire.upload),
+        download=named("wire.download", recipe.wire.download),
+        server=server_of(recipe, sampling),
+        plan=plan,
+        noise=SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0)),
+        canaries=recipe.privacy.canaries,
+        turns=tuple(locals_) if len(locals_) > 1 else (),
+        feedback=recipe.wire.error_feedback,
+        seed=recipe.run.seed,
+    )
+
+
+def portions_of(recipe: Recipe, like: Params) -> list[Portion]:
+    """What is trained, one a kind of round."""
+    wire, seed = recipe.wire, recipe.run.seed
+    if wire.train == "fixed":
+        return [drawn_subset(like, wire.share, key_for(seed, "partial"))]
+    if wire.train == "round":
+        key = key_for(seed, "partial")
+        return [drawn_subset(like, wire.share, k) for k in jr.split(key, wire.subsets)]
+    if wire.train == "member":
+        return [own_subset(wire.share)]
+    return [low_rank(like, wire.rank)] if wire.train == "low-rank" else [Portion()]
+
+
+def local_of(recipe: Recipe, portion: Portion, *, remember: bool = False) -> Local:
+    """What a member does."""
+    client, weigh = recipe.client, WEIGHTS[recipe.client.weight]
+    inner = inner_of(recipe)
+    if client.method == "mimelite":
+        return methods.mimelite(catalog.loss, base_of(recipe), client.rate, weigh)
+    if client.method == "scaffold":
+        return methods.scaffold(catalog.loss, client.rate, weigh)
+    if client.method == "feddyn":
+        return methods.feddyn(catalog.loss, inner, client.proximal, weigh)
+    return local_training(
+        catalog.loss, inner, weigh, portion=portion, proximal=client.proximal, remember=remember
+    )
+
+
+def inner_of(recipe: Recipe) -> Optimizer:
+    """What a member descends with."""
+    client = recipe.client
+    return client_optimizer(
+        client.optimizer,
+        client.rate,
+        momentum=client.momentum,
+        weight_decay=client.weight_decay,
+        clip=client.clip,
+    )
+
+
+def base_of(recipe: Recipe) -> Optimizer:
+    """MimeLite: the server's optimiser at rate one, as members use it."""
+    server = recipe.server
+    return server_optimizer(
+        server.optimizer, 1.0, momentum=server.momentum, beta2=server.beta2, epsilon=server.epsilon
+    )
+
+
+def server_of(recipe: Recipe, sampling: Sampling) -> Server:
+    """What the server sends, and how it steps."""
+    server, client = recipe.server, recipe.client
+    part = sampling.cohort / sampling.population
+    if client.method == "mimelite":
+        return step.mimelite(base_of(recipe), server.rate)
+    if client.method == "feddyn":
+        return step.feddyn(client.proximal, part)
+    rate = schedule(
+        server.schedule, server.rate, rounds=server.rounds, warmup=server.warmup, end=server.end
+    )
+    outer = server_optimizer(
+        server.optimizer, rate, momentum=server.momentum, beta2=server.beta2, epsilon=server.epsilon
+    )
+    return step.scaffold(outer, part) if client.method == "scaffold" else step.plain(outer)
+
+
+# ---- what does not go together -----------------------------------------------------------
+
+
+def check(recipe: Recipe, sampling: Sampling, like: Params) -> None:
+    """Refuses tables that would not do together what each says."""
+    _check_method(recipe)
+    _check_wire(recipe)
+    if recipe.privacy.mechanism is not None:
+        _check_private(recipe)
+    remembered = 4 * tree.size(like) * sampling.population
+    if recipe.wire.error_feedback or recipe.client.method in ("scaffold", "feddyn"):
+        require(
+            remembered <= MOST_REMEMBERED,
+            "client.method" if not recipe.wire.error_feedback else "wire.error_feedback",
+            recipe.client.method if not recipe.wire.error_feedback else True,
+            f"at most {MOST_REMEMBERED >> 20} MiB for what {sampling.population} clients remember, "
+            f"not {remembered >> 20} MiB",
+            "Take a smaller model or fewer clients.",
+        )
+
+
+def _check_method(recipe: Recipe) -> None:
+    client, server, wire = recipe.client, recipe.server, recipe.wire
+    if client.method == "fedavg":
+        return
+    require(
+        wire.train == "all" and not wire.error_feedback,
+        "client.method",
+        client.method,
+        "'fedavg' where wire.train is not 'all' or wire.error_feedback is on",
+    )
+    if client.method == "feddyn":
+        require(client.proximal > 0, "client.proximal", client.proximal, "FedDyn's alpha, above 0")
+        return
+    require(client.proximal == 0, "client.proximal", client.proximal, f"0 with {client.method!r}")
+    require(
+        client.optimizer == "sgd" and client.clip == 0,
+        "client.optimizer",
+        client.optimizer,
+        f"'sgd' without client.clip: {client.method!r} says itself how a member steps",
+    )
+    require(
+        client.method == "scaffold" or server.schedule == "constant",
+        "server.schedule",
+        server.schedule,
+        "'constant' with 'mimelite'",
+    )
+
+
+def _check_wire(recipe: Recipe) -> None:
+    wire = recipe.wire
+    upload = named("wire.upload", wire.upload)
+    named("wire.download", wire.download)
+    partly = wire.train in ("fixed", "round", "member")
+    require(
+        partly == (wire.share < 1),
+        "wire.share",
+        wire.share,
+        "below 1 with wire.train = 'fixed', 'round' or 'member', and 1 otherwise",
+    )
+    require(
+        wire.train != "member" or upload.by_leaf,
+        "wire.upload",
+        wire.upload,
+        "a codec that takes leaf by leaf with wire.train = 'member': drive mixes all leaves",
+    )
+    require(
+        not wire.error_feedback or wire.train in ("all", "fixed"),
+        "wire.error_feedback",
+        True,
+        "wire.train = 'all' or 'fixed': what was left out belongs to leaves that train next time",
+    )
+
+
+def _check_private(recipe: Recipe) -> None:
+    require(
+        recipe.client.method == "fedavg",
+        "client.method",
+        recipe.client.method,
+        "'fedavg' under a privacy plan: what other methods send beside a change has no bound",
+    )
+    require(
+        not recipe.wire.error_feedback,
+        "wire.error_feedback",
+        True,
+        "off under a privacy plan: a client's text would enter later rounds than its own",
+    )
+    require(
+        recipe.wire.train != "low-rank",
+        "wire.train",
+        "low-rank",
+        "another part under a privacy plan: the bound is on the factors, noise on the matrices",
+    )
+    require(
+        recipe.privacy.canaries == 0 or recipe.wire.train == "all",
+        "privacy.canaries",
+        recipe.privacy.canaries,
+        "0 unless wire.train = 'all': a canary moves the whole model",
+    )

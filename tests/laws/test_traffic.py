@@ -1,0 +1,238 @@
+"""Laws 1 and 6 for what travels: parts of a model, codecs both ways, memories, other methods."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedlm.core import tree
+from fedlm.core.keys import key_for
+from fedlm.engine.loop import LoopEngine
+from fedlm.engine.mesh import MeshEngine
+from fedlm.federation.algorithms import client_optimizer, server_optimizer
+from fedlm.federation.round import init_node, kept_of, outgoing, server_half
+from fedlm.local import methods
+from fedlm.local.train import ALL, WEIGHTS, local_training
+from fedlm.models import catalog
+from fedlm.models.partial import drawn_subset, low_rank, own_subset
+from fedlm.server import step
+from fedlm.wire.catalog import codec
+from tests.laws.test_engines import MEMBERS, SHAPE, SIZES, algorithm, assert_same, model, rows_of
+
+PARAMS = model()
+LIKE = jax.eval_shape(lambda: PARAMS)
+RATE = 0.1
+BASE = server_optimizer("fedadagrad", 1.0, momentum=0.9, beta2=0.99, epsilon=1e-3)
+
+
+def trains(portion=ALL, optimizer="sgd", **options):
+    inner = client_optimizer(optimizer, RATE)
+    return local_training(catalog.loss, inner, WEIGHTS["examples"], portion=portion, **options)
+
+
+def changed(**parts):
+    return dataclasses.replace(algorithm(), **parts)
+
+
+def three_turns():
+    keys = jax.random.split(key_for(0, "partial"), 3)
+    return tuple(trains(drawn_subset(LIKE, 0.5, key)) for key in keys)
+
+
+ALGORITHMS = {
+    "fixed": lambda: changed(local=trains(drawn_subset(LIKE, 0.5, key_for(0, "partial")))),
+    "round": lambda: changed(local=three_turns()[0], turns=three_turns()),
+    "member": lambda: changed(local=trains(own_subset(0.5))),
+    "member, 8 bits": lambda: changed(local=trains(own_subset(0.5)), upload=codec("uniform")),
+    "low rank": lambda: changed(local=trains(low_rank(LIKE, 3))),
+    "proximal": lambda: changed(local=trains(proximal=0.5)),
+    "download": lambda: changed(download=codec("uniform", bits=12)),
+    "feedback": lambda: changed(upload=codec("topk", share=0.1), feedback=True),
+    "deflated": lambda: changed(upload=codec("uniform", bits=6, deflate=True)),
+    "remembering": lambda: changed(local=trains(optimizer="momentum", remember=True)),
+    "mimelite": lambda: changed(
+        local=methods.mimelite(catalog.loss, BASE, RATE), server=step.mimelite(BASE, 1.0)
+    ),
+    "scaffold": lambda: changed(
+        local=methods.scaffold(catalog.loss, RATE), server=step.scaffold(optax.sgd(1.0), 0.5)
+    ),
+    "feddyn": lambda: changed(
+        local=methods.feddyn(catalog.loss, client_optimizer("sgd", RATE), 0.1),
+        server=step.feddyn(0.1, 0.5),
+    ),
+}
+
+
+def rounds(engine, chosen, count=2):
+    """A few rounds in which different members take part."""
+    state = init_node(chosen, PARAMS)
+    for r in range(count):
+        members = MEMBERS[r::2]
+        sent, kept = outgoing(chosen, state), kept_of(state, members)
+        total = engine.gather(sent, engine.prepare(r, members), float(state.limit), kept)
+        state = server_half(chosen, state, total, members)
+    return state
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_mesh_equals_loop_over_rounds(name):
+    chosen = ALGORITHMS[name]()
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    slow, fast = rounds(loop, chosen), rounds(mesh, chosen)
+    lossy = chosen.upload.name != "float32" or chosen.download.name != "float32"
+    assert_same(fast.params, slow.params, rtol=2e-3 if lossy else 2e-5)
+    assert (fast.kept is None) == (slow.kept is None)
+    if slow.kept is not None and not lossy:
+        assert_same(fast.kept, slow.kept, rtol=1e-4)
+    assert mesh.upload_bytes == loop.upload_bytes > 0
+    assert mesh.download_bytes == loop.download_bytes > 0
+
+
+def test_a_leaf_that_nobody_trains_keeps_its_bits():
+    chosen = ALGORITHMS["fixed"]()
+    state = rounds(MeshEngine(chosen, rows_of, SHAPE, 7), chosen)
+    before, after = jax.tree.leaves(PARAMS), jax.tree.leaves(state.params)
+    sent = jax.tree.leaves(chosen.local.start(PARAMS)) if hasattr(chosen.local, "start") else None
+    same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert sent is None and any(same) and not all(same)
+
+
+def test_a_member_holds_still_what_it_did_not_draw_and_sends_no_byte_of_it():
+    chosen = ALGORITHMS["member"]()
+    engine = MeshEngine(chosen, rows_of, SHAPE, 7)
+    seen = set()
+    for _, update in engine.collect(PARAMS, engine.prepare(0, MEMBERS)):
+        moved = [bool(np.any(np.asarray(x))) for x in jax.tree.leaves(update.delta)]
+        assert all(not m or k for m, k in zip(moved, np.asarray(update.mask) > 0, strict=True))
+        seen.add(tuple(moved))
+    assert len(seen) > 1
+    whole = len(MEMBERS) * chosen.upload.encoded_bytes(PARAMS)
+    assert 0.3 * whole < engine.upload_bytes < 0.75 * whole
+
+
+def test_each_leaf_is_averaged_over_those_who_trained_it():
+    chosen = ALGORITHMS["member"]()
+    engine = LoopEngine(chosen, rows_of, SHAPE, 7)
+    cohort = engine.prepare(0, MEMBERS)
+    updates = [u for _, u in engine.collect(PARAMS, cohort)]
+    state = init_node(chosen, PARAMS)
+    after = server_half(chosen, state, engine.gather(PARAMS, cohort), MEMBERS)
+    for leaf, (new, old) in enumerate(
+        zip(jax.tree.leaves(after.params), jax.tree.leaves(PARAMS), strict=True)
+    ):
+        weights = np.array([float(u.weight * u.mask[leaf]) for u in updates])
+        moves = np.stack([np.asarray(jax.tree.leaves(u.delta)[leaf]) for u in updates])
+        wanted = np.tensordot(weights, moves, 1) / max(weights.sum(), 1e-9)
+        np.testing.assert_allclose(np.asarray(new) - np.asarray(old), wanted, atol=1e-6)
+
+
+def test_members_start_from_what_the_download_left():
+    """With a coarse download a member that does not move has a change of zero, not of the error."""
+    still = changed(
+        download=codec("uniform", bits=4), local=local_training(catalog.loss, optax.sgd(0.0))
+    )
+    engine = MeshEngine(still, rows_of, SHAPE, 7)
+    total = engine.gather(PARAMS, engine.prepare(0, MEMBERS))
+    assert float(tree.norm(total.delta)) == 0.0
+    moving = changed(download=codec("uniform", bits=4))
+    engine = MeshEngine(moving, rows_of, SHAPE, 7)
+    coarse = engine.gather(PARAMS, engine.prepare(0, MEMBERS)).delta
+    engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
+    exact = engine.gather(PARAMS, engine.prepare(0, MEMBERS)).delta
+    assert float(tree.norm(tree.sub(coarse, exact))) > 1e-3 * float(tree.norm(exact))
+
+
+def test_error_feedback_sends_in_the_end_what_was_left_out():
+    """What arrived over the rounds and what is still kept add up to what was wanted."""
+    chosen = ALGORITHMS["feedback"]()
+    engine = LoopEngine(chosen, rows_of, SHAPE, 7)
+    state = init_node(chosen, PARAMS)
+    one = MEMBERS[3:4]
+    wanted, arrived = tree.zeros_like(PARAMS), tree.zeros_like(PARAMS)
+    for r in range(3):
+        kept = kept_of(state, one)
+        cohort = engine.prepare(r, one)
+        plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
+        ((_, full),) = plain.collect(state.params, cohort)
+        ((_, update),) = engine.collect(state.params, cohort, kept=kept)
+        wanted, arrived = tree.add(wanted, full.delta), tree.add(arrived, update.delta)
+        total = engine.gather(state.params, cohort, kept=kept)
+        state = server_half(chosen, state, total, one)
+    left = kept_of(state, one).residual
+    both = tree.add(arrived, tree.take(left, 0))
+    assert_same(both, wanted, rtol=1e-5)
+    assert float(tree.norm(tree.sub(arrived, wanted))) > 0.01 * float(tree.norm(wanted))
+
+
+def test_a_proximal_term_of_zero_is_fedavg_to_the_byte():
+    plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
+    prox = LoopEngine(changed(local=trains(proximal=0.0)), rows_of, SHAPE, 7)
+    one, two = (e.gather(PARAMS, e.prepare(0, MEMBERS)) for e in (plain, prox))
+    assert tree.sha256(one.delta) == tree.sha256(two.delta)
+    pulled = LoopEngine(changed(local=trains(proximal=5.0)), rows_of, SHAPE, 7)
+    total = pulled.gather(PARAMS, pulled.prepare(0, MEMBERS))
+    assert float(tree.norm(total.delta)) < 0.9 * float(tree.norm(one.delta))
+
+
+def test_methods_begin_like_fedavg():
+    """Before any drift is known, SCAFFOLD's first round is FedAvg's."""
+    engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
+    wanted = engine.gather(PARAMS, engine.prepare(0, MEMBERS)).delta
+    chosen = ALGORITHMS["scaffold"]()
+    engine = MeshEngine(chosen, rows_of, SHAPE, 7)
+    state = init_node(chosen, PARAMS)
+    kept = kept_of(state, MEMBERS)
+    total = engine.gather(outgoing(chosen, state), engine.prepare(0, MEMBERS), kept=kept)
+    assert_same(total.delta["params"], wanted)
+    # A member's drift is its mean gradient: the way it went, over how far it could go.
+    steps = [-(-SIZES[m] // SHAPE.batch) for m in MEMBERS]
+    moved = dict(
+        (m, u.delta)
+        for m, u in LoopEngine(algorithm(), rows_of, SHAPE, 7).collect(
+            PARAMS, LoopEngine(algorithm(), rows_of, SHAPE, 7).prepare(0, MEMBERS)
+        )
+    )
+    own = tree.take(total.kept.own, 3)
+    assert_same(own, tree.scale(moved[3], -1.0 / (RATE * steps[3])), rtol=1e-4)
+
+
+def test_mimelite_uploads_twice():
+    mime, plain = ALGORITHMS["mimelite"](), algorithm()
+    engines = [MeshEngine(a, rows_of, SHAPE, 7) for a in (mime, plain)]
+    for engine, chosen in zip(engines, (mime, plain), strict=True):
+        rounds(engine, chosen, 1)
+    assert engines[0].upload_bytes > 1.99 * engines[1].upload_bytes - 100
+    assert engines[0].download_bytes > 1.9 * engines[1].download_bytes
+
+
+def test_mimelite_sends_the_gradient_of_the_whole_text_at_the_servers_model():
+    chosen = ALGORITHMS["mimelite"]()
+    engine = LoopEngine(chosen, rows_of, SHAPE, 7)
+    state = init_node(chosen, PARAMS)
+    ((_, update),) = engine.collect(outgoing(chosen, state), engine.prepare(0, MEMBERS[3:4]))
+
+    def mean_loss(params):
+        nats, tokens = catalog.loss(params, jnp.asarray(rows_of(3), jnp.int32))
+        return nats / tokens
+
+    assert_same(update.delta["gradient"], jax.grad(mean_loss)(PARAMS), rtol=1e-4)
+
+
+def test_low_rank_updates_have_the_rank_and_differ_in_their_space_by_round():
+    chosen = ALGORITHMS["low rank"]()
+    engine = MeshEngine(chosen, rows_of, SHAPE, 7)
+    changes = []
+    for r in range(2):
+        state = init_node(chosen, PARAMS)
+        state = dataclasses.replace(state, round=jnp.int32(r))
+        total = engine.gather(PARAMS, engine.prepare(r, MEMBERS))
+        after = server_half(chosen, state, total, MEMBERS)
+        changes.append(np.asarray(after.params.embedding - PARAMS.embedding))
+    for change in changes:
+        values = np.linalg.svd(change, compute_uv=False)
+        assert values[3] < 1e-4 * values[0]
+    assert np.linalg.matrix_rank(np.concatenate(changes), tol=1e-5) == 6
+    assert engine.upload_bytes < 0.75 * 2 * len(MEMBERS) * chosen.upload.encoded_bytes(PARAMS)
