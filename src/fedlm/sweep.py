@@ -62,7 +62,7 @@ class Result:
     validation: float | None
     reached: int | None  # rounds to the target
     best: float | None  # the lowest validation perplexity seen on the way
-    upload_bytes: int
+    upload_bytes: float  # by one member in one round, on average
     epsilon: float | None  # None without a privacy plan, and where no noise makes it infinite
     diverged: int | None  # the round in which it did
 
@@ -150,7 +150,7 @@ def _result(sweep: Sweep, point: Point, path: Path) -> Result:
         validation=(facts.final.get("validation") or {}).get("perplexity"),
         reached=reached,
         best=min((p for _, p in seen), default=None),
-        upload_bytes=facts.rounds[-1]["upload_bytes"] if facts.rounds else 0,
+        upload_bytes=statistics.fmean(facts.member_bytes or [0.0]),
         epsilon=(facts.final.get("privacy") or {}).get("epsilon"),
         diverged=len(facts.rounds) if failed else None,
     )
@@ -174,19 +174,29 @@ def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any
     head += [f"rounds to {sweep.target:g}"] if sweep.target else []
     private = any(r.epsilon is not None for r in results)
     head += ["epsilon"] if private else []
+    sizes = {round(r.upload_bytes) for r in results if r.upload_bytes}
+    moved = len(sizes) > 1
+    head += ["kB up a member and round", "of the most"] if moved else []
+    most = max(sizes) if moved else 0
     rows = [
-        _row(names, group, target=bool(sweep.target), private=private) for group in groups.values()
+        _row(names, group, target=bool(sweep.target), private=private, most=most)
+        for group in groups.values()
     ]
     return [*head, "diverged"], rows
 
 
-def _row(names: list[str], group: list[Result], *, target: bool, private: bool) -> list[Any]:
+def _row(
+    names: list[str], group: list[Result], *, target: bool, private: bool, most: int
+) -> list[Any]:
     row = [group[0].point.get(n) for n in names] + [len(group)]
     row += [spread([getattr(r, f) for r in group]) for f in ("perplexity", "validation", "best")]
     if target:
         row.append(spread([r.reached for r in group], digits=0))
     if private:
         row.append("-" if group[0].epsilon is None else f"{group[0].epsilon:.3g}")
+    if most:
+        each = statistics.fmean(r.upload_bytes for r in group)
+        row += [f"{each / 1e3:.1f}", f"1/{most / each:.1f}" if each else "-"]
     failed = [r.diverged for r in group if r.diverged is not None]
     return [*row, f"{len(failed)} of {len(group)}" if failed else "no"]
 

@@ -173,7 +173,9 @@ def check_same(experiment: Experiment, directory: RunDirectory) -> None:
 def _header(experiment: Experiment, directory: RunDirectory, params: Params) -> Facts:
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     return {
-        "command": shlex.join(["fedlm", "train", str(directory.recipe)]),
+        "command": shlex.join(
+            ["fedlm", "pretrain" if experiment.pooled else "train", str(directory.recipe)]
+        ),
         "recipe": recipe,
         "store": {k: v for k, v in experiment.store.manifest.items() if k != "settings"},
         "parameters": experiment.parameters,

@@ -44,3 +44,33 @@ def test_a_codec_under_a_plan_keeps_the_bound_and_the_bytes(run_cli, tiny_recipe
     assert told["upload_bytes"] < 0.15 * plain["upload_bytes"]
     lines = (tmp_path / "private" / "journal.jsonl").read_text().splitlines()
     assert json.loads(lines[1])["clip"] == 1.0
+
+
+def test_pretraining_resumes_and_starts_a_federation(run_cli, tiny_recipe, tmp_path):
+    """The optimiser's state survives: stopped and resumed, pretraining ends the same."""
+    asked = changes(
+        ("client.optimizer=adam", "client.rate=0.01", "client.max_steps=3", "data.groups=['north']")
+    )
+    whole = run_cli("pretrain", tiny_recipe, *asked, "--out", "public", "--json").json
+    assert whole["upload_bytes"] == whole["download_bytes"] == 0
+    assert whole["perplexity"] < whole["start_perplexity"]
+    run_cli("pretrain", tiny_recipe, *asked, "--out", "again", "--json")
+    again = tmp_path / "again"
+    for newer in sorted((again / "checkpoints").iterdir())[1:]:
+        newer.unlink()
+    (again / "summary.json").unlink()
+    resumed = run_cli("pretrain", tiny_recipe, *asked, "--out", "again", "--resume", "--json").json
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    begun = changes(("model.init_from=public", "data.groups=['south']", "server.rounds=1"))
+    warm = run_cli("train", tiny_recipe, *begun, "--json").json
+    assert warm["start_perplexity"] < whole["start_perplexity"]
+
+
+def test_pretraining_refuses_what_is_for_federations(run_cli, tiny_recipe):
+    for one, two, words in (
+        ("wire.upload=uniform-8", "client.max_steps=3", "no [privacy], no [wire]"),
+        ("client.batch=4", "client.batch=4", "client.max_steps = None"),
+        ("data.groups=['east']", "client.max_steps=3", "data.groups = ['east']"),
+    ):
+        refused = run_cli("pretrain", tiny_recipe, *changes((one, two)))
+        assert refused.code == 2 and words in refused.stderr, refused.stderr

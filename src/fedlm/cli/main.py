@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (prepare.prepare, train.train, evaluate.evaluate, predict.predict):
+for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate, predict.predict):
     app.command()(command)
 app.command()(report.report)
 app.command()(export.export)

@@ -1,4 +1,4 @@
-"""`fedlm train`: a recipe to a trained model."""
+"""`fedlm train` and `fedlm pretrain`: a recipe to a trained model."""
 
 from __future__ import annotations
 
@@ -49,17 +49,50 @@ def train(
     place = hosts.place_of(coordinator, processes, process, patience)
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
-    stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
-    path = out_path or (newest_path if resume else free_path)(RUNS, stem)
+    path = _path(recipe, out_path, resume)
     with hosts.joined(place, note):
         writes = hosts.first()
         summary = _with_progress(loaded, path, resume) if writes else _follow(loaded)
     if not writes:
         raise typer.Exit(130 if summary is None else 0)
+    _end(summary, path, "train", as_json, "" if place is None else ", as every process was started")
+
+
+def pretrain(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
+    ] = None,
+    out_path: Annotated[
+        Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the model of RECIPE on pooled public text, to start a federation from.
+
+    A round is client.max_steps steps of client.optimizer on batches drawn from all text;
+    server.schedule, warmup and end shape client.rate. Then set model.init_from to the run.
+
+    Example: fedlm pretrain recipes/irc-pretrain.toml --out runs/public
+    """
+    loaded = load(recipe, tuple(changes or ()))
+    use_devices(loaded.run.devices or 1)
+    path = _path(recipe, out_path, resume)
+    summary = _with_progress(loaded, path, resume, pooled=True)
+    _end(summary, path, "pretrain", as_json)
+
+
+def _path(recipe: Path, asked: Path | None, resume: bool) -> Path:
+    stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
+    return asked or (newest_path if resume else free_path)(RUNS, stem)
+
+
+def _end(summary: Summary | None, path: Path, command: str, as_json: bool, where: str = "") -> None:
+    """The summary, or how to go on."""
     if summary is None:
-        again = ["fedlm", "train", str(path / "recipe.toml"), "--out", str(path), "--resume"]
+        again = ["fedlm", command, str(path / "recipe.toml"), "--out", str(path), "--resume"]
         repeat = shlex.join(again)
-        where = "" if place is None else ", as every process was started"
         note(f"Stopped; a checkpoint is in {path}. Go on with{where}:\n  {repeat}")
         raise typer.Exit(130)
     if as_json:
@@ -68,16 +101,17 @@ def train(
         _print(summary)
 
 
-def _with_progress(recipe: Recipe, path: Path, resume: bool) -> Summary | None:
+def _with_progress(
+    recipe: Recipe, path: Path, resume: bool, *, pooled: bool = False
+) -> Summary | None:
     with talk.status("preparing") as status:
-        experiment = build(
-            recipe, STORES, lambda stage, done: status.update(f"preparing: {stage} {done or ''}")
-        )
+        say = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
+        experiment = build(recipe, STORES, say, pooled=pooled)
     hosts.meet()  # now the others find the store that was prepared here
     facts = experiment.store.manifest
     note(
-        f"{recipe.model.name}, {experiment.parameters:,} parameters; {facts['train_clients']:,} "
-        f"training clients, {facts['train_tokens']:,} tokens; store {experiment.store.path}; "
+        f"{recipe.model.name}, {experiment.parameters:,} parameters; {len(experiment.training):,} of "
+        f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens; store {experiment.store.path}; "
         f"run {path}"
     )
     if experiment.recipe.privacy.seed is not None:

@@ -14,17 +14,18 @@ from typing import TypeAlias
 import optax
 
 Optimizer: TypeAlias = optax.GradientTransformation
+Rate: TypeAlias = float | optax.Schedule
 
 
 def client_optimizer(
-    name: str, rate: float, *, momentum: float = 0.9, weight_decay: float = 0.0, clip: float = 0.0
+    name: str, rate: Rate, *, momentum: float = 0.9, weight_decay: float = 0.0, clip: float = 0.0
 ) -> Optimizer:
     """What a member descends with; `clip` bounds the gradient norm for stability, not privacy."""
     made = CLIENT[name](rate, momentum, weight_decay)
     return optax.chain(optax.clip_by_global_norm(clip), made) if clip > 0 else made
 
 
-CLIENT: dict[str, Callable[[float, float, float], Optimizer]] = {
+CLIENT: dict[str, Callable[[Rate, float, float], Optimizer]] = {
     "sgd": lambda rate, momentum, decay: optax.sgd(rate),
     "momentum": lambda rate, momentum, decay: optax.sgd(rate, momentum=momentum),
     "adam": lambda rate, momentum, decay: optax.adam(rate),
@@ -33,13 +34,11 @@ CLIENT: dict[str, Callable[[float, float, float], Optimizer]] = {
 
 
 def server_optimizer(
-    name: str, rate: float | optax.Schedule, *, momentum: float, beta2: float, epsilon: float
+    name: str, rate: Rate, *, momentum: float, beta2: float, epsilon: float
 ) -> Optimizer:
     """What the server does with the mean change: FedAvg and its adaptive relatives."""
     return SERVER[name](rate, momentum, beta2, epsilon)
 
-
-Rate: TypeAlias = float | optax.Schedule
 
 SERVER: dict[str, Callable[[Rate, float, float, float], Optimizer]] = {
     "fedavg": lambda rate, b1, b2, eps: optax.sgd(rate),

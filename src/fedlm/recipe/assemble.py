@@ -16,7 +16,13 @@ from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import key_for
 from fedlm.core.types import Local, Params, Portion, Sampling, Server
-from fedlm.federation.algorithms import Optimizer, client_optimizer, schedule, server_optimizer
+from fedlm.federation.algorithms import (
+    Optimizer,
+    Rate,
+    client_optimizer,
+    schedule,
+    server_optimizer,
+)
 from fedlm.federation.method import SILENT, Algorithm
 from fedlm.local import methods
 from fedlm.local.train import WEIGHTS, local_training
@@ -27,7 +33,10 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.server import step
 from fedlm.wire.catalog import named
+from fedlm.wire.dense import dense
 
+# Text and model are in one place: nothing travels.
+STAYS = dense()._replace(name="stays", encoded_bytes=lambda like: 0)
 # What members remember is kept for every client, and saved with every checkpoint.
 MOST_REMEMBERED = 2 << 30
 
@@ -66,7 +75,7 @@ def portions_of(recipe: Recipe, like: Params) -> list[Portion]:
     return [low_rank(like, wire.rank)] if wire.train == "low-rank" else [Portion()]
 
 
-def local_of(recipe: Recipe, portion: Portion, *, remember: bool = False) -> Local:
+def local_of(recipe: Recipe, portion: Portion) -> Local:
     """What a member does."""
     client, weigh = recipe.client, WEIGHTS[recipe.client.weight]
     inner = inner_of(recipe)
@@ -76,17 +85,49 @@ def local_of(recipe: Recipe, portion: Portion, *, remember: bool = False) -> Loc
         return methods.scaffold(catalog.loss, client.rate, weigh)
     if client.method == "feddyn":
         return methods.feddyn(catalog.loss, inner, client.proximal, weigh)
-    return local_training(
-        catalog.loss, inner, weigh, portion=portion, proximal=client.proximal, remember=remember
+    return local_training(catalog.loss, inner, weigh, portion=portion, proximal=client.proximal)
+
+
+def pooled_algorithm(recipe: Recipe, sampling: Sampling) -> Algorithm:
+    """Central training: one member that holds all text and remembers its optimiser's state."""
+    client, server = recipe.client, recipe.server
+    steps = client.max_steps
+    require(
+        steps is not None, "client.max_steps", steps, "how many steps a round of pretraining has"
+    )
+    assert steps is not None
+    plain = recipe.privacy.mechanism is None and client.method == "fedavg"
+    whole = recipe.wire == type(recipe.wire)() and client.proximal == 0
+    require(
+        plain and whole,
+        "pretraining",
+        "this recipe",
+        "no [privacy], no [wire] and no client.method: public text is in one place",
+    )
+    rate = schedule(
+        server.schedule,
+        client.rate,
+        rounds=server.rounds * steps,
+        warmup=server.warmup * steps,
+        end=server.end,
+    )
+    local = local_training(catalog.loss, inner_of(recipe, rate), WEIGHTS["uniform"], remember=True)
+    return Algorithm(
+        sampling=sampling,
+        local=local,
+        upload=STAYS,
+        download=STAYS,
+        server=step.plain(server_optimizer("fedavg", 1.0, momentum=0.0, beta2=0.0, epsilon=1.0)),
+        seed=recipe.run.seed,
     )
 
 
-def inner_of(recipe: Recipe) -> Optimizer:
+def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
     """What a member descends with."""
     client = recipe.client
     return client_optimizer(
         client.optimizer,
-        client.rate,
+        client.rate if rate is None else rate,
         momentum=client.momentum,
         weight_decay=client.weight_decay,
         clip=client.clip,

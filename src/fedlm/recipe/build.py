@@ -34,7 +34,7 @@ from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import promise
-from fedlm.recipe.assemble import algorithm_of
+from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.settings import Data, Model, Recipe
 from fedlm.record.checkpoint import from_bytes
 
@@ -142,6 +142,19 @@ class Experiment:
 
     recipe: Recipe
     store: Store
+    pooled: bool = False  # all text in one place, for pretraining on public text
+
+    @cached_property
+    def training(self) -> np.ndarray:
+        """The clients to learn from."""
+        return self._of_groups(self.store.training_clients)
+
+    def _of_groups(self, clients: np.ndarray) -> np.ndarray:
+        asked = set(self.recipe.data.groups)
+        if not asked:
+            return clients
+        kept = [n for n in clients if asked & set(self.store.groups(int(n)))]
+        return np.array(kept, clients.dtype)
 
     @cached_property
     def size(self) -> catalog.Dimensions:
@@ -181,12 +194,16 @@ class Experiment:
 
     @cached_property
     def algorithm(self) -> Algorithm:
+        if self.pooled:
+            return pooled_algorithm(self.recipe, self.sampling)
         like = catalog.shapes(self.architecture, self.size)
         return algorithm_of(self.recipe, self.sampling, self.plan, like)
 
     @cached_property
     def sampling(self) -> Sampling:
-        return promise.sampling_of(self.recipe, len(self.store.training_clients))
+        if self.pooled:
+            return Sampling(law="fixed", population=1, cohort=1)
+        return promise.sampling_of(self.recipe, len(self.training))
 
     @cached_property
     def plan(self) -> PrivacyPlan | None:
@@ -218,8 +235,13 @@ class Experiment:
         return kind(self.algorithm, self._rows_of, self.shape, self.recipe.run.seed)
 
     def _rows_of(self, member: int) -> np.ndarray:
-        number = int(self.store.training_clients[member])
-        return self._cut(self.store.train(number))
+        if self.pooled:
+            return self._all_rows
+        return self._cut(self.store.train(int(self.training[member])))
+
+    @cached_property
+    def _all_rows(self) -> np.ndarray:
+        return np.concatenate([self._cut(self.store.train(int(n))) for n in self.training])
 
     def _cut(self, tokens: np.ndarray, context: int = 1) -> np.ndarray:
         return cut(tokens, self.recipe.data.length, self.recipe.data.layout, context)
@@ -232,7 +254,7 @@ class Experiment:
 
     def owners(self, split: str) -> np.ndarray:
         """Clients with held-out text in a split."""
-        return self.store.test_clients if split == "test" else self.store.training_clients
+        return self._of_groups(self.store.test_clients) if split == "test" else self.training
 
     def held_rows(self, split: str, context: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """All rows of a split, and the client number of each."""
@@ -290,14 +312,23 @@ class Experiment:
         """What counting on the same training tokens reaches on the same targets."""
         if self.store.manifest["train_tokens"] > MOST_COUNTED_TOKENS:
             return {}
-        learned = (self._cut(self.store.train(int(n)), 2) for n in self.store.training_clients)
+        learned = (self._cut(self.store.train(int(n)), 2) for n in self.training)
         counts = NGrams(learned, self.store.vocabulary)
         return {split: counts.perplexities(self.held_rows(split, 2)[0]) for split in splits}
 
 
-def build(recipe: Recipe, cache: Path, progress: Callable[[str, int], None]) -> Experiment:
+def build(
+    recipe: Recipe, cache: Path, progress: Callable[[str, int], None], *, pooled: bool = False
+) -> Experiment:
     """Opens the store and checks everything that can be checked before the first round."""
     store = open_store(recipe.data, cache, progress)
-    experiment = Experiment(resolve(recipe, store), store)
+    experiment = Experiment(resolve(recipe, store), store, pooled)
+    require(
+        len(experiment.training) > 0,
+        "data.groups",
+        list(recipe.data.groups),
+        "groups of this store that have training clients",
+        "fedlm prepare shows the groups of a store.",
+    )
     _ = experiment.algorithm, experiment.rounds
     return experiment

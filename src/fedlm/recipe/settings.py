@@ -47,6 +47,7 @@ class Data(Table):
     test_clients: Share = 0.1
     validation: Share = 0.1
     split_seed: int = 0
+    groups: tuple[str, ...] = ()  # only clients of these groups take part; none named: all
 
 
 class Model(Table):

@@ -52,13 +52,22 @@ class Facts:
             return None
         return sum(r["tokens"] for r in self.rounds)
 
+    @property
+    def member_bytes(self) -> list[float]:
+        """What one member uploads, round by round."""
+        totals = [0, *(r["upload_bytes"] for r in self.rounds)]
+        came = [max(1, r["members"]) for r in self.rounds]
+        return [(b - a) / n for a, b, n in zip(totals, totals[1:], came, strict=False)]
+
     def over(self, axis: str) -> Series:
-        """Perplexity over rounds, seconds, or bytes uploaded."""
+        """Perplexity over rounds, seconds, or bytes: uploaded by all, or by one in every round."""
         elapsed = list(itertools.accumulate(r["seconds"] for r in self.rounds))
+        each = list(itertools.accumulate(self.member_bytes))
         x = {
             "round": lambda i, r: r["round"] + 1,
             "seconds": lambda i, r: elapsed[i],
             "upload_bytes": lambda i, r: r["upload_bytes"] / 1e6,
+            "a member": lambda i, r: each[i] / 1e6,
             "epsilon": lambda i, r: r.get("epsilon"),
         }[axis]
         points = [
@@ -161,6 +170,10 @@ def _curves(runs: list[Facts]) -> list[str]:
         plots.lines(
             [run.over("upload_bytes") for run in drawn], x="MB uploaded", y="perplexity", log_y=True
         )
+    )
+    parts.append("<h2>Over megabytes uploaded by a client that joins every round</h2>")
+    parts.append(
+        plots.lines([run.over("a member") for run in drawn], x="MB", y="perplexity", log_y=True)
     )
     parts.append("<h2>Over seconds of training</h2>")
     parts.append(
