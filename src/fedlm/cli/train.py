@@ -108,11 +108,11 @@ def _with_progress(
         say = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
         experiment = build(recipe, STORES, say, pooled=pooled)
     hosts.meet()  # now the others find the store that was prepared here
-    facts = experiment.store.manifest
+    facts, learning = experiment.store.manifest, len(experiment.training)
     note(
-        f"{recipe.model.name}, {experiment.parameters:,} parameters; {len(experiment.training):,} of "
-        f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens; store {experiment.store.path}; "
-        f"run {path}"
+        f"{recipe.model.name}, {experiment.parameters:,} parameters; {learning:,} of "
+        f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens in all; "
+        f"store {experiment.store.path}; run {path}"
     )
     if experiment.recipe.privacy.seed is not None:
         note("privacy.seed is fixed: whoever knows it can subtract the noise. Unsafe for release.")
