@@ -12,6 +12,7 @@ from fedlm.core import tree
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.wire.catalog import CODECS as NAMES
 from fedlm.wire.catalog import codec as by_name
+from fedlm.wire.catalog import named
 from fedlm.wire.dense import bfloat16, dense
 from fedlm.wire.entropy import deflated
 from fedlm.wire.exact import seed_of, tame, words
@@ -87,6 +88,30 @@ def test_deflate_shortens_codes_to_nearly_their_entropy():
     codes = np.unique(np.asarray(inner.apply(x, jr.key(1))["x"]), return_counts=True)[1] / 20_000
     entropy = -20_000 / 8 * np.sum(codes * np.log2(codes))
     assert entropy < len(payload) < 1.03 * entropy < 0.95 * inner.encoded_bytes(x)
+
+
+@all_codecs
+def test_leaves_can_be_left_out_with_the_draws_of_the_whole(codec):
+    """A member that trains some leaves sends those as if it sent all; no byte is of the others."""
+    whole = update()
+    leaves = jax.tree.leaves(whole)
+    keep = [place % 2 == 0 for place in range(len(leaves))]
+    if not codec.by_leaf:
+        with pytest.raises(WireError, match="none can be left out"):
+            codec.encode(whole, jr.key(1), keep)
+        return
+    thin = tree.thin(whole, keep)
+    payload = codec.encode(whole, jr.key(1), keep)
+    assert len(payload) <= codec.encoded_bytes(thin) < codec.encoded_bytes(whole)
+    found = tree.fill(codec.decode(payload, thin), whole, keep)
+    wanted = jax.tree.leaves(codec.apply(whole, jr.key(1)))
+    for x, y, sent in zip(jax.tree.leaves(found), wanted, keep, strict=True):
+        np.testing.assert_array_equal(x, y if sent else np.zeros_like(y))
+
+
+@all_codecs
+def test_a_recipe_names_a_codec_as_its_frames_do(codec):
+    assert named("wire.upload", codec.name).name == codec.name
 
 
 @all_codecs
