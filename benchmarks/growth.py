@@ -4,7 +4,7 @@
 
 Rounds on made-up rows (Stack Overflow's shape: 20 tokens, batches of 16, lognormal client sizes up
 to 256 rows), each setting in a process of its own, because a peak of memory never falls and the
-number of lanes is fixed at the start. The estimates at the end are arithmetic on the figures above them.
+number of lanes is fixed at the start. The estimates at the end are arithmetic on these figures.
 """
 
 from __future__ import annotations
