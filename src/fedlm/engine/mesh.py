@@ -294,11 +294,14 @@ class MeshEngine:
         return jax.tree.map(lambda x: put(self._per_lane, x, (lanes, *x.shape[1:])), stream)
 
     def _from_all(self, join: Any, total: Total) -> Total:
-        """What the lanes of all processes give together, as arrays of this process."""
-        if hosts.alone():
-            return join(total)
-        jax.block_until_ready(total)  # processes differ in speed; they join when all are done
-        hosts.meet()
+        """What the lanes of all processes give together, on one device of this process.
+
+        There the server's step is done once; a sum that stayed on every lane would have each lane
+        do it, and the second round compile it for another place than the first.
+        """
+        if not hosts.alone():
+            jax.block_until_ready(total)  # processes differ in speed; they join when all are done
+            hosts.meet()
         return jax.tree.map(lambda x: x.addressable_data(0), join(total))
 
     # ---- compiled ----------------------------------------------------------------------
