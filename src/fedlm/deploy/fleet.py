@@ -56,7 +56,7 @@ from fedlm.deploy import certificates
 from fedlm.deploy.home import Kit, address
 
 LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
-LONGEST_WAIT = 15.0  # between two attempts to reach a server that is not there
+LONGEST_WAIT = 5.0  # between two attempts to reach a server that is not there
 Say = Callable[[str], None]
 
 

@@ -80,6 +80,10 @@ class _Key:
         return call_next(context)
 
 
+class _Taken(Exception):
+    """It is there already, or no longer."""
+
+
 class Operator:
     """A connection to the meeting point, with the control key."""
 
@@ -109,7 +113,8 @@ class Operator:
                 self._ask("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id))
         for name, key in wanted.items():
             if key not in there:
-                self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
+                with suppress(_Taken):  # by another process that registers the same nodes
+                    self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
 
     def _nodes(self) -> list[Any]:
         found = self._ask("ListNodes", ListNodesRequest()).nodes_info
@@ -123,6 +128,8 @@ class Operator:
         try:
             return getattr(self.control, verb)(request)
         except httpx.HTTPStatusError as error:
+            if error.response.status_code == 412:
+                raise _Taken from None
             raise EngineError(
                 f"the server at {self.address} refused {verb}: {error.response.status_code}. Is it "
                 "the server of this federation?"
@@ -137,7 +144,8 @@ class Operator:
         """A new run on the link, and its grid; runs that were left over are stopped first."""
         for left in self._ask("ListRuns", ListRunsRequest()).run_dict.values():
             if left.finished_at == "":
-                self._ask("StopRun", StopRunRequest(run_id=left.run_id))
+                with suppress(_Taken):
+                    self._ask("StopRun", StopRunRequest(run_id=left.run_id))
         bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
         fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
         self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
