@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,25 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlm.core.errors import ConfigError, EngineError, RecordError
+from fedlm.core.errors import EngineError
 from fedlm.core.types import Engine, Sampling
-from fedlm.deploy.client_app import HELLO
+from fedlm.deploy import seating
 from fedlm.deploy.home import Home
 from fedlm.deploy.operator import Operator, presence
 from fedlm.engine.flower import FlowerEngine, GridPost, Patience, Post, Seat, Tally
 from fedlm.recipe import promise
 from fedlm.recipe.build import Experiment, open_store, resolve
 from fedlm.recipe.settings import Recipe, dump
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.train import Summary, Watcher
 from fedlm.train import train as carry_out
 from fedlm.wire.dense import dense
 
 SEATS, TALLIES = "seats.json", "nodes.jsonl"
-HELLO_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,12 @@ def train(
     with _alone(home), _sentences(), _running(home) as post:
         base = build_base(recipe, stores)
         goes_on = directory.claim(dump(base.recipe), resume=resume)
-        seats = _kept_seats(directory) if goes_on else None
+        seats = seating.kept(directory.path / SEATS) if goes_on else None
         if seats is None:
-            seats = seat_all(post, sorted(home.nodes()), base, watcher.say)
-            text = json.dumps([seat._asdict() for seat in seats], indent=2)
-            write_atomically(directory.path / SEATS, text.encode())
+            tokens = base.store.manifest["tokenizer_sha256"]
+            check = seating.same_tokenizer(tokens, f"the server's store {base.store.path}")
+            seats = seating.seat_all(post, sorted(home.nodes()), check, watcher.say)
+            seating.keep(directory.path / SEATS, seats)
         experiment = Deployed(
             base.recipe,
             base.store,
@@ -163,71 +160,6 @@ def _sentences() -> Iterator[None]:
             f"the server answered {error.response.status_code} to {error.request.url.path}: this "
             "run is over there. Go on with --resume."
         ) from None
-
-
-# ---- who takes part ------------------------------------------------------------------------
-
-
-def _kept_seats(directory: RunDirectory) -> tuple[Seat, ...] | None:
-    """The seats that were given out when the run began."""
-    file = directory.path / SEATS
-    if not file.is_file():
-        return None
-    try:
-        return tuple(Seat(**seat) for seat in json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise RecordError(f"{file} is damaged: {error}.") from None
-
-
-def seat_all(
-    post: Post, names: Sequence[str], experiment: Experiment, say: Callable[[str], None]
-) -> tuple[Seat, ...]:
-    """Waits for every node, hears what it has, and numbers the members in the order of names."""
-    hellos: dict[str, ConfigRecord] = {}
-    sent: dict[str, tuple[str, float]] = {}
-    told = -1
-    while len(hellos) < len(names):
-        there = {n: p for n, p in post.presence().items() if p.online and n in names}
-        for name in there.keys() - hellos.keys():
-            identity, at = sent.get(name, ("", 0.0))
-            if time.monotonic() - at > HELLO_SECONDS or not at:
-                sent[name] = _say_hello(post, there[name].node_id), time.monotonic()
-                continue
-            reply = post.fetch(identity) if identity else None
-            if reply is not None:
-                hellos[name] = _hello(name, reply, experiment)
-        if len(hellos) > told:
-            told = len(hellos)
-            missing = ", ".join(sorted(set(names) - hellos.keys()))
-            say(f"{told} of {len(names)} nodes are here" + (missing and f"; waiting for {missing}"))
-        time.sleep(0.2)
-    first, seats = 0, []
-    for name in names:
-        clients = int(str(hellos[name]["clients"]))
-        seats.append(Seat(name, first, clients, str(hellos[name]["text"])))
-        first += clients
-    return tuple(seats)
-
-
-def _say_hello(post: Post, node_id: int) -> str:
-    message = Message(RecordDict(), node_id, HELLO, group_id="hello")
-    return next(iter(post.grid.push_messages([message]))) or ""  # type: ignore[attr-defined]
-
-
-def _hello(name: str, reply: Message, experiment: Experiment) -> ConfigRecord:
-    facts = reply.content.get("hello") if reply.has_content() else None
-    if not isinstance(facts, ConfigRecord) or type(facts.get("clients")) is not int:
-        raise EngineError(f"node {name} did not say who it is.")
-    clients = facts["clients"]
-    if not isinstance(clients, int) or not 1 <= clients <= 1 << 40:
-        raise EngineError(f"node {name} says that it has {clients!r} clients.")
-    if facts.get("tokenizer") != experiment.store.manifest["tokenizer_sha256"]:
-        raise ConfigError(
-            f"node {name} has another tokenizer than the server's store "
-            f"{experiment.store.path}: its tokens mean other words. Prepare its store with "
-            "fedlm prepare --like, from the server's store."
-        )
-    return facts
 
 
 def _record(directory: RunDirectory, tally: Tally, say: Callable[[str], None]) -> None:

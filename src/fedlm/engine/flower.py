@@ -61,6 +61,8 @@ class Post(Protocol):
 
     def send(self, node_id: int, records: RecordDict, round: int) -> str: ...
 
+    def send_message(self, message: Message) -> str: ...
+
     def fetch(self, message_id: str) -> Message | None: ...
 
     def presence(self) -> dict[str, Presence]: ...
@@ -73,7 +75,9 @@ class GridPost:
         self.grid, self._presence = grid, presence
 
     def send(self, node_id: int, records: RecordDict, round: int) -> str:
-        message = Message(records, node_id, KIND, group_id=str(round))
+        return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
+
+    def send_message(self, message: Message) -> str:
         return next(iter(self.grid.push_messages([message]))) or ""
 
     def fetch(self, message_id: str) -> Message | None:
@@ -180,32 +184,20 @@ class FlowerEngine:
                 each=each,
                 frame=frame,
             )
-        wait = Waiting(self, asked, tally)
-        for name, message in wait.answers():
-            try:
-                answer = self._read(message, asked[name])
-            except WireError as error:
-                tally.garbage[name] = str(error)
-                continue
-            if answer.refusal:
-                tally.refused[name] = answer.refusal
-                continue
+        wait = Waiting(self.post, self.patience, asked, tally)
+        for name, answer in wait.answers():
             yield from self._updates(name, asked[name], answer, params, tally)
+        self.download_bytes += wait.times_sent * len(frame)
         tally.seconds = time.monotonic() - began
         self.tell(tally)
         wait.check_quorum()
-
-    def _read(self, message: Message, question: Question) -> Answer:
-        if message.has_error():
-            raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
-        return read_answer(message.content, question)
 
     def _updates(
         self, name: str, question: Question, answer: Answer, params: Params, tally: Tally
     ) -> Iterator[tuple[tuple[int, ...], Sent]]:
         """What a node sent, frame by frame; a bad frame spoils its own members only."""
         self.upload_bytes += sum(map(len, answer.frames))
-        groups = [(m,) for m in question.members] if question.each else [question.members]
+        groups = [(m,) for m in answer.members] if question.each else [answer.members]
         good = 0
         for members, frame, sums in zip(groups, answer.frames, answer.sums, strict=True):
             delta = None
@@ -245,16 +237,34 @@ class Waiting:
     answered, if they are enough; otherwise it goes on waiting.
     """
 
-    def __init__(self, engine: FlowerEngine, asked: dict[str, Question], tally: Tally) -> None:
-        self.engine, self.asked, self.tally = engine, asked, tally
+    def __init__(
+        self, post: Post, patience: Patience, asked: dict[str, Question], tally: Tally
+    ) -> None:
+        self.post, self.asked, self.tally = post, asked, tally
         self.line = list(asked)
         self.sent: dict[str, tuple[str, str]] = {}  # message, and since when its node was there
-        self.ends = time.monotonic() + engine.patience.deadline
-        self.least = max(1, math.ceil(engine.patience.quorum * len(asked) - 1e-9))
+        self.times_sent = 0
+        self.ends = time.monotonic() + patience.deadline
+        self.least = max(1, math.ceil(patience.quorum * len(asked) - 1e-9))
         self._there: dict[str, Presence] = {}
         self._looked = -math.inf
 
-    def answers(self) -> Iterator[tuple[str, Message]]:
+    def answers(self) -> Iterator[tuple[str, Answer]]:
+        """Well-formed answers by node; everything else is counted."""
+        for name, message in self._messages():
+            try:
+                if message.has_error():
+                    raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
+                answer = read_answer(message.content, self.asked[name])
+            except WireError as error:
+                self.tally.garbage[name] = str(error)
+                continue
+            if answer.refusal:
+                self.tally.refused[name] = answer.refusal
+            else:
+                yield name, answer
+
+    def _messages(self) -> Iterator[tuple[str, Message]]:
         nap = 0.02
         for name in self.line:
             self._send(name)
@@ -286,7 +296,7 @@ class Waiting:
     def _fetch(self, name: str) -> Message | None:
         if name not in self.sent or self._returned(name):
             self._send(name)
-        return self.engine.post.fetch(self.sent[name][0]) if name in self.sent else None
+        return self.post.fetch(self.sent[name][0]) if name in self.sent else None
 
     def _send(self, name: str) -> None:
         there = self._presence().get(name)
@@ -295,8 +305,8 @@ class Waiting:
         if name in self.sent:
             self.tally.asked_again.append(name)
         question = self.asked[name]
-        made = self.engine.post.send(there.node_id, ask(question), question.round)
-        self.engine.download_bytes += len(question.frame)
+        made = self.post.send(there.node_id, ask(question), question.round)
+        self.times_sent += 1
         if made:
             self.sent[name] = made, there.since
 
@@ -311,7 +321,7 @@ class Waiting:
 
     def _presence(self) -> dict[str, Presence]:
         if time.monotonic() - self._looked > LOOK_SECONDS:
-            self._there, self._looked = self.engine.post.presence(), time.monotonic()
+            self._there, self._looked = self.post.presence(), time.monotonic()
         return self._there
 
     def _over(self) -> bool:

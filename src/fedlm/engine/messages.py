@@ -46,7 +46,7 @@ class Answer:
     """What a node answers: frames with what they sum up, or why not."""
 
     round: int
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # for whom it speaks: all who were asked, or those a relay reached
     frames: tuple[bytes, ...] = ()
     sums: tuple[Mapping[str, float], ...] = ()  # as many as frames; names as in SUMS
     refusal: str = ""
@@ -116,13 +116,15 @@ def read_answer(records: RecordDict, question: Question) -> Answer:
     if refusal:
         kept = "".join(c if c.isprintable() else " " for c in refusal[:1000])
         return Answer(round=question.round, members=question.members, refusal=kept)
-    wanted = len(question.members) if question.each else 1
-    frames = _read_frames(records, wanted)
-    if _count(facts, "round") != question.round or _numbers(facts, "members") != question.members:
+    members = _numbers(facts, "members")
+    known = members and set(members) <= set(question.members)
+    if _count(facts, "round") != question.round or not known:
         raise WireError("answer is to another question.")
+    wanted = len(members) if question.each else 1
+    frames = _read_frames(records, wanted)
     columns = {name: _reals(facts, name, wanted) for name in SUMS}
     sums = tuple({name: columns[name][i] for name in SUMS} for i in range(wanted))
-    return Answer(round=question.round, members=question.members, frames=frames, sums=sums)
+    return Answer(round=question.round, members=members, frames=frames, sums=sums)
 
 
 def _frames(frames: Any) -> ArrayRecord:
