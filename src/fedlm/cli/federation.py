@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import AsJson, emit, note, out
+from fedlm.cli.say import AsJson, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, followed, print_summary
 from fedlm.core.errors import ConfigError
 from fedlm.recipe.settings import load
@@ -129,3 +129,87 @@ def train(
         emit(summary)
     else:
         print_summary(summary)
+
+
+@app.command()
+def status(
+    home: HOME,
+    run: Annotated[Path | None, typer.Option(help="A run directory: who answered in it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which nodes are there, and who answered in a run.
+
+    Example: fedlm federation status fed --run runs/first
+    """
+    needs_flower()
+    from fedlm.deploy.home import Home
+    from fedlm.deploy.status import nodes_of
+
+    found = nodes_of(Home.existing(home), run)
+    if as_json:
+        emit({"home": str(home), "nodes": found})
+        return
+    head = ["node", "there", "since", "answered", "late", "away", "refused", "garbage", "last"]
+    show(f"federation {home}", head, [[n[name] for name in ("name", *head[1:])] for n in found])
+
+
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Argument(help="A federation's folder, or a node's kit.")],
+    as_json: AsJson = False,
+) -> None:
+    """Look for the usual mistakes: names, authorities, clocks, ports, versions.
+
+    Example: fedlm federation doctor kits/north
+    """
+    needs_flower()
+    from fedlm.deploy.doctor import examine
+
+    checks = examine(path)
+    sick = [check for check in checks if not check.well]
+    if as_json:
+        emit({"well": not sick, "checks": [check._asdict() for check in checks]})
+    else:
+        rows = [[c.what, "well" if c.well else "wrong", c.found] for c in checks]
+        show(f"doctor {path}", ["", "", "found"], rows)
+        for check in sick:
+            out.print(f"{check.what}: {check.way_out}")
+    raise typer.Exit(2 if sick else 0)
+
+
+@app.command()
+def demo(
+    tree: Annotated[bool, typer.Option("--tree", help="Two relays with two nodes each.")] = False,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file; by default a small one.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where everything goes; by default in runs/.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A whole federation on this machine, over TLS, and the same run in simulation beside it.
+
+    Example: fedlm federation demo --tree
+    """
+    needs_flower()
+    from fedlm.deploy import demo as demos
+
+    asked = demos.recipe() if recipe is None else load(recipe, tuple(changes or ()))
+    use_devices(1)  # as many lanes at every node: the machine is shared
+    path = (folder or free_path(RUNS, "demo-tree" if tree else "demo")).absolute()
+    done = followed(
+        lambda watcher: demos.demo(path, asked, as_tree=tree, devices=1, watcher=watcher),
+        asked.server.rounds,
+    )
+    assert done is not None
+    if as_json:
+        emit(done)
+        return
+    names = ("rounds", "perplexity", "seconds", "upload_bytes", "params_sha256")
+    rows = [[n, *(done[side][n] for side in ("networked", "simulated"))] for n in names]
+    show(f"{path}", ["", "over the network", "in simulation"], rows)
+    out.print(f"largest difference of a parameter: {done['difference']:.2g}")

@@ -46,3 +46,22 @@ def join(
 
     with polite_stop() as stop:
         work(kit, store, policy, whole=whole, say=note, stop=stop.is_set)
+
+
+@app.command()
+def relay(
+    kit: Annotated[Path, typer.Argument(help="A kit of the federation above.")],
+    *,
+    home: Annotated[Path, typer.Option(help="The folder of the federation below.")],
+) -> None:
+    """Join a federation with the nodes of another one, whose server must be running.
+
+    Example: fedlm node relay kits/europe --home europe
+    """
+    from fedlm.cli.federation import needs_flower
+
+    needs_flower()
+    from fedlm.deploy.node import relay as pass_on
+
+    with polite_stop() as stop:
+        pass_on(kit, home, say=note, stop=stop.is_set)

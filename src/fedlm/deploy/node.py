@@ -8,6 +8,7 @@ Not here: the connection (`fleet.py`), the work (`client_app.py`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,12 @@ from flwr.app import Message
 from fedlm.corpus.store import Store
 from fedlm.deploy.client_app import Worker
 from fedlm.deploy.fleet import Fleet, Lost, Stale
-from fedlm.deploy.home import Kit
+from fedlm.deploy.home import Home, Kit
+from fedlm.deploy.operator import running
 from fedlm.deploy.policy import load
 from fedlm.deploy.processes import follow_parent
+from fedlm.deploy.relay_app import Relay
+from fedlm.engine.flower import Patience
 
 BUSY_NAP, IDLE_NAP = 0.2, 2.0  # between two looks for a message, in a run and long after one
 IDLE_SECONDS = 60.0
@@ -45,6 +49,30 @@ def work(
         serve(fleet, worker, say=say, stop=stop)
     finally:
         fleet.leave()
+
+
+def relay(
+    kit_path: Path, home_path: Path, *, say: Callable[[str], None], stop: Callable[[], bool]
+) -> None:
+    """Joins the federation above with the nodes of the one below, whose server must be running."""
+    follow_parent()
+    kit, home = Kit.existing(kit_path), Home.existing(home_path)
+    settings = home.settings
+    patience = Patience(quorum=settings.quorum, deadline=settings.deadline or math.inf)
+    with running(home) as post:
+        passed_on = Relay(
+            home.path / "server",
+            post,
+            sorted(home.nodes()),
+            patience,
+            name=kit.settings.name,
+            say=say,
+        )
+        fleet = Fleet(kit, say)
+        try:
+            serve(fleet, passed_on, say=say, stop=stop)
+        finally:
+            fleet.leave()
 
 
 def serve(

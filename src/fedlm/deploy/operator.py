@@ -12,6 +12,7 @@ those commands would start processes and unpack programs where nothing but messa
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,7 +48,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from fedlm.core.errors import EngineError
 from fedlm.deploy.home import Home, address
 from fedlm.deploy.link import CONTROL_HEADER
-from fedlm.engine.flower import Presence
+from fedlm.engine.flower import GridPost, Presence
 
 # Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
 BUNDLE = b"""[project]
@@ -194,6 +195,47 @@ class Operator:
 def _forgiven() -> Iterator[None]:
     with suppress(httpx.HTTPError):
         yield
+
+
+@contextmanager
+def running(home: Home) -> Iterator[GridPost]:
+    """A run of a federation, for as long as the block lasts; what goes wrong is said in words."""
+    with _alone(home), _sentences():
+        operator = Operator(home)
+        try:
+            operator.register()
+            with operator.run() as grid:
+                yield GridPost(grid, presence)
+        finally:
+            operator.close()
+
+
+@contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """One run at a time: two would take each other's nodes."""
+    with open(home.path / "server" / "train.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise EngineError(f"another run of {home.path} is going on here.") from None
+        yield
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """What the network says, in words."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise EngineError(
+            f"the server is gone: {error}. Start fedlm federation serve again and go on with "
+            "--resume."
+        ) from None
+    except httpx.HTTPStatusError as error:
+        raise EngineError(
+            f"the server answered {error.response.status_code} to {error.request.url.path}: this "
+            "run is over there. Go on with --resume."
+        ) from None
 
 
 def presence(node: Any) -> Presence:

@@ -10,23 +10,18 @@ Not here: the loop (`run.py`), sending (`engine/flower.py`).
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from fedlm.core.errors import EngineError
 from fedlm.core.types import Engine, Sampling
 from fedlm.deploy import seating
 from fedlm.deploy.home import Home
-from fedlm.deploy.operator import Operator, presence
-from fedlm.engine.flower import FlowerEngine, GridPost, Patience, Post, Seat, Tally
+from fedlm.deploy.operator import running
+from fedlm.engine.flower import FlowerEngine, Patience, Seat, Tally
 from fedlm.recipe import promise
 from fedlm.recipe.build import Experiment, open_store, resolve
 from fedlm.recipe.settings import Recipe, dump
@@ -96,7 +91,7 @@ def train(
     settings = home.settings
     patience = Patience(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with _alone(home), _sentences(), _running(home) as post:
+    with running(home) as post:
         base = build_base(recipe, stores)
         goes_on = directory.claim(dump(base.recipe), resume=resume)
         seats = seating.kept(directory.path / SEATS) if goes_on else None
@@ -121,45 +116,6 @@ def build_base(recipe: Recipe, stores: Path) -> Experiment:
     """The recipe with the server's own store: tokenizer, and held-out text to watch."""
     store = open_store(recipe.data, stores, lambda stage, done: None)
     return Experiment(resolve(recipe, store), store)
-
-
-@contextmanager
-def _running(home: Home) -> Iterator[Post]:
-    operator = Operator(home)
-    try:
-        operator.register()
-        with operator.run() as grid:
-            yield GridPost(grid, presence)
-    finally:
-        operator.close()
-
-
-@contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """One run at a time: two would take each other's nodes."""
-    with open(home.path / "server" / "train.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise EngineError(f"another run of {home.path} is going on.") from None
-        yield
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """What the network says, in words."""
-    try:
-        yield
-    except httpx.TransportError as error:
-        raise EngineError(
-            f"the server is gone: {error}. Start fedlm federation serve again and go on with "
-            "--resume."
-        ) from None
-    except httpx.HTTPStatusError as error:
-        raise EngineError(
-            f"the server answered {error.response.status_code} to {error.request.url.path}: this "
-            "run is over there. Go on with --resume."
-        ) from None
 
 
 def _record(directory: RunDirectory, tally: Tally, say: Callable[[str], None]) -> None:
