@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlm.core.errors import FedlmError, WireError
+from fedlm.core.errors import FedlmError, WireError, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import Engine, Sampling, Total, Update
 from fedlm.corpus.store import Store
@@ -54,21 +54,23 @@ class Local(Experiment):
         return promise.sampling_of(self.recipe, self.population)
 
     @cached_property
-    def bare_engine(self) -> Engine:
-        """Gives updates as they are before their codec, which is applied to each as it is sent."""
+    def engine(self) -> Engine:
+        """Takes what arrived, and gives updates as they are before they are sent."""
         kind = {"mesh": MeshEngine, "loop": LoopEngine}[self.recipe.run.engine]
-        bare = replace(self.algorithm, upload=dense())
+        bare = replace(self.algorithm, upload=dense(), download=dense())
         return kind(bare, self._rows_of, self.shape, self.recipe.run.seed)
 
-    def _rows_of(self, member: int) -> np.ndarray:
-        if not self.whole:
-            number = int(self.store.training_clients[member - self.first])
-            return self._cut(self.store.train(number))
-        return np.concatenate([self._cut(self.store.train(int(n))) for n in self._numbers])
+    @cached_property
+    def sent_like(self) -> Any:
+        """The shapes of what a server sends down."""
+        server = self.algorithm.server
+        like = catalog.shapes(self.architecture, self.size)
+        return jax.eval_shape(lambda params: server.send(params, server.init(params)), like)
 
-    @property
-    def _numbers(self) -> np.ndarray:
-        return self.store.training_clients
+    def _rows_of(self, member: int) -> np.ndarray:
+        if self.whole:
+            return self._all_rows
+        return self._cut(self.store.train(int(self.training[member - self.first])))
 
 
 class Worker:
@@ -132,21 +134,21 @@ class Worker:
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
         experiment = self._experiment(question)
         algorithm = experiment.algorithm
-        like = catalog.shapes(experiment.architecture, experiment.size)
-        params = algorithm.download.decode(question.frame, like)
+        sent = algorithm.download.decode(question.frame, experiment.sent_like)
         self.say(f"round {question.round}: {len(question.members)} members")
-        engine = experiment.bare_engine if question.each else experiment.engine
+        engine = experiment.engine
         cohort = engine.prepare(question.round, np.asarray(question.members))
         answer = Answer(round=question.round, members=question.members)
         if not question.each:
-            total = engine.gather(params, cohort, question.limit)
+            total = engine.gather(sent, cohort, question.limit)
             frame = dense().encode(total.delta, key_for(0, "upload"))
             return replace(answer, frames=(frame,), sums=(_sums(total),))
         frames, sums = [], []
-        for member, update in engine.collect(params, cohort, question.limit):
+        for member, update in engine.collect(sent, cohort, question.limit):
             address = {"round": question.round, "member": member}
             key = key_for(experiment.recipe.run.seed, "upload", **address)
-            frames.append(algorithm.upload.encode(update.delta, key))
+            keep = None if update.mask is None else [bool(x) for x in np.asarray(update.mask)]
+            frames.append(algorithm.upload.encode(update.delta, key, keep))
             sums.append(_sums(update))
         return replace(answer, frames=tuple(frames), sums=tuple(sums))
 
@@ -165,9 +167,28 @@ class Worker:
         return experiment
 
     def _check(self, recipe: Recipe, question: Question) -> Local:
-        made = Local(recipe, self.store, question.first, question.population, self.whole)
+        made = Local(
+            recipe,
+            self.store,
+            first=question.first,
+            population=question.population,
+            whole=self.whole,
+        )
+        check_deployable(recipe)
         policies.check(self.policy, recipe, made.plan, made.parameters)
         return made
+
+
+def check_deployable(recipe: Recipe) -> None:
+    """Refuses what works only where all members are in one place."""
+    require(
+        recipe.client.method in ("fedavg", "mimelite") and not recipe.wire.error_feedback,
+        "client.method",
+        recipe.client.method,
+        "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
+        "between their turns is not kept at nodes",
+    )
+    require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
 
 
 def _parse(text: str) -> Recipe:

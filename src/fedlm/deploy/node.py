@@ -23,7 +23,7 @@ from fedlm.deploy.operator import running
 from fedlm.deploy.policy import load
 from fedlm.deploy.processes import follow_parent
 from fedlm.deploy.relay_app import Relay
-from fedlm.engine.flower import Patience
+from fedlm.engine.waiting import Patience
 
 BUSY_NAP, IDLE_NAP = 0.2, 2.0  # between two looks for a message, in a run and long after one
 IDLE_SECONDS = 60.0

@@ -48,7 +48,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from fedlm.core.errors import EngineError
 from fedlm.deploy.home import Home, address
 from fedlm.deploy.link import CONTROL_HEADER
-from fedlm.engine.flower import GridPost, Presence
+from fedlm.engine.waiting import GridPost, Presence
 
 # Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
 BUNDLE = b"""[project]

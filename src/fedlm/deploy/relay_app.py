@@ -26,8 +26,8 @@ from fedlm.core.keys import key_for
 from fedlm.deploy import seating
 from fedlm.deploy.client_app import HELLO
 from fedlm.deploy.seating import Hello
-from fedlm.engine.flower import Patience, Post, Seat, Tally, Waiting
 from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
+from fedlm.engine.waiting import Patience, Post, Seat, Tally, Waiting
 from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead

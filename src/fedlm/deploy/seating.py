@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError, RecordError
 from fedlm.deploy.client_app import HELLO
-from fedlm.engine.flower import Post, Seat
+from fedlm.engine.waiting import Post, Seat
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_SECONDS = 20.0  # until a node that did not answer is greeted again

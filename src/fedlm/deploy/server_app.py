@@ -19,9 +19,11 @@ from typing import Any
 
 from fedlm.core.types import Engine, Sampling
 from fedlm.deploy import seating
+from fedlm.deploy.client_app import check_deployable
 from fedlm.deploy.home import Home
 from fedlm.deploy.operator import running
-from fedlm.engine.flower import FlowerEngine, Patience, Seat, Tally
+from fedlm.engine.flower import FlowerEngine
+from fedlm.engine.waiting import Patience, Seat, Tally
 from fedlm.recipe import promise
 from fedlm.recipe.build import Experiment, open_store, resolve
 from fedlm.recipe.settings import Recipe, dump
@@ -92,6 +94,7 @@ def train(
     patience = Patience(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
     with running(home) as post:
+        check_deployable(recipe)
         base = build_base(recipe, stores)
         goes_on = directory.claim(dump(base.recipe), resume=resume)
         seats = seating.kept(directory.path / SEATS) if goes_on else None
