@@ -14,8 +14,9 @@ train: $(VENV)/.installed  ## train a federated language model on real text, in 
 train-long: $(VENV)/.installed  ## the same with more rounds, for a lower perplexity
 	$(BIN)/fedlm train recipes/sotu-long.toml
 
-test: lint  ## format, lint, types and the default tests
+test: lint  ## format, lint, types, the default tests and a small federation on loopback
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 0 -m 'network and not slow' tests/deploy
 
 test-all: lint  ## all tests, the slow ones too
 	$(BIN)/python -m pytest -m ''

@@ -30,7 +30,10 @@ MAY_IMPORT = {
     # `train` and `sweep` carry a recipe out; above them are only the doors.
     "train.py": {"core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
     "sweep.py": {"core", "recipe", "record", "train"},
-    "cli": {"core", "federation", "engine", "recipe", "run", "train", "sweep", "cli"} | STATIONS,
+    # The two doors: `deploy` for processes, `cli` for people, who start those processes.
+    "deploy": {"core", "federation", "engine", "recipe", "run", "train", "deploy"} | STATIONS,
+    "cli": {"core", "federation", "engine", "recipe", "run", "train", "sweep", "deploy", "cli"}
+    | STATIONS,
 }
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -12,7 +12,19 @@ import sys
 
 import typer
 
-from fedlm.cli import evaluate, export, models, predict, prepare, privacy, report, sweep, train
+from fedlm.cli import (
+    evaluate,
+    export,
+    federation,
+    models,
+    node,
+    predict,
+    prepare,
+    privacy,
+    report,
+    sweep,
+    train,
+)
 from fedlm.cli.say import note
 from fedlm.core.errors import FedlmError
 
@@ -31,6 +43,8 @@ app.command()(export.export)
 app.command()(sweep.sweep)
 app.command()(models.models)
 app.add_typer(privacy.app, name="privacy")
+app.add_typer(federation.app, name="federation")
+app.add_typer(node.app, name="node")
 
 
 def main() -> None:
@@ -45,3 +59,7 @@ def main() -> None:
             raise
         note(f"fedlm: {error.filename}: {error.strerror}.")
         sys.exit(FedlmError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

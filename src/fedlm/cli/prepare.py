@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from tokenizers import Tokenizer
 
 from fedlm.cli.say import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
-from fedlm.corpus.store import write
+from fedlm.corpus.store import Store, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
 from fedlm.recipe.build import store_settings
 from fedlm.recipe.settings import parse
@@ -30,6 +31,10 @@ def prepare(
     split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = 0,
     clients: Annotated[int | None, typer.Option(help="How many, of a synthetic source.")] = None,
     groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
+    like: Annotated[
+        Path | None,
+        typer.Option(help="A store: its tokenizer is used, so that tokens mean the same."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Turn text into a client store.
@@ -46,6 +51,7 @@ def prepare(
         "validation": validation,
         "split_seed": split_seed,
     }
+    fitted = None if like is None else _tokenizer_of(like, asked)
     settings = store_settings(parse({"data": asked}).data)
     with talk.status("reading") as status:
 
@@ -56,7 +62,7 @@ def prepare(
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
-            store = write(sources.read(source), out, settings, progress)
+            store = write(sources.read(source), out, settings, progress, fitted)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -71,6 +77,14 @@ def prepare(
     )
     show(f"store {out}", ["", "count"], [[name, facts[name]] for name in shown])
     note(f"Train on it with data.store = {str(out)!r}.")
+
+
+def _tokenizer_of(like: Path, asked: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a store; what was asked for beside it gives way to its settings."""
+    store = Store(like)
+    for name in ("tokenizer", "vocabulary", "lowercase"):
+        asked[name] = getattr(store.settings, name)
+    return store.tokenizer
 
 
 def _only_synthetic(clients: int | None, groups: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,7 +99,7 @@ def _end(summary: Summary | None, path: Path, command: str, as_json: bool, where
     if as_json:
         emit(summary)
     else:
-        _print(summary)
+        print_summary(summary)
 
 
 def _with_progress(
@@ -116,8 +117,16 @@ def _with_progress(
     )
     if experiment.recipe.privacy.seed is not None:
         note("privacy.seed is fixed: whoever knows it can subtract the noise. Unsafe for release.")
+    return followed(
+        lambda watcher: carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher),
+        experiment.rounds,
+    )
+
+
+def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary | None:
+    """A run with a progress bar on stderr, and a polite end on Ctrl-C."""
     progress = bar()
-    task = progress.add_task("", total=experiment.rounds, loss="-", perplexity="-", speed="-")
+    task = progress.add_task("", total=rounds, loss="-", perplexity="-", speed="-")
     latest: dict[str, float] = {"members": 0.0, "seconds": 0.0}
 
     def begin(first: int, rounds: int, perplexity: float | None) -> None:
@@ -136,8 +145,7 @@ def _with_progress(
         progress.update(task, completed=facts["round"] + 1, speed=f"{speed:.1f}", **shown)
 
     with polite_stop() as stop, progress:
-        watcher = Watcher(say=note, begin=begin, round=on_round, stop=stop.is_set)
-        return carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher)
+        return train(Watcher(say=note, begin=begin, round=on_round, stop=stop.is_set))
 
 
 def _follow(recipe: Recipe) -> Summary | None:
@@ -171,7 +179,8 @@ class polite_stop:
             signal.signal(number, handler)
 
 
-def _print(summary: Summary) -> None:
+def print_summary(summary: Summary) -> None:
+    """A finished run for a person."""
     counted = summary.get("baselines") or {}
     rows: list[list[Any]] = [["start", summary["start_perplexity"], ""]]
     final = summary["perplexity"]

@@ -74,21 +74,24 @@ def write(
     out: Path,
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
+    tokenizer: Tokenizer | None = None,
 ) -> Store:
-    """Prepares a store and opens it."""
+    """Prepares a store and opens it; with a tokenizer that is given, or one fitted to the text."""
     clients = gather_clients(documents)
     test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
     parts = [
         ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
     ]
     progress("vocabulary", 0)
-    tokenizer = tok.fit(
-        (train for train, _ in parts if train),
-        settings.tokenizer,
-        settings.vocabulary,
-        settings.lowercase,
-    )
+    if tokenizer is None:
+        tokenizer = tok.fit(
+            (train for train, _ in parts if train),
+            settings.tokenizer,
+            settings.vocabulary,
+            settings.lowercase,
+        )
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+    made = tokenizer
 
     def coded() -> Iterator[dict[str, Any]]:
         for number, (client, (train, held)) in enumerate(zip(clients, parts, strict=True)):
@@ -96,8 +99,8 @@ def write(
             yield {
                 "client": client.client,
                 "groups": list(client.groups),
-                "train": tok.encode(tokenizer, train, dtype),
-                "held": tok.encode(tokenizer, held, dtype),
+                "train": tok.encode(made, train, dtype),
+                "held": tok.encode(made, held, dtype),
                 "test": client.client in test,
                 "held_bytes": len(held.encode()),
             }
@@ -111,8 +114,13 @@ def write_tokens(
     tokenizer: Tokenizer,
     settings: StoreSettings,
     dtype: Any,
+    *,
+    learns: bool = True,
 ) -> Store:
-    """Streams tokenised clients to a store: one batch of them in memory at a time."""
+    """Streams tokenised clients to a store: one batch of them in memory at a time.
+
+    A store from which nobody `learns` may hold held-out text alone.
+    """
     if out.exists():
         raise CorpusError(f"{out} exists already: give another --out or remove it.")
     try:
@@ -122,7 +130,7 @@ def write_tokens(
         raise CorpusError(f"store {out} could not be written: {error}.") from None
     try:
         totals = _write_arrow(work / "clients.arrow", rows, dtype)
-        if totals["train_clients"] == 0:
+        if learns and totals["train_clients"] == 0:
             raise CorpusError("no client is left to train on: lower data.test_clients.")
         tokenizer.save(str(work / "tokenizer.json"))
         manifest = {

@@ -70,12 +70,20 @@ def sizes(algorithm: Algorithm, sent: Any, cohort: Prepared, seed: int) -> Itera
         size = codec.encoded_bytes(like)
         yield from (size for _ in cohort.members)
         return
+    for member in cohort.members:
+        keep = own_leaves(local, like, seed, cohort.round, member)
+        yield codec.encoded_bytes(tree.thin(like, keep))
+
+
+def own_leaves(local: Local, like: Any, seed: int, round: int, member: int) -> list[bool] | None:
+    """Which leaves a member trains, where it has leaves of its own: both sides can tell."""
+    if local.draw is None:
+        return None
     leaves, structure = jax.tree.flatten(like)
     shapes = tuple(leaf.shape for leaf in leaves)
-    for member in cohort.members:
-        key = key_for(seed, "upload", round=cohort.round, member=member)
-        mask = _draw(local.draw, structure, shapes, jr.fold_in(key, 1))
-        yield codec.encoded_bytes(tree.thin(like, [bool(x) for x in np.asarray(mask)]))
+    key = key_for(seed, "upload", round=round, member=member)
+    mask = _draw(local.draw, structure, shapes, jr.fold_in(key, 1))
+    return [bool(x) for x in np.asarray(mask)]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -74,10 +74,14 @@ def member_half(
         wanted = tree.add(wanted, trip.kept.residual)
     arrived = masked(trip.send(wanted), update.mask)
     there = eqx.tree_at(lambda u: u.delta, update, arrived)
-    if algorithm.plan is not None and algorithm.upload.norm_gain != 1.0:
-        # The codec may have made it longer.
-        there = eqx.tree_at(lambda u: u.inside, clip(there, trip.limit), update.inside)
-    return _remember(algorithm, there, wanted, trip.kept)
+    return _remember(algorithm, within_limit(algorithm, there, trip.limit), wanted, trip.kept)
+
+
+def within_limit(algorithm: Algorithm, arrived: Update, limit: Array) -> Update:
+    """What arrived, clipped again under a plan where the codec may have made it longer."""
+    if algorithm.plan is None or algorithm.upload.norm_gain == 1.0:
+        return arrived
+    return eqx.tree_at(lambda u: u.inside, clip(arrived, limit), arrived.inside)
 
 
 def _remember(algorithm: Algorithm, update: Update, wanted: Params, kept: Any) -> Update:

@@ -1,0 +1,52 @@
+"""One store, dealt out: a part for each node, and held-out text for the server.
+
+In:       a store and names.
+Out:      a store a name, and one of held-out clients.
+Promise:  every training client is in exactly one part, in the order in which it had its number, so
+          that the parts in the order of their names give members the numbers they had before; all
+          parts have the tokenizer of the whole.
+Not here: preparing text (`store.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedlm.core.errors import require
+from fedlm.corpus.store import Store, write_tokens
+
+
+def deal(store: Store, names: Sequence[str], out: Path, held: str = "server") -> dict[str, Store]:
+    """Writes `out/NAME` for each name, and `out/held`."""
+    clients = store.training_clients
+    require(
+        0 < len(names) <= len(clients),
+        "nodes",
+        len(names),
+        f"between 1 and the {len(clients)} training clients of this store",
+    )
+    parts = dict(zip(sorted(names), np.array_split(clients, len(names)), strict=True))
+    made = {name: _write(store, numbers, out / name) for name, numbers in parts.items()}
+    made[held] = _write(store, store.test_clients, out / held, learns=False)
+    return made
+
+
+def _write(store: Store, numbers: np.ndarray, out: Path, *, learns: bool = True) -> Store:
+    dtype = store.train(0).dtype
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in map(int, numbers):
+            yield {
+                "client": store.client(number),
+                "groups": list(store.groups(number)),
+                "train": store.train(number),
+                "held": store.held(number),
+                "test": not learns,
+                "held_bytes": store.held_bytes(number),
+            }
+
+    return write_tokens(rows(), out, store.tokenizer, store.settings, dtype, learns=learns)

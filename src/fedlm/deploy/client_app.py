@@ -1,0 +1,210 @@
+"""What a node does with a question: check it, train its members, answer with frames.
+
+In:       a message from the server, the node's store and policy.
+Out:      an answer: frames of updates, or the sentence why not.
+Promise:  a recipe is carried out only if it is well-formed, fits this store and is allowed by the
+          policy; text never leaves: an answer holds frames and sums over members, nothing else;
+          the same question gives the same answer.
+Not here: fetching and sending (`fleet.py`), training itself (`engine`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedlm.core.errors import FedlmError, WireError, require
+from fedlm.core.keys import key_for
+from fedlm.core.types import Engine, Sampling, Total, Update
+from fedlm.corpus.store import Store
+from fedlm.deploy import policy as policies
+from fedlm.deploy.policy import Policy
+from fedlm.engine.loop import LoopEngine
+from fedlm.engine.mesh import MeshEngine
+from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
+from fedlm.models import catalog
+from fedlm.recipe import promise
+from fedlm.recipe.build import Experiment
+from fedlm.recipe.settings import Recipe, parse
+from fedlm.wire.dense import dense
+
+HELLO = "query.fedlm"
+MOST_KEPT = 2  # experiments with compiled programs
+
+
+@dataclass(frozen=True)
+class Local(Experiment):
+    """An experiment as one node sees it: its own text, the numbers of the whole federation."""
+
+    first: int = 0
+    population: int = 0
+    whole: bool = False  # the store is one member, not one a client
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        return promise.sampling_of(self.recipe, self.population)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Takes what arrived, and gives updates as they are before they are sent."""
+        kind = {"mesh": MeshEngine, "loop": LoopEngine}[self.recipe.run.engine]
+        bare = replace(self.algorithm, upload=dense(), download=dense())
+        return kind(bare, self._rows_of, self.shape, self.recipe.run.seed)
+
+    @cached_property
+    def sent_like(self) -> Any:
+        """The shapes of what a server sends down."""
+        server = self.algorithm.server
+        like = catalog.shapes(self.architecture, self.size)
+        return jax.eval_shape(lambda params: server.send(params, server.init(params)), like)
+
+    def _rows_of(self, member: int) -> np.ndarray:
+        if self.whole:
+            return self._all_rows
+        return self._cut(self.store.train(int(self.training[member - self.first])))
+
+
+class Worker:
+    """A node at work on its store."""
+
+    def __init__(
+        self,
+        store: Store,
+        policy: Policy,
+        *,
+        name: str,
+        whole: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.store, self.policy, self.name, self.whole, self.say = store, policy, name, whole, say
+        self._kept: dict[str, Local] = {}
+
+    @property
+    def clients(self) -> int:
+        """How many members this node answers for."""
+        return 1 if self.whole else len(self.store.training_clients)
+
+    def __call__(self, message: Message) -> Message:
+        """The answer to a message; whatever goes wrong is an answer too."""
+        if message.metadata.message_type == HELLO:
+            return Message(RecordDict({"hello": ConfigRecord(self.hello())}), reply_to=message)
+        try:
+            question = read_question(message.content)
+        except WireError as error:
+            self.say(f"refused a message: {error}")
+            refusal = Answer(round=0, members=(), refusal=str(error))
+            return Message(tell(refusal), reply_to=message)
+        try:
+            answer = self.answer(question)
+        except FedlmError as error:
+            self.say(f"refused round {question.round}: {error}")
+            answer = Answer(round=question.round, members=question.members, refusal=str(error))
+        return Message(tell(answer), reply_to=message)
+
+    def hello(self) -> dict[str, Any]:
+        """What the server may know of this node before it asks for work."""
+        return {
+            "name": self.name,
+            "version": version("fedlm"),
+            "clients": self.clients,
+            "tokenizer": self.store.manifest["tokenizer_sha256"],
+            "text": self.text,
+        }
+
+    @property
+    def text(self) -> str:
+        """Tells whether the text is still the same, not what it is."""
+        held = f"{self.whole}|{self.store.manifest['clients_sha256']}"
+        return hashlib.sha256(held.encode()).hexdigest()
+
+    def answer(self, question: Question) -> Answer:
+        """A round, carried out."""
+        if question.text != self.text:
+            raise WireError("the text of this node is not the one that the run began with.")
+        if any(m - question.first >= self.clients for m in question.members):
+            raise WireError(f"this node has {self.clients} members: it was asked for others.")
+        experiment = self._experiment(question)
+        algorithm = experiment.algorithm
+        sent = algorithm.download.decode(question.frame, experiment.sent_like)
+        self.say(f"round {question.round}: {len(question.members)} members")
+        engine = experiment.engine
+        cohort = engine.prepare(question.round, np.asarray(question.members))
+        answer = Answer(round=question.round, members=question.members)
+        if not question.each:
+            total = engine.gather(sent, cohort, question.limit)
+            frame = dense().encode(total.delta, key_for(0, "upload"))
+            return replace(answer, frames=(frame,), sums=(_sums(total),))
+        frames, sums = [], []
+        for member, update in engine.collect(sent, cohort, question.limit):
+            address = {"round": question.round, "member": member}
+            key = key_for(experiment.recipe.run.seed, "upload", **address)
+            keep = None if update.mask is None else [bool(x) for x in np.asarray(update.mask)]
+            frames.append(algorithm.upload.encode(update.delta, key, keep))
+            sums.append(_sums(update))
+        return replace(answer, frames=tuple(frames), sums=tuple(sums))
+
+    def _experiment(self, question: Question) -> Local:
+        """The experiment of a question: checked once, then kept with its compiled programs."""
+        address = f"{question.first}|{question.population}|{question.recipe}"
+        if address not in self._kept:
+            made = self._check(_parse(question.recipe), question)
+            while len(self._kept) >= MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[address] = made
+        experiment = self._kept[address]
+        for member in question.members:
+            rows = len(experiment._rows_of(member)) if self.policy.largest_steps else 0
+            policies.check_steps(self.policy, _steps(rows, experiment))
+        return experiment
+
+    def _check(self, recipe: Recipe, question: Question) -> Local:
+        made = Local(
+            recipe,
+            self.store,
+            first=question.first,
+            population=question.population,
+            whole=self.whole,
+        )
+        check_deployable(recipe)
+        policies.check(self.policy, recipe, made.plan, made.parameters)
+        return made
+
+
+def check_deployable(recipe: Recipe) -> None:
+    """Refuses what works only where all members are in one place."""
+    require(
+        recipe.client.method in ("fedavg", "mimelite") and not recipe.wire.error_feedback,
+        "client.method",
+        recipe.client.method,
+        "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
+        "between their turns is not kept at nodes",
+    )
+    require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
+
+
+def _parse(text: str) -> Recipe:
+    try:
+        return parse(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise WireError(f"the recipe is not valid TOML: {error}.") from None
+
+
+def _steps(rows: int, experiment: Local) -> int:
+    shape = experiment.shape
+    rows = min(rows, shape.max_examples or rows)
+    steps = shape.epochs * -(-rows // shape.batch)
+    return min(steps, shape.max_steps or steps)
+
+
+def _sums(of: Update | Total) -> dict[str, float]:
+    found = jax.device_get({name: getattr(of, name) for name in SUMS})
+    return {name: float(value) for name, value in found.items()}

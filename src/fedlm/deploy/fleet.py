@@ -1,0 +1,226 @@
+"""A node's side of the meeting point: fetch a message, answer it, stay alive.
+
+In:       a node's kit.
+Out:      messages from the server, one at a time, and a way to answer.
+Promise:  every connection goes out from the node, over TLS, and is accepted only from a server
+          whose certificate the federation's authority signed for that very name; everything sent
+          is signed with the node's key; while the process lives it renews its lease, whatever it
+          is busy with; a lost connection is tried again for ever, and that is said.
+Not here: what a message asks for (`client_app.py`).
+
+Flower's own SuperNode starts a process a message and runs the program that the server sent. Here
+the same requests are made by a process that stays, and nothing that is sent is run. Written for
+flwr 1.41.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from flwr.app import Message
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from fedlm.core.errors import EngineError
+from fedlm.deploy import certificates
+from fedlm.deploy.home import Kit, address
+
+LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
+LONGEST_WAIT = 5.0  # between two attempts to reach a server that is not there
+Say = Callable[[str], None]
+
+
+class Lost(Exception):
+    """The server is not there, or does not know this node any more."""
+
+
+class Fleet:
+    """A connection that is made again whenever it breaks."""
+
+    def __init__(self, kit: Kit, say: Say = lambda text: None) -> None:
+        self.settings, self.say = kit.settings, say
+        self.address = address(self.settings.host, self.settings.port)
+        private = certificates.load_private(kit.key)
+        self._public = certificates.public_pem(private)
+        self._client = FleetHttpClient.from_server_address(
+            self.address,
+            False,
+            kit.authority,
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                NodeAuthHttpInterceptor(private, private.public_key()),
+            ],
+        )
+        self._node = Node(node_id=0)  # until it has joined
+        self._left = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    # ---- being there -------------------------------------------------------------------
+
+    def join(self, stop: Callable[[], bool], *, patient: bool) -> bool:
+        """Comes to the meeting point; False if asked to stop before it was reached.
+
+        A server that is not there is waited for if `patient`; one that refuses is an error.
+        """
+        wait = 0.5
+        while not stop():
+            try:
+                self._node = self._activate()
+            except Lost as error:
+                if not patient:
+                    raise EngineError(str(error)) from None
+                self.say(f"{error} Trying again in {wait:.0f} s.")
+                self._left.wait(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
+                continue
+            if self._beating is None:
+                self._beating = threading.Thread(target=self._beat, daemon=True)
+                self._beating.start()
+            return True
+        return False
+
+    def _activate(self) -> Node:
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=LEASE_SECONDS)
+        try:
+            return Node(node_id=self._client.ActivateNode(request).node_id)
+        except httpx.HTTPStatusError as error:
+            raise _refused(self.address, error) from None
+        except httpx.TransportError as error:
+            if "certificate" in str(error).lower():
+                raise EngineError(
+                    f"the server at {self.address} showed a certificate that is not good for this "
+                    f"federation: {error}. fedlm federation doctor says more."
+                ) from None
+            raise Lost(f"no connection to {self.address}: {error}.") from None
+
+    def _beat(self) -> None:
+        while not self._left.wait(LEASE_SECONDS / 3):
+            node = self._node
+            request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=LEASE_SECONDS)
+            try:
+                self._client.SendNodeHeartbeat(request)
+            except httpx.HTTPError:
+                continue  # the loop that fetches messages finds out and says so
+
+    def leave(self) -> None:
+        """Says goodbye, so that nobody waits."""
+        self._left.set()
+        if self._node.node_id:
+            with contextlib.suppress(httpx.HTTPError):
+                self._client.DeactivateNode(DeactivateNodeRequest(node_id=self._node.node_id))
+        self._client.close()
+
+    # ---- messages ----------------------------------------------------------------------
+
+    def receive(self) -> Message | None:
+        """The next message, if one waits."""
+        found = self._ask("PullMessages", PullMessagesRequest(node=self._node))
+        if not found.messages_list:
+            return None
+        run_id = found.messages_list[0].metadata.run_id
+        shape = found.message_object_trees[0]
+        try:
+            message: Message = pull_and_inflate_object_from_tree(
+                shape,
+                make_pull_object_fn_protobuf(self._verb("PullObject"), self._node, run_id),
+                make_confirm_message_received_fn_protobuf(
+                    self._verb("ConfirmMessageReceived"), self._node, run_id
+                ),
+                return_type=Message,
+            )
+        except (Lost, httpx.HTTPError):
+            raise
+        except Exception as error:  # the run ended meanwhile, or what was sent is no message
+            self.say(f"a message could not be fetched: {error}")
+            return None
+        message.metadata.__dict__["_message_id"] = shape.object_id
+        return message
+
+    def answer(self, message: Message) -> None:
+        """Sends an answer; one that nobody waits for any more is dropped."""
+        message.metadata.__dict__["_message_id"] = message.object_id
+        run_id = message.metadata.run_id
+        with no_object_id_recompute():
+            head = message_to_proto(remove_content_from_message(message))
+            try:
+                pushed = self._ask(
+                    "PushMessages",
+                    PushMessagesRequest(
+                        node=self._node,
+                        messages_list=[head],
+                        message_object_trees=[get_object_tree(message)],
+                        clientapp_runtime_list=[0.0],
+                    ),
+                )
+            except Stale:
+                self.say("the answer came too late: nobody waits for it.")
+                return
+            push_objects(
+                get_all_nested_objects(message),
+                make_push_object_fn_protobuf(
+                    self._verb("PushObject"), self._node, run_id, pushed.session_id
+                ),
+                object_ids_to_push=set(pushed.objects_to_push),
+            )
+
+    def _verb(self, name: str) -> Callable[[Any], Any]:
+        return lambda request: self._ask(name, request)
+
+    def _ask(self, verb: str, request: Any) -> Any:
+        """A request that is made again while the connection is interrupted for a moment."""
+        for wait in (0.2, 0.5, 1.0, None):
+            try:
+                return getattr(self._client, verb)(request)
+            except httpx.TransportError as error:
+                if wait is None:
+                    raise Lost(f"lost the connection to {self.address}: {error}.") from None
+                time.sleep(wait)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code in (401, 404):
+                    raise Lost(f"the server at {self.address} does not know this node.") from None
+                raise Stale(f"{verb}: {error.response.status_code}") from None
+        raise AssertionError("unreachable")
+
+
+class Stale(Exception):
+    """The server does not want this any more."""
+
+
+def _refused(where: str, error: httpx.HTTPStatusError) -> Exception:
+    code = error.response.status_code
+    if code in (502, 503, 504):
+        return Lost(f"the server at {where} is not ready.")
+    return EngineError(
+        f"the server at {where} refused this node ({code}): its key is not registered there, or "
+        "the clocks differ. fedlm federation doctor says more."
+    )

@@ -1,0 +1,207 @@
+"""Where a federation keeps its files, and what it hands to each node.
+
+In:       a folder.
+Out:      settings, certificates, keys.
+Promise:  what is private stays in files that only their owner can read; a node's kit holds what
+          that node needs and nothing of the others; settings are read strictly.
+Not here: making certificates (`certificates.py`).
+
+    HOME/federation.toml    name, address, how long a round waits and for how many
+    HOME/authority/         ca.pem, ca.key: the key is needed only to make certificates
+    HOME/server/            cert.pem, cert.key, control.key, link.db, link.log
+    HOME/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from fedlm.core.errors import ConfigError, require
+from fedlm.deploy import certificates
+from fedlm.deploy.policy import POLICY
+from fedlm.deploy.tables import check, read, write
+from fedlm.recipe.settings import Table
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
+
+
+class Federation(Table):
+    """`federation.toml`."""
+
+    name: str
+    host: str  # the name by which nodes reach the server
+    port: Annotated[int, Field(ge=1, le=65535)]
+    bind: str = "0.0.0.0"  # the address at which the server listens
+    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a round's nodes that must answer
+    deadline: Annotated[float, Field(gt=0)] | None = None  # seconds; left out: as long as it takes
+
+
+class Node(Table):
+    """`node.toml`, in the kit of a node."""
+
+    federation: str
+    name: str
+    host: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder of a federation."""
+
+    path: Path
+
+    @property
+    def settings(self) -> Federation:
+        return read(self.path / "federation.toml", Federation)
+
+    @property
+    def authority(self) -> Path:
+        return self.path / "authority" / "ca.pem"
+
+    @property
+    def certificate(self) -> Path:
+        return self.path / "server" / "cert.pem"
+
+    @property
+    def certificate_key(self) -> Path:
+        return self.path / "server" / "cert.key"
+
+    @property
+    def control_key(self) -> Path:
+        return self.path / "server" / "control.key"
+
+    @property
+    def database(self) -> Path:
+        return self.path / "server" / "link.db"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "server" / "link.log"
+
+    def nodes(self) -> dict[str, bytes]:
+        """The public keys of the nodes that may join, by name."""
+        folder = self.path / "nodes"
+        kits = sorted(folder.iterdir()) if folder.is_dir() else []
+        return {k.name: (k / "node.pub").read_bytes() for k in kits if (k / "node.pub").is_file()}
+
+    def kit(self, name: str) -> Kit:
+        return Kit(self.path / "nodes" / name)
+
+    @classmethod
+    def existing(cls, path: Path) -> Home:
+        home = cls(Path(path))
+        if not (home.path / "federation.toml").is_file():
+            raise ConfigError(
+                f"{path} is not a federation: it has no federation.toml. Make one with "
+                f"fedlm federation init {path} --host NAME --nodes a,b."
+            )
+        return home
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a node was given."""
+
+    path: Path
+
+    @property
+    def settings(self) -> Node:
+        return read(self.path / "node.toml", Node)
+
+    @property
+    def authority(self) -> bytes:
+        return self._bytes("ca.pem")
+
+    @property
+    def key(self) -> bytes:
+        return self._bytes("node.key")
+
+    @property
+    def policy(self) -> Path:
+        return self.path / "policy.toml"
+
+    def _bytes(self, name: str) -> bytes:
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"kit {self.path}: {name} is not readable: {error.strerror}."
+            ) from None
+
+    @classmethod
+    def existing(cls, path: Path) -> Kit:
+        kit = cls(Path(path))
+        if not (kit.path / "node.toml").is_file():
+            raise ConfigError(
+                f"{path} is not a node's kit: it has no node.toml. Ask whoever runs the "
+                "federation for the folder HOME/nodes/NAME."
+            )
+        return kit
+
+
+def init(
+    path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
+) -> Home:
+    """A new federation: authority, server certificate, a kit for each node."""
+    require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
+    require(len(set(nodes)) == len(nodes) > 0, "--nodes", ",".join(nodes), "different names")
+    for node in nodes:
+        require(
+            NAME.fullmatch(node) is not None,
+            "--nodes",
+            node,
+            "names of small letters, digits, dots and hyphens",
+        )
+    settings = check(Federation, {"name": name, "host": hosts[0], "port": port, **more}, "init")
+    top = certificates.authority(name)
+    own = certificates.server(top, [*hosts, *_loopback(hosts)])
+    (path / "authority").mkdir(parents=True)
+    (path / "server").mkdir()
+    path.chmod(0o700)
+    home = Home(path)
+    home.authority.write_bytes(top.certificate)
+    certificates.write_private(path / "authority" / "ca.key", top.key)
+    home.certificate.write_bytes(own.certificate)
+    certificates.write_private(home.certificate_key, own.key)
+    certificates.write_private(home.control_key, secrets.token_hex(32).encode())
+    for node in nodes:
+        add_node(home, settings, node)
+    write(path / "federation.toml", settings)  # last: with it the folder is a federation
+    return home
+
+
+def add_node(home: Home, settings: Federation, name: str) -> Kit:
+    """A kit for one more node."""
+    kit = home.kit(name)
+    require(not kit.path.exists(), "--nodes", name, "a name that is not taken")
+    kit.path.mkdir(parents=True)
+    private, public = certificates.node_key()
+    (kit.path / "ca.pem").write_bytes(home.authority.read_bytes())
+    certificates.write_private(kit.path / "node.key", private)
+    (kit.path / "node.pub").write_bytes(public)
+    kit.policy.write_text(POLICY, encoding="utf-8")
+    reach = Node(federation=settings.name, name=name, host=settings.host, port=settings.port)
+    write(kit.path / "node.toml", reach)
+    return kit
+
+
+def _loopback(hosts: Sequence[str]) -> list[str]:
+    """Whoever runs the server also talks to it from the same machine."""
+    return [name for name in ("localhost", "127.0.0.1") if name not in hosts]
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, in brackets where the host is an IPv6 address."""
+    try:
+        return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
+    except ValueError:
+        return f"{host}:{port}"

@@ -1,0 +1,120 @@
+"""The meeting point: Flower's SuperLink, behind a guard.
+
+In:       a federation's folder.
+Out:      a server that nodes and the operator reach over TLS on one port.
+Promise:  only nodes whose keys are registered may fetch work and answer; only who holds the
+          federation's control key may register nodes, start runs or see them; a request larger
+          than a chunk is refused before it is read; no code that is sent here is ever run.
+Not here: rounds (`server_app.py`), the nodes' side (`fleet.py`).
+
+Flower serves its three interfaces on one port, and the one for operators asks nobody who they are.
+So the SuperLink is started from here, with a guard before it: `/v1/fleet` is for nodes, which sign
+what they send, and everything else needs the control key. Written for flwr 1.41, whose application
+factory it uses.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from typing import Any
+
+from fedlm.deploy.home import Home
+
+CONTROL_HEADER = "fedlm-control"
+# Flower cuts objects into chunks of 20 MB; what is much larger is nothing that a node sends.
+LARGEST_REQUEST = 48 << 20
+
+
+class Guard:
+    """Lets through who may come in; a pure ASGI application around another."""
+
+    def __init__(self, app: Any, secret: str) -> None:
+        self.app, self.secret = app, secret.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            status = self._verdict(scope)
+            if status is not None:
+                await _refuse(send, status)
+                return
+        elif scope["type"] != "lifespan":
+            return
+        await self.app(scope, receive, send)
+
+    def _verdict(self, scope: Any) -> int | None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        size = headers.get(b"content-length", b"")
+        if b"transfer-encoding" in headers or not (size == b"" or size.isdigit()):
+            return 411
+        if int(size or 0) > LARGEST_REQUEST:
+            return 413
+        if scope["path"].startswith("/v1/fleet/"):
+            return None  # signed by the node's key, checked behind this guard
+        shown = headers.get(CONTROL_HEADER.encode(), b"")
+        return None if hmac.compare_digest(shown, self.secret) else 403
+
+
+async def _refuse(send: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def application(home: Home) -> Any:
+    """The guarded SuperLink of a federation."""
+    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+    from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
+    from flwr.superlink.config_loader import SuperLinkLifespanConfig
+    from flwr.superlink.main import create_app
+
+    settings = home.settings
+    files = (home.authority, home.certificate, home.certificate_key)
+    ca, certificate, key = (file.read_bytes() for file in files)
+    config = SuperLinkLifespanConfig(
+        control_address="",
+        health_server_address=None,
+        host=settings.bind,
+        port=settings.port,
+        insecure=False,
+        certificates=(ca, certificate, key),
+        superexec_auth_secret=None,
+        authn_plugin=NoOpControlAuthnPlugin(),
+        event_log_plugin=None,
+        fleet_event_log_plugin=None,
+        enable_event_log=False,
+        artifact_provider=None,
+        enable_supernode_auth=True,
+        fleet_api_type="grpc-rere",
+        fleet_api_address=None,
+        simulation=False,
+        ssl_ca_certfile=str(home.authority),
+        ssl_certfile=str(home.certificate),
+        ssl_keyfile=str(home.certificate_key),
+        database=str(home.database),
+        isolation="process",
+        runtime_dependency_install=False,
+    )
+    inner = create_app(config, SuperLinkLifespan)
+    return Guard(inner, home.control_key.read_text(encoding="ascii"))
+
+
+def serve(home: Home) -> None:
+    """Serves until the process is ended."""
+    import uvicorn
+
+    from fedlm.deploy.operator import Operator
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    threading.Thread(target=lambda: Operator(home).register(), daemon=True).start()
+    settings = home.settings
+    uvicorn.run(
+        application(home),
+        host=settings.bind,
+        port=settings.port,
+        ssl_certfile=str(home.certificate),
+        ssl_keyfile=str(home.certificate_key),
+        log_level="warning",
+        access_log=False,
+        workers=1,
+    )

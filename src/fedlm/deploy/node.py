@@ -1,0 +1,108 @@
+"""A node's life: come, work, come again.
+
+In:       a kit, a store, a policy.
+Out:      nothing; it works until it is asked to stop.
+Promise:  a server that goes away is waited for; what cannot be answered is told and passed over.
+Not here: the connection (`fleet.py`), the work (`client_app.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Message
+
+from fedlm.corpus.store import Store
+from fedlm.deploy.client_app import Worker
+from fedlm.deploy.fleet import Fleet, Lost, Stale
+from fedlm.deploy.home import Home, Kit
+from fedlm.deploy.operator import running
+from fedlm.deploy.policy import load
+from fedlm.deploy.processes import follow_parent
+from fedlm.deploy.relay_app import Relay
+from fedlm.engine.waiting import Patience
+
+BUSY_NAP, IDLE_NAP = 0.2, 2.0  # between two looks for a message, in a run and long after one
+IDLE_SECONDS = 60.0
+
+
+def work(
+    kit_path: Path,
+    store_path: Path,
+    policy_path: Path | None,
+    *,
+    whole: bool,
+    say: Callable[[str], None],
+    stop: Callable[[], bool],
+) -> None:
+    """Joins and works until asked to stop."""
+    follow_parent()
+    kit = Kit.existing(kit_path)
+    policy = load(policy_path or kit.policy)
+    name = kit.settings.name
+    worker = Worker(Store(store_path), policy, name=name, whole=whole, say=say)
+    fleet = Fleet(kit, say)
+    try:
+        serve(fleet, worker, say=say, stop=stop)
+    finally:
+        fleet.leave()
+
+
+def relay(
+    kit_path: Path, home_path: Path, *, say: Callable[[str], None], stop: Callable[[], bool]
+) -> None:
+    """Joins the federation above with the nodes of the one below, whose server must be running."""
+    follow_parent()
+    kit, home = Kit.existing(kit_path), Home.existing(home_path)
+    settings = home.settings
+    patience = Patience(quorum=settings.quorum, deadline=settings.deadline or math.inf)
+    with running(home) as post:
+        passed_on = Relay(
+            home.path / "server",
+            post,
+            sorted(home.nodes()),
+            patience,
+            name=kit.settings.name,
+            say=say,
+        )
+        fleet = Fleet(kit, say)
+        try:
+            serve(fleet, passed_on, say=say, stop=stop)
+        finally:
+            fleet.leave()
+
+
+def serve(
+    fleet: Fleet,
+    answer: Callable[[Message], Message],
+    *,
+    say: Callable[[str], None],
+    stop: Callable[[], bool],
+) -> None:
+    """Fetches and answers, one message after the other; comes again when the server was away."""
+    while fleet.join(stop, patient=True):
+        say(f"{fleet.settings.name}: joined {fleet.settings.federation} at {fleet.address}")
+        try:
+            _answer_all(fleet, answer, stop)
+            return
+        except Lost as error:
+            say(str(error))
+
+
+def _answer_all(
+    fleet: Fleet, answer: Callable[[Message], Message], stop: Callable[[], bool]
+) -> None:
+    last = time.monotonic()
+    while not stop():
+        try:
+            message = fleet.receive()
+            if message is not None:
+                fleet.answer(answer(message))
+                last = time.monotonic()
+                continue
+        except Stale:
+            pass  # the run ended while its message was on the way
+        time.sleep(BUSY_NAP if time.monotonic() - last < IDLE_SECONDS else IDLE_NAP)

@@ -1,0 +1,272 @@
+"""The operator's side of the meeting point: who may join, who is there, a run's grid.
+
+In:       a federation's folder, with its control key.
+Out:      nodes by name, and a Flower grid that carries the messages of one run.
+Promise:  every request is over TLS, checked against the federation's own authority, and carries
+          the control key; a lost connection is tried again until it is back or it is said.
+Not here: what is sent (`engine/messages.py`), rounds (`server_app.py`).
+
+Written for flwr 1.41: it uses the clients that `flwr run` and `flwr-serverapp` are made of, because
+those commands would start processes and unpack programs where nothing but messages is wanted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+)
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from fedlm.core.errors import EngineError
+from fedlm.deploy.home import Home, address
+from fedlm.deploy.link import CONTROL_HEADER
+from fedlm.engine.waiting import GridPost, Presence
+
+# Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
+BUNDLE = b"""[project]
+name = "fedlm-federation"
+version = "1.0.0"
+description = "Names a run. It holds no program: both sides run the fedlm that they installed."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedlm"
+
+[tool.flwr.app.components]
+serverapp = "fedlm.deploy.server_app:app"
+clientapp = "fedlm.deploy.client_app:app"
+
+[tool.flwr.app.config]
+"""
+PATIENCE_SECONDS = 120.0  # for a server that is being started again
+
+
+class _Key:
+    """Shows the control key with every request."""
+
+    def __init__(self, secret: str) -> None:
+        self.secret = secret
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        context.request.headers[CONTROL_HEADER] = self.secret
+        return call_next(context)
+
+
+class _Taken(Exception):
+    """It is there already, or no longer."""
+
+
+class Operator:
+    """A connection to the meeting point, with the control key."""
+
+    def __init__(self, home: Home, *, patience: float = PATIENCE_SECONDS) -> None:
+        self.home, self.patience = home, patience
+        settings = home.settings
+        local = settings.bind in ("0.0.0.0", "::", "127.0.0.1")
+        host = "127.0.0.1" if local else settings.host
+        self.address = address(host, settings.port)
+        self.control = self._client(ControlHttpClient)
+
+    def _client(self, kind: Any, *more: Any) -> Any:
+        return kind.from_server_address(
+            self.address,
+            False,
+            self.home.authority.read_bytes(),
+            [_Key(self.home.control_key.read_text(encoding="ascii")), *more],
+            retry_invoker=_retries(self.patience),
+        )
+
+    def register(self) -> None:
+        """Lets the nodes of the folder join, and nobody else."""
+        there = {node.public_key: node for node in self._nodes()}
+        wanted = self.home.nodes()
+        for key, node in there.items():
+            if key not in wanted.values():
+                self._ask("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id))
+        for name, key in wanted.items():
+            if key not in there:
+                with suppress(_Taken):  # by another process that registers the same nodes
+                    self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
+
+    def _nodes(self) -> list[Any]:
+        found = self._ask("ListNodes", ListNodesRequest()).nodes_info
+        return [node for node in found if node.status != "unregistered"]
+
+    def nodes(self) -> dict[str, Presence]:
+        """The registered nodes by name: whether they are there, and since when."""
+        return {node.name: presence(node) for node in self._nodes()}
+
+    def _ask(self, verb: str, request: Any) -> Any:
+        try:
+            return getattr(self.control, verb)(request)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == 412:
+                raise _Taken from None
+            raise EngineError(
+                f"the server at {self.address} refused {verb}: {error.response.status_code}. Is it "
+                "the server of this federation?"
+            ) from None
+        except httpx.TransportError as error:
+            raise EngineError(
+                f"no connection to {self.address}: {error}. Is fedlm federation serve running?"
+            ) from None
+
+    @contextmanager
+    def run(self) -> Iterator[HttpGrid]:
+        """A new run on the link, and its grid; runs that were left over are stopped first."""
+        for left in self._ask("ListRuns", ListRunsRequest()).run_dict.values():
+            if left.finished_at == "":
+                with suppress(_Taken):
+                    self._ask("StopRun", StopRunRequest(run_id=left.run_id))
+        bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
+        fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
+        self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
+        task = self._client(RuntimeHttpClient).AcquireTask(
+            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        )
+        if not task.token:
+            raise EngineError(f"the server at {self.address} gave this run to somebody else.")
+        with self._grid(task.token) as grid:
+            yield grid
+
+    @contextmanager
+    def _grid(self, token: str) -> Iterator[HttpGrid]:
+        client = self._client(
+            RuntimeHttpClient,
+            RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
+            RuntimeTokenHttpInterceptor(token=token),
+        )
+        grid = HttpGrid(self.address, False, self.home.authority.read_bytes(), token=token)
+        grid._client = client  # its own would not show the control key
+        given = client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id = given.task_id
+        TaskIdentity.run_id = given.run.run_id
+        TaskIdentity.node_id = given.context.node_id
+        grid.set_run(run_from_proto(given.run))
+        beat = HeartbeatSender(_beat(client))
+        beat.start()
+        ended = SubStatus.FAILED
+        try:
+            yield grid
+            ended = SubStatus.COMPLETED
+        finally:
+            beat.stop()
+            grid._client = self._client(RuntimeHttpClient, RuntimeTokenHttpInterceptor(token=token))
+            grid._client._retry_invoker = None  # who leaves does not wait
+            with _forgiven():
+                grid._client.PushTaskOutput(PushTaskOutputRequest(sub_status=ended, details=""))
+            client.close()
+            grid.close()
+
+    def close(self) -> None:
+        self.control.close()
+
+
+@contextmanager
+def _forgiven() -> Iterator[None]:
+    with suppress(httpx.HTTPError):
+        yield
+
+
+@contextmanager
+def running(home: Home) -> Iterator[GridPost]:
+    """A run of a federation, for as long as the block lasts; what goes wrong is said in words."""
+    with _alone(home), _sentences():
+        operator = Operator(home)
+        try:
+            operator.register()
+            with operator.run() as grid:
+                yield GridPost(grid, presence)
+        finally:
+            operator.close()
+
+
+@contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """One run at a time: two would take each other's nodes."""
+    with open(home.path / "server" / "train.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise EngineError(f"another run of {home.path} is going on here.") from None
+        yield
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """What the network says, in words."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise EngineError(
+            f"the server is gone: {error}. Start fedlm federation serve again and go on with "
+            "--resume."
+        ) from None
+    except httpx.HTTPStatusError as error:
+        raise EngineError(
+            f"the server answered {error.response.status_code} to {error.request.url.path}: this "
+            "run is over there. Go on with --resume."
+        ) from None
+
+
+def presence(node: Any) -> Presence:
+    """What Flower knows of a node."""
+    return Presence(
+        node_id=node.node_id,
+        online=node.status == "online",
+        since=node.last_activated_at,
+        until=node.online_until,
+    )
+
+
+def _beat(client: RuntimeHttpClient) -> Any:
+    from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+
+    def send() -> bool:
+        try:
+            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        except httpx.HTTPError:
+            return False
+        return True
+
+    return send
+
+
+def _retries(patience: float) -> RetryInvoker:
+    """Tries again while the server cannot be reached; anything that it says is final."""
+    return RetryInvoker(
+        wait_gen_factory=lambda: exponential(base_delay=0.2, max_delay=2),
+        recoverable_exceptions=(httpx.TransportError,),
+        max_tries=None,
+        max_time=patience,
+        should_giveup=lambda error: "certificate" in str(error).lower(),
+    )

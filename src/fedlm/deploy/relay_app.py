@@ -1,0 +1,203 @@
+"""A federation that looks like a node from above.
+
+In:       a kit of the federation above, the folder of the federation below.
+Out:      one answer for the whole subtree: the sum of its sums, or all of its frames.
+Promise:  a relay changes nothing but the address: members keep the numbers of the whole
+          federation, questions go down as they came, frames go up as they came or summed; what a
+          node below answered is on disk before the next one is asked, so a relay that is killed
+          asks nobody twice who had answered.
+Not here: models and text, of which a relay knows nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedlm.core.errors import EngineError, FedlmError, WireError
+from fedlm.core.keys import key_for
+from fedlm.deploy import seating
+from fedlm.deploy.client_app import HELLO
+from fedlm.deploy.seating import Hello
+from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
+from fedlm.engine.waiting import Patience, Post, Seat, Tally, Waiting
+from fedlm.record.checkpoint import write_atomically
+from fedlm.wire.dense import dense
+from fedlm.wire.frame import overhead
+
+SEATS = "seats.json"
+ROUNDS_KEPT = 2
+
+
+class Relay:
+    """Answers the federation above with what the federation below answers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        post: Post,
+        names: list[str],
+        patience: Patience,
+        *,
+        name: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self.post, self.names = folder, post, names
+        self.patience, self.name, self.say = patience, name, say
+        self._tokenizer = ""
+
+    def __call__(self, message: Message) -> Message:
+        """The answer to a message from above; whatever goes wrong is an answer too."""
+        if message.metadata.message_type == HELLO:
+            facts = ConfigRecord(self.hello())
+            return Message(RecordDict({"hello": facts}), reply_to=message)
+        try:
+            question = read_question(message.content)
+        except WireError as error:
+            refusal = Answer(round=0, members=(), refusal=str(error))
+            return Message(tell(refusal), reply_to=message)
+        try:
+            answer = self.answer(question)
+        except FedlmError as error:
+            self.say(f"round {question.round}: {error}")
+            answer = Answer(round=question.round, members=(), refusal=str(error))
+        return Message(tell(answer), reply_to=message)
+
+    # ---- who is below ------------------------------------------------------------------
+
+    def hello(self) -> dict[str, Any]:
+        """The subtree as one node: seats are given out anew when a run begins above."""
+        heard: dict[str, Hello] = {}
+        try:
+            seats = seating.seat_all(self.post, self.names, heard.__setitem__, self.say)
+            tokenizers = {hello.tokenizer for hello in heard.values()}
+            if len(tokenizers) != 1:
+                raise EngineError(f"the nodes below {self.name} have different tokenizers.")
+        except FedlmError as error:
+            return {"refusal": str(error)}
+        seating.keep(self.folder / SEATS, seats)
+        return {
+            "name": self.name,
+            "clients": sum(seat.clients for seat in seats),
+            "text": _fingerprint(seats),
+            "tokenizer": tokenizers.pop(),
+            "version": next(iter(heard.values())).version,
+        }
+
+    def _seats(self, question: Question) -> tuple[Seat, ...]:
+        seats = seating.kept(self.folder / SEATS)
+        if seats is None or _fingerprint(seats) != question.text:
+            raise EngineError("the nodes below are not those that the run began with.")
+        return seats
+
+    # ---- a round -----------------------------------------------------------------------
+
+    def answer(self, question: Question) -> Answer:
+        """The subtree's answer."""
+        asked = self._questions(question)
+        if not asked:
+            raise WireError("none of the members asked for lives here.")
+        there = Handover(self.folder / "handover", question)
+        missing = {name: below for name, below in asked.items() if name not in there}
+        if missing:
+            self._ask(missing, there, len(asked) - len(missing), len(asked))
+        answers = [there.read(name, asked[name]) for name in asked if name in there]
+        self.say(f"round {question.round}: {len(answers)} of {len(asked)} nodes answered")
+        return join(question, answers)
+
+    def _questions(self, question: Question) -> dict[str, Question]:
+        """What each node below is asked: the same, with its own members."""
+        made = {}
+        for seat in self._seats(question):
+            first = question.first + seat.first
+            members = tuple(m for m in question.members if first <= m < first + seat.clients)
+            if members:
+                made[seat.name] = replace(question, first=first, members=members, text=seat.text)
+        return made
+
+    def _ask(self, missing: dict[str, Question], there: Handover, had: int, of: int) -> None:
+        least = max(1.0, self.patience.quorum * of - had)
+        patience = replace(self.patience, quorum=min(1.0, least / len(missing)))
+        tally = Tally(next(iter(missing.values())).round)
+        wait = Waiting(self.post, patience, missing, tally)
+        for name, answer in wait.answers():
+            tally.answered.append(name)
+            there.write(name, answer)
+        for name, reason in {**tally.refused, **tally.garbage}.items():
+            self.say(f"round {tally.round}: {name}: {reason}")
+        wait.check_quorum()
+
+
+def join(question: Question, answers: list[Answer]) -> Answer:
+    """Several answers as one: frames side by side, or their sum."""
+    members = tuple(sorted(m for answer in answers for m in answer.members))
+    whole = Answer(round=question.round, members=members)
+    if question.each:
+        frames = tuple(frame for answer in answers for frame in answer.frames)
+        return replace(whole, frames=frames, sums=tuple(s for a in answers for s in a.sums))
+    sums = {name: float(sum(np.float32(a.sums[0][name]) for a in answers)) for name in SUMS}
+    return replace(whole, frames=(add([a.frames[0] for a in answers]),), sums=(sums,))
+
+
+def add(frames: list[bytes]) -> bytes:
+    """The sum of frames of plain numbers, whatever model they are of."""
+    codec = dense()
+    size, rest = divmod(len(frames[0]) - overhead(codec.name), 4)
+    if size < 0 or rest:
+        raise WireError("frame is not one of plain numbers.")
+    total = np.zeros(size, np.float32)
+    for frame in frames:
+        total += np.asarray(codec.decode(frame, total))
+    return codec.encode(total, key_for(0, "upload"))
+
+
+class Handover:
+    """What the nodes below answered to one question: a file each, whole or not there."""
+
+    def __init__(self, folder: Path, question: Question) -> None:
+        digest = hashlib.sha256(question.frame)
+        for part in (question.recipe, question.round, question.members, question.limit):
+            digest.update(f"|{part}".encode())
+        digest.update(f"|{question.first}|{question.each}|{question.text}".encode())
+        self.path = folder / f"{question.round:08d}-{digest.hexdigest()[:32]}"
+        self._forget(folder)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def _forget(self, folder: Path) -> None:
+        """Old rounds are not asked for again."""
+        old = sorted(p for p in folder.glob("*") if p != self.path)[: -ROUNDS_KEPT or None]
+        for path in old:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+    def __contains__(self, name: str) -> bool:
+        return (self.path / f"{name}.json").is_file()
+
+    def write(self, name: str, answer: Answer) -> None:
+        """The facts come last: with them the answer is there."""
+        for i, frame in enumerate(answer.frames):
+            write_atomically(self.path / f"{name}.{i}", frame)
+        facts = {"members": answer.members, "sums": [dict(part) for part in answer.sums]}
+        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode())
+
+    def read(self, name: str, question: Question) -> Answer:
+        facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
+        frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
+        return Answer(
+            round=question.round,
+            members=tuple(facts["members"]),
+            frames=frames,
+            sums=tuple(facts["sums"]),
+        )
+
+
+def _fingerprint(seats: tuple[Seat, ...]) -> str:
+    return hashlib.sha256(json.dumps([list(seat) for seat in seats]).encode()).hexdigest()

@@ -1,0 +1,132 @@
+"""A recipe, carried out over a federation's nodes.
+
+In:       a federation's folder, a recipe, a run directory.
+Out:      what `fedlm train` leaves: journal, checkpoints, report, model, summary.
+Promise:  the same loop, round and record as in simulation, with the nodes in place of the mesh;
+          nodes keep their seats for the whole run, so that members keep their numbers; a run that
+          was killed goes on from its checkpoint.
+Not here: the loop (`run.py`), sending (`engine/flower.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedlm.core.types import Engine, Sampling
+from fedlm.deploy import seating
+from fedlm.deploy.client_app import check_deployable
+from fedlm.deploy.home import Home
+from fedlm.deploy.operator import running
+from fedlm.engine.flower import FlowerEngine
+from fedlm.engine.waiting import Patience, Seat, Tally
+from fedlm.recipe import promise
+from fedlm.recipe.build import Experiment, open_store, resolve
+from fedlm.recipe.settings import Recipe, dump
+from fedlm.record.directory import RunDirectory
+from fedlm.train import Summary, Watcher
+from fedlm.train import train as carry_out
+from fedlm.wire.dense import dense
+
+SEATS, TALLIES = "seats.json", "nodes.jsonl"
+
+
+@dataclass(frozen=True)
+class Deployed(Experiment):
+    """An experiment whose members live at nodes; the store here holds held-out text alone."""
+
+    post: Any = None
+    seats: tuple[Seat, ...] = ()
+    patience: Patience = field(default_factory=Patience)
+    tell: Callable[[Tally], None] = lambda tally: None
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        return promise.sampling_of(self.recipe, sum(seat.clients for seat in self.seats))
+
+    @cached_property
+    def engine(self) -> Engine:
+        return FlowerEngine(
+            self.algorithm,
+            self.post,
+            self.seats,
+            recipe=self.question_recipe,
+            seed=self.recipe.run.seed,
+            exact=dense(),
+            patience=self.patience,
+            tell=self.tell,
+        )
+
+    @cached_property
+    def question_recipe(self) -> str:
+        """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
+        recipe, privacy = self.recipe, self.recipe.privacy
+        if self.plan is not None:
+            # That a seed is fixed is told, so that a policy can refuse it; not which one.
+            fixed = None if privacy.seed is None else 0
+            noise = self.plan.noise_multiplier
+            privacy = privacy.model_copy(update={"noise": noise, "seed": fixed})
+        return dump(
+            recipe.model_copy(
+                update={
+                    "data": recipe.data.model_copy(update={"source": None, "store": None}),
+                    "model": recipe.model.model_copy(update={"init_from": None}),
+                    "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
+                    "privacy": privacy,
+                }
+            )
+        )
+
+    def baselines(self, splits: Any) -> dict[str, dict[str, float]]:
+        """None: n-grams would have to be counted on text that is elsewhere."""
+        return {}
+
+
+def train(
+    home: Home, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
+) -> Summary | None:
+    """Trains over the nodes to the end; None if the watcher stopped it before."""
+    settings = home.settings
+    patience = Patience(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
+    directory = RunDirectory(path)
+    with running(home) as post:
+        check_deployable(recipe)
+        base = build_base(recipe, stores)
+        goes_on = directory.claim(dump(base.recipe), resume=resume)
+        seats = seating.kept(directory.path / SEATS) if goes_on else None
+        if seats is None:
+            tokens = base.store.manifest["tokenizer_sha256"]
+            check = seating.same_tokenizer(tokens, f"the server's store {base.store.path}")
+            seats = seating.seat_all(post, sorted(home.nodes()), check, watcher.say)
+            seating.keep(directory.path / SEATS, seats)
+        experiment = Deployed(
+            base.recipe,
+            base.store,
+            post=post,
+            seats=seats,
+            patience=patience,
+            tell=lambda tally: _record(directory, tally, watcher.say),
+        )
+        _ = experiment.algorithm, experiment.rounds
+        return carry_out(experiment, directory, resume=True, watcher=watcher)  # claimed above
+
+
+def build_base(recipe: Recipe, stores: Path) -> Experiment:
+    """The recipe with the server's own store: tokenizer, and held-out text to watch."""
+    store = open_store(recipe.data, stores, lambda stage, done: None)
+    return Experiment(resolve(recipe, store), store)
+
+
+def _record(directory: RunDirectory, tally: Tally, say: Callable[[str], None]) -> None:
+    """A line a round on who answered; beside the journal, which tells of the model alone."""
+    with open(directory.path / TALLIES, "a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(tally)) + "\n")
+    for name, reason in {**tally.refused, **tally.garbage}.items():
+        say(f"round {tally.round}: {name}: {reason}")
+    missing = [*tally.away, *tally.late]
+    if missing:
+        say(f"round {tally.round}: without {', '.join(missing)}")

@@ -1,0 +1,72 @@
+"""Who is there, and who answered.
+
+In:       a federation's folder, and perhaps a run directory.
+Out:      a line a node.
+Promise:  what the server knows now and what the run recorded; nothing is guessed.
+Not here: printing (`cli`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedlm.core.errors import RecordError
+from fedlm.deploy.home import Home
+from fedlm.deploy.operator import Operator
+from fedlm.deploy.server_app import TALLIES
+
+COUNTED = ("answered", "late", "away", "refused", "garbage")
+
+
+def nodes_of(home: Home, run: Path | None) -> list[dict[str, Any]]:
+    """Every node that may join: whether it is there, and what it did in a run."""
+    operator = Operator(home, patience=2.0)
+    try:
+        there = operator.nodes()
+    finally:
+        operator.close()
+    tallies = [] if run is None else read_tallies(run / TALLIES)
+    lines = []
+    for name in sorted(home.nodes()):
+        seen = there.get(name)
+        counts = {
+            what: sum(name in tally[what] for tally in tallies) if tallies else None
+            for what in COUNTED
+        }
+        lines.append(
+            {
+                "name": name,
+                "there": "yes" if seen and seen.online else "no",
+                "since": seen.since[:19] if seen and seen.since else None,
+                **counts,
+                "last": _last_words(name, tallies),
+            }
+        )
+    return lines
+
+
+def _last_words(name: str, tallies: list[dict[str, Any]]) -> str | None:
+    """Why a node's latest answer could not be used."""
+    for tally in reversed(tallies):
+        if name in tally["answered"]:
+            return None
+        said = {**tally["refused"], **tally["garbage"]}
+        if name in said:
+            return f"round {tally['round']}: {said[name]}"
+    return None
+
+
+def read_tallies(file: Path) -> list[dict[str, Any]]:
+    """A run's lines on who answered; of a round that was run again the latest counts."""
+    if not file.is_file():
+        raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
+    rounds: dict[int, dict[str, Any]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+            rounds[int(entry["round"])] = entry
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a process that was killed
+    return [rounds[number] for number in sorted(rounds)]

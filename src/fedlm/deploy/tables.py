@@ -1,0 +1,60 @@
+"""Small settings files, read strictly.
+
+In:       a TOML file and the kind of table it should hold.
+Out:      the table.
+Promise:  an unknown line or a wrong value is one sentence that names the file.
+Not here: recipes (`recipe/settings.py`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TypeVar
+
+import tomli_w
+from pydantic import ValidationError
+
+from fedlm.core.errors import ConfigError, nearest
+from fedlm.recipe.settings import Table
+
+T = TypeVar("T", bound=Table)
+
+
+def read(path: Path, kind: type[T]) -> T:
+    """A small TOML file, strictly."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} is not readable: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    return check(kind, tables, str(path))
+
+
+def check(kind: type[T], tables: dict[str, object], where: str) -> T:
+    """Values to settings, or one sentence about the first that is wrong."""
+    floats = {
+        k: float(v) if type(v) is int and _is_float(kind, k) else v for k, v in tables.items()
+    }
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in floats.items()}
+    try:
+        return kind.model_validate(lists)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        wanted = first["msg"].removeprefix("Input should be ")
+        if first["type"] == "extra_forbidden":
+            hint = nearest(place, kind.model_fields)
+            raise ConfigError(f"{where}: there is no setting {place!r}. {hint}") from None
+        raise ConfigError(f"{where}: {place} = {first['input']!r}: expected {wanted}.") from None
+
+
+def _is_float(kind: type[Table], name: str) -> bool:
+    field = kind.model_fields.get(name)
+    return field is not None and field.annotation in (float, float | None)
+
+
+def write(path: Path, settings: Table) -> None:
+    text = tomli_w.dumps(settings.model_dump(exclude_none=True))
+    path.write_text(text, encoding="utf-8")

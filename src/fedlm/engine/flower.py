@@ -1,0 +1,214 @@
+"""The sum of a cohort's updates, over a Flower grid.
+
+In:       what the server sends, and a cohort whose members live at nodes.
+Out:      the sum of the updates that came back in time, or each of them.
+Promise:  answers are taken in the order of the seats, one at a time, so that the sum does not
+          depend on who was faster and memory holds one answer at a time; no update counts beyond
+          its bound, whoever sent it.
+Not here: the server's step, what a node does, whom to wait for (`waiting.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedlm.core import tree
+from fedlm.core.errors import WireError
+from fedlm.core.keys import key_for
+from fedlm.core.types import Codec, Members, Params, Prepared, Total, Update
+from fedlm.engine.frames import own_leaves
+from fedlm.engine.messages import SUMS, Answer, Question
+from fedlm.engine.waiting import Patience, Post, Seat, Tally, Waiting
+from fedlm.federation.member import within_limit
+from fedlm.federation.method import Algorithm, update_like
+
+Arrived = tuple[tuple[int, ...], Update | None]
+"""Members, and what arrived from them; None where it could not be used."""
+
+# What float32 rounding can add to a norm.
+SLACK = 1 + 1e-5
+
+
+class FlowerEngine:
+    """Asks the nodes where a cohort's members live, and sums what they answer."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        post: Post,
+        seats: Sequence[Seat],
+        *,
+        recipe: str,
+        seed: int,
+        exact: Codec,
+        patience: Patience,
+        tell: Callable[[Tally], None] = lambda tally: None,
+    ) -> None:
+        self.algorithm, self.post, self.seats = algorithm, post, tuple(seats)
+        self.recipe, self.seed, self.exact = recipe, seed, exact
+        self.patience, self.tell = patience, tell
+        self.upload_bytes = self.download_bytes = 0
+
+    @property
+    def by_member(self) -> bool:
+        """Whether updates travel one by one: a sum would spoil a codec or a member's leaves."""
+        plain = self.algorithm.upload.name == self.exact.name
+        return not plain or self.algorithm.local.draw is not None
+
+    def prepare(self, round: int, members: Members) -> Prepared:
+        """The cohort, seated; its text is elsewhere."""
+        numbers = np.asarray(members)
+        seated = []
+        for seat in self.seats:
+            inside = (numbers >= seat.first) & (numbers < seat.first + seat.clients)
+            if inside.any():
+                seated.append((seat, tuple(int(n) for n in numbers[inside])))
+        return Prepared(round, members, seated)
+
+    def gather(
+        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+    ) -> Total:
+        """The sum of the updates of all who answered."""
+        total = Sum(update_like(self.algorithm, sent, cohort.round))
+        for members, update in self._round(sent, cohort, limit, self.by_member):
+            total.add(members, update, weighted=self.by_member)
+        return total.result()
+
+    def collect(
+        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+    ) -> Iterator[tuple[int, Update]]:
+        """Each update of those who answered, by member."""
+        for members, update in self._round(sent, cohort, limit, True):
+            if update is not None:
+                yield members[0], update
+
+    # ---- one round ---------------------------------------------------------------------
+
+    def _round(self, sent: Any, cohort: Prepared, limit: float, each: bool) -> Iterator[Arrived]:
+        tally = Tally(cohort.round)
+        began = time.monotonic()
+        key = key_for(self.seed, "download", round=cohort.round)
+        frame = self.algorithm.download.encode(sent, key)
+        like = update_like(self.algorithm, sent, cohort.round).delta
+        asked = self._questions(cohort, frame, limit, each)
+        wait = Waiting(self.post, self.patience, asked, tally)
+        for name, answer in wait.answers():
+            yield from self._updates(name, asked[name], answer, like, tally)
+        self.download_bytes += wait.times_sent * len(frame)
+        tally.seconds = time.monotonic() - began
+        self.tell(tally)
+        wait.check_quorum()
+
+    def _questions(
+        self, cohort: Prepared, frame: bytes, limit: float, each: bool
+    ) -> dict[str, Question]:
+        population = sum(seat.clients for seat in self.seats)
+        return {
+            seat.name: Question(
+                recipe=self.recipe,
+                round=cohort.round,
+                first=seat.first,
+                population=population,
+                text=seat.text,
+                members=members,
+                limit=float(limit),
+                each=each,
+                frame=frame,
+            )
+            for seat, members in cohort.batches
+        }
+
+    def _updates(
+        self, name: str, question: Question, answer: Answer, like: Params, tally: Tally
+    ) -> Iterator[Arrived]:
+        """What a node sent, frame by frame; a bad frame spoils its own members only."""
+        self.upload_bytes += sum(map(len, answer.frames))
+        groups = [(m,) for m in answer.members] if question.each else [answer.members]
+        good = 0
+        for members, frame, sums in zip(groups, answer.frames, answer.sums, strict=True):
+            update = None
+            try:
+                update = self._arrived(frame, sums, question, members, like)
+                good += 1
+            except WireError as error:
+                tally.garbage[name] = str(error)
+            yield members, update
+        if good:
+            tally.answered.append(name)
+
+    def _arrived(
+        self,
+        frame: bytes,
+        sums: Mapping[str, float],
+        question: Question,
+        members: tuple[int, ...],
+        like: Params,
+    ) -> Update:
+        """Law 7: no update changes the model beyond its bound, whoever sent it."""
+        codec, keep = self.exact, None
+        if question.each:
+            codec = self.algorithm.upload
+            local = self.algorithm.local_of(question.round)
+            keep = own_leaves(local, like, self.seed, question.round, members[0])
+        delta = tree.fill(codec.decode(frame, tree.thin(like, keep)), like, keep)
+        if not math.isfinite(_norm(delta)):
+            raise WireError("update is not finite.")
+        if max(sums["refused"], sums["inside"]) > len(members):
+            raise WireError("update counts more members than were asked.")
+        mask = None if keep is None else jnp.asarray(keep, jnp.float32)
+        scalars = {name: jnp.float32(sums[name]) for name in SUMS}
+        update = Update(delta=delta, mask=mask, **scalars)
+        return update if self.algorithm.plan is None else self._bounded(update, question, members)
+
+    def _bounded(self, update: Update, question: Question, members: tuple[int, ...]) -> Update:
+        """An update within the plan's limit, for each of the members it stands for."""
+        if question.each:
+            update = within_limit(self.algorithm, update, jnp.float32(question.limit))
+        longest = question.limit * len(members) * SLACK
+        norm = _norm(update.delta)
+        if norm > longest or update.weight > len(members):
+            raise WireError(f"update has length {norm:.4g}: the plan allows {longest:.4g}.")
+        return update
+
+
+class Sum:
+    """A total that grows in place: one payload of memory, whatever the number of answers."""
+
+    def __init__(self, like: Update) -> None:
+        leaves, self.structure = jax.tree.flatten(like.delta)
+        self.leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        self.sums = dict.fromkeys((*SUMS, "members"), np.float32(0.0))
+        self.shares = None if like.mask is None else np.zeros(like.mask.shape, np.float32)
+
+    def add(self, members: tuple[int, ...], update: Update | None, *, weighted: bool) -> None:
+        """Rounds as the loop engine does: the product, then the sum."""
+        self.sums["members"] += np.float32(len(members))
+        if update is None:
+            self.sums["refused"] += np.float32(len(members))
+            return
+        factor = np.asarray(update.weight) if weighted else np.float32(1.0)
+        for mine, other in zip(self.leaves, jax.tree.leaves(update.delta), strict=True):
+            theirs = np.asarray(other)
+            mine += theirs if factor == 1 else factor * theirs
+        if self.shares is not None:
+            self.shares += factor * np.asarray(update.mask)
+        for name in SUMS:
+            self.sums[name] += np.float32(getattr(update, name))
+
+    def result(self) -> Total:
+        delta = jax.tree.unflatten(self.structure, [jnp.asarray(leaf) for leaf in self.leaves])
+        shares = None if self.shares is None else jnp.asarray(self.shares)
+        return Total(delta=delta, shares=shares, **jax.tree.map(jnp.asarray, self.sums))
+
+
+def _norm(delta: Params) -> float:
+    leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(delta)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(sum(float(np.dot(x, x)) for x in leaves))

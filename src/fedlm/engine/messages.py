@@ -1,0 +1,188 @@
+"""What crosses the network: a round's question and its answer, as Flower records.
+
+In:       a question or an answer; records from anywhere.
+Out:      records; a question or an answer that was checked.
+Promise:  the payload is the codec's frame and nothing else; whatever does not have exactly the
+          expected names, types and sizes is a `WireError`; no text can be part of an answer.
+Not here: what a frame holds (`wire`), sending (`flower.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedlm.core.errors import WireError
+
+VERSION = 1
+SUMS = ("weight", "nats", "tokens", "steps", "refused", "inside")
+LONGEST_RECIPE = 1 << 16
+MOST_MEMBERS = 1 << 20
+_STYPE = "fedlm.frame"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a server asks of a node in a round."""
+
+    recipe: str  # TOML
+    round: int
+    first: int  # the number of the node's first member, over the whole federation
+    population: int  # of the whole federation
+    text: str  # the fingerprint of the node's text when the run began
+    members: tuple[int, ...]  # numbers over the whole federation, ascending
+    limit: float  # the longest update that a member may send; infinite without a plan
+    each: bool  # every member's update by itself, or only their sum
+    frame: bytes  # the parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a node answers: frames with what they sum up, or why not."""
+
+    round: int
+    members: tuple[int, ...]  # for whom it speaks: all who were asked, or those a relay reached
+    frames: tuple[bytes, ...] = ()
+    sums: tuple[Mapping[str, float], ...] = ()  # as many as frames; names as in SUMS
+    refusal: str = ""
+
+
+def ask(question: Question) -> RecordDict:
+    """A question as records."""
+    facts = ConfigRecord(
+        {
+            "version": VERSION,
+            "recipe": question.recipe,
+            "round": question.round,
+            "first": question.first,
+            "population": question.population,
+            "text": question.text,
+            "members": list(question.members),
+            "limit": question.limit,
+            "each": question.each,
+        }
+    )
+    return RecordDict({"question": facts, "frames": _frames([question.frame])})
+
+
+def read_question(records: RecordDict) -> Question:
+    """Records as a question."""
+    facts = _facts(records, "question")
+    frames = _read_frames(records, 1)
+    recipe = _of(facts, "recipe", str)
+    members = _numbers(facts, "members")
+    limit = _of(facts, "limit", float)
+    first, population = _count(facts, "first"), _count(facts, "population")
+    if len(recipe) > LONGEST_RECIPE:
+        raise WireError(f"question holds a recipe of {len(recipe)} characters.")
+    if not limit > 0:
+        raise WireError(f"question holds the limit {limit}.")
+    if not all(first <= member < population for member in members):
+        raise WireError("question names members that are not there.")
+    return Question(
+        recipe=recipe,
+        round=_count(facts, "round"),
+        first=first,
+        population=population,
+        text=_of(facts, "text", str),
+        members=members,
+        limit=limit,
+        each=_of(facts, "each", bool),
+        frame=frames[0],
+    )
+
+
+def tell(answer: Answer) -> RecordDict:
+    """An answer as records."""
+    facts: dict[str, Any] = {
+        "version": VERSION,
+        "round": answer.round,
+        "members": list(answer.members),
+        "refusal": answer.refusal[:1000],
+    }
+    facts.update({name: [float(part[name]) for part in answer.sums] for name in SUMS})
+    return RecordDict({"answer": ConfigRecord(facts), "frames": _frames(answer.frames)})
+
+
+def read_answer(records: RecordDict, question: Question) -> Answer:
+    """Records as the answer to a question."""
+    facts = _facts(records, "answer")
+    refusal = _of(facts, "refusal", str)
+    if refusal:
+        kept = "".join(c if c.isprintable() else " " for c in refusal[:1000])
+        return Answer(round=question.round, members=question.members, refusal=kept)
+    members = _numbers(facts, "members")
+    known = members and set(members) <= set(question.members)
+    if _count(facts, "round") != question.round or not known:
+        raise WireError("answer is to another question.")
+    wanted = len(members) if question.each else 1
+    frames = _read_frames(records, wanted)
+    columns = {name: _reals(facts, name, wanted) for name in SUMS}
+    sums = tuple({name: columns[name][i] for name in SUMS} for i in range(wanted))
+    return Answer(round=question.round, members=members, frames=frames, sums=sums)
+
+
+def _frames(frames: Any) -> ArrayRecord:
+    # As arrays of bytes: Flower cuts those into chunks, and sends a frame for all nodes once.
+    return ArrayRecord(
+        {str(i): Array("uint8", (len(f),), _STYPE, bytes(f)) for i, f in enumerate(frames)}
+    )
+
+
+def _read_frames(records: RecordDict, wanted: int) -> tuple[bytes, ...]:
+    found = records.get("frames")
+    if not isinstance(found, ArrayRecord) or list(found) != [str(i) for i in range(wanted)]:
+        raise WireError(f"message does not hold exactly {wanted} frames.")
+    for array in found.values():
+        if array.stype != _STYPE or array.dtype != "uint8" or array.shape != (len(array.data),):
+            raise WireError("message holds something else than frames.")
+    return tuple(array.data for array in found.values())
+
+
+def _facts(records: RecordDict, name: str) -> ConfigRecord:
+    found = records.get(name)
+    if set(records) != {name, "frames"} or not isinstance(found, ConfigRecord):
+        raise WireError(f"message is not a fedlm {name}.")
+    if found.get("version") != VERSION:
+        raise WireError(f"message has version {found.get('version')!r}: this fedlm is {VERSION}.")
+    return found
+
+
+def _of(facts: ConfigRecord, name: str, kind: type) -> Any:
+    value = facts.get(name)
+    if type(value) is not kind:
+        raise WireError(f"message has no {name!r} of type {kind.__name__}.")
+    return value
+
+
+def _count(facts: ConfigRecord, name: str) -> int:
+    value: int = _of(facts, name, int)
+    if value < 0:
+        raise WireError(f"message says {name} = {value}.")
+    return value
+
+
+def _numbers(facts: ConfigRecord, name: str) -> tuple[int, ...]:
+    values: Any = facts.get(name)
+    if not isinstance(values, list) or len(values) > MOST_MEMBERS:
+        raise WireError(f"message has no list {name!r}.")
+    rising = all(type(v) is int for v in values) and all(
+        a < b for a, b in itertools.pairwise(values)
+    )
+    if not rising:
+        raise WireError(f"message has a list {name!r} that does not rise.")
+    return tuple(values)
+
+
+def _reals(facts: ConfigRecord, name: str, wanted: int) -> list[float]:
+    values: Any = facts.get(name)
+    if not isinstance(values, list) or len(values) != wanted:
+        raise WireError(f"message does not hold {wanted} values of {name!r}.")
+    if not all(type(v) is float and math.isfinite(v) and v >= 0 for v in values):
+        raise WireError(f"message holds a {name!r} that is not a size.")
+    return values

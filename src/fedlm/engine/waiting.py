@@ -1,0 +1,218 @@
+"""Asking nodes, and waiting for their answers.
+
+In:       questions by node, a way to send them, how much patience there is.
+Out:      well-formed answers, and a tally of everything else.
+Promise:  only answers to these questions are ever looked at; a node that is away, late, refuses or
+          sends garbage is counted, and ends nothing unless too few are left; a node that came back
+          is asked again.
+Not here: what an answer means (`flower.py`), how it is laid out (`messages.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from flwr.app import Message, RecordDict
+
+from fedlm.core.errors import EngineError, WireError
+from fedlm.engine.messages import Answer, Question, ask, read_answer
+
+KIND = "train.fedlm"
+LOOK_SECONDS = 1.0  # how often it is looked who is there
+LONGEST_NAP = 0.5
+
+
+class Presence(NamedTuple):
+    """Whether a node is there. A lease: it runs out unless the node renews it."""
+
+    node_id: int
+    online: bool
+    since: str  # when it last came; another value means that it was away in between
+    until: float | str = 0.0
+
+
+class Seat(NamedTuple):
+    """A node's place in a run: which members it answers for."""
+
+    name: str
+    first: int
+    clients: int
+    text: str = ""  # a fingerprint
+
+
+class Post(Protocol):
+    """A way to send questions and fetch answers."""
+
+    def send(self, node_id: int, records: RecordDict, round: int) -> str: ...
+
+    def send_message(self, message: Message) -> str: ...
+
+    def fetch(self, message_id: str) -> Message | None: ...
+
+    def presence(self) -> dict[str, Presence]: ...
+
+
+class GridPost:
+    """A Flower grid, one message at a time."""
+
+    def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
+        self.grid, self._presence = grid, presence
+
+    def send(self, node_id: int, records: RecordDict, round: int) -> str:
+        return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
+
+    def send_message(self, message: Message) -> str:
+        return next(iter(self.grid.push_messages([message]))) or ""
+
+    def fetch(self, message_id: str) -> Message | None:
+        found = list(self.grid.pull_messages([message_id]))
+        return found[0] if found else None
+
+    def presence(self) -> dict[str, Presence]:
+        return {node.name: self._presence(node) for node in self.grid.get_nodes()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How many of the nodes asked must answer, and how long the rest is waited for."""
+
+    quorum: float = 1.0  # share of the nodes asked, at least one of them
+    deadline: float = math.inf  # seconds
+
+
+@dataclass
+class Tally:
+    """What became of a round's questions, by node."""
+
+    round: int
+    answered: list[str] = field(default_factory=list)
+    away: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    garbage: dict[str, str] = field(default_factory=dict)
+    asked_again: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Waiting:
+    """The answers to a round's questions, in the order of the seats.
+
+    Who is at the head of the line is waited for while its lease lasts; who is away goes to the
+    end. When everybody left is away, or the deadline has passed, a round ends with those who
+    answered, if they are enough; otherwise it goes on waiting.
+    """
+
+    def __init__(
+        self, post: Post, patience: Patience, asked: dict[str, Question], tally: Tally
+    ) -> None:
+        self.post, self.asked, self.tally = post, asked, tally
+        self.line = list(asked)
+        self.sent: dict[str, tuple[str, str]] = {}  # message, and since when its node was there
+        self.times_sent = 0
+        self.ends = time.monotonic() + patience.deadline
+        self.least = max(1, math.ceil(patience.quorum * len(asked) - 1e-9))
+        self._there: dict[str, Presence] = {}
+        self._looked = -math.inf
+
+    def answers(self) -> Iterator[tuple[str, Answer]]:
+        """Well-formed answers by node; everything else is counted."""
+        for name, message in self._messages():
+            try:
+                if message.has_error():
+                    raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
+                answer = read_answer(message.content, self.asked[name])
+            except WireError as error:
+                self.tally.garbage[name] = str(error)
+                continue
+            if answer.refusal:
+                self.tally.refused[name] = answer.refusal
+            else:
+                yield name, answer
+
+    def _messages(self) -> Iterator[tuple[str, Message]]:
+        nap = 0.02
+        for name in self.line:
+            self._send(name)
+        while self.line:
+            found = self._turn()
+            if found is not None:
+                nap = 0.02
+                yield found
+            elif self._over():
+                break
+            else:
+                time.sleep(nap)
+                nap = min(LONGEST_NAP, 1.5 * nap)
+        where = self.tally.late if time.monotonic() >= self.ends else self.tally.away
+        where.extend(self.line)
+
+    def _turn(self) -> tuple[str, Message] | None:
+        """Whoever is next and has answered: the head of the line, or anybody after the deadline."""
+        late = time.monotonic() >= self.ends
+        for name in list(self.line) if late else self.line[:1]:
+            message = self._fetch(name)
+            if message is not None:
+                self.line.remove(name)
+                return name, message
+            if not self._online(name) and len(self.line) > 1 and not late:
+                self.line.append(self.line.pop(0))
+        return None
+
+    def _fetch(self, name: str) -> Message | None:
+        if name not in self.sent or self._returned(name):
+            self._send(name)
+        return self.post.fetch(self.sent[name][0]) if name in self.sent else None
+
+    def _send(self, name: str) -> None:
+        there = self._presence().get(name)
+        if there is None or not there.online:
+            return
+        if name in self.sent:
+            self.tally.asked_again.append(name)
+        question = self.asked[name]
+        made = self.post.send(there.node_id, ask(question), question.round)
+        self.times_sent += 1
+        if made:
+            self.sent[name] = made, there.since
+
+    def _returned(self, name: str) -> bool:
+        """A node that came again may have lost the question; the same one gives the same answer."""
+        there = self._presence().get(name)
+        return there is not None and there.online and there.since != self.sent[name][1]
+
+    def _online(self, name: str) -> bool:
+        there = self._presence().get(name)
+        return there is not None and there.online
+
+    def _presence(self) -> dict[str, Presence]:
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            self._there, self._looked = self.post.presence(), time.monotonic()
+        return self._there
+
+    def _over(self) -> bool:
+        """Enough have answered, and nobody else is worth waiting for."""
+        if len(self.tally.answered) < self.least:
+            return self._hopeless()
+        late = time.monotonic() >= self.ends
+        return late or not any(self._online(name) for name in self.line)
+
+    def _hopeless(self) -> bool:
+        """Who refused will refuse again: if the others are too few, waiting does not help."""
+        lost = len(self.tally.refused) + len(self.tally.garbage)
+        return len(self.asked) - lost < self.least
+
+    def check_quorum(self) -> None:
+        """Ends the run where a round has too few answers."""
+        tally = self.tally
+        if len(tally.answered) >= self.least or not self.asked:
+            return
+        reasons = [f"{n} refused: {r}" for n, r in tally.refused.items()]
+        reasons += [f"{n} sent garbage: {r}" for n, r in tally.garbage.items()]
+        raise EngineError(
+            f"round {tally.round}: {len(tally.answered)} of {len(self.asked)} nodes answered, "
+            f"{self.least} must. {' '.join(reasons)}"
+        )

@@ -1,0 +1,93 @@
+"""A certificate is good for the names it was asked for, under one authority, and nothing else."""
+
+import stat
+
+import pytest
+
+from fedlm.core.errors import ConfigError
+from fedlm.deploy import certificates, doctor, home
+
+
+def test_names_and_addresses_are_those_asked_for():
+    made = certificates.server(certificates.authority("a"), ["fed.example.org", "10.0.0.7", "::1"])
+    assert certificates.names_of(made.certificate) == ["fed.example.org", "10.0.0.7", "::1"]
+
+
+def test_another_authority_did_not_sign():
+    one, other = certificates.authority("a"), certificates.authority("a")
+    made = certificates.server(one, ["localhost"]).certificate
+    assert certificates.signed_by(made, one.certificate)
+    assert not certificates.signed_by(made, other.certificate)
+
+
+def test_a_name_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="--host"):
+        certificates.server(certificates.authority("a"), ["köln.example"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("home") / "fed"
+    return home.init(path, "fed", ["fed.example.org"], 9443, ["north", "south"])
+
+
+def test_a_kit_holds_what_its_node_needs(made):
+    kit = made.kit("north")
+    assert {p.name for p in kit.path.iterdir()} == {
+        "ca.pem",
+        "node.key",
+        "node.pub",
+        "node.toml",
+        "policy.toml",
+    }
+    assert kit.settings.host == "fed.example.org" and kit.authority == made.authority.read_bytes()
+    assert sorted(made.nodes()) == ["north", "south"]
+
+
+def test_private_files_are_private(made):
+    private = [*made.path.rglob("*.key")]
+    assert len(private) == 5
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+
+
+def test_the_operator_reaches_the_server_from_its_own_machine(made):
+    assert "127.0.0.1" in certificates.names_of(made.certificate.read_bytes())
+
+
+@pytest.mark.parametrize("nodes", [[], ["a", "a"], ["A"], ["../x"], ["-a"]])
+def test_names_of_nodes_are_checked(tmp_path, nodes):
+    with pytest.raises(ConfigError, match="--nodes"):
+        home.init(tmp_path / "fed", "fed", ["localhost"], 9443, nodes)
+
+
+def test_a_folder_is_not_written_over(made):
+    with pytest.raises(ConfigError, match="does not exist yet"):
+        home.init(made.path, "fed", ["localhost"], 9443, ["a"])
+
+
+def test_the_doctor_finds_open_keys_and_wrong_names(made, tmp_path):
+    certificate = made.certificate.read_bytes()
+    assert doctor.named(certificate, "fed.example.org").well
+    wrong = doctor.named(certificate, "other.example.org")
+    assert not wrong.well and "--host other.example.org" in wrong.way_out
+    kit = made.kit("south")
+    (kit.path / "node.key").chmod(0o644)
+    found = {check.what: check for check in doctor._kit(kit)}
+    assert not found["node.key"].well and "chmod 600" in found["node.key"].way_out
+    assert found["node key"].well and found["authority dates"].well
+
+
+def test_the_doctor_reads_clocks():
+    import datetime as dt
+
+    now = dt.datetime(2026, 5, 1, 12, 0, 30, tzinfo=dt.UTC)
+    told = "Fri, 01 May 2026 12:00:{:02d} GMT"
+    assert doctor.clock(told.format(28), now).well
+    assert not doctor.clock(told.format(5), now).well
+
+
+def test_the_doctor_finds_a_closed_port(made):
+    from fedlm.deploy.processes import free_port
+
+    (check,) = doctor._reach("127.0.0.1", free_port(), made.authority.read_bytes())
+    assert not check.well and "federation serve" in check.way_out

@@ -1,0 +1,178 @@
+"""A federation over TLS on loopback: equal to its simulation, and closed to strangers."""
+
+import shutil
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fedlm.core.errors import EngineError
+from fedlm.corpus.deal import deal
+from fedlm.corpus.store import Store
+from fedlm.deploy import certificates, doctor, home, server_app, status
+from fedlm.deploy.client_app import Worker
+from fedlm.deploy.fleet import Fleet
+from fedlm.deploy.home import Kit
+from fedlm.deploy.node import serve
+from fedlm.deploy.operator import Operator
+from fedlm.deploy.policy import Policy
+from fedlm.deploy.processes import Child, children, free_port, wait_for_port
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
+from fedlm.train import Watcher
+from fedlm.train import train as simulate
+from tests.conftest import write_tiny
+
+pytestmark = pytest.mark.network
+SETTINGS = ("server.rounds=3", "server.cohort=6", "run.engine=loop", "wire.upload=uniform-8")
+NODES = ("north", "south")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a store, its parts, and a server that is running."""
+    folder = tmp_path_factory.mktemp("federation")
+    write_tiny(folder)
+    build(load(folder / "tiny.toml"), folder / "text", lambda stage, done: None)
+    deal(Store(next((folder / "text").iterdir())), NODES, folder / "stores")
+    port = free_port()
+    made = home.init(
+        folder / "fed", "fed", ["127.0.0.1"], port, NODES, bind="127.0.0.1", quorum=0.5
+    )
+    with children() as started:
+        started.append(Child(["federation", "serve", str(made.path)], folder / "server.log"))
+        wait_for_port(port, started[0])
+        yield folder, made
+
+
+@contextmanager
+def joined(folder: Path, made: home.Home, wrap=None):
+    """Both nodes at work, each in a thread: what they do is the same, and one import serves."""
+    stop, threads, fleets = threading.Event(), [], []
+    for name in NODES:
+        worker = Worker(Store(folder / "stores" / name), Policy(), name=name)
+        answer = wrap(worker) if wrap and name == "south" else worker
+        fleets.append(Fleet(made.kit(name)))
+        fleets[-1].join(stop.is_set, patient=True)
+        work = {"say": lambda text: None, "stop": stop.is_set}
+        threads.append(threading.Thread(target=serve, args=(fleets[-1], answer), kwargs=work))
+        threads[-1].start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread, fleet in zip(threads, fleets, strict=True):
+            thread.join(30)
+            fleet.leave()
+
+
+def recipe_at(folder, store, *changes):
+    text = (folder / "tiny.toml").read_text()
+    text = text.replace('source = "tiny.jsonl"', f'store = "{store}"').replace(
+        "vocabulary = 60", ""
+    )
+    (folder / "at.toml").write_text(text)
+    return load(folder / "at.toml", (*SETTINGS, *changes))
+
+
+def over_the_network(folder, made, run, *changes, resume=False):
+    recipe = recipe_at(folder, folder / "stores" / "server", *changes)
+    said = []
+    done = server_app.train(
+        made,
+        recipe,
+        folder / run,
+        resume=resume,
+        watcher=Watcher(say=said.append),
+        stores=folder / "text",
+    )
+    return done, said
+
+
+def in_simulation(folder, run, *changes):
+    store = next((folder / "text").iterdir())
+    experiment = build(recipe_at(folder, store, *changes), folder / "text", lambda s, d: None)
+    return simulate(experiment, RunDirectory(folder / run), resume=False, watcher=Watcher())
+
+
+def test_a_federation_is_its_simulation(place):
+    folder, made = place
+    with joined(folder, made):
+        networked, _ = over_the_network(folder, made, "networked")
+        lines = {n["name"]: n for n in status.nodes_of(made, folder / "networked")}
+    simulated = in_simulation(folder, "simulated")
+    assert networked["params_sha256"] == simulated["params_sha256"]
+    assert networked["upload_bytes"] == simulated["upload_bytes"]
+    assert networked["perplexity"] == pytest.approx(simulated["perplexity"])
+    assert (folder / "networked" / "report.html").is_file()
+    assert lines["north"]["there"] == lines["south"]["there"] == "yes"
+    assert lines["north"]["answered"] == 3 and lines["north"]["garbage"] == 0
+
+
+def test_an_unregistered_node_is_refused(place, tmp_path):
+    _, made = place
+    shutil.copytree(made.kit("north").path, tmp_path / "kit")
+    private, _ = certificates.node_key()
+    (tmp_path / "kit" / "node.key").write_bytes(private)
+    with pytest.raises(EngineError, match="refused this node"):
+        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
+
+
+def test_a_server_of_another_authority_is_refused(place, tmp_path):
+    _, made = place
+    shutil.copytree(made.kit("north").path, tmp_path / "kit")
+    (tmp_path / "kit" / "ca.pem").write_bytes(certificates.authority("fed").certificate)
+    with pytest.raises(EngineError, match="certificate"):
+        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
+    found = {check.what: check for check in doctor.examine(tmp_path / "kit")}
+    assert not found["tls"].well and "another authority" in found["tls"].way_out
+
+
+def test_a_server_under_another_name_is_refused(place, tmp_path):
+    _, made = place
+    shutil.copytree(made.kit("north").path, tmp_path / "kit")
+    file = tmp_path / "kit" / "node.toml"
+    file.write_text(file.read_text().replace("127.0.0.1", "127.0.0.2"))
+    with pytest.raises(EngineError, match="certificate"):
+        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
+    found = {check.what: check for check in doctor.examine(tmp_path / "kit")}
+    assert not found["tls"].well and "--host 127.0.0.2" in found["tls"].way_out
+
+
+def test_nobody_runs_the_federation_without_its_key(place, tmp_path):
+    _, made = place
+    shutil.copytree(made.path, tmp_path / "fed", ignore=shutil.ignore_patterns("link.db*"))
+    (tmp_path / "fed" / "server" / "control.key").write_text("0" * 64)
+    with pytest.raises(EngineError, match="403"):
+        Operator(home.Home(tmp_path / "fed"), patience=1.0).register()
+
+
+def test_the_doctor_finds_a_healthy_federation_healthy(place):
+    _, made = place
+    for path in (made.path, made.kit("north").path):
+        assert [check for check in doctor.examine(path) if not check.well] == []
+
+
+def test_a_tampered_frame_is_counted_and_not_used(place):
+    folder, made = place
+
+    def tampering(worker):
+        def answer(message):
+            reply = worker(message)
+            if "frames" in reply.content:
+                array = reply.content["frames"]["0"]
+                data = bytearray(array.data)
+                data[-1] ^= 1
+                array.data = bytes(data)
+            return reply
+
+        return answer
+
+    with joined(folder, made, tampering):
+        done, said = over_the_network(folder, made, "tampered", "wire.upload=float32")
+        lines = {n["name"]: n for n in status.nodes_of(made, folder / "tampered")}
+    assert done["rounds"] == 3
+    assert lines["south"]["garbage"] == 3 and "checksum" in lines["south"]["last"]
+    assert any("south" in text for text in said)

@@ -1,0 +1,189 @@
+"""The networked engine returns what the loop engine returns, through nodes that are called."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from fedlm.core.errors import EngineError
+from fedlm.corpus.store import Store
+from fedlm.deploy.policy import Policy
+from fedlm.deploy.relay_app import Relay
+from fedlm.deploy.server_app import Deployed
+from fedlm.engine.messages import Answer, tell
+from fedlm.engine.waiting import Patience
+from fedlm.federation.round import outgoing
+from fedlm.recipe.build import Experiment, build, resolve
+from fedlm.recipe.settings import load
+from tests.conftest import write_tiny
+from tests.deploy.local import LocalPost, workers
+
+MEMBERS = np.array([1, 2, 8, 9, 15])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("federated")
+    write_tiny(path)
+    build(load(path / "tiny.toml"), path / "stores", lambda stage, done: None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(folder):
+    return Store(next((folder / "stores").iterdir()))
+
+
+@pytest.fixture(scope="module")
+def nodes(store, folder):
+    return workers(store, folder / "dealt")
+
+
+def simulated(folder, store, *changes):
+    recipe = load(folder / "tiny.toml", ("run.engine=loop", *changes))
+    return Experiment(resolve(recipe, store), store)
+
+
+def deployed(whole, post, seats, **more):
+    return Deployed(whole.recipe, whole.store, post=post, seats=seats, **more)
+
+
+def round_of(experiment, state, limit=np.inf):
+    cohort = experiment.engine.prepare(1, MEMBERS)
+    return experiment.engine.gather(outgoing(experiment.algorithm, state), cohort, limit)
+
+
+def apart(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.max(np.abs(np.asarray(x) - np.asarray(y)))) for x, y in pairs)
+
+
+CASES = {
+    "sums": (),
+    "lossy both ways": ("wire.upload=uniform-8", "wire.download=bfloat16"),
+    "leaves of their own": ("wire.train=member", "wire.share=0.5"),
+    "private": (
+        "privacy.mechanism=gaussian",
+        "privacy.noise=1",
+        "privacy.clip=0.1",
+        "server.sampling=poisson",
+        "privacy.delta=0.01",
+        "wire.upload=ternary-2.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
+    made, seats, _ = nodes
+    whole = simulated(folder, store, *CASES[name])
+    over = deployed(whole, LocalPost(made), seats)
+    state = whole.init_node(whole.init_params())
+    limit = float(state.limit)
+    here, there = round_of(whole, state, limit), round_of(over, state, limit)
+    if over.engine.by_member:  # the same programs, and sums in the same order
+        assert eqx.tree_equal(there, here)
+    else:  # sums of sums
+        assert apart(there, here) < 1e-6
+    assert over.engine.upload_bytes > 0
+
+
+@pytest.mark.parametrize("changes", [(), ("wire.upload=uniform-8",)], ids=["sums", "frames"])
+def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_path):
+    made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
+    whole = simulated(folder, store, *changes)
+    state = whole.init_node(whole.init_params())
+    flat = round_of(deployed(whole, LocalPost(made), seats), state)
+    below = LocalPost({n: made[n] for n in "bc"})
+    relay = Relay(tmp_path, below, ["b", "c"], Patience(), name="r", say=lambda text: None)
+    hello = relay.hello()
+    above = (
+        seats[0],
+        seats[0]._replace(name="r", first=seats[0].clients, clients=hello["clients"]),
+    )
+    above = (above[0], above[1]._replace(text=hello["text"]))
+    over = deployed(whole, LocalPost({"a": made["a"], "r": relay}), above)
+    assert apart(round_of(over, state), flat) < 1e-6
+    asked = len(below.asked)
+    assert apart(round_of(over, state), flat) < 1e-6  # asked again, after a kill, it remembers
+    assert len(below.asked) == asked
+
+
+def test_a_policy_refuses_and_the_server_is_told(folder, store, tmp_path):
+    made, seats, _ = workers(store, tmp_path, policy=Policy(smallest_cohort=100))
+    whole = simulated(folder, store)
+    state = whole.init_node(whole.init_params())
+    with pytest.raises(EngineError, match=r"north refused: server\.cohort = 4"):
+        round_of(deployed(whole, LocalPost(made), seats), state)
+
+
+def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
+    made, seats, _ = nodes
+    whole = simulated(folder, store)
+    state = whole.init_node(whole.init_params())
+    only = round_of(deployed(whole, LocalPost(made), seats[:1]), state)  # north's members alone
+    tallies = []
+
+    def nonsense(message):
+        frames = (b"FLM1 and what not",)
+        sums = ({n: 1.0 for n in ("weight", "nats", "tokens", "steps", "refused", "inside")},)
+        answer = Answer(round=1, members=(9, 15), frames=frames, sums=sums)
+        return Message(tell(answer), reply_to=message)
+
+    for what, post in {
+        "away": LocalPost(made, away=["south"]),
+        "late": LocalPost(made, slow=["south"]),
+        "garbage": LocalPost({**made, "south": nonsense}),
+    }.items():
+        more = {"patience": Patience(quorum=0.5, deadline=0.3), "tell": tallies.append}
+        total = round_of(deployed(whole, post, seats, **more), state)
+        assert "south" in getattr(tallies[-1], what) and tallies[-1].answered == ["north"]
+        assert apart(total.delta, only.delta) == 0.0
+        assert float(total.members) == (5 if what == "garbage" else 3)
+
+
+def test_a_node_that_came_back_is_asked_again(folder, store, nodes):
+    made, seats, _ = nodes
+    whole = simulated(folder, store)
+    state = whole.init_node(whole.init_params())
+    post = LocalPost(made, slow=["south"])  # it lost the question when it was killed
+    looks = []
+    see = post.presence
+
+    def presence():
+        looks.append(1)
+        if len(looks) == 2:
+            post.since["south"] = "second"
+            post.slow.clear()
+        return see()
+
+    post.presence = presence
+    total = round_of(deployed(whole, post, seats), state)
+    assert post.asked.count("south") == 2 and post.asked.count("north") == 1
+    assert float(total.members) == 5
+
+
+def test_no_update_counts_beyond_its_bound(folder, store, nodes):
+    """Nodes that do not keep to the limit they are told."""
+    made, seats, _ = nodes
+    whole = simulated(folder, store, *CASES["private"][:-1])
+    state = whole.init_node(whole.init_params())
+    loud = {name: TooLong(worker) for name, worker in made.items()}
+    tallies = []
+    over = deployed(whole, LocalPost(loud), seats, tell=tallies.append)
+    with pytest.raises(EngineError, match=r"plan allows 0\.003"):
+        round_of(over, state, 1e-3)
+    assert set(tallies[0].garbage) == {"north", "south"}
+
+
+class TooLong:
+    """A node that believes in a longer limit."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    def __call__(self, message):
+        facts = message.content["question"]
+        facts["limit"] = 50.0
+        return self.worker(message)

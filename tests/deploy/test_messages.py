@@ -1,0 +1,115 @@
+"""Whatever does not have exactly the expected form is refused, and nothing else is."""
+
+from dataclasses import replace
+
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fedlm.core.errors import WireError
+from fedlm.engine.messages import (
+    SUMS,
+    Answer,
+    Question,
+    ask,
+    read_answer,
+    read_question,
+    tell,
+)
+
+QUESTION = Question(
+    recipe="[run]\nseed = 1",
+    round=3,
+    first=10,
+    population=40,
+    text="abc",
+    members=(11, 13),
+    limit=float("inf"),
+    each=True,
+    frame=b"parameters",
+)
+SUM = dict.fromkeys(SUMS, 1.0)
+ANSWER = Answer(round=3, members=(11, 13), frames=(b"one", b"two"), sums=(SUM, SUM))
+
+
+def test_a_question_arrives_as_it_was():
+    assert read_question(ask(QUESTION)) == QUESTION
+
+
+def test_an_answer_arrives_as_it_was():
+    assert read_answer(tell(ANSWER), QUESTION) == ANSWER
+
+
+def test_a_sum_needs_one_frame():
+    question = replace(QUESTION, each=False)
+    answer = replace(ANSWER, frames=(b"sum",), sums=(SUM,))
+    assert read_answer(tell(answer), question) == answer
+    with pytest.raises(WireError, match="exactly 1 frames"):
+        read_answer(tell(ANSWER), question)
+
+
+def test_a_relay_may_speak_for_some_of_those_asked():
+    answer = replace(ANSWER, members=(13,), frames=(b"two",), sums=(SUM,))
+    assert read_answer(tell(answer), QUESTION).members == (13,)
+
+
+def test_a_refusal_is_cut_and_cleaned():
+    answer = Answer(round=3, members=(), refusal="no\x1b[31m" + "x" * 5000)
+    read = read_answer(tell(answer), QUESTION)
+    assert len(read.refusal) <= 1000 and "\x1b" not in read.refusal
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        replace(ANSWER, round=2),
+        replace(ANSWER, members=(11, 14)),
+        replace(ANSWER, members=(13, 11)),
+        replace(ANSWER, members=()),
+        replace(ANSWER, sums=(SUM, {**SUM, "weight": float("nan")})),
+        replace(ANSWER, sums=(SUM, {**SUM, "weight": -1.0})),
+        replace(ANSWER, sums=(SUM, {**SUM, "nats": float("inf")})),
+    ],
+    ids=["round", "stranger", "order", "nobody", "nan", "negative", "infinite"],
+)
+def test_answers_to_something_else_are_refused(answer):
+    with pytest.raises(WireError):
+        read_answer(tell(answer), QUESTION)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": 0.0},
+        {"members": (9, 11)},
+        {"members": (11, 40)},
+        {"round": -1},
+        {"recipe": "#" * 70_000},
+    ],
+)
+def test_questions_out_of_range_are_refused(change):
+    with pytest.raises(WireError):
+        read_question(ask(replace(QUESTION, **change)))
+
+
+def broken():
+    good = tell(ANSWER)
+    facts, frames = good["answer"], good["frames"]
+    yield RecordDict()
+    yield RecordDict({"answer": facts})
+    yield RecordDict({"answer": facts, "frames": frames, "text": ConfigRecord({"a": "b"})})
+    yield RecordDict({"answer": MetricRecord({"round": 3}), "frames": frames})
+    yield RecordDict({"answer": ConfigRecord({**facts, "version": 2}), "frames": frames})
+    yield RecordDict({"answer": ConfigRecord({**facts, "round": 3.0}), "frames": frames})
+    yield RecordDict({"answer": ConfigRecord({**facts, "round": True}), "frames": frames})
+    yield RecordDict({"answer": ConfigRecord({**facts, "weight": [1, 1]}), "frames": frames})
+    yield RecordDict({"answer": facts, "frames": ArrayRecord()})
+    pickled = Array("object", (3,), "numpy.ndarray", b"one")
+    yield RecordDict({"answer": facts, "frames": ArrayRecord({"0": pickled, "1": pickled})})
+    short = Array("uint8", (9,), "fedlm.frame", b"one")
+    yield RecordDict({"answer": facts, "frames": ArrayRecord({"0": short, "1": short})})
+
+
+@pytest.mark.parametrize("records", broken())
+def test_records_of_another_form_are_refused(records):
+    with pytest.raises(WireError):
+        read_answer(records, QUESTION)

@@ -1,0 +1,84 @@
+"""A node carries out what its policy allows, and says what it does not."""
+
+import pytest
+
+from fedlm.core.errors import ConfigError
+from fedlm.deploy.policy import POLICY, Policy, Refusal, check, check_steps, load
+from fedlm.recipe.promise import plan_of, sampling_of
+from fedlm.recipe.settings import parse
+
+PLAIN = parse({"server": {"cohort": 10}})
+PRIVATE = parse(
+    {
+        "server": {"cohort": 10, "rounds": 20, "sampling": "poisson"},
+        "privacy": {"mechanism": "gaussian", "noise": 4.0, "delta": 1e-4},
+    }
+)
+
+
+def verdict(policy, recipe, parameters=1000):
+    plan = plan_of(recipe, sampling_of(recipe, 1000))
+    check(policy, recipe, plan, parameters)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy(smallest_cohort=10),
+        Policy(allowed_models=("si-cifg",)),
+        Policy(largest_parameters=1000),
+    ],
+)
+def test_what_is_allowed_is_done(policy):
+    verdict(policy, PLAIN)
+
+
+@pytest.mark.parametrize(
+    "policy, why",
+    [
+        (Policy(smallest_cohort=11), "cohort"),
+        (Policy(allowed_models=("lstm",)), "model.name"),
+        (Policy(largest_parameters=999), "parameters"),
+        (Policy(require_privacy=True), "noise"),
+        (Policy(largest_epsilon=100.0), "noise"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_with_its_reason(policy, why):
+    with pytest.raises(Refusal, match=why):
+        verdict(policy, PLAIN)
+
+
+def test_epsilon_is_worked_out_here():
+    verdict(Policy(largest_epsilon=8.0, require_privacy=True), PRIVATE)
+    with pytest.raises(Refusal, match="epsilon"):
+        verdict(Policy(largest_epsilon=0.01), PRIVATE)
+
+
+@pytest.mark.parametrize("change", [{"seed": 0}, {"reveal": True}])
+def test_a_plan_that_is_undone_is_no_plan(change):
+    privacy = {**PRIVATE.privacy.model_dump(exclude_none=True), **change}
+    recipe = PRIVATE.model_copy(update={"privacy": type(PRIVATE.privacy)(**privacy)})
+    with pytest.raises(Refusal, match="undo"):
+        verdict(Policy(require_privacy=True), recipe)
+
+
+def test_steps_are_counted():
+    check_steps(Policy(largest_steps=5), 5)
+    with pytest.raises(Refusal, match="6 steps"):
+        check_steps(Policy(largest_steps=5), 6)
+
+
+def test_files_are_read_strictly(tmp_path):
+    file = tmp_path / "policy.toml"
+    assert load(file) == Policy()
+    file.write_text(POLICY)
+    assert load(file) == Policy()
+    file.write_text('allowed_models = ["si-cifg"]\nlargest_epsilon = 8\n')
+    assert load(file) == Policy(allowed_models=("si-cifg",), largest_epsilon=8.0)
+    file.write_text("smalest_cohort = 3\n")
+    with pytest.raises(ConfigError, match="Did you mean 'smallest_cohort'"):
+        load(file)
+    file.write_text('smallest_cohort = "many"\n')
+    with pytest.raises(ConfigError, match="smallest_cohort = 'many'"):
+        load(file)
