@@ -38,6 +38,7 @@ def audited(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_an_audit_of_an_honest_run(audited):
     done = call(audited, "privacy", "audit", "run", "--json")
     assert done.code == 0 and done.stdout.count("\n") == 1, done.stderr

@@ -60,6 +60,7 @@ def test_prepare_makes_a_store_that_a_recipe_can_name(run_cli, tiny_text, tiny_r
     assert good(run_cli("train", "stored.toml", "--json", "--resume")).json == stored
 
 
+@pytest.mark.slow
 def test_prepare_makes_up_clients_that_train(run_cli, tiny_recipe, tmp_path):
     asked = ("prepare", "synthetic:stackoverflow", "--vocabulary", 60, "--clients", 12)
     facts = good(run_cli(*asked, "--groups", "2,2", "--out", "many", "--json")).json

@@ -116,7 +116,14 @@ def test_engines_stay_together_while_a_clip_adapts():
     np.testing.assert_allclose(ended[1][1], ended[0][1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))
+LONG = {"conformer", "si-conformer"}  # to compile
+EVERY = [
+    pytest.param(name, marks=pytest.mark.slow if name in LONG else [])
+    for name in sorted(catalog.ARCHITECTURES)
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_mesh_equals_loop_for_every_architecture(name):
     loop, mesh = (E(algorithm(), rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     params = model(name)

@@ -77,7 +77,12 @@ def rounds(engine, chosen, count=2):
     return state
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# One of each kind in every run of the tests, the others with `make test-all`.
+QUICK = {"round", "member, 8 bits", "download", "feedback", "scaffold"}
+CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_mesh_equals_loop_over_rounds(name):
     chosen = ALGORITHMS[name]()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))

@@ -15,7 +15,10 @@ def changes(settings):
     return [part for setting in settings for part in ("--set", setting)]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+CASES = [pytest.param(n, marks=[] if n == "member" else pytest.mark.slow) for n in SETTINGS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_that_was_cut_short_ends_the_same(run_cli, tiny_recipe, tmp_path, name):
     asked = changes(SETTINGS[name])
     whole = run_cli("train", tiny_recipe, *asked, "--out", "whole", "--json").json
@@ -31,6 +34,7 @@ def test_a_run_that_was_cut_short_ends_the_same(run_cli, tiny_recipe, tmp_path, 
         assert again[fact] == whole[fact], fact
 
 
+@pytest.mark.slow
 def test_a_codec_under_a_plan_keeps_the_bound_and_the_bytes(run_cli, tiny_recipe, tmp_path):
     private = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noise=1")
     told = run_cli(

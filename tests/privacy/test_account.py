@@ -100,7 +100,11 @@ def test_everyone_in_every_round_is_plain_gaussian_noise():
     assert cost.epsilon == accountant.get_epsilon(1e-5)
 
 
-@pytest.mark.parametrize("name", PLANS)
+SLOW = {"blt", "gaussian, fixed"}  # to optimise, to compose
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in PLANS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_more_noise_and_fewer_rounds_cost_less(name):
     chosen = PLANS[name]
     by_rounds = [spent(chosen, r).epsilon for r in (0, 1, 4, ROUNDS)]
@@ -113,7 +117,7 @@ def test_more_noise_and_fewer_rounds_cost_less(name):
     assert loud.epsilon == math.inf
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EACH)
 def test_noise_for_a_target_is_the_least(name):
     target = 0.2  # much noise: small, quick distributions
     noise = calibrate(PLANS[name], target)

@@ -60,7 +60,7 @@ def test_one_run_has_its_table_curves_and_way_to_repeat(tmp_path):
     assert "<td class='n'>4</td><td class='n'>8</td><td class='n'>1</td>" in page  # MB and seconds
     for title in ("over rounds", "Over megabytes uploaded", "Over seconds", "Training loss"):
         assert title in page
-    assert page.count("Plotly.newPlot") == 5  # four curves and the groups
+    assert page.count("Plotly.newPlot") == 6  # five curves and the groups
     assert "fedlm train x.toml" in page
 
 
@@ -71,7 +71,7 @@ def test_several_runs_are_compared(tmp_path):
     assert "2 runs compared" in page and "Where the recipes differ" in page
     assert "<th>run</th><th>client.rate</th></tr>" in page  # and nothing else differs
     assert "<td>two</td><td>0.25</td>" in page
-    assert page.count("Plotly.newPlot") == 4
+    assert page.count("Plotly.newPlot") == 5
     assert all(page.count(f'"name":"{name}"') == 4 for name in ("one", "two"))
 
 
