@@ -60,7 +60,6 @@ def test_mesh_equals_loop(codec):
     for x, y in zip(jax.tree.leaves(fast), jax.tree.leaves(slow), strict=True):
         off = ~np.isclose(x, y, rtol=1e-5, atol=1e-5 * float(np.abs(y).max()))
         assert off.sum() <= 0.01 * off.size
-    if codec.fixed_size:
-        assert mesh.upload_bytes == loop.upload_bytes
-    else:
-        assert mesh.upload_bytes >= loop.upload_bytes
+    # Where a size depends on what is sent, a code that moved by a step can cost some bytes.
+    apart = 0 if codec.fixed_size else 0.001 * loop.upload_bytes
+    assert abs(mesh.upload_bytes - loop.upload_bytes) <= apart
