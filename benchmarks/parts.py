@@ -59,7 +59,7 @@ def parts(model: catalog.Params, tokens: jnp.ndarray) -> dict[str, tuple[float, 
     layer, embed = model.layers[0], model.embedding.shape[1]
     packing = pack(tokens[:, 1:])
     columns = BATCH * LENGTH
-    inputs = 0.1 * jnp.ones((embed, columns))
+    inputs = 0.1 * jnp.ones((columns, embed))
     features, targets = 0.01 * jnp.ones((columns, embed)), tokens[:, 1:].reshape(-1)
     real, used = float(jnp.sum(targets != 0)), float(packing.size)
     weights = layer.w_x.size + layer.w_h.size + layer.project.size

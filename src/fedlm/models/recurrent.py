@@ -33,7 +33,7 @@ class Layer(eqx.Module):
     project: Float[Array, "embed units"]
 
 
-Columns = Float[Array, "embed columns"]
+Columns = Float[Array, "columns embed"]
 
 
 def plain_sequence(cell: Cell, inputs: Float[Array, "seq embed batch"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
@@ -72,25 +72,25 @@ def _stages(packing: Packing, batch: int):  # type: ignore[no-untyped-def]
 
 
 def _cut(x, at, width):  # type: ignore[no-untyped-def]
-    return jax.lax.dynamic_slice_in_dim(x, at, width, axis=1)
+    return jax.lax.dynamic_slice_in_dim(x, at, width).T
 
 
 def _put(x, part, at):  # type: ignore[no-untyped-def]
-    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(x, part.T, at, axis=0)
 
 
 def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-def]
-    columns = inputs.shape[1]
+    columns = inputs.shape[0]
     embed, units = layer.project.shape
 
     def gate_inputs(n):  # type: ignore[no-untyped-def]
-        z = layer.w_x @ inputs[:, :n] + layer.bias[:, None]
-        return jnp.pad(z, ((0, 0), (0, columns - n)))
+        z = inputs[:n] @ layer.w_x.T + layer.bias[None]
+        return jnp.pad(z, ((0, columns - n), (0, 0)))
 
     # Read only: a buffer that a step both reads and writes would be copied in every step.
     from_inputs = enough(packing.size, columns, gate_inputs)
     sizes = (layer.bias.shape[0], units, units, embed, embed)
-    kept = tuple(jnp.zeros((size, columns), inputs.dtype) for size in sizes)
+    kept = tuple(jnp.zeros((columns, size), inputs.dtype) for size in sizes)
     h, c = jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
     for width, begin, end, column in _stages(packing, batch):
 
@@ -109,7 +109,7 @@ def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-de
 
 def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
     packing, inputs, layer, (zs, cs, ms, before) = saved
-    columns = inputs.shape[1]
+    columns = inputs.shape[0]
     w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
     d_h, d_c = None, None
     # What reaches each column, and the gradient of its gates, written over the gates.
@@ -131,13 +131,13 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
 
     def products(n):  # type: ignore[no-untyped-def]
         # A column that is not in use holds any gate, but its inputs and states are zero.
-        d_z = d_zs[:, :n]
-        d_inputs = jnp.pad(layer.w_x.T @ d_z, ((0, 0), (0, columns - n)))
+        d_z = d_zs[:n]
+        d_inputs = jnp.pad(d_z @ layer.w_x, ((0, columns - n), (0, 0)))
         return d_inputs, Layer(
-            d_z @ inputs[:, :n].T,
-            d_z @ before[:, :n].T,
-            d_z @ packing.used[:n].astype(d_z.dtype),
-            d_all[:, :n] @ ms[:, :n].T,
+            d_z.T @ inputs[:n],
+            d_z.T @ before[:n],
+            packing.used[:n].astype(d_z.dtype) @ d_z,
+            d_all[:n].T @ ms[:n],
         )
 
     return (None, *enough(packing.size, columns, products))
@@ -146,7 +146,7 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
 def _widen(d, width, like):  # type: ignore[no-untyped-def]
     """The gradient of the rows that already ran, and zero for those that join."""
     if d is None:
-        return jnp.zeros((like.shape[0], width), like.dtype)
+        return jnp.zeros((like.shape[1], width), like.dtype)
     return jnp.pad(d, ((0, 0), (0, width - d.shape[1])))
 
 
@@ -173,13 +173,13 @@ class Recurrent(eqx.Module):
         """What the loss needs: features and targets without the gaps of short rows."""
         packing = pack(targets)
         found, readout = tied(self.embedding, gather(packing, inputs))
-        features = self._through(packing, inputs.shape[0], found).T
+        features = self._through(packing, inputs.shape[0], found)
         return Predictors(features, readout, gather(packing, targets))
 
     def _through(
         self, packing: Packing, batch: int, found: Float[Array, "columns embed"]
     ) -> Columns:
-        x = jnp.where(packing.used[None], found.T, 0.0)
+        x = jnp.where(packing.used[:, None], found, 0.0)
         for layer in self.layers:
             x = sequence(self.cell, batch, packing, x, layer)
         return x
