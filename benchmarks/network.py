@@ -4,8 +4,8 @@
     python -m benchmarks.network --nodes 16 --megabytes 100 --rounds 1
 
 Nodes answer at once with the frame they were sent. They share a process, the meeting point has
-one of its own, and everything goes over TLS on loopback. Memory is the peak of the process that sums,
-less its peak before.
+one of its own, and everything goes over TLS on loopback. Memory is the peak of the process that
+sums, less its peak before.
 """
 
 from __future__ import annotations

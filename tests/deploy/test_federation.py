@@ -130,17 +130,6 @@ def test_a_server_of_another_authority_is_refused(place, tmp_path):
     assert not found["tls"].well and "another authority" in found["tls"].way_out
 
 
-def test_a_server_under_another_name_is_refused(place, tmp_path):
-    _, made = place
-    shutil.copytree(made.kit("north").path, tmp_path / "kit")
-    file = tmp_path / "kit" / "node.toml"
-    file.write_text(file.read_text().replace("127.0.0.1", "127.0.0.2"))
-    with pytest.raises(EngineError, match="certificate"):
-        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
-    found = {check.what: check for check in doctor.examine(tmp_path / "kit")}
-    assert not found["tls"].well and "--host 127.0.0.2" in found["tls"].way_out
-
-
 def test_nobody_runs_the_federation_without_its_key(place, tmp_path):
     _, made = place
     shutil.copytree(made.path, tmp_path / "fed", ignore=shutil.ignore_patterns("link.db*"))

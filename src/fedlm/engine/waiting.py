@@ -111,7 +111,8 @@ class Waiting:
     ) -> None:
         self.post, self.asked, self.tally = post, asked, tally
         self.line = list(asked)
-        self.sent: dict[str, tuple[str, str]] = {}  # message, and since when its node was there
+        self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
+        self.since: dict[str, str] = {}  # when it came that was asked last
         self.times_sent = 0
         self.ends = time.monotonic() + patience.deadline
         self.least = max(1, math.ceil(patience.quorum * len(asked) - 1e-9))
@@ -165,7 +166,11 @@ class Waiting:
     def _fetch(self, name: str) -> Message | None:
         if name not in self.sent or self._returned(name):
             self._send(name)
-        return self.post.fetch(self.sent[name][0]) if name in self.sent else None
+        for message in self.sent.get(name, ()):
+            found = self.post.fetch(message)
+            if found is not None:
+                return found
+        return None
 
     def _send(self, name: str) -> None:
         there = self._presence().get(name)
@@ -177,12 +182,13 @@ class Waiting:
         made = self.post.send(there.node_id, ask(question), question.round)
         self.times_sent += 1
         if made:
-            self.sent[name] = made, there.since
+            self.sent.setdefault(name, []).append(made)
+            self.since[name] = there.since
 
     def _returned(self, name: str) -> bool:
         """A node that came again may have lost the question; the same one gives the same answer."""
         there = self._presence().get(name)
-        return there is not None and there.online and there.since != self.sent[name][1]
+        return there is not None and there.online and there.since != self.since[name]
 
     def _online(self, name: str) -> bool:
         there = self._presence().get(name)
