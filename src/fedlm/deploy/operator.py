@@ -67,7 +67,8 @@ clientapp = "fedlm.deploy.client_app:app"
 
 [tool.flwr.app.config]
 """
-PATIENCE_SECONDS = 120.0  # for a server that is being started again
+FIRST_SECONDS = 10.0  # for a server that was never seen
+PATIENCE_SECONDS = 120.0  # for one that was, and is being started again
 
 
 class _Key:
@@ -88,21 +89,21 @@ class _Taken(Exception):
 class Operator:
     """A connection to the meeting point, with the control key."""
 
-    def __init__(self, home: Home, *, patience: float = PATIENCE_SECONDS) -> None:
-        self.home, self.patience = home, patience
+    def __init__(self, home: Home, *, patience: float = FIRST_SECONDS) -> None:
+        self.home = home
         settings = home.settings
         local = settings.bind in ("0.0.0.0", "::", "127.0.0.1")
         host = "127.0.0.1" if local else settings.host
         self.address = address(host, settings.port)
-        self.control = self._client(ControlHttpClient)
+        self.control = self._client(ControlHttpClient, patience=patience)
 
-    def _client(self, kind: Any, *more: Any) -> Any:
+    def _client(self, kind: Any, *more: Any, patience: float = PATIENCE_SECONDS) -> Any:
         return kind.from_server_address(
             self.address,
             False,
             self.home.authority.read_bytes(),
             [_Key(self.home.control_key.read_text(encoding="ascii")), *more],
-            retry_invoker=_retries(self.patience),
+            retry_invoker=_retries(patience),
         )
 
     def register(self) -> None:
