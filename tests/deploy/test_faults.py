@@ -20,7 +20,11 @@ from fedlm.train import Watcher
 from fedlm.train import train as simulate
 from tests.conftest import write_tiny
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 LONGEST = 900.0  # a bound on a hang, not on speed
 SETTINGS = (
     "server.rounds=8",

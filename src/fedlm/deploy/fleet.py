@@ -146,14 +146,16 @@ class Fleet:
             request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=LEASE_SECONDS)
             # What goes wrong here the loop that fetches messages finds out, and says.
             with self._lock, contextlib.suppress(httpx.HTTPError):
-                self._client.SendNodeHeartbeat(request)
+                if not self._left.is_set():
+                    self._client.SendNodeHeartbeat(request)
 
     def leave(self) -> None:
         """Says goodbye, so that nobody waits."""
         self._left.set()
-        with self._lock, contextlib.suppress(httpx.HTTPError):
-            self._go()
-        self._client.close()
+        with self._lock:
+            with contextlib.suppress(httpx.HTTPError):
+                self._go()
+            self._client.close()
 
     def _go(self) -> None:
         if self._node.node_id:

@@ -154,9 +154,13 @@ class Operator:
         bundle = _bundle()
         fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
         self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
-        task = self._client(RuntimeHttpClient).AcquireTask(
-            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        )
+        client = self._client(RuntimeHttpClient)
+        try:
+            task = client.AcquireTask(
+                AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            )
+        finally:
+            client.close()
         if not task.token:
             raise EngineError(f"the server at {self.address} gave this run to somebody else.")
         with self._grid(task.token) as grid:
