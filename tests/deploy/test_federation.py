@@ -25,7 +25,11 @@ from fedlm.train import Watcher
 from fedlm.train import train as simulate
 from tests.conftest import write_tiny
 
-pytestmark = pytest.mark.network
+pytestmark = [
+    pytest.mark.network,
+    # Sockets that the libraries below close when they are collected.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 SETTINGS = ("server.rounds=3", "server.cohort=6", "run.engine=loop", "wire.upload=uniform-8")
 NODES = ("north", "south")
 
@@ -111,42 +115,40 @@ def test_a_federation_is_its_simulation(place):
     assert lines["north"]["answered"] == 3 and lines["north"]["garbage"] == 0
 
 
+def turned_away(kit):
+    """The sentence with which a node is not let in."""
+    fleet = Fleet(Kit(kit))
+    with pytest.raises(EngineError) as error:
+        fleet.join(lambda: False, patient=False)
+    fleet.leave()
+    return str(error.value)
+
+
 def test_an_unregistered_node_is_refused(place, tmp_path):
     _, made = place
     shutil.copytree(made.kit("north").path, tmp_path / "kit")
     private, _ = certificates.node_key()
     (tmp_path / "kit" / "node.key").write_bytes(private)
-    with pytest.raises(EngineError, match="refused this node"):
-        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
+    assert "refused this node" in turned_away(tmp_path / "kit")
 
 
 def test_a_server_of_another_authority_is_refused(place, tmp_path):
     _, made = place
     shutil.copytree(made.kit("north").path, tmp_path / "kit")
     (tmp_path / "kit" / "ca.pem").write_bytes(certificates.authority("fed").certificate)
-    with pytest.raises(EngineError, match="certificate"):
-        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
+    assert "certificate" in turned_away(tmp_path / "kit")
     found = {check.what: check for check in doctor.examine(tmp_path / "kit")}
     assert not found["tls"].well and "another authority" in found["tls"].way_out
-
-
-def test_a_server_under_another_name_is_refused(place, tmp_path):
-    _, made = place
-    shutil.copytree(made.kit("north").path, tmp_path / "kit")
-    file = tmp_path / "kit" / "node.toml"
-    file.write_text(file.read_text().replace("127.0.0.1", "127.0.0.2"))
-    with pytest.raises(EngineError, match="certificate"):
-        Fleet(Kit(tmp_path / "kit")).join(lambda: False, patient=False)
-    found = {check.what: check for check in doctor.examine(tmp_path / "kit")}
-    assert not found["tls"].well and "--host 127.0.0.2" in found["tls"].way_out
 
 
 def test_nobody_runs_the_federation_without_its_key(place, tmp_path):
     _, made = place
     shutil.copytree(made.path, tmp_path / "fed", ignore=shutil.ignore_patterns("link.db*"))
     (tmp_path / "fed" / "server" / "control.key").write_text("0" * 64)
+    operator = Operator(home.Home(tmp_path / "fed"), patience=1.0)
     with pytest.raises(EngineError, match="403"):
-        Operator(home.Home(tmp_path / "fed"), patience=1.0).register()
+        operator.register()
+    operator.close()
 
 
 def test_the_doctor_finds_a_healthy_federation_healthy(place):

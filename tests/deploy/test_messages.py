@@ -109,7 +109,7 @@ def broken():
     yield RecordDict({"answer": facts, "frames": ArrayRecord({"0": short, "1": short})})
 
 
-@pytest.mark.parametrize("records", broken())
+@pytest.mark.parametrize("records", list(broken()))
 def test_records_of_another_form_are_refused(records):
     with pytest.raises(WireError):
         read_answer(records, QUESTION)

@@ -19,6 +19,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -60,6 +61,10 @@ LONGEST_WAIT = 5.0  # between two attempts to reach a server that is not there
 Say = Callable[[str], None]
 
 
+class Refused(Exception):
+    """The server does not let this node in."""
+
+
 class Lost(Exception):
     """The server is not there, or does not know this node any more."""
 
@@ -81,7 +86,9 @@ class Fleet:
                 NodeAuthHttpInterceptor(private, private.public_key()),
             ],
         )
-        self._node = Node(node_id=0)  # until it has joined
+        self._file = kit.path / "node.id"
+        self._node = Node(node_id=_kept(self._file))  # 0 until it has joined for the first time
+        self._lock = threading.Lock()
         self._left = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -92,11 +99,19 @@ class Fleet:
 
         A server that is not there is waited for if `patient`; one that refuses is an error.
         """
-        wait = 0.5
+        wait, gives_up = 0.5, time.monotonic() + 3 * LEASE_SECONDS
         while not stop():
             try:
-                self._node = self._activate()
+                with self._lock:
+                    self._activate()
+            except Refused as error:
+                # A lease of this node that has not run out yet keeps itself out for a while.
+                if not patient or time.monotonic() > gives_up:
+                    raise EngineError(str(error)) from None
+                self._left.wait(2.0)
+                continue
             except Lost as error:
+                gives_up = time.monotonic() + 3 * LEASE_SECONDS
                 if not patient:
                     raise EngineError(str(error)) from None
                 self.say(f"{error} Trying again in {wait:.0f} s.")
@@ -109,10 +124,13 @@ class Fleet:
             return True
         return False
 
-    def _activate(self) -> Node:
+    def _activate(self) -> None:
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=LEASE_SECONDS)
         try:
-            return Node(node_id=self._client.ActivateNode(request).node_id)
+            self._go()  # whoever was here under this name before, and was killed
+            self._node = Node(node_id=self._client.ActivateNode(request).node_id)
+            with contextlib.suppress(OSError):  # a kit may be read-only
+                self._file.write_text(str(self._node.node_id), encoding="ascii")
         except httpx.HTTPStatusError as error:
             raise _refused(self.address, error) from None
         except httpx.TransportError as error:
@@ -125,20 +143,24 @@ class Fleet:
 
     def _beat(self) -> None:
         while not self._left.wait(LEASE_SECONDS / 3):
-            node = self._node
-            request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=LEASE_SECONDS)
-            try:
-                self._client.SendNodeHeartbeat(request)
-            except httpx.HTTPError:
-                continue  # the loop that fetches messages finds out and says so
+            request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=LEASE_SECONDS)
+            # What goes wrong here the loop that fetches messages finds out, and says.
+            with self._lock, contextlib.suppress(httpx.HTTPError):
+                if not self._left.is_set():
+                    self._client.SendNodeHeartbeat(request)
 
     def leave(self) -> None:
         """Says goodbye, so that nobody waits."""
         self._left.set()
-        if self._node.node_id:
+        with self._lock:
             with contextlib.suppress(httpx.HTTPError):
+                self._go()
+            self._client.close()
+
+    def _go(self) -> None:
+        if self._node.node_id:
+            with contextlib.suppress(httpx.HTTPStatusError):  # it was not there
                 self._client.DeactivateNode(DeactivateNodeRequest(node_id=self._node.node_id))
-        self._client.close()
 
     # ---- messages ----------------------------------------------------------------------
 
@@ -216,11 +238,19 @@ class Stale(Exception):
     """The server does not want this any more."""
 
 
+def _kept(file: Path) -> int:
+    """The number under which this node was here before."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
 def _refused(where: str, error: httpx.HTTPStatusError) -> Exception:
     code = error.response.status_code
     if code in (502, 503, 504):
         return Lost(f"the server at {where} is not ready.")
-    return EngineError(
+    return Refused(
         f"the server at {where} refused this node ({code}): its key is not registered there, or "
         "the clocks differ. fedlm federation doctor says more."
     )

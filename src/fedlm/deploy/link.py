@@ -106,7 +106,7 @@ def serve(home: Home) -> None:
     from fedlm.deploy.operator import Operator
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    threading.Thread(target=lambda: Operator(home).register(), daemon=True).start()
+    threading.Thread(target=lambda: Operator(home, patience=120.0).register(), daemon=True).start()
     settings = home.settings
     uvicorn.run(
         application(home),

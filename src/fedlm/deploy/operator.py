@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import io
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
-from flwr.cli.build import build_fab_from_files
+from flwr.app import Message
 from flwr.common.constant import SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
@@ -41,6 +43,7 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -48,7 +51,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from fedlm.core.errors import EngineError
 from fedlm.deploy.home import Home, address
 from fedlm.deploy.link import CONTROL_HEADER
-from fedlm.engine.waiting import GridPost, Presence
+from fedlm.engine.waiting import GridPost, Presence, Undelivered
 
 # Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
 BUNDLE = b"""[project]
@@ -67,7 +70,8 @@ clientapp = "fedlm.deploy.client_app:app"
 
 [tool.flwr.app.config]
 """
-PATIENCE_SECONDS = 120.0  # for a server that is being started again
+FIRST_SECONDS = 10.0  # for a server that was never seen
+PATIENCE_SECONDS = 120.0  # for one that was, and is being started again
 
 
 class _Key:
@@ -88,21 +92,21 @@ class _Taken(Exception):
 class Operator:
     """A connection to the meeting point, with the control key."""
 
-    def __init__(self, home: Home, *, patience: float = PATIENCE_SECONDS) -> None:
-        self.home, self.patience = home, patience
+    def __init__(self, home: Home, *, patience: float = FIRST_SECONDS) -> None:
+        self.home = home
         settings = home.settings
         local = settings.bind in ("0.0.0.0", "::", "127.0.0.1")
         host = "127.0.0.1" if local else settings.host
         self.address = address(host, settings.port)
-        self.control = self._client(ControlHttpClient)
+        self.control = self._client(ControlHttpClient, patience=patience)
 
-    def _client(self, kind: Any, *more: Any) -> Any:
+    def _client(self, kind: Any, *more: Any, patience: float = PATIENCE_SECONDS) -> Any:
         return kind.from_server_address(
             self.address,
             False,
             self.home.authority.read_bytes(),
             [_Key(self.home.control_key.read_text(encoding="ascii")), *more],
-            retry_invoker=_retries(self.patience),
+            retry_invoker=_retries(patience),
         )
 
     def register(self) -> None:
@@ -147,12 +151,16 @@ class Operator:
             if left.finished_at == "":
                 with suppress(_Taken):
                     self._ask("StopRun", StopRunRequest(run_id=left.run_id))
-        bundle, _ = build_fab_from_files({"pyproject.toml": BUNDLE})
+        bundle = _bundle()
         fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
         self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
-        task = self._client(RuntimeHttpClient).AcquireTask(
-            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        )
+        client = self._client(RuntimeHttpClient)
+        try:
+            task = client.AcquireTask(
+                AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            )
+        finally:
+            client.close()
         if not task.token:
             raise EngineError(f"the server at {self.address} gave this run to somebody else.")
         with self._grid(task.token) as grid:
@@ -198,16 +206,65 @@ def _forgiven() -> Iterator[None]:
 
 
 @contextmanager
-def running(home: Home) -> Iterator[GridPost]:
+def running(home: Home) -> Iterator[LastingPost]:
     """A run of a federation, for as long as the block lasts; what goes wrong is said in words."""
     with _alone(home), _sentences():
         operator = Operator(home)
         try:
             operator.register()
-            with operator.run() as grid:
-                yield GridPost(grid, presence)
+            with LastingPost(operator) as post:
+                yield post
         finally:
             operator.close()
+
+
+class LastingPost:
+    """A grid that outlives its run on the link.
+
+    A link that was away for a minute ends the run there. Then another one is begun; what was sent
+    before is lost, and everybody counts as having come anew, so that they are asked again.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator, self.runs = operator, 0
+        self._sent: set[str] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LastingPost:
+        self._post = GridPost(self._stack.enter_context(self.operator.run()), presence)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def send(self, node_id: int, records: Any, round: int) -> str:
+        return self._keep(self._try(lambda: self._post.send(node_id, records, round), ""))
+
+    def send_message(self, message: Message) -> str:
+        return self._keep(self._try(lambda: self._post.send_message(message), ""))
+
+    def fetch(self, message_id: str) -> Message | None:
+        if message_id not in self._sent:
+            raise Undelivered(message_id)
+        return self._try(lambda: self._post.fetch(message_id), None)
+
+    def presence(self) -> dict[str, Presence]:
+        found: dict[str, Presence] = self._try(self._post.presence, {})
+        return {n: p._replace(since=f"{self.runs} {p.since}") for n, p in found.items()}
+
+    def _keep(self, message_id: str) -> str:
+        self._sent.add(message_id)
+        return message_id
+
+    def _try(self, ask: Callable[[], Any], lost: Any) -> Any:
+        try:
+            return ask()
+        except (httpx.HTTPStatusError, RunNotRunningException):
+            self._stack.close()
+            self._sent.clear()
+            self.runs += 1
+            self.__enter__()  # where this fails too, the server has another reason, and says it
+            return lost
 
 
 @contextmanager
@@ -236,6 +293,17 @@ def _sentences() -> Iterator[None]:
             f"the server answered {error.response.status_code} to {error.request.url.path}: this "
             "run is over there. Go on with --resume."
         ) from None
+
+
+def _bundle() -> bytes:
+    """The file that Flower wants: a zip archive with a list of what is in it."""
+    digest = hashlib.sha256(BUNDLE).hexdigest()
+    content = f"pyproject.toml,{digest},{8 * len(BUNDLE)}"
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, data in (("pyproject.toml", BUNDLE), (".info/CONTENT", content.encode())):
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return made.getvalue()
 
 
 def presence(node: Any) -> Presence:

@@ -29,12 +29,18 @@ START_SECONDS = 90.0
 class Child:
     """A command of fedlm in a process group of its own."""
 
-    def __init__(self, arguments: list[str], log: Path, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        cwd: Path | None = None,
+        module: str = "fedlm.cli.main",
+    ) -> None:
         self.arguments, self.log = arguments, log
         environment = {**os.environ, PARENT: str(os.getpid())}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fedlm.cli.main", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError, RecordError
 from fedlm.deploy.client_app import HELLO
-from fedlm.engine.waiting import Post, Seat
+from fedlm.engine.waiting import Post, Seat, Undelivered
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_SECONDS = 20.0  # until a node that did not answer is greeted again
@@ -52,7 +52,11 @@ def seat_all(
             if not message or time.monotonic() - at > HELLO_SECONDS:
                 sent[name] = _greet(post, there[name].node_id), time.monotonic()
                 continue
-            reply = post.fetch(message)
+            try:
+                reply = post.fetch(message)
+            except Undelivered:
+                del sent[name]
+                continue
             if reply is not None:
                 hellos[name] = read_hello(name, reply)
                 check(name, hellos[name])

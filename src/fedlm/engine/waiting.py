@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.engine.messages import Answer, Question, ask, read_answer
@@ -24,6 +25,12 @@ from fedlm.engine.messages import Answer, Question, ask, read_answer
 KIND = "train.fedlm"
 LOOK_SECONDS = 1.0  # how often it is looked who is there
 LONGEST_NAP = 0.5
+# Flower's own answers for nodes that went away and messages that it no longer has.
+UNAVAILABLE = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+)
 
 
 class Presence(NamedTuple):
@@ -44,8 +51,12 @@ class Seat(NamedTuple):
     text: str = ""  # a fingerprint
 
 
+class Undelivered(Exception):
+    """A message that will not be answered: its node went away, or it was forgotten."""
+
+
 class Post(Protocol):
-    """A way to send questions and fetch answers."""
+    """A way to send questions and fetch answers; `fetch` may say that there will be none."""
 
     def send(self, node_id: int, records: RecordDict, round: int) -> str: ...
 
@@ -70,6 +81,8 @@ class GridPost:
 
     def fetch(self, message_id: str) -> Message | None:
         found = list(self.grid.pull_messages([message_id]))
+        if found and found[0].has_error() and found[0].error.code in UNAVAILABLE:
+            raise Undelivered(message_id)
         return found[0] if found else None
 
     def presence(self) -> dict[str, Presence]:
@@ -111,7 +124,8 @@ class Waiting:
     ) -> None:
         self.post, self.asked, self.tally = post, asked, tally
         self.line = list(asked)
-        self.sent: dict[str, tuple[str, str]] = {}  # message, and since when its node was there
+        self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
+        self.since: dict[str, str] = {}  # when it came that was asked last
         self.times_sent = 0
         self.ends = time.monotonic() + patience.deadline
         self.least = max(1, math.ceil(patience.quorum * len(asked) - 1e-9))
@@ -163,9 +177,17 @@ class Waiting:
         return None
 
     def _fetch(self, name: str) -> Message | None:
-        if name not in self.sent or self._returned(name):
+        if not self.sent.get(name) or self._returned(name):
             self._send(name)
-        return self.post.fetch(self.sent[name][0]) if name in self.sent else None
+        for message in list(self.sent.get(name, ())):
+            try:
+                found = self.post.fetch(message)
+            except Undelivered:
+                self.sent[name].remove(message)
+                continue
+            if found is not None:
+                return found
+        return None
 
     def _send(self, name: str) -> None:
         there = self._presence().get(name)
@@ -177,12 +199,13 @@ class Waiting:
         made = self.post.send(there.node_id, ask(question), question.round)
         self.times_sent += 1
         if made:
-            self.sent[name] = made, there.since
+            self.sent.setdefault(name, []).append(made)
+            self.since[name] = there.since
 
     def _returned(self, name: str) -> bool:
         """A node that came again may have lost the question; the same one gives the same answer."""
         there = self._presence().get(name)
-        return there is not None and there.online and there.since != self.sent[name][1]
+        return there is not None and there.online and there.since != self.since[name]
 
     def _online(self, name: str) -> bool:
         there = self._presence().get(name)

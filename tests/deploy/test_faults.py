@@ -1,0 +1,147 @@
+"""Processes that are killed: a run ends as if nothing had happened."""
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+
+from fedlm.corpus.deal import deal
+from fedlm.corpus.store import Store
+from fedlm.deploy import home
+from fedlm.deploy.demo import demo
+from fedlm.deploy.processes import Child, children, free_port, wait_for_port
+from fedlm.deploy.status import read_tallies
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
+from fedlm.train import Watcher
+from fedlm.train import train as simulate
+from tests.conftest import write_tiny
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+LONGEST = 900.0  # a bound on a hang, not on speed
+SETTINGS = (
+    "server.rounds=8",
+    "server.cohort=6",
+    "run.engine=loop",
+    "wire.upload=uniform-8",
+    "run.checkpoint_every=1",
+)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A place for processes, all of which end with the test."""
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    with children() as started:
+        yield Processes(tmp_path, started)
+
+
+class Processes:
+    """A flat federation of two nodes, each role a process that can be killed."""
+
+    def __init__(self, folder, started):
+        self.folder, self.started, self.roles = folder, started, {}
+        write_tiny(folder)
+        build(load(folder / "tiny.toml"), folder / "text", lambda stage, done: None)
+        self.store = next((folder / "text").iterdir())
+        deal(Store(self.store), ("north", "south"), folder / "stores")
+
+    def found(self, **more):
+        self.port = free_port()
+        names = ("north", "south")
+        self.home = home.init(
+            self.folder / "fed", "fed", ["127.0.0.1"], self.port, names, bind="127.0.0.1", **more
+        )
+
+    def start(self, role):
+        fed = str(self.home.path)
+        arguments = {
+            "server": ["federation", "serve", fed],
+            "train": ["federation", "train", fed, "at.toml", "--out", "run", "--resume"],
+        }.get(role)
+        if arguments is None:
+            kit, store = str(self.home.kit(role).path), str(self.folder / "stores" / role)
+            arguments = ["node", "join", kit, "--store", store, "--devices", "1"]
+        self.roles[role] = Child(arguments, self.folder / f"{role}.log", self.folder)
+        self.started.append(self.roles[role])
+        if role == "server":
+            wait_for_port(self.port, self.roles[role], LONGEST)
+
+    def recipe(self, store, name="at.toml"):
+        text = (self.folder / "tiny.toml").read_text()
+        text = text.replace("vocabulary = 60", "").replace(
+            'source = "tiny.jsonl"', f'store = "{store}"'
+        )
+        changed = load(self._write(name, text), SETTINGS)
+        from fedlm.recipe.settings import dump
+
+        self._write(name, dump(changed))
+        return changed
+
+    def _write(self, name, text):
+        (self.folder / name).write_text(text)
+        return self.folder / name
+
+    def rounds(self):
+        file = self.folder / "run" / "journal.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return sum('"kind": "round"' in line for line in lines)
+
+    def wait(self, ready, what):
+        ends = time.monotonic() + LONGEST
+        while not ready():
+            assert time.monotonic() < ends, what
+            time.sleep(0.1)
+
+    def summary(self):
+        self.wait(lambda: not self.roles["train"].alive, "training ends")
+        assert (self.folder / "run" / "summary.json").is_file(), self.roles["train"].tail()
+        return json.loads((self.folder / "run" / "summary.json").read_text())
+
+    def simulated(self):
+        experiment = build(self.recipe(self.store, "sim.toml"), self.folder, lambda s, d: None)
+        run = RunDirectory(self.folder / "simulated")
+        return simulate(experiment, run, resume=False, watcher=Watcher())
+
+
+def test_each_role_is_killed_in_turn(world):
+    world.found()
+    world.recipe(world.folder / "stores" / "server")
+    for role in ("server", "north", "south", "train"):
+        world.start(role)
+    for after, role in enumerate(("south", "server", "train", "north"), 1):
+        world.wait(lambda after=after: world.rounds() >= after, f"round {after}")
+        world.roles[role].kill()
+        world.start(role)
+    assert world.summary()["params_sha256"] == world.simulated()["params_sha256"]
+
+
+def test_an_absent_node_is_passed_over_and_used_again(world):
+    world.found(quorum=0.5)
+    world.recipe(world.folder / "stores" / "server")
+    for role in ("server", "north", "south", "train"):
+        world.start(role)
+    world.wait(lambda: world.rounds() >= 1, "a round")
+    world.roles["south"].kill()
+    tallies = lambda: read_tallies(world.folder / "run" / "nodes.jsonl")  # noqa: E731
+    world.wait(lambda: any(t["away"] == ["south"] for t in tallies()), "it is missed")
+    world.start("south")
+    assert world.summary()["rounds"] == 8
+    missed = [t["round"] for t in tallies() if "south" in t["away"]]
+    assert missed and any("south" in t["answered"] for t in tallies() if t["round"] > missed[0])
+
+
+@pytest.mark.parametrize("as_tree", [False, True], ids=["flat", "tree"])
+def test_the_demonstration_shows_no_difference(world, as_tree):
+    recipe = load(world.folder / "tiny.toml", ("server.rounds=2", "server.cohort=9"))
+    shown = demo(world.folder / "demo", recipe, as_tree=as_tree, devices=1, watcher=Watcher())
+    assert shown["networked"]["rounds"] == 2
+    assert shown["difference"] < 1e-6
+    assert np.isfinite(shown["networked"]["perplexity"])
