@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedlm.asked import load_params
 from fedlm.cli.devices import use_devices
 from fedlm.cli.say import AsJson, emit, show, talk
 from fedlm.cli.train import STORES
@@ -14,7 +15,7 @@ from fedlm.core.errors import ConfigError
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import check_same, load_params
+from fedlm.train import check_same
 
 
 def evaluate(

@@ -43,6 +43,10 @@ class RunDirectory:
     def weights(self) -> Path:
         return self.path / "model.safetensors"
 
+    def weights_of(self, node: str) -> Path:
+        """The model of a node of a tree; without a name, that of the whole federation."""
+        return self.path / "nodes" / f"{node}.safetensors" if node else self.weights
+
     @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer.json"
