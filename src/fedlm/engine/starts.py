@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fedlm.cohort.pack import lay_out
-from fedlm.core.types import Members, Params, Update
+from fedlm.core.types import Members, Params, Total, Update
 from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import LaneState, MeshEngine, Stream, _single
+from fedlm.engine.mesh import LaneState, MeshEngine, Stream
 
 Starts = Callable[[int], Params]
 
@@ -53,10 +54,10 @@ class MeshStarts(MeshEngine):
             group = members[at : at + self.lanes]
             begin = [starts(int(member)) for member in group]
             begin += begin[:1] * (self.lanes - len(group))  # an idle lane needs any parameters
-            params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *begin)
-            params = jax.device_put(params, self._per_lane)
-            total = self._train(params, round, group).total
-            yield from ((int(m), _single(total, lane)) for lane, m in enumerate(group))
+            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *begin)
+            params = jax.device_put(stacked, self._per_lane)
+            total = jax.device_get(self._train(params, round, group).total)
+            yield from ((int(m), _alone(total, lane)) for lane, m in enumerate(group))
             self._count_bytes(begin[0], len(group))
 
     def _train(self, params: Params, round: int, group: Members) -> LaneState:
@@ -92,3 +93,11 @@ class MeshStarts(MeshEngine):
         self, params: Params, limit: Any, state: LaneState, stream: Stream
     ) -> LaneState:
         return self._run_lane(jax.tree.map(lambda x: x[0], params), limit, state, stream)
+
+
+def _alone(total: Total, lane: int) -> Update:
+    """The update of the only member in a lane, on the host."""
+    one = jax.tree.map(lambda x: x[lane], total)
+    share = np.float32(1.0) / one.weight if one.weight > 0 else np.float32(0.0)
+    delta = jax.tree.map(lambda x: x * share, one.delta)
+    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside)

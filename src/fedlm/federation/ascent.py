@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedlm.cohort.sample import draw
-from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import History, Params, Total, Update
 from fedlm.federation import peers
@@ -36,6 +35,7 @@ from fedlm.federation.tree import (
     join_totals,
     kept_waiting,
     key_of,
+    length,
 )
 from fedlm.privacy.clip import clip
 from fedlm.privacy.noise import add_scaled, standard_normal
@@ -98,7 +98,7 @@ class Turn:
         for member, update in self.engine.collect_from(starts.__getitem__, self.round, members):
             node = member - first
             self.done[node] = update
-            self._trained(node, tree.add(self.starts[node], update.delta))
+            self._trained(node, jax.tree.map(np.add, self.starts[node], update.delta))
             if self.rules.noise:
                 self._hide(node, update)
         # A node is not far from its own text: what travels is counted between nodes.
@@ -120,7 +120,7 @@ class Turn:
         total = self.engine.gather(state.params, cohort, float(state.limit))
         after = server_half(algorithm, state, total, members)
         self.done[node] = total
-        self._trained(node, after.params)
+        self._trained(node, jax.device_get(after.params))
         kept = eqx.tree_at(lambda s: s.params, after, None)
         self.nodes[node] = eqx.tree_at(
             lambda b: b.federation, self.nodes[node], kept, is_leaf=lambda x: x is inner
@@ -138,14 +138,13 @@ class Turn:
         secret = private_seed(self.state)  # type: ignore[arg-type]
         key = key_for(secret, "noise", round=self.round, member=node)
         noise = standard_normal(key, short.delta)
-        delta = add_scaled(short.delta, noise, rules.noise * rules.clip)
-        public = tree.add(self.starts[node], delta)
+        delta = jax.device_get(add_scaled(short.delta, noise, rules.noise * rules.clip))
+        public = jax.tree.map(np.add, self.starts[node], delta)
         self.sent[node] = backbone_of(rules, public)
         moved = key_of(rules, delta)
         told = {k: np.asarray(v) + moved[k] for k, v in (self.nodes[node].told or {}).items()}
         self.down.told[node] = told
-        kept = {k: jnp.asarray(v) for k, v in told.items()}
-        self.nodes[node] = eqx.tree_at(lambda b: b.told, self.nodes[node], kept)
+        self.nodes[node] = eqx.tree_at(lambda b: b.told, self.nodes[node], told)
 
     # ---- up --------------------------------------------------------------------------------
 
@@ -183,7 +182,7 @@ class Turn:
         self.agreement[node] = _agreement(change, changes, shares)
         backbone, memory = _step(rules.optimizers[node], base, branch.memory, change)
         key = self._meet(node, came)
-        params = join(rules, branch.params, backbone, key)
+        params = join(rules, branch.params, jax.device_get(backbone), key)
         self.nodes[node] = eqx.tree_at(
             lambda b: (b.params, b.memory), branch, (params, memory), is_leaf=lambda x: x is None
         )
@@ -219,14 +218,13 @@ class Turn:
         nodes = []
         for node, branch in enumerate(self.nodes):
             if branch.told is not None and not self.rules.topology.clients[node]:
-                told = {k: jnp.asarray(v) for k, v in self.down.told[node].items()}
-                branch = eqx.tree_at(lambda b: b.told, branch, told)
+                branch = eqx.tree_at(lambda b: b.told, branch, dict(self.down.told[node]))
             nodes.append(branch)
         values, whose = kept_waiting(self.state, self.emitted.get(0, ()))
         return TreeState(
             nodes=tuple(nodes),
             origin=self.state.origin,
-            waiting={layer: jnp.asarray(v) for layer, v in values.items()},
+            waiting=dict(values),
             waiting_from=jnp.asarray(whose),
             secret=self.state.secret,
             round=self.state.round + 1,
@@ -257,7 +255,7 @@ class Turn:
         if done is not None:
             facts["loss"] = float(done.nats) / max(float(done.tokens), 1.0)
         if isinstance(done, Update):
-            facts["change"] = float(tree.norm(done.delta))
+            facts["change"] = length(done.delta)
         for name, found in (("entropy_down", self.down.attention), ("entropy_up", self.attention)):
             if node in found:
                 facts[name] = peers.entropy(found[node])
@@ -266,26 +264,22 @@ class Turn:
             facts["self_weight"] = float(np.mean(shares))
         if node in self.agreement:
             facts["agreement"] = self.agreement[node]
-            facts["backbone_norm"] = float(
-                tree.norm(backbone_of(self.rules, self.nodes[node].params))
-            )
+            facts["backbone_norm"] = length(backbone_of(self.rules, self.nodes[node].params))
         return facts
 
 
-@jax.jit
 def _mean(changes: list[Backbone], shares: list[float]) -> Backbone:
-    whole = sum(shares)
-    total = tree.scale(changes[0], shares[0] / whole)
-    for change, share in zip(changes[1:], shares[1:], strict=True):
-        total = tree.add_scaled(total, change, share / whole)
-    return total
+    part = np.asarray(shares, np.float32) / np.float32(sum(shares))
+    return tuple(
+        sum((x * p for x, p in zip(leaves[1:], part[1:], strict=True)), leaves[0] * part[0])
+        for leaves in zip(*changes, strict=True)
+    )
 
 
 def _agreement(change: Backbone, changes: list[Backbone], shares: list[float]) -> float:
     """The length of the mean change over the mean length: one if all agree, near zero if none."""
-    lengths = np.asarray([float(tree.norm(c)) for c in changes])
-    mean = float(np.average(lengths, weights=shares))
-    return float(tree.norm(change)) / mean if mean > 0 else 1.0
+    mean = float(np.average([length(c) for c in changes], weights=shares))
+    return length(change) / mean if mean > 0 else 1.0
 
 
 def turn(rules: Rules, engine: StartsEngine, state: TreeState) -> tuple[TreeState, Facts]:

@@ -16,6 +16,7 @@ those down again in the next round, each to the subtree that is most like it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -27,14 +28,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int, UInt32
 
-from fedlm.core import tree
 from fedlm.core.types import Engine, Members, OptState, Params, Total, Update
 from fedlm.federation import peers
 from fedlm.federation.peers import Key, Residual
 from fedlm.federation.round import Algorithm, NodeState, init_node
 from fedlm.federation.topology import Topology
 
-Backbone = tuple[Array, ...]
+# Models of nodes rest on the host; the device holds those that train.
+Backbone = tuple[Any, ...]
 
 
 class StartsEngine(Engine, Protocol):
@@ -88,7 +89,9 @@ class Branch(eqx.Module):
     memory: OptState  # of the optimiser that moves its backbone, where it has children
     anchor: Backbone | None  # the backbone as received, where it reports only now and then
     federation: NodeState | None  # of its clients, without parameters; None if text is pooled
-    told: dict[str, Any] | None  # its key layers as others know them, where noise keeps the real ones
+    told: (
+        dict[str, Any] | None
+    )  # its key layers as others know them, where noise keeps the real ones
 
 
 class TreeState(eqx.Module):
@@ -136,7 +139,7 @@ def join(rules: Rules, like: Params, backbone: Backbone, key: Key) -> Params:
         else:
             at = used[layer]
             used[layer] = at + leaf.size
-            made.append(jnp.asarray(key[layer][at : at + leaf.size].reshape(leaf.shape)))
+            made.append(key[layer][at : at + leaf.size].reshape(leaf.shape))
     return jax.tree.unflatten(structure, made)
 
 
@@ -147,6 +150,7 @@ def init_tree(
     rules: Rules, params: Params, secret: bytes = bytes(16), secrets: Sequence[bytes] = ()
 ) -> TreeState:
     """All nodes begin with the same model."""
+    params = jax.device_get(params)
     topology, origin = rules.topology, key_of(rules, params)
     nodes = tuple(
         _fresh(rules, node, params, secrets[node] if secrets else bytes(16))
@@ -155,8 +159,8 @@ def init_tree(
     rows = rules.residuals * len(topology.children[0])
     return TreeState(
         nodes=nodes,
-        origin={layer: jnp.asarray(v) for layer, v in origin.items()},
-        waiting={layer: jnp.zeros((rows, v.size), v.dtype) for layer, v in origin.items()},
+        origin=dict(origin),
+        waiting={layer: np.zeros((rows, v.size), v.dtype) for layer, v in origin.items()},
         waiting_from=jnp.full((len(origin), rows), -1, jnp.int32),
         secret=jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
         round=jnp.int32(0),
@@ -169,13 +173,12 @@ def _fresh(rules: Rules, node: int, params: Params, secret: bytes) -> Branch:
     inner = None
     if algorithm is not None and topology.clients[node]:
         inner = eqx.tree_at(lambda s: s.params, init_node(algorithm, params, secret), None)
-    key = key_of(rules, params)
     return Branch(
         params=params,
         memory=rules.optimizers[node].init(backbone) if topology.children[node] else (),
         anchor=backbone if rules.every > 1 and topology.heights[node] and node else None,
         federation=inner,
-        told={k: jnp.asarray(v) for k, v in key.items()} if rules.noise else None,
+        told=dict(key_of(rules, params)) if rules.noise else None,
     )
 
 
@@ -269,5 +272,9 @@ def join_totals(parts: Sequence[Total | Update]) -> dict[str, float]:
 
 def change_of(after: Backbone, before: Backbone) -> Backbone:
     """What a federation or a leaf changed in a backbone that it was given."""
-    changed: Backbone = tree.sub(after, before)
-    return changed
+    return tuple(np.subtract(x, y) for x, y in zip(after, before, strict=True))
+
+
+def length(part: Any) -> float:
+    """The L2 norm of a part of a model."""
+    return math.sqrt(sum(float(np.vdot(x, x)) for x in jax.tree.leaves(part)))

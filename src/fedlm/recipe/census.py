@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core.errors import ConfigError
@@ -25,7 +27,7 @@ from fedlm.recipe.build import Experiment
 from fedlm.recipe.federation import Federation, topology_of
 
 # Rows of each place in the matrix of all nodes and all places.
-MATRIX_ROWS = 32
+MATRIX_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Census(Experiment):
 
     def models_of(self, state: TreeState) -> dict[str, Params]:
         """Every node's model as it begins the next round; that of the root has no name."""
-        models = received(self.rules, state)
+        models = [jax.tree.map(jnp.asarray, model) for model in received(self.rules, state)]
         return {"": models[0], **dict(zip(self.topology.names, models, strict=True))}
 
     def _own(self, params: Params, node: int) -> Sums:
