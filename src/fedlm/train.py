@@ -31,7 +31,7 @@ from fedlm.privacy import account
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.settings import dump
-from fedlm.record import checkpoint, report
+from fedlm.record import branches, checkpoint, report
 from fedlm.record.directory import RunDirectory, difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.tensorboard import Board
@@ -301,11 +301,14 @@ def _close(
         for prompt in experiment.recipe.run.prompts
     ]
     claim = _claim(experiment, int(state.round))
-    journal.append("final", **splits, baselines=baselines, predictions=predictions, privacy=claim)
+    found = {**splits, **experiment.closing_facts(int(state.round))}
+    journal.append("final", **found, baselines=baselines, predictions=predictions, privacy=claim)
     journal.sync()
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, experiment)
     facts = report.facts_of(directory.path)
+    for warning in branches.warnings(facts.header, facts.rounds):
+        watcher.say(f"Warning: {warning}")
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())
     summary = _summary(experiment, directory, state.params, facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())

@@ -186,10 +186,17 @@ def print_summary(summary: Summary) -> None:
     final = summary["perplexity"]
     for name, value in counted.items():
         rows.append([f"{name}, counted", value, f"{final / value:.2f}" if final else "-"])
-    rows.append(["trained, held-out clients", final, ""])
-    if summary.get("validation_perplexity"):
+    whose = "trained, mean over leaves" if summary.get("nodes") else "trained, held-out clients"
+    rows.append([whose, final, ""])
+    if summary.get("validation_perplexity") and not summary.get("nodes"):
         rows.append(["trained, held-out text", summary["validation_perplexity"], ""])
     show(f"{summary['run']}: perplexity", ["model", "perplexity", "trained / this"], rows)
+    if summary.get("nodes"):
+        parts = ("name", "perplexity", "personal", "parent")
+        head = ["node", "perplexity", "after own steps", "parent"]
+        show(
+            "nodes, on the text below them", head, [[n[p] for p in parts] for n in summary["nodes"]]
+        )
     accuracy = "" if summary["accuracy"] is None else f"; accuracy {summary['accuracy']:.1%}"
     moved = f"{size(summary['upload_bytes'])} up, {size(summary['download_bytes'])} down"
     learned = "" if summary["tokens"] is None else f", {summary['tokens']:,} tokens"

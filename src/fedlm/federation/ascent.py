@@ -112,7 +112,9 @@ class Turn:
             lambda s: s.params, inner, self.starts[node], is_leaf=lambda x: x is None
         )
         seed = self.rules.seed if algorithm.plan is None else private_seed(state)
-        rng = generator_for(seed, "cohort", round=self.round, member=node)
+        # By its place among those with text: the only one draws as a flat federation does.
+        place = self.rules.topology.with_text.index(node)
+        rng = generator_for(seed, "cohort", round=self.round, member=place)
         history = History(*(np.asarray(part) for part in state.history))
         members = draw(algorithm.sampling, rng, self.round, history)
         clients = np.asarray(self.rules.topology.clients[node])

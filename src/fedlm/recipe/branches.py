@@ -28,6 +28,7 @@ from fedlm.federation.round import SILENT, UNRELEASED, Algorithm
 from fedlm.federation.tree import Rules, TreeState, init_tree
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
+from fedlm.privacy import account
 from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import promise
@@ -35,6 +36,8 @@ from fedlm.recipe.census import Census
 from fedlm.wire.dense import dense
 
 Facts = dict[str, Any]
+# An epsilon beyond this bounds a likelihood ratio by more than twenty thousand: nothing.
+MEANINGFUL = 10.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ class TreeExperiment(Census):
     def init_node(self, params: Params) -> TreeState:  # type: ignore[override]
         """The state before the first round."""
         root = promise.secret_of(self.recipe.privacy)
-        secrets = [_secret(root, node) for node in range(len(self.topology))]
+        first = self.topology.with_text[0]
+        secrets = [_secret(root, node - first) for node in range(len(self.topology))]
         seed = self.settings.noise_seed
         hidden = bytes(16)
         if self.settings.noise:
@@ -197,13 +201,32 @@ class TreeExperiment(Census):
         held = self.topology.clients[member - clients]
         return np.concatenate([super(TreeExperiment, self)._rows_of(c) for c in held])
 
+    def closing_facts(self, rounds: int) -> Facts:
+        """What noise at the leaves is worth, in numbers and plain words."""
+        noise, delta = self.settings.noise, self.settings.delta
+        if not noise:
+            return {}
+        epsilon = account.epsilon_of_rho(rounds / (2 * noise**2), delta)
+        meaning = (
+            "That is a claim."
+            if epsilon <= MEANINGFUL
+            else "Such an epsilon promises nothing: the noise is a test of robustness, no privacy."
+        )
+        said = (
+            f"Every change that left a leaf was clipped to {self.settings.clip:g} and got Gaussian "
+            f"noise of {noise:g} times that in every coordinate. For the whole text of one leaf "
+            f"replaced by nothing, {rounds} rounds cost epsilon {epsilon:.3g} at delta {delta:g}. "
+            f"{meaning}"
+        )
+        return {"leaves": {"epsilon": epsilon, "delta": delta, "said": said}}
+
     def checked(self) -> Self:
         _ = self.rules
         return super().checked()
 
 
 def _secret(root: bytes, node: int) -> bytes:
-    """A secret for every node; the root's is that of a flat federation."""
+    """A secret for every node; that of the first with text is that of a flat federation."""
     if node == 0:
         return root
     return hashlib.blake2b(root + str(node).encode(), digest_size=16).digest()

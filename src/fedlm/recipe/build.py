@@ -301,6 +301,10 @@ class Experiment:
         """What a journal's header says of the shape of the federation; nothing if it is flat."""
         return {}
 
+    def closing_facts(self, rounds: int) -> dict[str, Any]:
+        """What a journal's closing line says besides figures; nothing if the federation is flat."""
+        return {}
+
     def models_of(self, state: Any) -> dict[str, Params]:
         """The models of a state by name, that of the whole federation first."""
         return {"": state.params}

@@ -109,8 +109,19 @@ class Census(Experiment):
         sums = [total(self.evaluator(params, self.held[n])) for n in places]
         return Sums(*(float(np.sum(column)) for column in zip(*sums, strict=True)))
 
+    @cached_property
+    def _looked(self) -> dict[int, dict[str, Any]]:
+        return {}
+
     def look(self, state: TreeState) -> dict[str, Any]:
         """Every place that holds text, on its own text."""
+        now = int(state.round)
+        if now not in self._looked:  # the last state is looked at twice
+            self._looked.clear()
+            self._looked[now] = self._look(state)
+        return dict(self._looked[now])
+
+    def _look(self, state: TreeState) -> dict[str, Any]:
         models = received(self.rules, state)
         names, places = self.topology.names, self.topology.with_text
         came = {n: self._own_place(models[n], n) for n in places}
