@@ -26,6 +26,7 @@ SMALL = ("model.name=mpt", "model.layers=2", "model.heads=2", "server.rounds=3",
 FLAT = ("federation.pool=false", "federation.optimizer=fedavg", "federation.rate=1.0")
 BARE = "\n[federation]\n"
 HIDDEN = ("federation.noise=0.5", "federation.clip=0.01", "federation.noise_seed=3")
+KEPT = ("client.optimizer=adam", "client.rate=0.01", "federation.keep_optimizer=true")
 PLAN = (
     "privacy.mechanism=gaussian",
     "privacy.noise=1.0",
@@ -235,6 +236,17 @@ def test_users_of_a_leaf_are_protected_by_a_plan(tree_of):
     assert made.plan.sampling.population == min(held)
 
 
+def test_an_optimizer_that_is_kept_goes_on_where_it_stopped(tree_of):
+    """One step a round: a memory that is kept makes two rounds of one member two steps of Adam."""
+    alone = ("federation.key=all", "federation.temperature=0", "client.max_steps=1", *KEPT)
+    made, state, _ = tree_of(*alone)
+    leaf = made.topology.with_text[0]
+    counts = [x for x in jax.tree.leaves(state.nodes[leaf].local) if np.ndim(x) == 0]
+    assert counts and all(int(c) == 2 for c in counts)
+    step = [jax.tree.leaves(s.nodes[leaf].params)[0] for s in (state, tree_of(*alone[:-1])[1])]
+    assert not np.array_equal(*step), "a fresh Adam takes a full step each time"
+
+
 # ---- runs --------------------------------------------------------------------------------
 
 
@@ -249,8 +261,8 @@ def told_by(run):
 
 @pytest.mark.parametrize(
     "changes",
-    [("federation.every=2",), HIDDEN, ("federation.pool=false",)],
-    ids=["every", "noise", "clients"],
+    [("federation.every=2", *KEPT), HIDDEN, ("federation.pool=false",)],
+    ids=["kept", "noise", "clients"],
 )
 def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes):
     def carry_out(name, stop_after=None, resume=False):

@@ -37,6 +37,7 @@ from fedlm.federation.tree import (
     key_of,
     length,
 )
+from fedlm.local import kept
 from fedlm.privacy.clip import clip
 from fedlm.privacy.noise import add_scaled, standard_normal
 from fedlm.server.step import step
@@ -55,7 +56,8 @@ class Turn:
         self.down = Descent(rules, state)
         self.starts: dict[int, Params] = {}  # where each node began this round
         self.sent: dict[int, Backbone] = {}  # the backbone that each node shows its parent
-        self.done: dict[int, Update | Total] = {}
+        self.done: dict[int, Update | Total] = {}  # without the change
+        self.moved: dict[int, float] = {}  # how long it was
         self.emitted: dict[int, Sequence[Residual]] = {}
         self.up_bytes = [0] * len(rules.topology)
         self.attention: dict[int, dict[str, np.ndarray]] = {}
@@ -94,15 +96,31 @@ class Turn:
             return
         first, counted = self.rules.clients, (self.engine.upload_bytes, self.engine.download_bytes)
         members = np.asarray([first + node for node in nodes])
-        starts = {first + node: self.starts[node] for node in nodes}
-        for member, update in self.engine.collect_from(starts.__getitem__, self.round, members):
+
+        def start(member: int) -> Params:
             node = member - first
-            self.done[node] = update
+            told, model = self.nodes[node].local, self.starts[node]
+            return model if told is None else {kept.MODEL: model, kept.MEMORY: told}
+
+        for member, update in self.engine.collect_from(start, self.round, members):
+            node = member - first
+            update = self._remember(node, update)
+            self.done[node] = _without_change(update)
+            self.moved[node] = length(update.delta)
             self._trained(node, jax.tree.map(np.add, self.starts[node], update.delta))
             if self.rules.noise:
                 self._hide(node, update)
         # A node is not far from its own text: what travels is counted between nodes.
         self.engine.upload_bytes, self.engine.download_bytes = counted
+
+    def _remember(self, node: int, update: Update) -> Update:
+        """The change of the model alone; that of its optimiser's memory stays with the node."""
+        branch = self.nodes[node]
+        if branch.local is None:
+            return update
+        memory = jax.tree.map(np.add, branch.local, update.delta[kept.MEMORY])
+        self.nodes[node] = eqx.tree_at(lambda b: b.local, branch, memory)
+        return eqx.tree_at(lambda u: u.delta, update, update.delta[kept.MODEL])
 
     def _train_federation(self, node: int) -> None:
         """A node whose clients are members: the flat round, on its part of the clients."""
@@ -121,7 +139,7 @@ class Turn:
         cohort = self.engine.prepare(self.round, clients[members])
         total = self.engine.gather(state.params, cohort, float(state.limit))
         after = server_half(algorithm, state, total, members)
-        self.done[node] = total
+        self.done[node] = _without_change(total)
         self._trained(node, jax.device_get(after.params))
         kept = eqx.tree_at(lambda s: s.params, after, None)
         self.nodes[node] = eqx.tree_at(
@@ -129,10 +147,9 @@ class Turn:
         )
 
     def _trained(self, node: int, params: Params) -> None:
+        params = self.rules.rest(node, params)
         self.nodes[node] = eqx.tree_at(lambda b: b.params, self.nodes[node], params)
         self.down.params[node] = params  # what children receive in the order of levels
-        if not self.rules.noise:
-            self.down.told[node] = key_of(self.rules, params)
 
     def _hide(self, node: int, update: Update) -> None:
         """What others may know of a leaf's work: its change, clipped, with noise."""
@@ -145,7 +162,7 @@ class Turn:
         self.sent[node] = backbone_of(rules, public)
         moved = key_of(rules, delta)
         told = {k: np.asarray(v) + moved[k] for k, v in (self.nodes[node].told or {}).items()}
-        self.down.told[node] = told
+        self.down.public[node] = told
         self.nodes[node] = eqx.tree_at(lambda b: b.told, self.nodes[node], told)
 
     # ---- up --------------------------------------------------------------------------------
@@ -155,13 +172,13 @@ class Turn:
         if rules.topology.children[node]:
             self._aggregate(node)
         elif rules.residuals:
-            told = self.down.told[node]
-            self.emitted[node] = [Residual(layer, node, values) for layer, values in told.items()]
+            known = self.down.known(node)
+            self.emitted[node] = [Residual(layer, node, values) for layer, values in known.items()]
         self.sent.setdefault(node, backbone_of(rules, self.nodes[node].params))
         if node and rules.reports(node, self.round):
             self.up_bytes[node] += rules.cost(self.sent[node])
-            if self.down.told[node] and not rules.personal:
-                self.up_bytes[node] += rules.cost(self.down.told[node])
+            if not rules.personal:
+                self.up_bytes[node] += rules.cost(self.down.known(node))
                 if rules.topology.children[node]:  # a leaf's layers are its residuals
                     self.up_bytes[node] += sum(
                         rules.cost(r.values) for r in self.emitted.get(node, ())
@@ -184,11 +201,13 @@ class Turn:
         self.agreement[node] = _agreement(change, changes, shares)
         backbone, memory = _step(rules.optimizers[node], base, branch.memory, change)
         key = self._meet(node, came)
-        params = join(rules, branch.params, jax.device_get(backbone), key)
+        params = rules.rest(node, join(rules, branch.params, jax.device_get(backbone), key))
         self.nodes[node] = eqx.tree_at(
             lambda b: (b.params, b.memory), branch, (params, memory), is_leaf=lambda x: x is None
         )
-        self.down.told[node] = key
+        self.down.params[node] = params
+        if rules.noise:
+            self.down.public[node] = key
 
     def _change(self, child: int) -> Backbone:
         anchor = self.nodes[child].anchor
@@ -197,11 +216,11 @@ class Turn:
 
     def _meet(self, node: int, came: Sequence[int]) -> Key:
         """A node's own layers are those it trained, or the mean of its children's."""
-        rules, told = self.rules, self.down.told
-        own = told[node] if node in self.done else None
-        if not told[node] or (rules.personal and own is not None):
-            return told[node]
-        theirs = [told[child] for child in came]
+        rules, known = self.rules, self.down.known(node)
+        own = known if node in self.done else None
+        if not known or (rules.personal and own is not None):
+            return known
+        theirs = [self.down.known(child) for child in came]
         own = own or peers.mean(theirs, [rules.shares[child] for child in came])
         met = peers.attend(own, theirs, self.down.origin, rules.temperature)
         self.attention[node] = met.weights
@@ -220,7 +239,7 @@ class Turn:
         nodes = []
         for node, branch in enumerate(self.nodes):
             if branch.told is not None and not self.rules.topology.clients[node]:
-                branch = eqx.tree_at(lambda b: b.told, branch, dict(self.down.told[node]))
+                branch = eqx.tree_at(lambda b: b.told, branch, dict(self.down.public[node]))
             nodes.append(branch)
         values, whose = kept_waiting(self.state, self.emitted.get(0, ()))
         return TreeState(
@@ -256,8 +275,8 @@ class Turn:
         done = self.done.get(node)
         if done is not None:
             facts["loss"] = float(done.nats) / max(float(done.tokens), 1.0)
-        if isinstance(done, Update):
-            facts["change"] = length(done.delta)
+        if node in self.moved:
+            facts["change"] = self.moved[node]
         for name, found in (("entropy_down", self.down.attention), ("entropy_up", self.attention)):
             if node in found:
                 facts[name] = peers.entropy(found[node])
@@ -268,6 +287,11 @@ class Turn:
             facts["agreement"] = self.agreement[node]
             facts["backbone_norm"] = length(backbone_of(self.rules, self.nodes[node].params))
         return facts
+
+
+def _without_change(done: Any) -> Any:
+    """What a member tells of its work besides the change, which is as long as a model."""
+    return eqx.tree_at(lambda d: d.delta, done, None)
 
 
 def _mean(changes: list[Backbone], shares: list[float]) -> Backbone:

@@ -28,11 +28,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int, UInt32
 
-from fedlm.core.types import Engine, Members, OptState, Params, Total, Update
+from fedlm.core.types import Engine, Local, Members, OptState, Params, Total, Update
 from fedlm.federation import peers
 from fedlm.federation.peers import Key, Residual
 from fedlm.federation.round import Algorithm, NodeState, init_node
 from fedlm.federation.topology import Topology
+from fedlm.local import kept
 
 # Models of nodes rest on the host; the device holds those that train.
 Backbone = tuple[Any, ...]
@@ -60,6 +61,8 @@ class Rules:
     optimizers: tuple[optax.GradientTransformation, ...]  # of each node
     shares: tuple[float, ...]  # how much each node counts at its parent
     pooled: bool  # a node's text is one member, not a federation of clients
+    local: Local | None  # local training without memory, where the optimiser's state is kept
+    rest: Callable[[int, Params], Params]  # where the model of a node lies when nobody uses it
     clients: int  # how many members there are below the pooled ones
     algorithms: tuple[Algorithm | None, ...]  # of nodes that are federations of clients
     clip: float
@@ -88,6 +91,7 @@ class Branch(eqx.Module):
     params: Params
     memory: OptState  # of the optimiser that moves its backbone, where it has children
     anchor: Backbone | None  # the backbone as received, where it reports only now and then
+    local: Any  # what the optimiser of its own training remembers, where that is kept
     federation: NodeState | None  # of its clients, without parameters; None if text is pooled
     told: (
         dict[str, Any] | None
@@ -177,6 +181,7 @@ def _fresh(rules: Rules, node: int, params: Params, secret: bytes) -> Branch:
         params=params,
         memory=rules.optimizers[node].init(backbone) if topology.children[node] else (),
         anchor=backbone if rules.every > 1 and topology.heights[node] and node else None,
+        local=kept.fresh(rules.local, params)[kept.MEMORY] if rules.local else None,
         federation=inner,
         told=dict(key_of(rules, params)) if rules.noise else None,
     )
@@ -192,16 +197,20 @@ class Descent:
         self.rules, self.round = rules, int(state.round)
         self.origin = {layer: np.asarray(v) for layer, v in state.origin.items()}
         self.params = [node.params for node in state.nodes]
-        self.told = [
-            key_of(rules, node.params)
-            if node.told is None
-            else {layer: np.asarray(v) for layer, v in node.told.items()}
-            for node in state.nodes
-        ]
+        self.public = {
+            node: {layer: np.asarray(v) for layer, v in branch.told.items()}
+            for node, branch in enumerate(state.nodes)
+            if branch.told is not None
+        }
         self.inbox: dict[int, list[Residual]] = {0: waiting_of(state)}
         self.attention: dict[int, dict[str, np.ndarray]] = {}
         self.routed: list[peers.Routed] = []
         self.down_bytes = [0] * len(rules.topology)
+
+    def known(self, node: int) -> Key:
+        """A node's key layers as others know them."""
+        found = self.public.get(node)
+        return key_of(self.rules, self.params[node]) if found is None else found
 
     def receive(self, node: int) -> None:
         """A node takes its parent's backbone, and mixes its key layers with its parent's."""
@@ -214,19 +223,20 @@ class Descent:
         own = key_of(rules, self.params[node])
         self.down_bytes[node] += rules.cost(backbone)
         if own and not rules.personal:
-            met = peers.attend(own, [self.told[parent]], self.origin, rules.temperature, came)
+            met = peers.attend(own, [self.known(parent)], self.origin, rules.temperature, came)
             self.down_bytes[node] += rules.cost(own)
             self.down_bytes[node] += sum(rules.cost(r.values) for r in came)
             self.attention[node], own = met.weights, met.key
-        self.params[node] = join(rules, self.params[node], backbone, own)
-        if not rules.noise or not rules.topology.clients[node]:
-            self.told[node] = own
+        made = join(rules, self.params[node], backbone, own)
+        self.params[node] = rules.rest(node, made)
+        if rules.noise and not rules.topology.clients[node]:
+            self.public[node] = own
         self._pass_on(node, came)
 
     def _pass_on(self, node: int, came: Sequence[Residual]) -> None:
         """Residuals that came go on to the child that is most like them."""
-        children = self.rules.topology.children[node]
-        homes = {child: (self.told[child], self.rules.topology.below(child)) for child in children}
+        children = self.rules.topology.children[node] if came else ()
+        homes = {child: (self.known(child), self.rules.topology.below(child)) for child in children}
         for sent in peers.route(came, homes, self.origin) if homes else ():
             self.inbox.setdefault(sent.to, []).append(sent.residual)
             self.routed.append(sent)

@@ -22,16 +22,19 @@ from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.types import Engine, Params, Sampling
 from fedlm.engine.starts import LoopStarts, MeshStarts
-from fedlm.federation.algorithms import server_optimizer
+from fedlm.federation.algorithms import client_optimizer, schedule, server_optimizer
 from fedlm.federation.ascent import turn
 from fedlm.federation.round import SILENT, UNRELEASED, Algorithm
 from fedlm.federation.tree import Rules, TreeState, init_tree
+from fedlm.local.kept import keeping
+from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
 from fedlm.privacy import account
 from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import promise
+from fedlm.recipe.build import Experiment
 from fedlm.recipe.census import Census
 from fedlm.wire.dense import dense
 
@@ -72,12 +75,47 @@ class TreeExperiment(Census):
             optimizers=tuple(self._outer(node) for node in nodes),
             shares=tuple(self._share(node) for node in nodes),
             pooled=settings.pool,
+            local=self._plain.local if settings.keep_optimizer else None,
+            rest=self._rest,
             clients=len(self.store.training_clients),
             algorithms=tuple(None if settings.pool else self._inner(node) for node in nodes),
             clip=settings.clip,
             noise=settings.noise,
             edge_bytes=dense().encoded_bytes,
         )
+
+    @cached_property
+    def _plain(self) -> Algorithm:
+        """Local training whose rate rises again after every switch of levels."""
+        made: Algorithm = Experiment.algorithm.func(self)  # type: ignore[attr-defined]
+        steps, client = self.settings.warmup, self.recipe.client
+        if not steps:
+            return made
+        rate = schedule("constant", client.rate, rounds=steps, warmup=steps, end=0.0)
+        inner = client_optimizer(
+            client.optimizer,
+            rate,
+            momentum=client.momentum,
+            weight_decay=client.weight_decay,
+            clip=client.clip,
+        )
+        return replace(made, local=local_training(catalog.loss, inner, WEIGHTS[client.weight]))
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        if not self.settings.keep_optimizer:
+            return self._plain
+        require(
+            self.settings.pool,
+            "federation.keep_optimizer",
+            True,
+            "pool = true: clients that come and go keep nothing",
+        )
+        return replace(self._plain, local=keeping(self._plain.local))
+
+    def _rest(self, node: int, params: Params) -> Params:
+        """Models of nodes stay in memory."""
+        return params
 
     def _outer(self, node: int) -> Any:
         """What a node does with its children's mean change."""

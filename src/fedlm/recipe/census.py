@@ -103,12 +103,6 @@ class Census(Experiment):
         models = [jax.tree.map(jnp.asarray, model) for model in received(self.rules, state)]
         return {"": models[0], **dict(zip(self.topology.names, models, strict=True))}
 
-    def _own(self, params: Params, node: int) -> Sums:
-        """A node on its own text: that of the places below it, its own included."""
-        places = [n for n in self.topology.with_text if n in self.topology.below(node)]
-        sums = [total(self.evaluator(params, self.held[n])) for n in places]
-        return Sums(*(float(np.sum(column)) for column in zip(*sums, strict=True)))
-
     @cached_property
     def _looked(self) -> dict[int, dict[str, Any]]:
         return {}
@@ -138,20 +132,25 @@ class Census(Experiment):
 
     def judge(self, state: TreeState, split: str) -> dict[str, Any]:
         """What `look` tells, every node above the places, and the matrix."""
-        seen, models = self.look(state), received(self.rules, state)
-        nodes = []
-        for node, name in enumerate(self.topology.names):
-            came, trained = seen["places"].get(name, (None, None))
-            if node not in self.topology.with_text or self.topology.children[node]:
-                sums = self._own(models[node], node)
-                came, trained = perplexity_of(sums.nats, sums.tokens), trained
-            parent = self.topology.places[node].parent
-            nodes.append({"name": name, "perplexity": came, "personal": trained, "parent": parent})
-        return {
-            **{k: seen[k] for k in ("perplexity", "accuracy", "personal_perplexity")},
-            "nodes": nodes,
-            "matrix": self._matrix(models),
-        }
+        seen = self.look(state)
+        found = self.judge_models(received(self.rules, state))
+        for node in found["nodes"]:
+            node["personal"] = seen["places"].get(node["name"], (None, None))[1]
+        return {"personal_perplexity": seen["personal_perplexity"], **found}
+
+    def judge_models(self, models: list[Params]) -> dict[str, Any]:
+        """Every node on its own text, which is that of the places below it, its own included."""
+        topology, nodes, leaves = self.topology, [], []
+        for node, name in enumerate(topology.names):
+            below = [n for n in topology.with_text if n in topology.below(node)]
+            sums = [total(self.evaluator(models[node], self.held[n])) for n in below]
+            found = figures(Sums(*([float(np.sum(column))] for column in zip(*sums, strict=True))))
+            parent = topology.places[node].parent
+            nodes.append({"name": name, "perplexity": found["perplexity"], "parent": parent})
+            if node in topology.with_text:
+                leaves.append(figures(self.evaluator(models[node], self.held[node])))
+        means = {k: _mean([f[k] for f in leaves]) for k in ("perplexity", "accuracy")}
+        return {**means, "nodes": nodes, "matrix": self._matrix(models)}
 
     def _matrix(self, models: list[Params]) -> dict[str, Any]:
         """Each node on a few rows of every place."""

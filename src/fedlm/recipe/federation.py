@@ -58,6 +58,8 @@ class Federation(BaseModel):
     residuals: Annotated[int, Field(ge=0)] = 1  # layers sent up per layer and node
     every: Annotated[int, Field(ge=1)] = 1  # rounds of a federation to one of that above it
     order: Literal["levels", "together"] = "levels"
+    warmup: Annotated[int, Field(ge=0)] = 0  # steps over which a leaf's rate rises in each round
+    keep_optimizer: bool = False  # a leaf's optimiser goes on where it stopped the round before
     optimizer: tuple[Outer, ...] = ("nesterov", "fedavg")  # from the root down; the last repeats
     rate: tuple[Positive, ...] = (0.7, 1.0)
     momentum: tuple[Decay, ...] = (0.9,)
