@@ -1,13 +1,15 @@
 """Key layers of peers: attention between nodes, and residuals that look for a better home.
 
-In:       key layers as vectors by name, the layers that all nodes began with, a temperature.
+In:       key layers as vectors by name, a common origin of them, a temperature.
 Out:      a node's next key layers and the weights that made them; where a residual goes.
 Promise:  layer by layer, weights are positive and sum to one; an infinite temperature is the mean
           of self and peers, temperature zero keeps self, and peers equal to self change nothing.
 Not here: the backbone (`tree.py`), which peers a node has (`tree.py`).
 
-Two nodes are alike in a layer if they moved in the same direction from where all began: the
-cosine of their changes. Weights themselves would not tell: near their start all of them are alike.
+Two nodes are alike in a layer if they moved in the same direction: the cosine of their changes.
+Weights themselves would not tell: near their start all of them are alike. Changes are measured
+from a common origin: where all began, or where the root is now, which leaves out what all nodes
+have learned in common.
 """
 
 from __future__ import annotations

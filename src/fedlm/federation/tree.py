@@ -55,6 +55,7 @@ class Rules:
     layers: tuple[str | None, ...]  # of each leaf of the model, its key layer
     seed: int
     temperature: float
+    compare: Literal["start", "root"]  # what changes of key layers are measured from
     residuals: int  # how many a layer each node sends up; 0 is none
     every: int  # a federation reports to the one above it once in so many of its rounds
     order: Literal["levels", "together"]
@@ -195,7 +196,8 @@ class Descent:
 
     def __init__(self, rules: Rules, state: TreeState) -> None:
         self.rules, self.round = rules, int(state.round)
-        self.origin = {layer: np.asarray(v) for layer, v in state.origin.items()}
+        begun = {layer: np.asarray(v) for layer, v in state.origin.items()}
+        self.origin = begun if rules.compare == "start" else key_of(rules, state.nodes[0].params)
         self.params = [node.params for node in state.nodes]
         self.public = {
             node: {layer: np.asarray(v) for layer, v in branch.told.items()}
@@ -224,7 +226,9 @@ class Descent:
         self.down_bytes[node] += rules.cost(backbone)
         if own and not rules.personal:
             met = peers.attend(own, [self.known(parent)], self.origin, rules.temperature, came)
-            self.down_bytes[node] += rules.cost(own)
+            # Who measures from the root needs to know its layers; a child of the root does.
+            known = 2 if rules.compare == "root" and parent else 1
+            self.down_bytes[node] += known * rules.cost(own)
             self.down_bytes[node] += sum(rules.cost(r.values) for r in came)
             self.attention[node], own = met.weights, met.key
         made = join(rules, self.params[node], backbone, own)

@@ -69,6 +69,7 @@ class TreeExperiment(Census):
             layers=key_layers(names, settings.key),
             seed=self.recipe.run.seed,
             temperature=settings.temperature,
+            compare=settings.compare,
             residuals=0 if settings.temperature == 0 else settings.residuals,
             every=settings.every,
             order=settings.order,
