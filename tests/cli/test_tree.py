@@ -17,7 +17,13 @@ WRITTEN = """
 name = "a"
 groups = ["north"]
 """
-SMALL = ("model.name=mpt", "model.layers=2", "model.heads=2", "server.rounds=2")
+CHILD = """
+[[federation.node]]
+name = "b"
+parent = "a"
+groups = ["south"]
+"""
+SMALL = ("server.rounds=2", "run.prompts=[]")
 
 
 def train(folder, *changes, table=TREE):
@@ -68,6 +74,7 @@ def test_evaluate_gives_the_figures_of_the_run_again(folder):
         ("federation.key=middle", TREE, ("federation.key = 'middle'", "last SHARE")),
         ("federation.temperature=-1", TREE, ("federation.temperature = -1",)),
         ("federation.noise=1", TREE, ("federation.clip = 0.0", "positive length")),
+        ("federation.clip=1", WRITTEN + CHILD, ("federation.clip = 1.0", "text at leaves alone: a")),
         ("federation.optimizer=sgd", TREE, ("federation.optimizer = 'sgd'", "'fedavg'")),
         ("federation.moves=['x > y']", TREE, ("federation.moves", "no place 'x'")),
         ("federation.moves=['x']", TREE, ("expected 'place > parent'",)),

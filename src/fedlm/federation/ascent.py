@@ -108,7 +108,7 @@ class Turn:
             self.done[node] = _without_change(update)
             self.moved[node] = length(update.delta)
             self._trained(node, jax.tree.map(np.add, self.starts[node], update.delta))
-            if self.rules.noise:
+            if self.rules.hidden:
                 self._hide(node, update)
         # A node is not far from its own text: what travels is counted between nodes.
         self.engine.upload_bytes, self.engine.download_bytes = counted
@@ -141,9 +141,9 @@ class Turn:
         after = server_half(algorithm, state, total, members)
         self.done[node] = _without_change(total)
         self._trained(node, jax.device_get(after.params))
-        kept = eqx.tree_at(lambda s: s.params, after, None)
+        after = eqx.tree_at(lambda s: s.params, after, None)
         self.nodes[node] = eqx.tree_at(
-            lambda b: b.federation, self.nodes[node], kept, is_leaf=lambda x: x is inner
+            lambda b: b.federation, self.nodes[node], after, is_leaf=lambda x: x is inner
         )
 
     def _trained(self, node: int, params: Params) -> None:
@@ -154,10 +154,12 @@ class Turn:
     def _hide(self, node: int, update: Update) -> None:
         """What others may know of a leaf's work: its change, clipped, with noise."""
         rules, short = self.rules, clip(update, jnp.float32(self.rules.clip))
-        secret = private_seed(self.state)  # type: ignore[arg-type]
-        key = key_for(secret, "noise", round=self.round, member=node)
-        noise = standard_normal(key, short.delta)
-        delta = jax.device_get(add_scaled(short.delta, noise, rules.noise * rules.clip))
+        delta = jax.device_get(short.delta)
+        if rules.noise:
+            secret = private_seed(self.state)  # type: ignore[arg-type]
+            key = key_for(secret, "noise", round=self.round, member=node)
+            noise = standard_normal(key, delta)
+            delta = jax.device_get(add_scaled(delta, noise, rules.noise * rules.clip))
         public = jax.tree.map(np.add, self.starts[node], delta)
         self.sent[node] = backbone_of(rules, public)
         moved = key_of(rules, delta)
@@ -206,7 +208,7 @@ class Turn:
             lambda b: (b.params, b.memory), branch, (params, memory), is_leaf=lambda x: x is None
         )
         self.down.params[node] = params
-        if rules.noise:
+        if rules.hidden:
             self.down.public[node] = key
 
     def _change(self, child: int) -> Backbone:
@@ -218,13 +220,13 @@ class Turn:
         """A node's own layers are those it trained, or the mean of its children's."""
         rules, known = self.rules, self.down.known(node)
         own = known if node in self.done else None
-        if not known or (rules.personal and own is not None):
+        if not known or rules.personal:
             return known
         theirs = [self.down.known(child) for child in came]
         own = own or peers.mean(theirs, [rules.shares[child] for child in came])
         met = peers.attend(own, theirs, self.down.origin, rules.temperature)
         self.attention[node] = met.weights
-        if rules.residuals and not rules.personal:
+        if rules.residuals:
             candidates = [r for child in came for r in self.emitted.get(child, ())]
             self.emitted[node] = (
                 peers.worst(candidates, met.key, self.down.origin, rules.residuals)
@@ -241,11 +243,13 @@ class Turn:
             if branch.told is not None and not self.rules.topology.clients[node]:
                 branch = eqx.tree_at(lambda b: b.told, branch, dict(self.down.public[node]))
             nodes.append(branch)
-        values, whose = kept_waiting(self.state, self.emitted.get(0, ()))
+        waiting, whose = self.state.waiting, self.state.waiting_from
+        if 0 in self.emitted:  # else nobody reported to the root
+            waiting, whose = kept_waiting(self.state, self.emitted[0])
         return TreeState(
             nodes=tuple(nodes),
             origin=self.state.origin,
-            waiting=dict(values),
+            waiting=dict(waiting),
             waiting_from=jnp.asarray(whose),
             secret=self.state.secret,
             round=self.state.round + 1,

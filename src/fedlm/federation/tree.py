@@ -75,6 +75,11 @@ class Rules:
         """Whether key layers never leave their node."""
         return self.temperature == 0
 
+    @property
+    def hidden(self) -> bool:
+        """Whether what leaves a leaf is clipped, and perhaps noisy."""
+        return self.clip > 0
+
     def cost(self, part: Any) -> int:
         """The bytes that a part of a model takes between two nodes; nothing takes none."""
         return self.edge_bytes(part) if jax.tree.leaves(part) else 0
@@ -94,9 +99,7 @@ class Branch(eqx.Module):
     anchor: Backbone | None  # the backbone as received, where it reports only now and then
     local: Any  # what the optimiser of its own training remembers, where that is kept
     federation: NodeState | None  # of its clients, without parameters; None if text is pooled
-    told: (
-        dict[str, Any] | None
-    )  # its key layers as others know them, where noise keeps the real ones
+    told: dict[str, Any] | None  # its key layers as others know them, where changes are hidden
 
 
 class TreeState(eqx.Module):
@@ -184,7 +187,7 @@ def _fresh(rules: Rules, node: int, params: Params, secret: bytes) -> Branch:
         anchor=backbone if rules.every > 1 and topology.heights[node] and node else None,
         local=kept.fresh(rules.local, params)[kept.MEMORY] if rules.local else None,
         federation=inner,
-        told=dict(key_of(rules, params)) if rules.noise else None,
+        told=dict(key_of(rules, params)) if rules.hidden else None,
     )
 
 
@@ -233,15 +236,17 @@ class Descent:
             self.attention[node], own = met.weights, met.key
         made = join(rules, self.params[node], backbone, own)
         self.params[node] = rules.rest(node, made)
-        if rules.noise and not rules.topology.clients[node]:
+        if rules.hidden and not rules.topology.clients[node]:
             self.public[node] = own
         self._pass_on(node, came)
 
     def _pass_on(self, node: int, came: Sequence[Residual]) -> None:
         """Residuals that came go on to the child that is most like them."""
-        children = self.rules.topology.children[node] if came else ()
-        homes = {child: (self.known(child), self.rules.topology.below(child)) for child in children}
-        for sent in peers.route(came, homes, self.origin) if homes else ():
+        rules, homes = self.rules, {}
+        for child in rules.topology.children[node] if came else ():
+            if rules.receives(child, self.round):
+                homes[child] = (self.known(child), rules.topology.below(child))
+        for sent in peers.route(came, homes, self.origin):
             self.inbox.setdefault(sent.to, []).append(sent.residual)
             self.routed.append(sent)
 

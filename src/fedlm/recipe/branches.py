@@ -36,6 +36,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import promise
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.census import Census
+from fedlm.record.shelf import Shelf
 from fedlm.wire.dense import dense
 
 Facts = dict[str, Any]
@@ -59,10 +60,17 @@ class TreeExperiment(Census):
             "a positive length: noise is in multiples of it",
         )
         require(
-            settings.noise == 0 or settings.pool,
-            "federation.noise",
-            settings.noise,
+            settings.clip == 0 or settings.pool,
+            "federation.clip",
+            settings.clip,
             "pool = true: where clients are members, [privacy] protects each of them",
+        )
+        inner = [topology.names[n] for n in topology.with_text if topology.children[n]]
+        require(
+            settings.clip == 0 or not inner,
+            "federation.clip",
+            settings.clip,
+            f"text at leaves alone: {', '.join(inner)} would send children what nobody clipped",
         )
         return Rules(
             topology=topology,
@@ -115,8 +123,13 @@ class TreeExperiment(Census):
         return replace(self._plain, local=keeping(self._plain.local))
 
     def _rest(self, node: int, params: Params) -> Params:
-        """Models of nodes stay in memory."""
-        return params
+        """Models of nodes stay in memory, unless there are more than may."""
+        most = self.settings.resident
+        return self._shelf.put(node, params) if 0 < most < len(self.topology) else params
+
+    @cached_property
+    def _shelf(self) -> Shelf:
+        return Shelf()
 
     def _outer(self, node: int) -> Any:
         """What a node does with its children's mean change."""
