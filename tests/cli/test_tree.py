@@ -74,7 +74,7 @@ def test_evaluate_gives_the_figures_of_the_run_again(folder):
         ("federation.key=middle", TREE, ("federation.key = 'middle'", "last SHARE")),
         ("federation.temperature=-1", TREE, ("federation.temperature = -1",)),
         ("federation.noise=1", TREE, ("federation.clip = 0.0", "positive length")),
-        ("federation.clip=1", WRITTEN + CHILD, ("federation.clip = 1.0", "text at leaves alone: a")),
+        ("federation.clip=1", WRITTEN + CHILD, ("federation.clip = 1.0", "at leaves alone: a")),
         ("federation.optimizer=sgd", TREE, ("federation.optimizer = 'sgd'", "'fedavg'")),
         ("federation.moves=['x > y']", TREE, ("federation.moves", "no place 'x'")),
         ("federation.moves=['x']", TREE, ("expected 'place > parent'",)),

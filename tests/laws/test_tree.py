@@ -22,7 +22,7 @@ TREE = """
 levels = [0, 1]
 key = "last 0.5"
 """
-SMALL = ("server.rounds=3", "run.prompts=[]")
+SMALL = ("model.name=cifg", "server.rounds=3", "run.prompts=[]")
 FLAT = ("federation.pool=false", "federation.optimizer=fedavg", "federation.rate=1.0")
 BARE = "\n[federation]\n"
 HIDDEN = ("federation.noise=0.5", "federation.clip=0.01", "federation.noise_seed=3")

@@ -1,6 +1,6 @@
 """Members that begin from parameters of their own.
 
-In:       a cohort, and where each of its members begins.
+In:       members, and where each of them begins and what it remembers.
 Out:      each member's update, measured from there.
 Promise:  what `collect` would return for that member alone, from its own parameters; one compiled
           program for all of them, as many members at a time as there are lanes.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,11 +20,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fedlm.cohort.pack import lay_out
-from fedlm.core.types import Members, Params, Total, Update
+from fedlm.core.keys import key_for
+from fedlm.core.types import Local, Members, Params, Total, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import LaneState, MeshEngine, Stream
+from fedlm.federation.member import Kept
+from fedlm.federation.method import round_key
 
-Starts = Callable[[int], Params]
+Starts = Callable[[int], tuple[Params, Any]]
+"""A member to where it begins, and to what it remembers of its last turn, if it does."""
 
 
 class LoopStarts(LoopEngine):
@@ -35,16 +40,18 @@ class LoopStarts(LoopEngine):
         """Each member's update from its own start."""
         for place in range(len(members)):
             one = members[place : place + 1]
-            yield from self.collect(starts(int(one[0])), self.prepare(round, one))
+            params, memory = starts(int(one[0]))
+            rows = _stack([Kept(memory, None)]) if self.algorithm.remembers else None
+            yield from self.collect(params, self.prepare(round, one), math.inf, rows)
 
 
 class MeshStarts(MeshEngine):
-    """A member a lane; the parameters are sharded over the lanes like the text."""
+    """A member a lane; what lanes start from is sharded over them like the text."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._own_chunk = jax.jit(self._run_own_chunk, donate_argnums=2)
-        self._own_start = jax.jit(jax.vmap(self._begin), out_shardings=self._per_lane)
+        self._own_lanes = jax.jit(self._begin_lanes, static_argnums=0)
+        self._own_chunk = jax.jit(self._run_own_chunk, static_argnums=0, donate_argnums=2)
 
     def collect_from(
         self, starts: Starts, round: int, members: Members
@@ -54,50 +61,68 @@ class MeshStarts(MeshEngine):
             group = members[at : at + self.lanes]
             begin = [starts(int(member)) for member in group]
             begin += begin[:1] * (self.lanes - len(group))  # an idle lane needs any parameters
-            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *begin)
-            params = jax.device_put(stacked, self._per_lane)
-            total = jax.device_get(self._train(params, round, group).total)
-            yield from ((int(m), _alone(total, lane)) for lane, m in enumerate(group))
-            self._count_bytes(begin[0], len(group))
+            state = jax.device_get(self._train(begin, round, group))
+            for lane, member in enumerate(group):
+                yield int(member), _alone(state, lane)
 
-    def _train(self, params: Params, round: int, group: Members) -> LaneState:
+    def _train(self, begin: list[tuple[Params, Any]], round: int, group: Members) -> LaneState:
+        local = self.algorithm.local_of(round)
+        sent = jax.device_put(_stack([params for params, _ in begin]), self._per_lane)
+        keys = key_for(self.seed, "download", round=round), round_key(self.algorithm, round)
+        ground, state = self._own_lanes(local, sent, keys)
+        if self.algorithm.remembers:
+            kept = _stack([Kept(memory, None) for _, memory in begin])
+            state = state._replace(kept=jax.device_put(kept, self._per_lane))
         rows = [self.rows_of(member) for member in group]
         queues = [[place] if place < len(group) else [] for place in range(self.lanes)]
         plan = lay_out(queues, [self._steps(len(r)) for r in rows], self.capacity)
-        state = self._own_start(params)
         for stream in self._streams(round, group, rows, plan):
-            limit = jnp.float32(math.inf)
-            state = self._own_chunk(params, limit, state, self._to_lanes(stream))
+            state = self._own_chunk(local, ground, state, self._to_lanes(stream))
         return state
 
-    def _begin(self, params: Params) -> LaneState:
-        one: LaneState = jax.tree.map(lambda x: x[0], self._start_lanes(params))
-        return one
+    def _begin_lanes(self, local: Local, sent: Any, keys: Any) -> tuple[Any, LaneState]:
+        """What each lane's member starts from, and lanes that have done nothing yet."""
+
+        def one(params: Params) -> tuple[Any, LaneState]:
+            ground = self._make_ground(local, params, *keys)
+            lanes = self._start_lanes(local, ground)
+            return ground, jax.tree.map(lambda x: x[0], lanes)
+
+        made = jax.vmap(one)(sent)
+        lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self._per_lane)
+        return lanes
 
     def _run_own_chunk(
-        self, params: Params, limit: Any, state: LaneState, stream: Stream
+        self, local: Local, ground: Any, state: LaneState, stream: Stream
     ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
         run = jax.shard_map(
-            self._run_own_lane,
+            partial(self._run_own_lane, local),
             mesh=self.mesh,
-            in_specs=(lanes, P(), lanes, lanes),
+            in_specs=(lanes, lanes, lanes),
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(params, limit, state, stream)
+        done: LaneState = run(ground, state, stream)
         return done
 
     def _run_own_lane(
-        self, params: Params, limit: Any, state: LaneState, stream: Stream
+        self, local: Local, ground: Any, state: LaneState, stream: Stream
     ) -> LaneState:
-        return self._run_lane(jax.tree.map(lambda x: x[0], params), limit, state, stream)
+        own = jax.tree.map(lambda x: x[0], ground)
+        return self._run_lane(local, own, jnp.float32(math.inf), state, stream)
 
 
-def _alone(total: Total, lane: int) -> Update:
+def _stack(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+
+def _alone(state: LaneState, lane: int) -> Update:
     """The update of the only member in a lane, on the host."""
-    one = jax.tree.map(lambda x: x[lane], total)
+    one: Total = jax.tree.map(lambda x: x[lane], state.total)
     share = np.float32(1.0) / one.weight if one.weight > 0 else np.float32(0.0)
     delta = jax.tree.map(lambda x: x * share, one.delta)
-    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside)
+    kept = jax.tree.map(lambda x: x[lane], state.kept)
+    counts = (one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside)
+    return Update(delta, *counts, kept=kept)

@@ -19,10 +19,10 @@ import numpy as np
 
 from fedlm.cohort.sample import draw
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import History, Params, Total, Update
+from fedlm.core.types import History, OptState, Params, Server, Total, Update
 from fedlm.federation import peers
 from fedlm.federation.peers import Key, Residual
-from fedlm.federation.round import private_seed, server_half
+from fedlm.federation.round import kept_of, outgoing, private_seed, server_half
 from fedlm.federation.tree import (
     Backbone,
     Descent,
@@ -37,13 +37,10 @@ from fedlm.federation.tree import (
     key_of,
     length,
 )
-from fedlm.local import kept
 from fedlm.privacy.clip import clip
 from fedlm.privacy.noise import add_scaled, standard_normal
-from fedlm.server.step import step
 
 Facts = dict[str, Any]
-_step = eqx.filter_jit(step)
 
 
 class Turn:
@@ -97,14 +94,12 @@ class Turn:
         first, counted = self.rules.clients, (self.engine.upload_bytes, self.engine.download_bytes)
         members = np.asarray([first + node for node in nodes])
 
-        def start(member: int) -> Params:
-            node = member - first
-            told, model = self.nodes[node].local, self.starts[node]
-            return model if told is None else {kept.MODEL: model, kept.MEMORY: told}
+        def start(member: int) -> tuple[Params, Any]:
+            return self.starts[member - first], self.nodes[member - first].local
 
         for member, update in self.engine.collect_from(start, self.round, members):
             node = member - first
-            update = self._remember(node, update)
+            self._remember(node, update)
             self.done[node] = _without_change(update)
             self.moved[node] = length(update.delta)
             self._trained(node, jax.tree.map(np.add, self.starts[node], update.delta))
@@ -113,14 +108,10 @@ class Turn:
         # A node is not far from its own text: what travels is counted between nodes.
         self.engine.upload_bytes, self.engine.download_bytes = counted
 
-    def _remember(self, node: int, update: Update) -> Update:
-        """The change of the model alone; that of its optimiser's memory stays with the node."""
+    def _remember(self, node: int, update: Update) -> None:
         branch = self.nodes[node]
-        if branch.local is None:
-            return update
-        memory = jax.tree.map(np.add, branch.local, update.delta[kept.MEMORY])
-        self.nodes[node] = eqx.tree_at(lambda b: b.local, branch, memory)
-        return eqx.tree_at(lambda u: u.delta, update, update.delta[kept.MODEL])
+        if branch.local is not None:
+            self.nodes[node] = eqx.tree_at(lambda b: b.local, branch, update.kept.own)
 
     def _train_federation(self, node: int) -> None:
         """A node whose clients are members: the flat round, on its part of the clients."""
@@ -137,7 +128,8 @@ class Turn:
         members = draw(algorithm.sampling, rng, self.round, history)
         clients = np.asarray(self.rules.topology.clients[node])
         cohort = self.engine.prepare(self.round, clients[members])
-        total = self.engine.gather(state.params, cohort, float(state.limit))
+        sent, kept = outgoing(algorithm, state), kept_of(state, members)
+        total = self.engine.gather(sent, cohort, float(state.limit), kept)
         after = server_half(algorithm, state, total, members)
         self.done[node] = _without_change(total)
         self._trained(node, jax.device_get(after.params))
@@ -201,7 +193,7 @@ class Turn:
             shares.append(float(np.mean(shares)))
         change = _mean(changes, shares)
         self.agreement[node] = _agreement(change, changes, shares)
-        backbone, memory = _step(rules.optimizers[node], base, branch.memory, change)
+        backbone, memory = _step(rules.servers[node], base, branch.memory, change)
         key = self._meet(node, came)
         params = rules.rest(node, join(rules, branch.params, jax.device_get(backbone), key))
         self.nodes[node] = eqx.tree_at(
@@ -243,7 +235,8 @@ class Turn:
             if branch.told is not None and not self.rules.topology.clients[node]:
                 branch = eqx.tree_at(lambda b: b.told, branch, dict(self.down.public[node]))
             nodes.append(branch)
-        waiting, whose = self.state.waiting, self.state.waiting_from
+        waiting: dict[str, Any] = self.state.waiting
+        whose: Any = self.state.waiting_from
         if 0 in self.emitted:  # else nobody reported to the root
             waiting, whose = kept_waiting(self.state, self.emitted[0])
         return TreeState(
@@ -293,9 +286,20 @@ class Turn:
         return facts
 
 
+@eqx.filter_jit
+def _step(
+    server: Server, params: Backbone, memory: OptState, change: Backbone
+) -> tuple[Backbone, OptState]:
+    return server.step(params, memory, change)
+
+
 def _without_change(done: Any) -> Any:
     """What a member tells of its work besides the change, which is as long as a model."""
-    return eqx.tree_at(lambda d: d.delta, done, None)
+    return eqx.tree_at(lambda d: (d.delta, d.kept), done, (None, None), is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _mean(changes: list[Backbone], shares: list[float]) -> Backbone:

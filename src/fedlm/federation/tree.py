@@ -25,15 +25,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Int, UInt32
 
-from fedlm.core.types import Engine, Local, Members, OptState, Params, Total, Update
+from fedlm.core.types import Engine, Members, OptState, Params, Server, Total, Update
 from fedlm.federation import peers
+from fedlm.federation.method import Algorithm
 from fedlm.federation.peers import Key, Residual
-from fedlm.federation.round import Algorithm, NodeState, init_node
+from fedlm.federation.round import NodeState, init_node
 from fedlm.federation.topology import Topology
-from fedlm.local import kept
 
 # Models of nodes rest on the host; the device holds those that train.
 Backbone = tuple[Any, ...]
@@ -43,7 +42,7 @@ class StartsEngine(Engine, Protocol):
     """An engine whose members may begin from parameters of their own."""
 
     def collect_from(
-        self, starts: Callable[[int], Params], round: int, members: Members
+        self, starts: Callable[[int], tuple[Params, Any]], round: int, members: Members
     ) -> Any: ...
 
 
@@ -59,10 +58,10 @@ class Rules:
     residuals: int  # how many a layer each node sends up; 0 is none
     every: int  # a federation reports to the one above it once in so many of its rounds
     order: Literal["levels", "together"]
-    optimizers: tuple[optax.GradientTransformation, ...]  # of each node
+    servers: tuple[Server, ...]  # what each node does with its children's mean change
     shares: tuple[float, ...]  # how much each node counts at its parent
     pooled: bool  # a node's text is one member, not a federation of clients
-    local: Local | None  # local training without memory, where the optimiser's state is kept
+    blank: Callable[[Params], Any] | None  # what an optimiser remembers at first, where it is kept
     rest: Callable[[int, Params], Params]  # where the model of a node lies when nobody uses it
     clients: int  # how many members there are below the pooled ones
     algorithms: tuple[Algorithm | None, ...]  # of nodes that are federations of clients
@@ -183,9 +182,9 @@ def _fresh(rules: Rules, node: int, params: Params, secret: bytes) -> Branch:
         inner = eqx.tree_at(lambda s: s.params, init_node(algorithm, params, secret), None)
     return Branch(
         params=params,
-        memory=rules.optimizers[node].init(backbone) if topology.children[node] else (),
+        memory=rules.servers[node].init(backbone) if topology.children[node] else (),
         anchor=backbone if rules.every > 1 and topology.heights[node] and node else None,
-        local=kept.fresh(rules.local, params)[kept.MEMORY] if rules.local else None,
+        local=jax.device_get(rules.blank(params)) if rules.blank else None,
         federation=inner,
         told=dict(key_of(rules, params)) if rules.hidden else None,
     )

@@ -20,23 +20,24 @@ import numpy as np
 
 from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.core.types import Engine, Params, Sampling
+from fedlm.core.types import Engine, Params, Sampling, Server
 from fedlm.engine.starts import LoopStarts, MeshStarts
-from fedlm.federation.algorithms import client_optimizer, schedule, server_optimizer
+from fedlm.federation.algorithms import schedule, server_optimizer
 from fedlm.federation.ascent import turn
-from fedlm.federation.round import SILENT, UNRELEASED, Algorithm
+from fedlm.federation.method import Algorithm
+from fedlm.federation.round import UNRELEASED
 from fedlm.federation.tree import Rules, TreeState, init_tree
-from fedlm.local.kept import keeping
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
 from fedlm.privacy import account
-from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import promise
+from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.census import Census
 from fedlm.record.shelf import Shelf
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 Facts = dict[str, Any]
@@ -81,12 +82,12 @@ class TreeExperiment(Census):
             residuals=0 if settings.temperature == 0 else settings.residuals,
             every=settings.every,
             order=settings.order,
-            optimizers=tuple(self._outer(node) for node in nodes),
+            servers=tuple(self._outer(node) for node in nodes),
             shares=tuple(self._share(node) for node in nodes),
             pooled=settings.pool,
-            local=self._plain.local if settings.keep_optimizer else None,
+            blank=self.algorithm.local.blank,
             rest=self._rest,
-            clients=len(self.store.training_clients),
+            clients=len(self.training),
             algorithms=tuple(None if settings.pool else self._inner(node) for node in nodes),
             clip=settings.clip,
             noise=settings.noise,
@@ -94,33 +95,30 @@ class TreeExperiment(Census):
         )
 
     @cached_property
-    def _plain(self) -> Algorithm:
-        """Local training whose rate rises again after every switch of levels."""
-        made: Algorithm = Experiment.algorithm.func(self)  # type: ignore[attr-defined]
-        steps, client = self.settings.warmup, self.recipe.client
-        if not steps:
-            return made
-        rate = schedule("constant", client.rate, rounds=steps, warmup=steps, end=0.0)
-        inner = client_optimizer(
-            client.optimizer,
-            rate,
-            momentum=client.momentum,
-            weight_decay=client.weight_decay,
-            clip=client.clip,
-        )
-        return replace(made, local=local_training(catalog.loss, inner, WEIGHTS[client.weight]))
-
-    @cached_property
     def algorithm(self) -> Algorithm:
-        if not self.settings.keep_optimizer:
-            return self._plain
+        """What a member does; the text of a pooled node stays where it is."""
+        made: Algorithm = Experiment.algorithm.func(self)  # type: ignore[attr-defined]
+        steps, keep = self.settings.warmup, self.settings.keep_optimizer
+        for name, value in (("warmup", steps), ("keep_optimizer", keep)):
+            require(
+                not value or self.settings.pool,
+                f"federation.{name}",
+                value,
+                "pool = true: it is the optimiser of a node that trains on its own text",
+            )
+        if not self.settings.pool:
+            return made
+        client = self.recipe.client
         require(
-            self.settings.pool,
-            "federation.keep_optimizer",
+            self.recipe.wire == type(self.recipe.wire)() and client.method == "fedavg",
+            "federation.pool",
             True,
-            "pool = true: clients that come and go keep nothing",
+            "no [wire] and no client.method beside it: nodes send each other whole parts of models",
         )
-        return replace(self._plain, local=keeping(self._plain.local))
+        rate = schedule("constant", client.rate, rounds=steps, warmup=steps, end=0.0)
+        inner, weigh = inner_of(self.recipe, rate), WEIGHTS[client.weight]
+        local = local_training(catalog.loss, inner, weigh, proximal=client.proximal, remember=keep)
+        return replace(made, local=local)
 
     def _rest(self, node: int, params: Params) -> Params:
         """Models of nodes stay in memory, unless there are more than may."""
@@ -131,7 +129,7 @@ class TreeExperiment(Census):
     def _shelf(self) -> Shelf:
         return Shelf()
 
-    def _outer(self, node: int) -> Any:
+    def _outer(self, node: int) -> Server:
         """What a node does with its children's mean change."""
         place, depth = self.topology.places[node], self.topology.depths[node]
 
@@ -139,17 +137,19 @@ class TreeExperiment(Census):
             return place.setting(name, self.settings.at_depth(name, depth))
 
         server = self.recipe.server
-        return server_optimizer(
-            said("optimizer"),
-            said("rate"),
-            momentum=said("momentum"),
-            beta2=server.beta2,
-            epsilon=server.epsilon,
+        return plain(
+            server_optimizer(
+                said("optimizer"),
+                said("rate"),
+                momentum=said("momentum"),
+                beta2=server.beta2,
+                epsilon=server.epsilon,
+            )
         )
 
     def _share(self, node: int) -> float:
         held = [c for below in self.topology.below(node) for c in self.topology.clients[below]]
-        tokens = sum(len(self.store.train(int(self.store.training_clients[c]))) for c in held)
+        tokens = sum(len(self.store.train(int(self.training[c]))) for c in held)
         told = float(tokens) if self.settings.weight == "tokens" else 1.0
         return float(self.topology.places[node].setting("share", told))
 
@@ -163,8 +163,8 @@ class TreeExperiment(Census):
         recipe = self.recipe.model_copy(update={"server": server})
         sampling = promise.sampling_of(recipe, held)
         plan = promise.plan_of(recipe, sampling)
-        noise = SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0))
-        return replace(self.algorithm, sampling=sampling, plan=plan, noise=noise)
+        like = catalog.shapes(self.architecture, self.size)
+        return algorithm_of(recipe, sampling, plan, like)
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -247,7 +247,7 @@ class TreeExperiment(Census):
 
     def _rows_of(self, member: int) -> np.ndarray:
         """A client's rows; beyond the clients, those of a node with all its text."""
-        clients = len(self.store.training_clients)
+        clients = len(self.training)
         if member < clients:
             return super()._rows_of(member)
         held = self.topology.clients[member - clients]

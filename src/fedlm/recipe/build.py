@@ -359,7 +359,7 @@ def build(
     """Opens the store and checks everything that can be checked before the first round."""
     store = open_store(recipe.data, cache, progress)
     kind: type[Experiment] = Experiment
-    if recipe.federation is not None:
+    if recipe.federation is not None and not pooled:
         from fedlm.recipe.branches import TreeExperiment  # it is built on this module
 
         kind = TreeExperiment

@@ -41,7 +41,7 @@ class Census(Experiment):
 
     @cached_property
     def topology(self) -> Topology:
-        groups = [self.store.groups(int(n)) for n in self.store.training_clients]
+        groups = [self.store.groups(int(n)) for n in self.training]
         return topology_of(self.settings, groups)
 
     @cached_property
@@ -85,7 +85,7 @@ class Census(Experiment):
 
     def shape_facts(self) -> dict[str, Any]:
         """The tree, for the header of a journal."""
-        topology, leaves = self.topology, len(self.store.training_clients)
+        topology, leaves = self.topology, len(self.training)
         layers = [layer for layer in self.rules.layers if layer is not None]
         return {
             "tree": {
