@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "train.py": {"asked", "core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
     "sweep.py": {"core", "recipe", "record", "train"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"core", "federation", "engine", "recipe", "run", "train", "deploy"} | STATIONS,
+    "deploy": {"asked", "core", "federation", "engine", "recipe", "run", "train", "deploy"}
+    | STATIONS,
     "cli": {"core", "federation", "engine", "recipe", "run", "train", "sweep", "deploy", "cli"}
     | {"asked"}
     | STATIONS,

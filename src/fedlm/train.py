@@ -99,6 +99,7 @@ def _compare(experiment: Experiment) -> None:
         return
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
+    require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
     for table, name in (("data", "source"), ("data", "store"), ("model", "init_from")):
         recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
     manifest = experiment.store.manifest

@@ -22,6 +22,7 @@ from fedlm.run import Facts
 from fedlm.train import Summary, Watcher, follow
 from fedlm.train import train as carry_out
 
+UNSAFE = "is fixed: whoever knows it can subtract the noise. Unsafe for release."
 RUNS, STORES = Path("runs"), Path(".fedlm/stores")
 
 
@@ -115,8 +116,11 @@ def _with_progress(
         f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens in all; "
         f"store {experiment.store.path}; run {path}"
     )
+    tree = experiment.recipe.federation
     if experiment.recipe.privacy.seed is not None:
-        note("privacy.seed is fixed: whoever knows it can subtract the noise. Unsafe for release.")
+        note(f"privacy.seed {UNSAFE}")
+    if tree is not None and tree.noise > 0 and tree.noise_seed is not None:
+        note(f"federation.noise_seed {UNSAFE}")
     return followed(
         lambda watcher: carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher),
         experiment.rounds,
