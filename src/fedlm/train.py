@@ -151,7 +151,8 @@ def _state(
 def check_same(experiment: Experiment, directory: RunDirectory) -> None:
     """Refuses a recipe that was edited in the run, and a text that has changed since."""
     header = report.facts_of(directory.path).header
-    recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
+    # As a journal writes it: infinity has no place in JSON.
+    recipe = json.loads(dumps(experiment.recipe.model_dump(mode="json", exclude_none=True)))
     if header["recipe"] != recipe:
         raise RecordError(
             f"{directory.path} was begun with another recipe "

@@ -271,8 +271,11 @@ def told_by(run):
 
 @pytest.mark.parametrize(
     "changes",
-    [("federation.every=2", *KEPT), HIDDEN, ("federation.pool=false", "federation.resident=2")],
-    ids=["kept", "noise", "clients"],
+    [
+        ("federation.every=2", "federation.temperature=inf", *KEPT, *HIDDEN),
+        ("federation.pool=false", "federation.resident=2"),
+    ],
+    ids=["nodes", "clients"],
 )
 def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes):
     def carry_out(name, stop_after=None, resume=False):

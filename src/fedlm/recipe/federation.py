@@ -61,9 +61,10 @@ class Federation(BaseModel):
     order: Literal["levels", "together"] = "levels"
     warmup: Annotated[int, Field(ge=0)] = 0  # steps over which a leaf's rate rises in each round
     keep_optimizer: bool = False  # a leaf's optimiser goes on where it stopped the round before
-    optimizer: tuple[Outer, ...] = ("nesterov", "fedavg")  # from the root down; the last repeats
-    rate: tuple[Positive, ...] = (0.7, 1.0)
-    momentum: tuple[Decay, ...] = (0.9,)
+    # From the root down; the last repeats.
+    optimizer: Annotated[tuple[Outer, ...], Field(min_length=1)] = ("nesterov", "fedavg")
+    rate: Annotated[tuple[Positive, ...], Field(min_length=1)] = (0.7, 1.0)
+    momentum: Annotated[tuple[Decay, ...], Field(min_length=1)] = (0.9,)
     weight: Literal["uniform", "tokens"] = "uniform"  # how much a node counts at its parent
     clip: NotNegative = 0.0  # the longest change that leaves a leaf; 0 is any
     noise: NotNegative = 0.0  # on what leaves a leaf, in multiples of the clip
