@@ -49,11 +49,9 @@ MEANINGFUL = 10.0
 class TreeExperiment(Census):
     """Everything a run of a tree is made of."""
 
-    @cached_property
-    def rules(self) -> Rules:
+    def _check_hidden(self) -> None:
+        """Refuses noise and clips that would not hold what they say."""
         settings, topology = self.settings, self.topology
-        names = list(tree.named_leaves(catalog.shapes(self.architecture, self.size)))
-        nodes = range(len(topology))
         require(
             settings.noise == 0 or settings.clip > 0,
             "federation.clip",
@@ -73,6 +71,13 @@ class TreeExperiment(Census):
             settings.clip,
             f"text at leaves alone: {', '.join(inner)} would send children what nobody clipped",
         )
+
+    @cached_property
+    def rules(self) -> Rules:
+        settings, topology = self.settings, self.topology
+        names = list(tree.named_leaves(catalog.shapes(self.architecture, self.size)))
+        nodes = range(len(topology))
+        self._check_hidden()
         return Rules(
             topology=topology,
             layers=key_layers(names, settings.key),
