@@ -68,7 +68,7 @@ def test_evaluate_gives_the_figures_of_the_run_again(folder):
 @pytest.mark.parametrize(
     "change, table, words",
     [
-        ("federation.levls=[0]", TREE, ("[federation] has no setting 'levls'", "'levels'")),
+        ("federation.level=[0]", TREE, ("[federation] has no setting 'level'", "'levels'")),
         ("federation.levels=[7]", TREE, ("federation.levels = [7]", "2 groups")),
         ("federation.levels=[0]", WRITTEN, ("expected either levels", "not both")),
         ("federation.key=middle", TREE, ("federation.key = 'middle'", "last SHARE")),
