@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from fedlm.asked import load_params
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.models import catalog
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import load_params
 
 FACTORS = (0.1, 0.5, 1.0, 2.0, 10.0)
 SIZE = catalog.Dimensions(vocab=4000, embed=96, units=384, layers=2, heads=4)

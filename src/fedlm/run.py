@@ -9,6 +9,7 @@ Not here: how a round works (`federation/round.py`), what is evaluated (handed i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -48,9 +49,9 @@ CAUSES = (
 class Hooks:
     """What a run tells others, and when it asks them."""
 
-    evaluate: Callable[[Params], Facts]
+    evaluate: Callable[[Any], Facts]  # of a state
     record: Callable[[Facts], None]
-    keep: Callable[[NodeState], None]
+    keep: Callable[[Any], None]
     stop: Callable[[], bool] = lambda: False
 
 
@@ -61,6 +62,10 @@ class Cadence:
     rounds: int
     evaluate_every: int
     checkpoint_every: int
+
+
+Turn = Callable[[int, Any], tuple[Any, Facts, Facts]]
+"""A round: its number and a state to the state after it, what happened, and what may be told."""
 
 
 def run(
@@ -81,20 +86,33 @@ def run(
         members = choose(r)
         return members, engine.prepare(r, with_text(algorithm, members))
 
-    high = 0
-    for r, (members, cohort) in zip(rounds, prefetch(ready, rounds), strict=True):
+    cohorts = prefetch(ready, rounds)
+
+    def turn(r: int, state: NodeState) -> tuple[NodeState, Facts, Facts]:
+        members, cohort = next(cohorts)
         began = time.perf_counter()
         sent, kept = outgoing(algorithm, state), kept_of(state, cohort.members)
         total = engine.gather(sent, cohort, float(state.limit), kept)
-        before, state = state, server_half(algorithm, state, total, members)
+        after = server_half(algorithm, state, total, members)
         facts = _facts(r, total, engine, time.perf_counter() - began)
+        return after, facts, released(algorithm, facts, state, after)
+
+    with contextlib.closing(cohorts):
+        done: NodeState = loop(turn, state, cadence=cadence, hooks=hooks, vocabulary=vocabulary)
+    return done
+
+
+def loop(turn: Turn, state: Any, *, cadence: Cadence, hooks: Hooks, vocabulary: int) -> Any:
+    """Rounds of any kind: checked, evaluated, recorded and kept when it is time."""
+    high = 0
+    for r in range(int(state.round), cadence.rounds):
+        state, facts, told = turn(r, state)
         high = high + 1 if facts["loss"] > math.log(vocabulary) + RUNAWAY_NATS else 0
         _check(facts, high)
-        facts = released(algorithm, facts, before, state)
         last = r + 1 == cadence.rounds
         if last or (r + 1) % cadence.evaluate_every == 0:
-            facts.update(hooks.evaluate(state.params))
-        hooks.record(facts)
+            told.update(hooks.evaluate(state))
+        hooks.record(told)
         stopping = hooks.stop()
         # While the loss runs away nothing is kept, so that the last good checkpoint stays.
         if last or stopping or ((r + 1) % cadence.checkpoint_every == 0 and not high):

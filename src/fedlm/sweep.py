@@ -12,6 +12,7 @@ Not here: training (`train.py`).
     "model.name" = ["si-cifg", "cifg"]  # the product of all axes is run
     "run.seed" = [0, 1, 2]              # seeds are gathered into mean and spread
     [[cases]]                           # each case is combined with every point of the axes
+    name = "slow"                       # what the table calls it; else its settings are shown
     "client.rate" = 0.5
 """
 
@@ -39,7 +40,7 @@ from fedlm.record.journal import dumps
 from fedlm.train import Watcher, train
 
 Point = dict[str, Any]
-SEED = "run.seed"
+SEED, NAME = "run.seed", "name"
 KEYS = ("recipe", "target", "axes", "cases")
 
 
@@ -63,6 +64,7 @@ class Result:
     reached: int | None  # rounds to the target
     best: float | None  # the lowest validation perplexity seen on the way
     upload_bytes: float  # by one member in one round, on average
+    personal: float | None  # of a tree's leaves after their own steps
     epsilon: float | None  # None without a privacy plan, and where no noise makes it infinite
     diverged: int | None  # the round in which it did
 
@@ -80,8 +82,16 @@ def read(path: Path) -> Sweep:
     target, axes, cases = tables.get("target"), tables.get("axes", {}), tables.get("cases", [{}])
     _check(path, target, axes, cases)
     product = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    points = [{**case, **point} for case in cases for point in product]
+    points = [_called({**case, **point}, point) for case in cases for point in product]
     return Sweep(Path(path).parent / tables["recipe"], points, target)
+
+
+def _called(point: Point, axes: Point) -> Point:
+    """A point of a case with a name is called by it, and by what the axes add."""
+    if NAME not in point:
+        return point
+    added = [f"{key}={value}" for key, value in axes.items() if key != SEED]
+    return {**point, NAME: ",".join([str(point[NAME]), *added])}
 
 
 def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
@@ -98,16 +108,19 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
 
 def recipe_of(sweep: Sweep, point: Point) -> Recipe:
     """The recipe of one point."""
-    return load(sweep.recipe, tuple(f"{k}={_literal(v)}" for k, v in point.items()))
+    settings = {k: v for k, v in point.items() if k != NAME}
+    return load(sweep.recipe, tuple(f"{k}={_literal(v)}" for k, v in settings.items()))
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(value)
+    return "inf" if value == math.inf else json.dumps(value)
 
 
 def name_of(point: Point) -> str:
     """A directory name that says what is special about a point."""
-    parts = [f"{key}={value}" for key, value in point.items()]
+    told = {k: v for k, v in point.items() if NAME not in point or k == SEED}
+    parts = [str(point[NAME])] if NAME in point else []
+    parts += [f"{key}={value}" for key, value in told.items()]
     return ",".join(parts).replace("/", "_").replace(" ", "") or "base"
 
 
@@ -151,9 +164,15 @@ def _result(sweep: Sweep, point: Point, path: Path) -> Result:
         reached=reached,
         best=min((p for _, p in seen), default=None),
         upload_bytes=statistics.fmean(facts.member_bytes or [0.0]),
+        personal=_personal(facts),
         epsilon=(facts.final.get("privacy") or {}).get("epsilon"),
         diverged=len(facts.rounds) if failed else None,
     )
+
+
+def _personal(facts: report.Facts) -> float | None:
+    last: dict[str, Any] = facts.final.get("test") or facts.final.get("validation") or {}
+    return last.get("personal_perplexity")
 
 
 def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any]]]:
@@ -166,6 +185,7 @@ def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any
         for name in dict.fromkeys(k for p in sweep.points for k in p)
         if name != SEED and len({json.dumps(p.get(name)) for p in sweep.points}) > 1
     ]
+    names = [NAME] if NAME in names else names
     groups: dict[str, list[Result]] = {}
     for result in results:
         label = json.dumps([result.point.get(n) for n in names])
@@ -178,15 +198,23 @@ def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any
     moved = len(sizes) > 1
     head += ["kB up a member and round", "of the most"] if moved else []
     most = max(sizes) if moved else 0
+    grown = any(r.personal is not None for r in results)
+    head += ["after own steps"] if grown else []
     rows = [
-        _row(names, group, target=bool(sweep.target), private=private, most=most)
+        _row(names, group, target=bool(sweep.target), private=private, most=most, grown=grown)
         for group in groups.values()
     ]
     return [*head, "diverged"], rows
 
 
 def _row(
-    names: list[str], group: list[Result], *, target: bool, private: bool, most: int
+    names: list[str],
+    group: list[Result],
+    *,
+    target: bool,
+    private: bool,
+    most: int,
+    grown: bool,
 ) -> list[Any]:
     row = [group[0].point.get(n) for n in names] + [len(group)]
     row += [spread([getattr(r, f) for r in group]) for f in ("perplexity", "validation", "best")]
@@ -197,6 +225,8 @@ def _row(
     if most:
         each = statistics.fmean(r.upload_bytes for r in group)
         row += [f"{each / 1e3:.1f}", f"1/{most / each:.1f}" if each else "-"]
+    if grown:
+        row.append(spread([r.personal for r in group]))
     failed = [r.diverged for r in group if r.diverged is not None]
     return [*row, f"{len(failed)} of {len(group)}" if failed else "no"]
 

@@ -13,30 +13,29 @@ import importlib.metadata
 import json
 import platform
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import Tokenizer
 
+from fedlm.asked import predict
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
-from fedlm.core.types import OOV, SPECIALS, Params
-from fedlm.corpus import tokenizer as tok
+from fedlm.core.types import Params
 from fedlm.engine import hosts
-from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
 from fedlm.privacy import account
-from fedlm.recipe.build import Experiment, dimensions
-from fedlm.recipe.settings import Model, dump
-from fedlm.record import checkpoint, report
+from fedlm.recipe.branches import TreeExperiment
+from fedlm.recipe.build import Experiment
+from fedlm.recipe.settings import dump
+from fedlm.record import branches, checkpoint, report
 from fedlm.record.directory import RunDirectory, difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.tensorboard import Board
-from fedlm.run import Cadence, Facts, Hooks, run
+from fedlm.run import Cadence, Facts, Hooks, loop, run
 
 Summary = dict[str, Any]
 VERSIONS = ("fedlm", "jax", "equinox", "optax", "tokenizers", "numpy")
@@ -85,7 +84,7 @@ def follow(experiment: Experiment, watcher: Watcher) -> bool:
     like = jax.eval_shape(lambda params: init_node(experiment.algorithm, params), shapes)
     state = checkpoint.from_bytes(told, like, "the state that process 0 sent")
     hooks = Hooks(
-        evaluate=lambda params: {},
+        evaluate=lambda state: {},
         record=lambda facts: None,
         keep=_check_equal,
         stop=lambda: hosts.agree(watcher.stop()),
@@ -100,6 +99,7 @@ def _compare(experiment: Experiment) -> None:
         return
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
+    require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
     for table, name in (("data", "source"), ("data", "store"), ("model", "init_from")):
         recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
     manifest = experiment.store.manifest
@@ -138,7 +138,7 @@ def _state(
         directory.journal.unlink(missing_ok=True)
         tokenizer = (experiment.store.path / "tokenizer.json").read_bytes()
         checkpoint.write_atomically(directory.tokenizer, tokenizer)
-        journal.append("header", **_header(experiment, directory, fresh.params))
+        journal.append("header", **_header(experiment, directory, fresh))
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
         return fresh
@@ -151,7 +151,8 @@ def _state(
 def check_same(experiment: Experiment, directory: RunDirectory) -> None:
     """Refuses a recipe that was edited in the run, and a text that has changed since."""
     header = report.facts_of(directory.path).header
-    recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
+    # As a journal writes it: infinity has no place in JSON.
+    recipe = json.loads(dumps(experiment.recipe.model_dump(mode="json", exclude_none=True)))
     if header["recipe"] != recipe:
         raise RecordError(
             f"{directory.path} was begun with another recipe "
@@ -170,7 +171,7 @@ def check_same(experiment: Experiment, directory: RunDirectory) -> None:
         )
 
 
-def _header(experiment: Experiment, directory: RunDirectory, params: Params) -> Facts:
+def _header(experiment: Experiment, directory: RunDirectory, fresh: NodeState) -> Facts:
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     return {
         "command": shlex.join(
@@ -180,8 +181,9 @@ def _header(experiment: Experiment, directory: RunDirectory, params: Params) -> 
         "store": {k: v for k, v in experiment.store.manifest.items() if k != "settings"},
         "parameters": experiment.parameters,
         **_promised(experiment),
-        "start": experiment.watch(params),
-        "start_sha256": tree.sha256(params),
+        **experiment.shape_facts(),
+        "start": experiment.look(fresh),
+        "start_sha256": tree.sha256(fresh.params),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in VERSIONS},
@@ -236,7 +238,7 @@ def _rounds(
 
     watcher.begin(first, experiment.rounds, entries.header["start"]["perplexity"])
     hooks = Hooks(
-        evaluate=experiment.watch,
+        evaluate=experiment.look,
         record=record,
         keep=keep,
         stop=lambda: hosts.agree(watcher.stop()),
@@ -250,18 +252,25 @@ def _rounds(
 
 def _run(experiment: Experiment, state: NodeState, hooks: Hooks) -> NodeState:
     recipe = experiment.recipe
+    cadence = Cadence(
+        rounds=experiment.rounds,
+        evaluate_every=recipe.server.evaluate_every,
+        checkpoint_every=recipe.run.checkpoint_every,
+    )
+    vocabulary = experiment.store.vocabulary
+    if isinstance(experiment, TreeExperiment):
+        branches: NodeState = loop(
+            experiment.turn, state, cadence=cadence, hooks=hooks, vocabulary=vocabulary
+        )
+        return branches
     return run(
         experiment.algorithm,
         experiment.engine,
         state,
         seed=recipe.run.seed,
-        cadence=Cadence(
-            rounds=experiment.rounds,
-            evaluate_every=recipe.server.evaluate_every,
-            checkpoint_every=recipe.run.checkpoint_every,
-        ),
+        cadence=cadence,
         hooks=hooks,
-        vocabulary=experiment.store.vocabulary,
+        vocabulary=vocabulary,
     )
 
 
@@ -270,11 +279,11 @@ def _close(
 ) -> Summary:
     """Weights, final figures, report and summary; all of it can be made again from a checkpoint."""
     watcher.say("evaluating on all held-out text")
-    told = [s for s in ("test", "validation") if len(experiment.held_rows(s)[0])]
+    told = experiment.splits()
     # All other text belongs to training clients: under a plan it gives no figure without noise.
     private = experiment.plan is not None and not experiment.plan.reveal
     told = told[:1] if private else told
-    splits = {split: experiment.evaluate(state.params, split) for split in told}
+    splits = {split: experiment.judge(state, split) for split in told}
     baselines: dict[str, Any] = {}
     if experiment.recipe.run.baselines and not private:
         watcher.say("counting n-grams on the training tokens")
@@ -287,15 +296,21 @@ def _close(
         )
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
+    models = experiment.models_of(state)
+    first = next(iter(models.values()))
     predictions = [
-        {"prompt": prompt, "next": predict(state.params, experiment.store.tokenizer, prompt)}
+        {"prompt": prompt, "next": predict(first, experiment.store.tokenizer, prompt)}
         for prompt in experiment.recipe.run.prompts
     ]
     claim = _claim(experiment, int(state.round))
-    journal.append("final", **splits, baselines=baselines, predictions=predictions, privacy=claim)
+    found = {**splits, **experiment.closing_facts(int(state.round))}
+    journal.append("final", **found, baselines=baselines, predictions=predictions, privacy=claim)
     journal.sync()
-    save_weights(directory, state.params, experiment)
+    for name, params in models.items():
+        save_weights(directory.weights_of(name), params, experiment)
     facts = report.facts_of(directory.path)
+    for warning in branches.warnings(facts.header, facts.rounds):
+        watcher.say(f"Warning: {warning}")
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())
     summary = _summary(experiment, directory, state.params, facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
@@ -309,11 +324,11 @@ def _claim(experiment: Experiment, rounds: int) -> Facts | None:
     return account.spent(experiment.plan, rounds)._asdict()
 
 
-def save_weights(directory: RunDirectory, params: Params, experiment: Experiment) -> None:
+def save_weights(path: Path, params: Params, experiment: Experiment) -> None:
     """The trained model for others: safetensors by leaf name, settings in the metadata."""
     model = experiment.recipe.model.model_dump_json()
     data = checkpoint.to_bytes(params, model=model, vocabulary=experiment.store.vocabulary)
-    checkpoint.write_atomically(directory.weights, data)
+    checkpoint.write_atomically(path, data)
 
 
 def _summary(
@@ -343,6 +358,7 @@ def _summary(
         or (facts.final.get("baselines") or {}).get("validation"),
         "predictions": facts.final.get("predictions"),
         "report": str(directory.report),
+        **({"nodes": headline["nodes"]} if "nodes" in headline else {}),
     }
 
 
@@ -351,50 +367,3 @@ def _spent(facts: report.Facts) -> Facts:
         return {"epsilon": None, "delta": None}
     spent = account.from_journal(facts.header, facts.rounds)
     return {"epsilon": spent.epsilon, "delta": spent.delta}
-
-
-# ---- a trained model, asked ------------------------------------------------------------
-
-
-def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
-    """The weights of a finished run."""
-    architecture = catalog.NAMED[model.name].architecture
-    like = catalog.shapes(architecture, dimensions(model, vocabulary))
-    return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
-
-
-def speak(params: Params, capacity: int) -> Speaker:
-    """The model as something that can be asked for the next token, up to `capacity` times."""
-    return speaker(
-        lambda batch: params.start(batch, capacity),
-        lambda state, token: catalog.advance(params, state, token),
-    )
-
-
-def room_for(tokens: Sequence[int], further: int = 0) -> int:
-    """How many tokens a model must be able to hold: a power of two, so that programs are shared."""
-    return 1 << (len(tokens) + further + LONGEST_WORD).bit_length()
-
-
-def predict(
-    params: Params, tokenizer: Tokenizer, prompt: str, count: int = 5
-) -> list[dict[str, Any]]:
-    """The likeliest next words after a prompt, with their probabilities."""
-    tokens = tok.encode_prompt(tokenizer, prompt)
-    found = next_words(speak(params, room_for(tokens)), tokens, count, _goes_on(tokenizer))
-    return [
-        {"word": tok.decode(tokenizer, word).strip(), "probability": chance}
-        for word, chance in found
-    ]
-
-
-def _goes_on(tokenizer: Tokenizer) -> Callable[[int], bool]:
-    """Whether a token continues a word: subwords mark the beginning of one with a blank."""
-    if tokenizer.token_to_id(SPECIALS[OOV]) is None or tokenizer.decoder is None:
-        return lambda token: False
-
-    def goes_on(token: int) -> bool:
-        piece = tokenizer.id_to_token(token) or ""
-        return token >= len(SPECIALS) and not piece.startswith("Ġ") and piece.isalpha()
-
-    return goes_on

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from fedlm.asked import load_params
 from fedlm.core.keys import key_for
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
-from fedlm.train import load_params
 
 COMMANDS = ("prepare", "train", "evaluate", "predict", "report", "sweep", "models")
 SUMMARY = {

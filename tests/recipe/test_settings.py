@@ -194,10 +194,18 @@ def test_the_default_recipe_saved_and_read_again_is_the_same(recipe):
 
 def values(field):
     """Valid values of a setting, found from its declaration."""
-    kind, low, high = field.annotation, None, None
+    return values_of(field.annotation, field.metadata)
+
+
+def values_of(kind, metadata=()):
+    low, high = None, None
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = typing.get_args(kind)[0]
-    parts = [*field.metadata, *getattr(kind, "__metadata__", ())]
+    if typing.get_origin(kind) is tuple:
+        return st.lists(values_of(typing.get_args(kind)[0]), min_size=1, max_size=3)
+    if hasattr(kind, "model_fields"):
+        return some(kind)
+    parts = [*metadata, *getattr(kind, "__metadata__", ())]
     for part in [m for p in parts for m in (getattr(p, "metadata", None) or [p])]:
         low = getattr(part, "ge", getattr(part, "gt", low))
         high = getattr(part, "le", getattr(part, "lt", high))
@@ -212,7 +220,8 @@ def values(field):
         top = 1e300 if high is None else high
         bottom = -1e300 if low is None else low
         return st.floats(bottom, top, exclude_min=True, exclude_max=True)
-    return st.text(min_size=1) if kind is str else st.lists(st.text(), max_size=3)
+    assert kind is str, kind
+    return st.text(min_size=1)
 
 
 PATHS = ("source", "store", "init_from")  # made absolute when read
@@ -220,12 +229,11 @@ PATHS = ("source", "store", "init_from")  # made absolute when read
 
 def some(table):
     fields = {n: values(f) for n, f in table.model_fields.items() if n not in PATHS}
-    return st.fixed_dictionaries({}, optional=fields)
+    needed = {n: fields.pop(n) for n, f in table.model_fields.items() if f.is_required()}
+    return st.fixed_dictionaries(needed, optional=fields)
 
 
-TABLES = st.fixed_dictionaries(
-    {}, optional={n: some(f.annotation) for n, f in Recipe.model_fields.items()}
-)
+TABLES = st.fixed_dictionaries({}, optional={n: values(f) for n, f in Recipe.model_fields.items()})
 
 
 @settings(max_examples=100, deadline=None)

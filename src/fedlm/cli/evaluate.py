@@ -7,14 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
+from fedlm.asked import load_params
 from fedlm.cli.devices import use_devices
 from fedlm.cli.say import AsJson, emit, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
+from fedlm.core.types import Params
+from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import check_same, load_params
+from fedlm.train import check_same
 
 
 def evaluate(
@@ -34,14 +37,22 @@ def evaluate(
     with talk.status("evaluating"):
         experiment = build(recipe, STORES, lambda stage, done: None)
         check_same(experiment, directory)
-        params = load_params(recipe.model, experiment.store.vocabulary, directory.weights)
-        found: dict[str, Any] = {
-            "run": str(run),
-            "split": split,
-            **experiment.evaluate(params, split),
-        }
+
+        def model(node: str = "") -> Params:
+            path = directory.weights_of(node)
+            return load_params(recipe.model, experiment.store.vocabulary, path)
+
+        found: dict[str, Any] = {"run": str(run), "split": split}
+        if isinstance(experiment, TreeExperiment):
+            found["split"] = experiment.splits()[0]
+            found |= experiment.judge_models([model(name) for name in experiment.topology.names])
+        else:
+            found |= experiment.evaluate(model(), split)
     if as_json:
         emit(found)
+        return
+    if "matrix" in found:
+        _show_tree(found)
         return
     names: tuple[str, ...] = (
         "perplexity",
@@ -57,3 +68,12 @@ def evaluate(
     for depth, groups in enumerate(found["groups"]):
         rows = [[g, f["perplexity"], f["accuracy"], f["tokens"]] for g, f in groups.items()]
         show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)
+
+
+def _show_tree(found: dict[str, Any]) -> None:
+    """Every node on its own text, and on that of every place."""
+    rows = [[n["name"], n["perplexity"], n["parent"]] for n in found["nodes"]]
+    show(f"{found['run']}, {found['split']}", ["node", "perplexity", "parent"], rows)
+    matrix = found["matrix"]
+    rows = [[n, *v] for n, v in zip(matrix["nodes"], matrix["perplexity"], strict=True)]
+    show("each node on the text of each place", ["node", *matrix["places"]], rows)

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 from tokenizers import Tokenizer
 
+from fedlm.asked import load_params
 from fedlm.cli.say import AsJson, emit, out, talk
 from fedlm.models import catalog
 from fedlm.recipe.settings import load
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.export import write_onnx
-from fedlm.train import load_params
 
 
 class Format(StrEnum):

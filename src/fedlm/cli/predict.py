@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from tokenizers import Tokenizer
 
+from fedlm.asked import load_params, room_for, speak
+from fedlm.asked import predict as next_words
 from fedlm.cli.say import AsJson, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
@@ -16,8 +18,6 @@ from fedlm.corpus import tokenizer as tok
 from fedlm.evaluate.generate import sample
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import load_params, room_for, speak
-from fedlm.train import predict as next_words
 
 
 def predict(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from fedlm.asked import load_params
 from fedlm.cli.devices import use_devices
 from fedlm.cli.say import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
@@ -24,7 +25,7 @@ from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
-from fedlm.train import check_same, load_params
+from fedlm.train import check_same
 
 app = typer.Typer(
     help="What privacy costs: epsilon of settings or of a run, noise for a target, an audit.",

@@ -22,6 +22,7 @@ from fedlm.run import Facts
 from fedlm.train import Summary, Watcher, follow
 from fedlm.train import train as carry_out
 
+UNSAFE = "is fixed: whoever knows it can subtract the noise. Unsafe for release."
 RUNS, STORES = Path("runs"), Path(".fedlm/stores")
 
 
@@ -115,8 +116,11 @@ def _with_progress(
         f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens in all; "
         f"store {experiment.store.path}; run {path}"
     )
+    tree = experiment.recipe.federation
     if experiment.recipe.privacy.seed is not None:
-        note("privacy.seed is fixed: whoever knows it can subtract the noise. Unsafe for release.")
+        note(f"privacy.seed {UNSAFE}")
+    if tree is not None and tree.noise > 0 and tree.noise_seed is not None:
+        note(f"federation.noise_seed {UNSAFE}")
     return followed(
         lambda watcher: carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher),
         experiment.rounds,
@@ -186,10 +190,17 @@ def print_summary(summary: Summary) -> None:
     final = summary["perplexity"]
     for name, value in counted.items():
         rows.append([f"{name}, counted", value, f"{final / value:.2f}" if final else "-"])
-    rows.append(["trained, held-out clients", final, ""])
-    if summary.get("validation_perplexity"):
+    whose = "trained, mean over leaves" if summary.get("nodes") else "trained, held-out clients"
+    rows.append([whose, final, ""])
+    if summary.get("validation_perplexity") and not summary.get("nodes"):
         rows.append(["trained, held-out text", summary["validation_perplexity"], ""])
     show(f"{summary['run']}: perplexity", ["model", "perplexity", "trained / this"], rows)
+    if summary.get("nodes"):
+        parts = ("name", "perplexity", "personal", "parent")
+        head = ["node", "perplexity", "after own steps", "parent"]
+        show(
+            "nodes, on the text below them", head, [[n[p] for p in parts] for n in summary["nodes"]]
+        )
     accuracy = "" if summary["accuracy"] is None else f"; accuracy {summary['accuracy']:.1%}"
     moved = f"{size(summary['upload_bytes'])} up, {size(summary['download_bytes'])} down"
     learned = "" if summary["tokens"] is None else f", {summary['tokens']:,} tokens"

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def prefetch(make: Callable[[int], T], rounds: range, depth: int = 1) -> Iterator[T]:
+def prefetch(make: Callable[[int], T], rounds: range, depth: int = 1) -> Generator[T, None, None]:
     """`make(r)` for each round, computed ahead of its use."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fedlm.asked import load_params
 from fedlm.core import tree
 from fedlm.corpus.deal import deal
 from fedlm.deploy import home as homes
@@ -23,7 +24,7 @@ from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.recipe.build import build, open_store
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher, load_params
+from fedlm.train import Watcher
 from fedlm.train import train as simulate
 
 NODES = ("east", "north", "west")

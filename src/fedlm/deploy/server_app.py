@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.errors import require
 from fedlm.core.types import Engine, Sampling
 from fedlm.deploy import seating
 from fedlm.deploy.client_app import check_deployable
@@ -117,6 +118,12 @@ def train(
 
 def build_base(recipe: Recipe, stores: Path) -> Experiment:
     """The recipe with the server's own store: tokenizer, and held-out text to watch."""
+    require(
+        recipe.federation is None,
+        "federation",
+        "a tree",
+        "no such table: nodes of a tree with models of their own are simulated (fedlm train)",
+    )
     store = open_store(recipe.data, stores, lambda stage, done: None)
     return Experiment(resolve(recipe, store), store)
 

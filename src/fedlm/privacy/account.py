@@ -57,7 +57,7 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
         )
         squared = sensitivity.of_plan(plan, rounds) if rounds else sensitivity.Squared(0.0)
         rho = _rho(squared.value, plan.noise_multiplier)
-        epsilon = _epsilon_of_rho(rho, plan.delta)
+        epsilon = epsilon_of_rho(rho, plan.delta)
         name, why = f"zCDP of {plan.mechanism} noise, converted through RDP", _separated(plan)
         why = (*why, _placement(squared))
     elif law == "poisson":
@@ -185,7 +185,7 @@ def _epsilon(plan: PrivacyPlan, rounds: int) -> float:
     """`spent` without words."""
     if plan.mechanism != "gaussian":
         squared = sensitivity.of_plan(plan, rounds).value if rounds else 0.0
-        return _epsilon_of_rho(_rho(squared, plan.noise_multiplier), plan.delta)
+        return epsilon_of_rho(_rho(squared, plan.noise_multiplier), plan.delta)
     return _poisson(plan, rounds) if plan.sampling.law == "poisson" else _fixed(plan, rounds)
 
 
@@ -211,7 +211,7 @@ def _rho(squared: float, noise: float) -> float:
     return squared / (2 * noise**2) if noise else math.inf
 
 
-def _epsilon_of_rho(rho: float, delta: float) -> float:
+def epsilon_of_rho(rho: float, delta: float) -> float:
     """The least over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1)."""
     import dp_accounting
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -164,6 +164,18 @@ class Experiment:
     def architecture(self) -> str:
         return catalog.NAMED[self.recipe.model.name].architecture
 
+    def checked(self) -> Self:
+        """Itself, after everything that can be checked before the first round."""
+        require(
+            len(self.training) > 0,
+            "data.groups",
+            list(self.recipe.data.groups),
+            "groups of this store that have training clients",
+            "fedlm prepare shows the groups of a store.",
+        )
+        _ = self.algorithm, self.rounds
+        return self
+
     def init_params(self) -> Params:
         """The model before training: another run's, or fresh and the same for the same seed."""
         if self.recipe.model.init_from is not None:
@@ -281,6 +293,30 @@ class Experiment:
             rows = rows[np.sort(rng.choice(len(rows), most, replace=False))]
         return rows
 
+    def splits(self) -> list[str]:
+        """Where there is held-out text."""
+        return [split for split in ("test", "validation") if len(self.held_rows(split)[0])]
+
+    def shape_facts(self) -> dict[str, Any]:
+        """What a journal's header says of the shape of the federation; nothing if it is flat."""
+        return {}
+
+    def closing_facts(self, rounds: int) -> dict[str, Any]:
+        """What a journal's closing line says besides figures; nothing if the federation is flat."""
+        return {}
+
+    def models_of(self, state: Any) -> dict[str, Params]:
+        """The models of a state by name, that of the whole federation first."""
+        return {"": state.params}
+
+    def look(self, state: Any) -> dict[str, Any]:
+        """The figures of a state on the way."""
+        return self.watch(state.params)
+
+    def judge(self, state: Any, split: str) -> dict[str, Any]:
+        """All figures of a state in the end."""
+        return self.evaluate(state.params, split)
+
     def watch(self, params: Params) -> dict[str, float]:
         """The figures of a round."""
         found = figures(self.evaluator(params, self.watched_rows))
@@ -322,13 +358,9 @@ def build(
 ) -> Experiment:
     """Opens the store and checks everything that can be checked before the first round."""
     store = open_store(recipe.data, cache, progress)
-    experiment = Experiment(resolve(recipe, store), store, pooled)
-    require(
-        len(experiment.training) > 0,
-        "data.groups",
-        list(recipe.data.groups),
-        "groups of this store that have training clients",
-        "fedlm prepare shows the groups of a store.",
-    )
-    _ = experiment.algorithm, experiment.rounds
-    return experiment
+    kind: type[Experiment] = Experiment
+    if recipe.federation is not None and not pooled:
+        from fedlm.recipe.branches import TreeExperiment  # it is built on this module
+
+        kind = TreeExperiment
+    return kind(resolve(recipe, store), store, pooled).checked()

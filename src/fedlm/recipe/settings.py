@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.corpus.sources import CORPORA
 from fedlm.models.catalog import NAMED
+from fedlm.recipe.federation import Federation, Node
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -161,6 +163,7 @@ class Recipe(Table):
     server: Server = Server()
     privacy: Privacy = Privacy()
     wire: Wire = Wire()
+    federation: Federation | None = None  # a tree; without it the federation is flat
     run: Run = Run()
 
 
@@ -217,9 +220,16 @@ def _floats(tables: dict[str, Any]) -> dict[str, Any]:
         if field is None or not isinstance(table, dict):
             out[name] = table
             continue
-        known = field.annotation.model_fields  # type: ignore[union-attr]
+        known = _fields(name)
         out[name] = {k: _as_declared(known.get(k), v) for k, v in table.items()}
     return out
+
+
+def _fields(table: str) -> dict[str, Any]:
+    """The settings of a table, also of one that may be left out."""
+    kind = Recipe.model_fields[table].annotation
+    options = [k for k in typing.get_args(kind) if k is not type(None)]
+    return dict((options[0] if options else kind).model_fields)  # type: ignore[union-attr]
 
 
 def _as_declared(field: Any, value: Any) -> Any:
@@ -233,11 +243,14 @@ def _as_declared(field: Any, value: Any) -> Any:
 def _sentence(error: Any) -> str:
     place = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        table = Recipe.model_fields.get(place[0])
-        if len(place) == 1 or table is None:
+        if len(place) == 1 or place[0] not in Recipe.model_fields:
             return f"there is no table [{place[0]}]. {nearest(place[0], Recipe.model_fields)}"
-        known = table.annotation.model_fields  # type: ignore[union-attr]
-        return f"[{place[0]}] has no setting {place[1]!r}. {nearest(place[1], known)}"
+        if place[:2] == ["federation", "node"] and len(place) > 2:
+            known: Any = Node.model_fields
+        else:
+            known = _fields(place[0])
+        at = ".".join(p for p in place[:-1] if not p.isdigit())
+        return f"[{at}] has no setting {place[-1]!r}. {nearest(place[-1], known)}"
     wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     value = error["input"]
     hint = ""
@@ -277,4 +290,6 @@ def dump(recipe: Recipe) -> str:
 
 
 def _toml(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, dict):
+        return {name: _toml(part) for name, part in value.items()}
+    return [_toml(part) for part in value] if isinstance(value, tuple) else value

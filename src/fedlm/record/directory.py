@@ -12,6 +12,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fedlm.core.errors import RecordError
 from fedlm.record.checkpoint import write_atomically
@@ -42,6 +43,12 @@ class RunDirectory:
     @property
     def weights(self) -> Path:
         return self.path / "model.safetensors"
+
+    def weights_of(self, node: str) -> Path:
+        """The model of a node of a tree; without a name, that of the whole federation."""
+        # Names come with the text: one that holds a slash must not lead elsewhere.
+        file = f"{quote(node, safe=' ')}.safetensors"
+        return self.path / "nodes" / file if node else self.weights
 
     @property
     def tokenizer(self) -> Path:

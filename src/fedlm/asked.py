@@ -1,0 +1,67 @@
+"""A trained model, asked.
+
+In:       the weights of a finished run, a tokenizer, a prompt.
+Out:      the likeliest next words.
+Promise:  a word is a word, however many tokens it has; programs are shared between prompts.
+Not here: training (`train.py`), how a word is found (`evaluate/generate.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from fedlm.core.types import OOV, SPECIALS, Params
+from fedlm.corpus import tokenizer as tok
+from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
+from fedlm.models import catalog
+from fedlm.recipe.build import dimensions
+from fedlm.recipe.settings import Model
+from fedlm.record import checkpoint
+
+
+def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
+    """The weights of a finished run."""
+    architecture = catalog.NAMED[model.name].architecture
+    like = catalog.shapes(architecture, dimensions(model, vocabulary))
+    return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
+
+
+def speak(params: Params, capacity: int) -> Speaker:
+    """The model as something that can be asked for the next token, up to `capacity` times."""
+    return speaker(
+        lambda batch: params.start(batch, capacity),
+        lambda state, token: catalog.advance(params, state, token),
+    )
+
+
+def room_for(tokens: Sequence[int], further: int = 0) -> int:
+    """How many tokens a model must be able to hold: a power of two, so that programs are shared."""
+    return 1 << (len(tokens) + further + LONGEST_WORD).bit_length()
+
+
+def predict(
+    params: Params, tokenizer: Tokenizer, prompt: str, count: int = 5
+) -> list[dict[str, Any]]:
+    """The likeliest next words after a prompt, with their probabilities."""
+    tokens = tok.encode_prompt(tokenizer, prompt)
+    found = next_words(speak(params, room_for(tokens)), tokens, count, _goes_on(tokenizer))
+    return [
+        {"word": tok.decode(tokenizer, word).strip(), "probability": chance}
+        for word, chance in found
+    ]
+
+
+def _goes_on(tokenizer: Tokenizer) -> Callable[[int], bool]:
+    """Whether a token continues a word: subwords mark the beginning of one with a blank."""
+    if tokenizer.token_to_id(SPECIALS[OOV]) is None or tokenizer.decoder is None:
+        return lambda token: False
+
+    def goes_on(token: int) -> bool:
+        piece = tokenizer.id_to_token(token) or ""
+        return token >= len(SPECIALS) and not piece.startswith("Ġ") and piece.isalpha()
+
+    return goes_on

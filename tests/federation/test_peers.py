@@ -1,0 +1,90 @@
+"""Attention over peers: its limits are laws; a residual never goes home."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedlm.federation.peers import Residual, attend, cosine, entropy, mean, route, weights, worst
+
+RNG = np.random.default_rng(0)
+ORIGIN = {"a": RNG.normal(size=40).astype(np.float32), "b": np.zeros(7, np.float32)}
+
+
+def moved(direction, size=1.0):
+    rng = np.random.default_rng(direction)
+    return {k: (v + size * rng.normal(size=v.size)).astype(np.float32) for k, v in ORIGIN.items()}
+
+
+def test_an_infinite_temperature_is_the_mean():
+    bank = [moved(i) for i in range(4)]
+    found = attend(bank[0], bank[1:], ORIGIN, math.inf)
+    for layer in ORIGIN:
+        np.testing.assert_allclose(
+            found.key[layer], np.mean([k[layer] for k in bank], axis=0), atol=1e-6
+        )
+    assert entropy(found.weights) == pytest.approx(1.0)
+
+
+def test_temperature_zero_keeps_self_to_the_byte():
+    own = moved(0)
+    found = attend(own, [moved(1), moved(2)], ORIGIN, 0.0)
+    assert all(np.array_equal(found.key[layer], own[layer]) for layer in own)
+    assert entropy(found.weights) == 0.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0, math.inf])
+def test_peers_equal_to_self_change_nothing(temperature):
+    own = moved(0)
+    found = attend(own, [own, own], ORIGIN, temperature)
+    assert all(np.array_equal(found.key[layer], own[layer]) for layer in own)
+
+
+def test_attention_prefers_who_moved_alike_however_far():
+    own, alike, other = moved(0), moved(0, size=5.0), moved(1)
+    assert cosine(own["a"], alike["a"], ORIGIN["a"]) == pytest.approx(1.0)
+    share = attend(own, [alike, other], ORIGIN, 0.1).weights["a"]
+    assert share[0] == pytest.approx(share[1]) and share[2] < 0.01 * share[1]
+    assert sum(share) == pytest.approx(1.0)
+    cold, warm = (attend(own, [other], ORIGIN, t).weights["a"][1] for t in (0.1, 1.0))
+    assert cold < warm < 0.5
+
+
+def test_before_anyone_moved_nobody_is_alike_and_nothing_is_nan():
+    found = attend(ORIGIN, [ORIGIN, moved(3)], ORIGIN, 0.1)
+    assert all(np.all(np.isfinite(v)) for v in found.key.values())
+    assert cosine(ORIGIN["a"], moved(1)["a"], ORIGIN["a"]) == 0.0
+    huge = {k: np.full_like(v, 3e38) for k, v in ORIGIN.items()}
+    assert cosine(huge["a"], ORIGIN["a"], ORIGIN["a"]) == 0.0
+
+
+def test_residuals_join_the_bank_of_their_layer_only():
+    own, peer = moved(0), moved(1)
+    came = [Residual("a", 5, moved(2)["a"])]
+    found = attend(own, [peer], ORIGIN, 1.0, came)
+    assert len(found.weights["a"]) == 3 and len(found.weights["b"]) == 2
+
+
+def test_the_mean_is_weighted():
+    a, b = moved(0), moved(1)
+    found = mean([a, b], [3.0, 1.0])
+    np.testing.assert_allclose(found["a"], 0.75 * a["a"] + 0.25 * b["a"], atol=1e-6)
+
+
+def test_what_fits_worst_goes_up_and_never_back_to_its_own_subtree():
+    own = moved(0)
+    fits, not_at_all = moved(0, 2.0), {k: 2 * ORIGIN[k] - v for k, v in own.items()}
+    candidates = [Residual(k, n, key[k]) for n, key in ((3, fits), (4, not_at_all)) for k in own]
+    chosen = worst(candidates, own, ORIGIN, 1)
+    assert [(r.layer, r.origin) for r in chosen] == [("a", 4), ("b", 4)]
+    homes = {1: (not_at_all, frozenset({1, 4})), 2: (own, frozenset({2, 3}))}
+    routed = route(chosen, homes, ORIGIN)
+    assert [r.to for r in routed] == [2, 2], "home would be most alike"
+    assert all(set(r.likeness) == {2} and r.likeness[2] < -0.99 for r in routed)
+    assert route(chosen, {1: homes[1]}, ORIGIN) == []
+
+
+def test_weights_are_a_distribution():
+    for temperature in (0.001, 0.1, 10.0):
+        share = weights([1.0, -1.0, 0.3], temperature)
+        assert np.all(share >= 0) and share.sum() == pytest.approx(1.0) and share[0] == share.max()
