@@ -188,6 +188,13 @@ def check_deployable(recipe: Recipe) -> None:
         "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
         "between their turns is not kept at nodes",
     )
+    require(
+        recipe.federation is None,
+        "federation",
+        "a tree",
+        "a flat recipe over a network",
+        "There a tree is made of relays, which pass rounds through: see docs/deploy.md.",
+    )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
 
 

@@ -41,9 +41,12 @@ def check(kind: type[T], tables: dict[str, object], where: str) -> T:
     try:
         return kind.model_validate(lists)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A mistyped name is also one that is missing: the first is what was meant.
+        first = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")[0]
         place = ".".join(str(part) for part in first["loc"])
         wanted = first["msg"].removeprefix("Input should be ")
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}: the setting {place!r} is missing.") from None
         if first["type"] == "extra_forbidden":
             hint = nearest(place, kind.model_fields)
             raise ConfigError(f"{where}: there is no setting {place!r}. {hint}") from None

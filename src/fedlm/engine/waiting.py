@@ -161,8 +161,8 @@ class Waiting:
             else:
                 time.sleep(nap)
                 nap = min(LONGEST_NAP, 1.5 * nap)
-        where = self.tally.late if time.monotonic() >= self.ends else self.tally.away
-        where.extend(self.line)
+        for name in self.line:
+            (self.tally.late if self._online(name) else self.tally.away).append(name)
 
     def _turn(self) -> tuple[str, Message] | None:
         """Whoever is next and has answered: the head of the line, or anybody after the deadline."""
