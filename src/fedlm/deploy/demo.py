@@ -37,7 +37,7 @@ def recipe(source: str = "sotu") -> Recipe:
     return parse(
         {
             "data": {"source": source, "vocabulary": 2000, "length": 16},
-            "model": {"embed": 32, "units": 48},
+            "model": {"name": "cifg", "embed": 32, "units": 48},  # SI-CIFG would amplify rounding
             "client": {"batch": 16, "max_examples": 64},
             "server": {"rounds": 5, "cohort": 6, "evaluate_every": 5, "evaluate_rows": 500},
             "run": {"tensorboard": False, "baselines": False},
