@@ -72,7 +72,7 @@ def test_several_runs_are_compared(tmp_path):
     assert "<th>run</th><th>client.rate</th></tr>" in page  # and nothing else differs
     assert "<td>two</td><td>0.25</td>" in page
     assert page.count("Plotly.newPlot") == 5
-    assert all(page.count(f'"name":"{name}"') == 4 for name in ("one", "two"))
+    assert all(page.count(f'"name":"{name}"') == 5 for name in ("one", "two"))
 
 
 def test_a_page_of_several_is_made_from_journals_alone(tmp_path):
