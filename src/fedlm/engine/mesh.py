@@ -209,11 +209,8 @@ class MeshEngine:
 
     def _begin(self, local: Local, sent: Any, round: int, limit: float) -> Lanes:
         """Lanes that have done nothing yet, and what their members start from."""
-        download, shared = (
-            key_for(self.seed, "download", round=round),
-            round_key(self.algorithm, round),
-        )
-        ground = self._ground(local, sent, download, shared)
+        download = key_for(self.seed, "download", round=round)
+        ground = self._ground(local, sent, download, round_key(self.algorithm, round))
         ground, bound = self._to_all((ground, jnp.float32(limit)))
         return Lanes(ground, bound, self._start(local, ground))
 
@@ -229,12 +226,13 @@ class MeshEngine:
     ) -> Iterator[tuple[Members, Lanes]]:
         """The cohort, as many members at a time as there are lanes, and the lanes after them."""
         local = self.algorithm.local_of(cohort.round)
+        fresh = self._begin(local, sent, cohort.round, limit)
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
             rows = [self.rows_of(member) for member in group]
             queues = [[place] if place < len(group) else [] for place in range(self.lanes)]
             plan = lay_out(queues, [self._steps(len(r)) for r in rows], self.capacity)
-            lanes = self._begin(local, sent, cohort.round, limit)
+            lanes = fresh._replace(state=self._start(local, fresh.ground))
             if kept is not None:
                 # A lane without a member gets somebody's, and does nothing with it.
                 places = [at + lane if lane < len(group) else at for lane in range(self.lanes)]

@@ -11,6 +11,7 @@ A member that was refused remembers what it remembered before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -84,7 +85,7 @@ def scaffold(loss: LossFn, rate: float, weigh: Weigh = WEIGHTS["examples"]) -> L
         turn = tree.add_scaled(tree.scale(ground["control"], -1.0), moved, pace)
         sent = update_of(carry, {"params": moved, "control": turn}, weigh(examples, carry.tokens))
         # The turn is zero where the update was refused.
-        return _remembering(sent, tree.add(carry.extra, sent.delta["control"]))
+        return replace(sent, kept=tree.add(carry.extra, sent.delta["control"]))
 
     return Local(
         _ground, init, step, finish, _spread, lambda ground: tree.zeros_like(ground["params"])
@@ -116,7 +117,7 @@ def feddyn(
     def finish(ground: Any, carry: Carry, examples: Scalar) -> Update:
         moved = tree.sub(carry.params, ground)
         sent = update_of(carry, moved, weigh(examples, carry.tokens))
-        return _remembering(sent, tree.add_scaled(carry.extra, sent.delta, -alpha))
+        return replace(sent, kept=tree.add_scaled(carry.extra, sent.delta, -alpha))
 
     return Local(_ground, init, step, finish, _spread, tree.zeros_like)
 
@@ -131,17 +132,3 @@ def _ground(sent: Any, key: PRNGKeyArray) -> Any:
 
 def _spread(params: Params, key: PRNGKeyArray, delta: Any) -> Any:
     return delta
-
-
-def _remembering(update: Update, kept: Any) -> Update:
-    return Update(
-        update.delta,
-        update.weight,
-        update.nats,
-        update.tokens,
-        update.steps,
-        update.refused,
-        update.inside,
-        update.mask,
-        kept,
-    )
