@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import AsJson, emit, note, out, show
-from fedlm.cli.train import RUNS, STORES, followed, print_summary
+from fedlm.cli.say import AsJson, Changes, OutPath, RecipeFile, Resume, emit, note, out, show
+from fedlm.cli.train import RUNS, STORES, end, followed, run_path
 from fedlm.core.errors import ConfigError
 from fedlm.recipe.settings import load
-from fedlm.record.directory import free_path, newest_path
+from fedlm.record.directory import free_path
 
 app = typer.Typer(
     help="A federation over a network: certificates, server, runs.",
@@ -91,14 +91,10 @@ def serve(home: HOME) -> None:
 @app.command()
 def train(
     home: HOME,
-    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
-    ] = None,
-    out_path: Annotated[
-        Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    recipe: RecipeFile,
+    changes: Changes = None,
+    out_path: OutPath = None,
+    resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
     """Train over the nodes of a federation; the server must be running.
@@ -111,8 +107,7 @@ def train(
     from fedlm.deploy.home import Home
     from fedlm.deploy.server_app import train as carry_out
 
-    stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
-    path = out_path or (newest_path if resume else free_path)(RUNS, stem)
+    path = run_path(recipe, out_path, resume)
     found = Home.existing(home)
     summary = followed(
         lambda watcher: carry_out(
@@ -120,15 +115,7 @@ def train(
         ),
         loaded.server.rounds,
     )
-    if summary is None:
-        again = ["fedlm", "federation", "train", str(home), str(path / "recipe.toml")]
-        repeat = shlex.join([*again, "--out", str(path), "--resume"])
-        note(f"Stopped; a checkpoint is in {path}. Go on with:\n  {repeat}")
-        raise typer.Exit(130)
-    if as_json:
-        emit(summary)
-    else:
-        print_summary(summary)
+    end(summary, path, ["federation", "train", str(home)], as_json)
 
 
 @app.command()
@@ -183,9 +170,7 @@ def demo(
     recipe: Annotated[
         Path | None, typer.Argument(help="A TOML file; by default a small one.")
     ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
-    ] = None,
+    changes: Changes = None,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where everything goes; by default in runs/.")
     ] = None,

@@ -9,6 +9,7 @@ Not here: what the figures mean.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,14 @@ talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+RecipeFile = Annotated[Path, typer.Argument(help="A TOML file.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
+]
+OutPath = Annotated[
+    Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")]
 
 
 def emit(value: Any) -> None:

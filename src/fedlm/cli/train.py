@@ -13,7 +13,20 @@ import jax
 import typer
 
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import AsJson, bar, emit, note, out, show, size, talk
+from fedlm.cli.say import (
+    AsJson,
+    Changes,
+    OutPath,
+    RecipeFile,
+    Resume,
+    bar,
+    emit,
+    note,
+    out,
+    show,
+    size,
+    talk,
+)
 from fedlm.engine import hosts
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
@@ -27,14 +40,10 @@ RUNS, STORES = Path("runs"), Path(".fedlm/stores")
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
-    ] = None,
-    out_path: Annotated[
-        Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    recipe: RecipeFile,
+    changes: Changes = None,
+    out_path: OutPath = None,
+    resume: Resume = False,
     coordinator: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Where process 0 listens; auto under SLURM."),
@@ -51,24 +60,21 @@ def train(
     place = hosts.place_of(coordinator, processes, process, patience)
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
-    path = _path(recipe, out_path, resume)
+    path = run_path(recipe, out_path, resume)
     with hosts.joined(place, note):
         writes = hosts.first()
         summary = _with_progress(loaded, path, resume) if writes else _follow(loaded)
     if not writes:
         raise typer.Exit(130 if summary is None else 0)
-    _end(summary, path, "train", as_json, "" if place is None else ", as every process was started")
+    where = "" if place is None else ", as every process was started"
+    end(summary, path, ["train"], as_json, where)
 
 
 def pretrain(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
-    ] = None,
-    out_path: Annotated[
-        Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    recipe: RecipeFile,
+    changes: Changes = None,
+    out_path: OutPath = None,
+    resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the model of RECIPE on pooled public text, to start a federation from.
@@ -80,21 +86,24 @@ def pretrain(
     """
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices or 1)
-    path = _path(recipe, out_path, resume)
+    path = run_path(recipe, out_path, resume)
     summary = _with_progress(loaded, path, resume, pooled=True)
-    _end(summary, path, "pretrain", as_json)
+    end(summary, path, ["pretrain"], as_json)
 
 
-def _path(recipe: Path, asked: Path | None, resume: bool) -> Path:
+def run_path(recipe: Path, asked: Path | None, resume: bool) -> Path:
+    """Where a run goes: as asked, or the newest or a new one of the recipe's name."""
     stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
     return asked or (newest_path if resume else free_path)(RUNS, stem)
 
 
-def _end(summary: Summary | None, path: Path, command: str, as_json: bool, where: str = "") -> None:
-    """The summary, or how to go on."""
+def end(
+    summary: Summary | None, path: Path, command: list[str], as_json: bool, where: str = ""
+) -> None:
+    """The summary, or the command with which to go on."""
     if summary is None:
-        again = ["fedlm", command, str(path / "recipe.toml"), "--out", str(path), "--resume"]
-        repeat = shlex.join(again)
+        again = [*command, str(path / "recipe.toml"), "--out", str(path), "--resume"]
+        repeat = shlex.join(["fedlm", *again])
         note(f"Stopped; a checkpoint is in {path}. Go on with{where}:\n  {repeat}")
         raise typer.Exit(130)
     if as_json:
