@@ -43,12 +43,10 @@ def work(
     kit = Kit.existing(kit_path)
     policy = load(policy_path or kit.policy)
     name = kit.settings.name
-    worker = Worker(Store(store_path), policy, name=name, whole=whole, say=say)
-    fleet = Fleet(kit, say)
-    try:
-        serve(fleet, worker, say=say, stop=stop)
-    finally:
-        fleet.leave()
+    store = Store(store_path)
+    store.verify()  # a pass over its own file, before it speaks for it
+    worker = Worker(store, policy, name=name, whole=whole, say=say)
+    serve(Fleet(kit, say), worker, say=say, stop=stop)
 
 
 def relay(
@@ -68,11 +66,7 @@ def relay(
             name=kit.settings.name,
             say=say,
         )
-        fleet = Fleet(kit, say)
-        try:
-            serve(fleet, passed_on, say=say, stop=stop)
-        finally:
-            fleet.leave()
+        serve(Fleet(kit, say), passed_on, say=say, stop=stop)
 
 
 def serve(
@@ -83,13 +77,15 @@ def serve(
     stop: Callable[[], bool],
 ) -> None:
     """Fetches and answers, one message after the other; comes again when the server was away."""
-    while fleet.join(stop, patient=True):
-        say(f"{fleet.settings.name}: joined {fleet.settings.federation} at {fleet.address}")
-        try:
-            _answer_all(fleet, answer, stop)
-            return
-        except Lost as error:
-            say(str(error))
+    try:
+        while fleet.join(stop, patient=True):
+            say(f"{fleet.settings.name}: joined {fleet.settings.federation} at {fleet.address}")
+            try:
+                return _answer_all(fleet, answer, stop)
+            except Lost as error:
+                say(str(error))
+    finally:
+        fleet.leave()
 
 
 def _answer_all(
