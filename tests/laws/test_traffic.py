@@ -79,7 +79,7 @@ def rounds(engine, chosen, count=2):
 
 
 # One of each kind in every run of the tests, the others with `make test-all`.
-QUICK = {"round", "member, 8 bits", "download", "feedback", "scaffold"}
+QUICK = {"member, 8 bits", "feedback"}
 CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS]
 
 
@@ -95,6 +95,24 @@ def test_mesh_equals_loop_over_rounds(name):
         assert_same(fast.kept, slow.kept, rtol=1e-4)
     assert mesh.upload_bytes == loop.upload_bytes > 0
     assert mesh.download_bytes == loop.download_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["member", "deflated", "remembering", "scaffold"])
+def test_each_member_alone_is_the_same_in_both_engines(name):
+    chosen = ALGORITHMS[name]()
+    state = init_node(chosen, PARAMS)
+    sent, kept = outgoing(chosen, state), kept_of(state, MEMBERS)
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    both = [list(e.collect(sent, e.prepare(0, MEMBERS), kept=kept)) for e in (loop, mesh)]
+    assert len(both[0]) == len(both[1]) == len(MEMBERS)
+    for (number, slow), (other, fast) in zip(*both, strict=True):
+        assert number == other
+        assert_same(fast.delta, slow.delta, rtol=2e-3)
+        assert (fast.kept is None) == (slow.kept is None) == (not chosen.remembers)
+        if chosen.remembers:
+            assert_same(fast.kept, slow.kept, rtol=1e-3)
+    assert mesh.upload_bytes == loop.upload_bytes > 0
 
 
 def test_a_leaf_that_nobody_trains_keeps_its_bits():
@@ -206,6 +224,7 @@ def test_methods_begin_like_fedavg():
     assert_same(own, tree.scale(moved[3], -1.0 / (RATE * steps[3])), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_mimelite_uploads_twice():
     mime, plain = ALGORITHMS["mimelite"](), algorithm()
     engines = [MeshEngine(a, rows_of, SHAPE, 7) for a in (mime, plain)]
@@ -215,6 +234,7 @@ def test_mimelite_uploads_twice():
     assert engines[0].download_bytes > 1.9 * engines[1].download_bytes
 
 
+@pytest.mark.slow
 def test_mimelite_sends_the_gradient_of_the_whole_text_at_the_servers_model():
     chosen = ALGORITHMS["mimelite"]()
     engine = LoopEngine(chosen, rows_of, SHAPE, 7)
@@ -228,6 +248,7 @@ def test_mimelite_sends_the_gradient_of_the_whole_text_at_the_servers_model():
     assert_same(update.delta["gradient"], jax.grad(mean_loss)(PARAMS), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_low_rank_updates_have_the_rank_and_differ_in_their_space_by_round():
     chosen = ALGORITHMS["low rank"]()
     engine = MeshEngine(chosen, rows_of, SHAPE, 7)

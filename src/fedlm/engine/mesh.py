@@ -179,33 +179,41 @@ class MeshEngine:
         self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
     ) -> Iterator[tuple[int, Update]]:
         """Each member's update: one member a lane at a time."""
+        place = 0
         for group, lanes in self._groups(sent, cohort, limit, kept):
             total = self._from_all(self._spread, lanes.state.total)
-            yield from ((member, _single(total, lane)) for lane, member in enumerate(group))
+            for lane, member in enumerate(group):
+                after = self._after(cohort, lanes, lane, place, tree.take(kept, place))
+                yield member, _single(total, lane, after)
+                place += 1
         self._count_bytes(sent, cohort)
 
     def _gather_each(self, sent: Any, cohort: Prepared, limit: float, kept: Any) -> Total:
         """The sum where members remember something, or a frame's size depends on what it holds."""
-        local = self.algorithm.local_of(cohort.round)
         total = _zeros_of(update_like(self.algorithm, sent, cohort.round))
         rows: list[Any] = []
         for group, lanes in self._groups(sent, cohort, limit, kept):
             total = tree.add(total, self._from_all(self._sum, lanes.state.total))
-            for lane, member in enumerate(group):
+            for lane in range(len(group)):
                 before = tree.take(kept, len(rows))
-                rows.append(jax.tree.map(np.asarray, lanes.of(lane).kept))
-                if not self.algorithm.upload.fixed_size:
-                    one = Prepared(cohort.round, np.array([member]), None)
-                    held = min(len(self.rows_of(member)), self.shape.max_examples or 1 << 62)
-                    state = lanes.of(lane)._replace(kept=before)
-                    work = lanes.work(state, held)
-                    key = frames.upload_key(self.seed, one)
-                    self.upload_bytes += frames.really_sent(self.algorithm, local, work, key)
+                rows.append(self._after(cohort, lanes, lane, len(rows), before))
         self._count_bytes(sent, cohort)
         if not self.algorithm.remembers or not rows:
             return total
         stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
         return eqx.tree_at(lambda t: t.kept, total, stacked, is_leaf=lambda x: x is None)
+
+    def _after(self, cohort: Prepared, lanes: Lanes, lane: int, place: int, before: Any) -> Any:
+        """What a lane's only member remembers; its frame is counted where no formula knows it."""
+        state = lanes.of(lane)
+        if not self.algorithm.upload.fixed_size:
+            member = cohort.members[place]
+            one = Prepared(cohort.round, np.array([member]), None)
+            held = min(len(self.rows_of(member)), self.shape.max_examples or 1 << 62)
+            work = lanes.work(state._replace(kept=before), held)
+            local, key = self.algorithm.local_of(cohort.round), frames.upload_key(self.seed, one)
+            self.upload_bytes += frames.really_sent(self.algorithm, local, work, key)
+        return state.kept
 
     def _begin(self, local: Local, sent: Any, round: int, limit: float) -> Lanes:
         """Lanes that have done nothing yet, and what their members start from."""
@@ -262,7 +270,9 @@ class MeshEngine:
         codec = self.algorithm.upload
         if not hosts.alone() or (codec.name == "float32" and self.upload_bytes):
             return
-        stream = next(s for s in reversed(cohort.batches) if s.segments[0])
+        stream = next((s for s in reversed(cohort.batches) if s.segments[0]), None)
+        if stream is None:
+            return
         slot = stream.segments[0] - 1
         address = int(stream.places[0, slot])
         one = Prepared(cohort.round, cohort.members[address : address + 1], None)
@@ -370,10 +380,12 @@ def _sum_lanes(total: Total) -> Total:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
 
 
-def _single(total: Total, lane: int) -> Update:
+def _single(total: Total, lane: int, kept: Any) -> Update:
     """The update of the only member in a lane, from that lane's sum."""
     one = tree.take(total, lane)
     share = jnp.where(one.weight > 0, 1.0 / jnp.where(one.weight > 0, one.weight, 1.0), 0.0)
     delta = jax.tree.map(lambda x: x * share, one.delta)
     mask = None if one.shares is None else jnp.where(one.shares > 0, 1.0, 0.0)
-    return Update(delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside, mask)
+    return Update(
+        delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside, mask, kept
+    )
