@@ -3,8 +3,8 @@
 In:       an update, the share of values to keep.
 Out:      for each tensor the places of its k largest magnitudes, then their values.
 Promise:  ties go to the lower place; the size depends on shapes alone.
-Not here: what was left out: `residual` gives it, and an engine may add it to the member's next
-          update (error feedback). A codec keeps no memory.
+Not here: what was left out. A codec keeps no memory; a member may (`federation/member.py`, error
+          feedback).
 
 Places are an Elias-Fano list: with l = floor(log2(n / k)), the lowest l bits of each place in
 order, packed; then a bit string in which place i of the list sets bit (place >> l) + i. That is
@@ -27,10 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedlm.core import tree
 from fedlm.core.errors import WireError, require
-from fedlm.core.types import Codec, Params
-from fedlm.wire.exact import MOST, power_below, tame
+from fedlm.core.types import Codec
+from fedlm.wire.exact import MOST, power_below
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
@@ -62,11 +61,6 @@ def topk(share: float = 0.01, values: Values = "float32") -> Codec:
             norm_gain=1.0 if values == "float32" else 1 + 1 / 2049,
         )
     )
-
-
-def residual(update: Params, sent: Params) -> Params:
-    """What `sent = codec.apply(update, key)` left out; NaN and infinities leave nothing."""
-    return tree.sub(jax.tree.map(tame, update), sent)
 
 
 def kept(size: int, share: float) -> int:
