@@ -100,7 +100,12 @@ def _compare(experiment: Experiment) -> None:
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
     require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
-    for table, name in (("data", "source"), ("data", "store"), ("model", "init_from")):
+    for table, name in (
+        ("data", "source"),
+        ("data", "store"),
+        ("data", "stores"),
+        ("model", "init_from"),
+    ):
         recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
     manifest = experiment.store.manifest
     recipe["store"] = {f: manifest[f] for f in ("clients_sha256", "tokenizer_sha256")}

@@ -57,6 +57,25 @@ def test_the_report_shows_tree_matrix_routes_and_what_noise_is_worth(folder):
     assert "This run makes no privacy claim" in page
 
 
+def test_places_may_be_stores(tmp_path):
+    write_tiny(tmp_path)
+    lines = (tmp_path / "tiny.jsonl").read_text().splitlines(keepends=True)
+    for side, like in (("north", ()), ("south", ("--like", "north"))):
+        own = [line for line in lines if json.loads(line)["groups"][0] == side]
+        (tmp_path / f"{side}.jsonl").write_text("".join(own))
+        made = call(tmp_path, "prepare", f"{side}.jsonl", "--out", side, *like)
+        assert made.code == 0, made.stderr
+    recipe = (tmp_path / "tiny.toml").read_text().replace("vocabulary = 60\n", "")
+    for other, code in (("south", 0), ("nowhere", 2)):
+        stores = f'stores = ["north", "{other}"]'
+        (tmp_path / "tiny.toml").write_text(recipe.replace('source = "tiny.jsonl"', stores))
+        done = train(tmp_path, "federation.levels=[0]")
+        assert done.code == code, done.stderr
+        if code == 0:
+            assert [n["name"] for n in done.json["nodes"]] == ["root", "north", "south"]
+    assert "nowhere is not a store" in done.stderr
+
+
 def test_evaluate_gives_the_figures_of_the_run_again(folder):
     found = call(folder, "evaluate", "run", "--json").json
     nodes = json.loads((folder / "summary.json").read_text())["nodes"]

@@ -23,6 +23,7 @@ from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import Engine, Params, Sampling, Shape
 from fedlm.corpus import sources
+from fedlm.corpus.join import JoinedStore
 from fedlm.corpus.store import Progress, Store, StoreSettings, write
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
@@ -56,16 +57,17 @@ def store_settings(data: Data) -> StoreSettings:
 
 def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done: None) -> Store:
     """The recipe's store: the one it names, or one prepared from its source and kept."""
-    if (data.store is None) == (data.source is None):
+    if sum(map(bool, (data.source, data.store, data.stores))) != 1:
         raise ConfigError(
-            f"data.source = {data.source!r}, data.store = {data.store!r}: expected either "
-            "data.source (text) or data.store (made by fedlm prepare), and not both."
+            f"data.source = {data.source!r}, data.store = {data.store!r}, data.stores = "
+            f"{list(data.stores)}: expected one of data.source (text), data.store (made by fedlm "
+            "prepare) and data.stores (several of them)."
         )
-    if data.store is not None:
-        store = Store(Path(data.store))
+    if data.source is None:
+        paths = [Path(path) for path in data.stores or (data.store,) if path]
+        store = Store(paths[0]) if data.store else JoinedStore(paths)
         _check_store(store, data)
         return store
-    assert data.source is not None
     settings = store_settings(data)
     path = cache / f"{_short_name(data.source)}-{_identity(data.source, settings)}"
     if path.exists():
@@ -111,7 +113,7 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
     data = recipe.data
-    if data.store is not None:
+    if data.source is None:
         data = data.model_copy(update=vars(store.settings))
     return recipe.model_copy(
         update={

@@ -41,6 +41,7 @@ class Data(Table):
 
     source: str | None = None  # a corpus name, a file or a folder
     store: str | None = None  # a store made by `fedlm prepare`
+    stores: tuple[str, ...] = ()  # or several; a store's name is a group of its clients
     tokenizer: Literal["words", "bpe", "bytes"] = "words"
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = 10_000
     lowercase: bool = True
@@ -264,11 +265,13 @@ def _sentence(error: Any) -> str:
 def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
     """Paths are looked for beside the recipe, then here; the resolved recipe has them absolute."""
     data = recipe.data
-    changed = {
+    changed: dict[str, Any] = {
         name: _absolute(value, folder)
         for name, value in (("source", data.source), ("store", data.store))
         if value is not None and not (name == "source" and value in CORPORA)
     }
+    if data.stores:
+        changed["stores"] = tuple(_absolute(path, folder) for path in data.stores)
     # Built from what was written, so that it stays known which settings were given.
     given = {k: v for k, v in data if k in data.model_fields_set}
     tables: dict[str, Table] = {"data": Data(**{**given, **changed})}

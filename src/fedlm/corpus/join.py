@@ -1,0 +1,62 @@
+"""Several stores, read as one.
+
+In:       the paths of stores.
+Out:      a `Store` of all their clients, in the order of the paths.
+Promise:  every client belongs to the group of its store's name, before its own groups; tokens mean
+          the same words in all of them; nothing is copied.
+Not here: reading a store (`store.py`), which groups make which place of a tree (`federation`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedlm.core.errors import CorpusError
+from fedlm.corpus.store import Store
+
+COUNTS = ("clients", "train_clients", "test_clients", "train_tokens", "held_tokens")
+
+
+class JoinedStore(Store):
+    """Stores side by side; the tokenizer and the settings told are those of the first."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.parts = tuple(Store(path) for path in paths)
+        first = self.parts[0]
+        self.path = first.path
+        self.names = tuple(part.path.name for part in self.parts)
+        for name, part in zip(self.names, self.parts, strict=True):
+            if self.names.count(name) > 1:
+                raise CorpusError(
+                    f"two stores are called {name!r}: a store is known by the name of its folder. "
+                    "Rename one."
+                )
+            if part.manifest["tokenizer_sha256"] != first.manifest["tokenizer_sha256"]:
+                raise CorpusError(
+                    f"store {part.path} has another tokenizer than {first.path}: its tokens mean "
+                    "other words. Prepare it again, with fedlm prepare --like."
+                )
+        whole = hashlib.sha256("|".join(p.manifest["clients_sha256"] for p in self.parts).encode())
+        self.manifest = {
+            **first.manifest,
+            **{name: sum(part.manifest[name] for part in self.parts) for name in COUNTS},
+            "clients_sha256": whole.hexdigest(),
+        }
+        self._batches = [batch for part in self.parts for batch in part._batches]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
+        self._ends = np.cumsum([len(part) for part in self.parts]).tolist()
+
+    def groups(self, number: int) -> tuple[str, ...]:
+        """The store's name, then the client's own groups."""
+        name = self.names[bisect.bisect_right(self._ends, number)]
+        return (name, *super().groups(number))
+
+    def verify(self) -> None:
+        """Compares every part with its hash."""
+        for part in self.parts:
+            part.verify()
