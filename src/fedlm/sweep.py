@@ -104,6 +104,12 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
             raise ConfigError(f"sweep {path}: axes.{name} = {values!r}: expected a list of values.")
     if not isinstance(cases, list) or not cases or not all(isinstance(c, dict) for c in cases):
         raise ConfigError(f"sweep {path}: cases = {cases!r}: expected tables [[cases]].")
+    twice = sorted({key for case in cases for key in case} & set(axes))
+    if twice:
+        raise ConfigError(
+            f"sweep {path}: {twice[0]} is set by a case and by an axis: expected one of them. "
+            "Leave it out of [axes], and give it in every case."
+        )
 
 
 def recipe_of(sweep: Sweep, point: Point) -> Recipe:

@@ -34,7 +34,7 @@ def write_text(path, *clients):
         ("rounds=5", ("expected table.key=value",)),
         ("server.cohort=19", ("server.cohort = 19", "the 18 training clients")),
         ("data.source=nowhere.jsonl", ("nowhere.jsonl", "neither a file nor a corpus name")),
-        ("data.store=nowhere", ("expected either data.source", "and not both")),
+        ("data.store=nowhere", ("expected one of data.source",)),
         ("run.devices=3", ("run.devices = 3", "already runs with 2 devices")),
     ],
 )
@@ -273,6 +273,10 @@ def test_output_where_nothing_can_be_written(run_cli, tiny_recipe, tiny_text, en
         ("recipe = 'tiny.toml'\naxes = 3", "axes = 3: expected a table"),
         ("recipe = 'tiny.toml'\n[axes]\n'run.seed' = 3", "axes.run.seed = 3: expected a list"),
         ("recipe = 'tiny.toml'\ncases = []", "cases = []: expected"),
+        (
+            "recipe = 'tiny.toml'\naxes = {'run.seed' = [1]}\ncases = [{'run.seed' = 2}]",
+            "run.seed is set by a case and by an axis",
+        ),
         ("recipe = 'tiny.toml'\ntarget = 'low'", "target = 'low': expected a perplexity"),
         ("recipe = 'tiny.toml'\n[axes]\n'run.seeds' = [3]", "Did you mean 'seed'?"),
     ],
