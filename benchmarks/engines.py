@@ -3,7 +3,9 @@
 The cohort has the shape of the Stack Overflow benchmark: full rows of 20 tokens, batches of 16,
 lognormal client sizes up to 256 rows; `large` has a vocabulary of 10,000, `small` of 2,000. `leaf`
 is a leaf of a tree of federations: few members, long rows, many steps. Results are compared before
-they are timed; the loop engine, which is slow, takes `--loop` turns only.
+they are timed; the loop engine, which is slow, trains `--loop` members only. *Doubt* is how far the
+loop engine's own result moves when every weight is one unit in its last place larger: engines can
+agree no better than that.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from fedlm.models import catalog  # noqa: E402
 from fedlm.server.step import plain  # noqa: E402
 from fedlm.wire.dense import dense  # noqa: E402
 
+NUDGE = np.float32(1) + np.finfo(np.float32).eps
 RECURRENT = {"embed": 96, "units": 670}
 DECODER = {"embed": 96, "units": 384, "layers": 3, "heads": 8}
 SMALL = {"embed": 64, "units": 256, "layers": 2, "heads": 4}
@@ -103,7 +106,11 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
         "mesh": (mesh, mesh.prepare(0, all_of_them)),
     }
     slow, fast = (e.gather(params, c) for e, c in (cohorts["loop"], cohorts["few"]))
-    apart = float(tree.norm(tree.sub(slow.delta, fast.delta)) / tree.norm(slow.delta))
+    nudged = loop.gather(jax.tree.map(lambda x: x * NUDGE, params), cohorts["loop"][1])
+    apart, doubt = (
+        float(tree.norm(tree.sub(slow.delta, other.delta)) / tree.norm(slow.delta))
+        for other in (fast, nudged)
+    )
     runs = {k: lambda e=e, c=c: e.gather(params, c) for k, (e, c) in cohorts.items()}
     times, rates = in_turns(runs, repeats)
     tokens = float(jnp.asarray(mesh.gather(params, cohorts["mesh"][1]).tokens))
@@ -118,6 +125,7 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
         f"{statistics.median(rates):.0f}",
         f"{statistics.median(share):.0%}",
         f"{apart:.0e}",
+        f"{doubt:.0e}",
     ]
 
 
@@ -126,12 +134,13 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--loop", type=int, default=4, help="members of the loop engine")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="such as cifg-large")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/engines.md"))
     asked = parser.parse_args()
     head = ["architecture", "parameters", "mesh clients/s", "loop time / mesh time"]
-    head += ["mesh GFLOP/s", "matmul GFLOP/s", "share", "relative difference"]
+    head += ["mesh GFLOP/s", "matmul GFLOP/s", "share", "relative difference", "doubt"]
     rows = []
-    for workload in WORKLOADS:
+    for workload in (w for w in WORKLOADS if not asked.only or f"{w.name}-{w.label}" in asked.only):
         rows.append(compare(workload, asked.clients, asked.repeats, asked.loop))
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
         jax.clear_caches()
