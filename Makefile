@@ -19,7 +19,8 @@ test: lint  ## format, lint, types, the default tests and a small federation on 
 	$(BIN)/python -m pytest -n 0 -m 'network and not slow' tests/deploy
 
 test-all: lint  ## all tests, the slow ones too
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -m 'not network'
+	$(BIN)/python -m pytest -n 0 -m network tests/deploy
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -21,9 +21,11 @@ jax.config.update("jax_num_cpu_devices", 2)
 assert jax.device_count() == 2  # and it stays so: a command run in here cannot change it
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same tiny programs are compiled again and again: five seconds a run, one from the cache.
-CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
-jax.config.update("jax_compilation_cache_dir", CACHE.name)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name  # commands that are run in here keep to it
+# The process that starts the others makes it; they, and commands that tests start, keep to it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 WORDS = ["the", "a", "cat", "dog", "sun", "moon", "sat", "ran", "saw", "on", "big", "red", "and"]

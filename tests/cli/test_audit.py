@@ -12,6 +12,7 @@ from tests.cli.test_bad_input import refused
 from tests.conftest import call, write_tiny
 from tests.laws.test_private_runs import state_of
 
+pytestmark = pytest.mark.slow  # canaries need a run of some size
 SETTINGS = (
     "server.rounds=4",
     "server.cohort=16",
@@ -38,7 +39,6 @@ def audited(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_an_audit_of_an_honest_run(audited):
     done = call(audited, "privacy", "audit", "run", "--json")
     assert done.code == 0 and done.stdout.count("\n") == 1, done.stderr

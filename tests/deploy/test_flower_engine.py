@@ -74,7 +74,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"lossy both ways", "leaves of their own"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else []) for n in CASES]
+)
 def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store, *CASES[name])

@@ -116,7 +116,7 @@ def test_engines_stay_together_while_a_clip_adapts():
     np.testing.assert_allclose(ended[1][1], ended[0][1], rtol=1e-5)
 
 
-LONG = {"conformer", "si-conformer"}  # to compile
+LONG = {"conformer", "si-conformer", "transformer", "si-transformer", "lstm"}  # to compile
 EVERY = [
     pytest.param(name, marks=pytest.mark.slow if name in LONG else [])
     for name in sorted(catalog.ARCHITECTURES)
@@ -150,7 +150,9 @@ def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
     )
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 64])
+@pytest.mark.parametrize(
+    "capacity", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64))]
+)
 def test_the_cut_into_chunks_changes_nothing(capacity):
     params, chosen = model(), algorithm("adam")
     whole = MeshEngine(chosen, rows_of, SHAPE, 7)

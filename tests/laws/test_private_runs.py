@@ -53,9 +53,8 @@ def private(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "mechanism", [TREE, pytest.param(BLT, marks=pytest.mark.slow)], ids=["tree", "blt"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", [TREE, BLT], ids=["tree", "blt"])
 def test_a_killed_private_run_ends_the_same(run_cli, tiny_recipe, tmp_path, mechanism):
     """The secret is fixed only so that there is another run to compare with."""
     settings = changes(*mechanism, SEED, "server.rounds=40", "run.checkpoint_every=7")
@@ -137,6 +136,7 @@ def test_the_secret_is_in_the_checkpoint_and_nowhere_else(private):
         assert not [form for form in forms if form in data], path
 
 
+@pytest.mark.slow
 def test_a_fixed_seed_gives_the_same_model_and_is_called_unsafe(run_cli, tiny_recipe, tmp_path):
     found = [
         run_cli("train", tiny_recipe, *changes(*TREE, SEED), "--out", out, "--json")
@@ -194,6 +194,7 @@ def test_the_report_states_the_claim(private):
     assert "Unsafe for release" not in page and "Training loss" not in page
 
 
+@pytest.mark.slow
 def test_reveal_tells_everything(run_cli, tiny_recipe, tmp_path):
     settings = changes(*TREE, "privacy.reveal=true", "server.rounds=2")
     done = run_cli("train", tiny_recipe, *settings, "--out", "run", "--json")
@@ -206,6 +207,7 @@ def test_reveal_tells_everything(run_cli, tiny_recipe, tmp_path):
 # ---- the budget ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_it_would_pass_its_budget(run_cli, tiny_recipe, tmp_path):
     plan = build(
         load(tiny_recipe, (*GAUSSIAN, "privacy.noise=1.0")), tmp_path / "s", lambda *a: None
@@ -233,6 +235,7 @@ def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
     assert RunDirectory.existing(tmp_path / "run").finished()
 
 
+@pytest.mark.slow
 def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path):
     adaptive = ("privacy.clip_quantile=0.5", "privacy.clip_noise=2.0", "privacy.noise=1.0")
     done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")

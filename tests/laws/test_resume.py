@@ -131,7 +131,12 @@ def test_a_kill_before_the_first_round_or_after_the_last(
 
 
 @pytest.mark.parametrize(
-    "number, times, kept", [(signal.SIGINT, 1, 3), (signal.SIGTERM, 1, 3), (signal.SIGINT, 2, 0)]
+    "number, times, kept",
+    [
+        (signal.SIGTERM, 1, 3),
+        pytest.param(signal.SIGINT, 1, 3, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 2, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_in_a_command_that_goes_on(
     run_cli, tiny_recipe, tmp_path, monkeypatch, whole, number, times, kept

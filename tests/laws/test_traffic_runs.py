@@ -15,10 +15,8 @@ def changes(settings):
     return [part for setting in settings for part in ("--set", setting)]
 
 
-CASES = [pytest.param(n, marks=[] if n == "member" else pytest.mark.slow) for n in SETTINGS]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_was_cut_short_ends_the_same(run_cli, tiny_recipe, tmp_path, name):
     asked = changes(SETTINGS[name])
     whole = run_cli("train", tiny_recipe, *asked, "--out", "whole", "--json").json
@@ -50,6 +48,7 @@ def test_a_codec_under_a_plan_keeps_the_bound_and_the_bytes(run_cli, tiny_recipe
     assert json.loads(lines[1])["clip"] == 1.0
 
 
+@pytest.mark.slow
 def test_pretraining_resumes_and_starts_a_federation(run_cli, tiny_recipe, tmp_path):
     """The optimiser's state survives: stopped and resumed, pretraining ends the same."""
     asked = changes(

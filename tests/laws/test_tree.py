@@ -230,6 +230,7 @@ def test_private_key_layers_stay_and_others_see_noisy_ones(tree_of):
     assert not np.any(np.isin(own, leaf.told["layers.0"]))
 
 
+@pytest.mark.slow
 def test_users_of_a_leaf_are_protected_by_a_plan(tree_of):
     made, _, told = tree_of(*FLAT, "federation.levels=[0]", *PLAN)
     assert "loss" not in told[-1] and all("loss" not in n for n in told[-1]["nodes"].values())
@@ -237,6 +238,7 @@ def test_users_of_a_leaf_are_protected_by_a_plan(tree_of):
     assert made.plan.sampling.population == min(held)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_kept_goes_on_where_it_stopped(tree_of):
     """One step a round: a memory that is kept makes two rounds of one member two steps of Adam."""
     alone = ("federation.key=all", "federation.temperature=0", "client.max_steps=1", *KEPT)
@@ -272,10 +274,13 @@ def told_by(run):
 @pytest.mark.parametrize(
     "changes",
     [
-        ("federation.every=2", "federation.temperature=inf", *KEPT, *HIDDEN),
-        ("federation.pool=false", "federation.resident=2"),
+        pytest.param(
+            ("federation.every=2", "federation.temperature=inf", *KEPT, *HIDDEN), id="nodes"
+        ),
+        pytest.param(
+            ("federation.pool=false", "federation.resident=2"), id="clients", marks=pytest.mark.slow
+        ),
     ],
-    ids=["nodes", "clients"],
 )
 def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes):
     def carry_out(name, stop_after=None, resume=False):

@@ -63,7 +63,11 @@ def ragged_rows(batch, seq, vocab, seed):
 
 # 16 rows have stages of several widths, 16 x 12 columns have several sizes of products.
 @pytest.mark.parametrize(
-    "batch, seq, layers", [(3, 7, 1), pytest.param(16, 5, 2, marks=pytest.mark.slow), (16, 12, 1)]
+    "batch, seq, layers",
+    [
+        (3, 7, 1),
+        *(pytest.param(*size, marks=pytest.mark.slow) for size in ((16, 5, 2), (16, 12, 1))),
+    ],
 )
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, layers):

@@ -126,7 +126,7 @@ def test_noise_for_a_target_is_the_least(name):
     assert spent(enough, ROUNDS).epsilon <= target < spent(less, ROUNDS).epsilon
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EACH)
 def test_rounds_within_a_budget(name):
     chosen = PLANS[name]
     budget = spent(chosen, 5).epsilon * 1.0001

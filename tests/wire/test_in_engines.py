@@ -35,7 +35,7 @@ def rows_of(client):
 
 
 # One of each family in every run of the tests, the others with `make test-all`.
-QUICK = {"uniform-8", "ternary-2.5", "drive-mse-4096", "topk-0.2-float32", "uniform-4+zlib"}
+QUICK = {"drive-mse-4096", "topk-0.2-float32", "uniform-4+zlib"}
 CASES = [pytest.param(c, marks=[] if c.name in QUICK else pytest.mark.slow) for c in CODECS]
 
 
