@@ -18,7 +18,7 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
-from tests.conftest import CACHE, call, write_tiny
+from tests.conftest import call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 
 # Eighteen training clients: two a round with at least three rounds of rest.
@@ -62,7 +62,6 @@ def test_a_killed_private_run_ends_the_same(run_cli, tiny_recipe, tmp_path, mech
     process = subprocess.Popen(
         [*command, "--out", "killed"],
         cwd=tmp_path,
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": CACHE.name},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -225,6 +224,7 @@ def test_a_run_stops_before_it_would_pass_its_budget(run_cli, tiny_recipe, tmp_p
     assert again.json["rounds"] == 3
 
 
+@pytest.mark.slow
 def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
     wanted = changes(*TREE[:-2], "privacy.clip=0.1", "privacy.epsilon=20")
     done = run_cli("train", tiny_recipe, *wanted, "--out", "run", "--json")

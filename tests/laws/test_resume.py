@@ -75,7 +75,7 @@ def test_the_same_recipe_and_seed_give_the_same_model(run_cli, tiny_recipe, tmp_
     assert other["params_sha256"] != again["params_sha256"]
 
 
-@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_run_that_was_stopped_politely_ends_the_same(
     run_cli, tiny_recipe, stopped, whole, rounds
 ):
@@ -116,7 +116,14 @@ def test_a_truncated_checkpoint_costs_rounds_and_nothing_else(run_cli, tiny_reci
     same(run, whole)
 
 
-@pytest.mark.parametrize("lost", [(), ("model.safetensors",), ("journal.jsonl", "checkpoints")])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("model.safetensors",), marks=pytest.mark.slow),
+        ("journal.jsonl", "checkpoints"),
+    ],
+)
 def test_a_kill_before_the_first_round_or_after_the_last(
     run_cli, tiny_recipe, tmp_path, whole, lost
 ):
@@ -190,6 +197,7 @@ ROUNDS = 200
 MAIN = "from fedlm.cli.main import main; main()"
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_same(run_cli, tiny_recipe, tmp_path):
     settings = (f"server.rounds={ROUNDS}", "server.evaluate_every=20", "run.checkpoint_every=7")
     changes = [part for setting in settings for part in ("--set", setting)]

@@ -78,8 +78,8 @@ def rounds(engine, chosen, count=2):
     return state
 
 
-# One of each kind in every run of the tests, the others with `make test-all`.
-QUICK = {"member, 8 bits", "feedback"}
+# One in every run of the tests, all with `make test-all`.
+QUICK = {"member, 8 bits"}
 CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS]
 
 

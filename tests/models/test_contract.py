@@ -25,12 +25,12 @@ ALL = [
 ]
 every = pytest.mark.parametrize("name, size", ALL, ids=[f"{n}-{s.positions}" for n, s in ALL])
 each_name = pytest.mark.parametrize("name, size", ALL[: len(catalog.ARCHITECTURES)])
-# The gradient takes long to compile; these share their code with one that stays.
-TWINS = {"lstm", "transformer", "conformer"}
+# The gradient takes long to compile; most of these share their code with one that stays.
+LONG = {"lstm", "transformer", "conformer", "si-conformer"}
 each_gradient = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in TWINS else [])
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else [])
         for name in catalog.ARCHITECTURES
     ],
 )

@@ -127,6 +127,7 @@ def test_rescaling_the_gates_of_plain_cifg_does_change_it():
     assert np.abs(moved - model.features(tokens)).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell, orthogonal", [("si-cifg", True), ("cifg", False)])
 def test_the_gradient_is_orthogonal_to_the_weights_of_each_invariant_gate(cell, orthogonal):
     model, tokens = model_and_tokens(cell)

@@ -17,7 +17,7 @@ SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kerne
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in {"si-cifg", "mpt"} else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "mpt" else pytest.mark.slow)
         for name in sorted(catalog.ARCHITECTURES)
     ],
 )

@@ -34,8 +34,8 @@ def rows_of(client):
     return np.random.default_rng(client).integers(4, 20, (3 + client, 7)).astype(np.uint16)
 
 
-# One of each family in every run of the tests, the others with `make test-all`.
-QUICK = {"drive-mse-4096", "topk-0.2-float32", "uniform-4+zlib"}
+# Two in every run of the tests, all with `make test-all`.
+QUICK = {"topk-0.2-float32", "uniform-4+zlib"}
 CASES = [pytest.param(c, marks=[] if c.name in QUICK else pytest.mark.slow) for c in CODECS]
 
 
