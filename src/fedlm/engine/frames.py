@@ -34,9 +34,14 @@ class Work(NamedTuple):
     limit: Any
 
 
+def kept_leaves(mask: Any) -> list[bool] | None:
+    """A member's mask, as codecs want it."""
+    return None if mask is None else [bool(x) for x in np.asarray(mask)]
+
+
 def through_bytes(codec: Codec, delta: Any, mask: Any, key: PRNGKeyArray) -> tuple[Any, int]:
     """What arrives, and in how many bytes; leaves that are held still are not among them."""
-    keep = None if mask is None else [bool(x) for x in np.asarray(mask)]
+    keep = kept_leaves(mask)
     payload = codec.encode(delta, key, keep)
     arrived = codec.decode(payload, tree.thin(delta, keep))
     return tree.fill(arrived, delta, keep), len(payload)
@@ -53,9 +58,8 @@ def really_sent(algorithm: Algorithm, local: Local, work: Work, key: PRNGKeyArra
     carry = work.state.carry
 
     def send(delta: Any) -> Any:
-        arrived, size = through_bytes(algorithm.upload, delta, carry.mask, key)
-        sizes.append(size)
-        return arrived
+        sizes.append(len(algorithm.upload.encode(delta, key, kept_leaves(carry.mask))))
+        return delta
 
     trip = Trip(send, jnp.asarray(work.limit), work.state.kept)
     member_half(algorithm, local, work.ground, carry, jnp.float32(work.examples), trip)

@@ -59,7 +59,8 @@ class LeafScheme(NamedTuple):
 def codec_of(scheme: Scheme, *, by_leaf: bool = False) -> Codec:
     """The codec of a scheme; `by_leaf`: its parts are a list, one a leaf."""
     squeeze = jax.jit(lambda update, key: _squeeze(scheme, update, key))
-    expand = jax.jit(scheme.expand, static_argnums=1)
+    # Leaves that are left out make any number of different lists: those are not compiled whole.
+    expand = scheme.expand if by_leaf else jax.jit(scheme.expand, static_argnums=1)
 
     def encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:
         parts, sizes = jax.tree.map(np.asarray, squeeze(update, key)), sizes_of(update)
@@ -98,6 +99,8 @@ def sizes_of(like: Params) -> Sizes:
 def per_leaf(scheme: LeafScheme) -> Codec:
     """The codec of a scheme that knows one vector and nothing of the others."""
 
+    expand = jax.jit(scheme.expand, static_argnums=1)
+
     def squeeze(vectors: Vectors, key: PRNGKeyArray) -> Parts:
         sizes = [len(x) for x in vectors]
         drawn = coins(key, sizes) if scheme.random else [None] * len(sizes)
@@ -107,7 +110,7 @@ def per_leaf(scheme: LeafScheme) -> Codec:
         Scheme(
             name=scheme.name,
             squeeze=squeeze,
-            expand=lambda parts, sizes: list(map(scheme.expand, parts, sizes)),
+            expand=lambda parts, sizes: list(map(expand, parts, sizes)),
             write=lambda parts, sizes: map(scheme.write, parts, sizes),
             read=lambda reader, sizes: [scheme.read(reader, size) for size in sizes],
             body_bytes=lambda sizes: sum(map(scheme.leaf_bytes, sizes)),
