@@ -292,6 +292,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--agree", type=float, default=AGREE)
     parser.add_argument("--wait", choices=("passive", "default"), default="passive")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/peers.json"))
+    parser.add_argument("--go-on", action="store_true", help="keep the workloads that OUT holds")
     return parser.parse_args()
 
 
@@ -306,7 +307,9 @@ def main() -> None:
         "workloads": {},
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in asked.workloads:
+    if asked.go_on and asked.out.exists():
+        results["workloads"] = json.loads(asked.out.read_text(encoding="utf-8"))["workloads"]
+    for name in (n for n in asked.workloads if n not in results["workloads"]):
         plan = replace(workload.PLANS[name], members=asked.members)
         store = workload.store_for(plan, asked.source, Path(".fedlm/stores"))
         folder = (asked.out.parent / asked.out.stem / name).resolve()
