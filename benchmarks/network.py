@@ -38,7 +38,7 @@ def idle(message: Message) -> Message:
     question = read_question(message.content)
     sums = (dict.fromkeys(SUMS, 1.0),)
     answer = Answer(
-        round=question.round, members=question.members, frames=(question.frame,), sums=sums
+        round=question.round, members=question.members, frames=question.frames, sums=sums
     )
     return Message(tell(answer), reply_to=message)
 
@@ -60,7 +60,8 @@ def rounds(post: object, names: list[str], megabytes: float, count: int) -> list
             members=(0,),
             limit=1.0,
             each=False,
-            frame=frame,
+            longest=len(frame),
+            frames=(frame,),
         )
         asked = {n: replace(question, first=i, members=(i,)) for i, n in enumerate(names)}
         total = np.zeros_like(like)

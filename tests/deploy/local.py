@@ -29,7 +29,7 @@ class LocalPost:
         self.asked.append(self.numbers[message.metadata.dst_node_id])
         return identity
 
-    def fetch(self, identity):
+    def fetch(self, identity, most):
         message = self.messages[identity]
         name = self.numbers[message.metadata.dst_node_id]
         return None if name in self.away | self.slow else self.nodes[name](message)

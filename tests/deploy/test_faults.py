@@ -14,7 +14,7 @@ from fedlm.deploy.demo import demo
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.status import read_tallies
 from fedlm.recipe.build import build
-from fedlm.recipe.settings import load
+from fedlm.recipe.settings import dump, load
 from fedlm.record.directory import RunDirectory
 from fedlm.train import Watcher
 from fedlm.train import train as simulate
@@ -27,7 +27,6 @@ pytestmark = [
 ]
 LONGEST = 900.0  # a bound on a hang, not on speed
 SETTINGS = (
-    "server.rounds=8",
     "server.cohort=6",
     "run.engine=loop",
     "wire.upload=uniform-8",
@@ -44,7 +43,7 @@ def world(tmp_path):
 
 
 class Processes:
-    """A flat federation of two nodes, each role a process that can be killed."""
+    """A federation of two nodes, perhaps one behind a relay, each role a process to be killed."""
 
     def __init__(self, folder, started):
         self.folder, self.started, self.roles = folder, started, {}
@@ -53,35 +52,41 @@ class Processes:
         self.store = next((folder / "text").iterdir())
         deal(Store(self.store), ("north", "south"), folder / "stores")
 
-    def found(self, **more):
-        self.port = free_port()
-        names = ("north", "south")
-        self.home = home.init(
-            self.folder / "fed", "fed", ["127.0.0.1"], self.port, names, bind="127.0.0.1", **more
-        )
+    def found(self, relayed=False, **more):
+        names = ("north", "relay") if relayed else ("north", "south")
+        self.homes = {"server": self._home("fed", names, **more)}
+        self.kits = {name: self.homes["server"].kit(name) for name in names}
+        if relayed:
+            self.homes["below"] = self._home("below", ("south",), **more)
+            self.kits["south"] = self.homes["below"].kit("south")
+
+    def _home(self, name, nodes, **more):
+        options = {"bind": "127.0.0.1", **more}
+        return home.init(self.folder / name, name, ["127.0.0.1"], free_port(), nodes, **options)
 
     def start(self, role):
-        fed = str(self.home.path)
+        fed = str(self.homes["server"].path)
         arguments = {
-            "server": ["federation", "serve", fed],
             "train": ["federation", "train", fed, "at.toml", "--out", "run", "--resume"],
+            **{name: ["federation", "serve", str(made.path)] for name, made in self.homes.items()},
         }.get(role)
+        if role == "relay":
+            below = str(self.homes["below"].path)
+            arguments = ["node", "relay", str(self.kits[role].path), "--home", below]
         if arguments is None:
-            kit, store = str(self.home.kit(role).path), str(self.folder / "stores" / role)
+            kit, store = str(self.kits[role].path), str(self.folder / "stores" / role)
             arguments = ["node", "join", kit, "--store", store, "--devices", "1"]
         self.roles[role] = Child(arguments, self.folder / f"{role}.log", self.folder)
         self.started.append(self.roles[role])
-        if role == "server":
-            wait_for_port(self.port, self.roles[role], LONGEST)
+        if role in self.homes:
+            wait_for_port(self.homes[role].settings.port, self.roles[role], LONGEST)
 
-    def recipe(self, store, name="at.toml"):
+    def recipe(self, store, name="at.toml", rounds=8):
         text = (self.folder / "tiny.toml").read_text()
         text = text.replace("vocabulary = 60", "").replace(
             'source = "tiny.jsonl"', f'store = "{store}"'
         )
-        changed = load(self._write(name, text), SETTINGS)
-        from fedlm.recipe.settings import dump
-
+        changed = load(self._write(name, text), (*SETTINGS, f"server.rounds={rounds}"))
         self._write(name, dump(changed))
         return changed
 
@@ -111,12 +116,17 @@ class Processes:
         return simulate(experiment, run, resume=False, watcher=Watcher())
 
 
-def test_each_role_is_killed_in_turn(world):
-    world.found()
+FLAT = ("server", "north", "south", "train")
+RELAYED = ("server", "below", "north", "relay", "south", "train")
+
+
+@pytest.mark.parametrize("roles", [FLAT, RELAYED], ids=["flat", "relayed"])
+def test_each_role_is_killed_in_turn(world, roles):
+    world.found(relayed="relay" in roles)
     world.recipe(world.folder / "stores" / "server")
-    for role in ("server", "north", "south", "train"):
+    for role in roles:
         world.start(role)
-    for after, role in enumerate(("south", "server", "train", "north"), 1):
+    for after, role in enumerate(reversed(roles), 1):
         world.wait(lambda after=after: world.rounds() >= after, f"round {after}")
         world.roles[role].kill()
         world.start(role)
@@ -125,17 +135,18 @@ def test_each_role_is_killed_in_turn(world):
 
 def test_an_absent_node_is_passed_over_and_used_again(world):
     world.found(quorum=0.5)
-    world.recipe(world.folder / "stores" / "server")
+    world.recipe(world.folder / "stores" / "server", rounds=100_000)  # it comes back in time
     for role in ("server", "north", "south", "train"):
         world.start(role)
     world.wait(lambda: world.rounds() >= 1, "a round")
     world.roles["south"].kill()
     tallies = lambda: read_tallies(world.folder / "run" / "nodes.jsonl")  # noqa: E731
     world.wait(lambda: any(t["away"] == ["south"] for t in tallies()), "it is missed")
+    missed = min(t["round"] for t in tallies() if "south" in t["away"])
     world.start("south")
-    assert world.summary()["rounds"] == 8
-    missed = [t["round"] for t in tallies() if "south" in t["away"]]
-    assert missed and any("south" in t["answered"] for t in tallies() if t["round"] > missed[0])
+    back = lambda: any("south" in t["answered"] for t in tallies() if t["round"] > missed)  # noqa: E731
+    world.wait(back, "it is used again")
+    assert world.roles["train"].alive, world.roles["train"].tail()
 
 
 @pytest.mark.parametrize("as_tree", [False, True], ids=["flat", "tree"])

@@ -25,14 +25,17 @@ QUESTION = Question(
     members=(11, 13),
     limit=float("inf"),
     each=True,
-    frame=b"parameters",
+    longest=10,
+    frames=(b"parameters",),
 )
 SUM = dict.fromkeys(SUMS, 1.0)
+PLACES = replace(QUESTION, numbers=(43, 41), frames=(b"one", b"other"))
 ANSWER = Answer(round=3, members=(11, 13), frames=(b"one", b"two"), sums=(SUM, SUM))
 
 
-def test_a_question_arrives_as_it_was():
-    assert read_question(ask(QUESTION)) == QUESTION
+@pytest.mark.parametrize("question", [QUESTION, PLACES])
+def test_a_question_arrives_as_it_was(question):
+    assert read_question(ask(question)) == question
 
 
 def test_an_answer_arrives_as_it_was():
@@ -84,11 +87,55 @@ def test_answers_to_something_else_are_refused(answer):
         {"members": (11, 40)},
         {"round": -1},
         {"recipe": "#" * 70_000},
+        {"longest": -1},
+        {"longest": 1 << 60},
+        {"frames": ()},
+        {"frames": (b"one", b"other")},
     ],
 )
 def test_questions_out_of_range_are_refused(change):
     with pytest.raises(WireError):
         read_question(ask(replace(QUESTION, **change)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numbers": (43,), "frames": (b"one",)},
+        {"numbers": (43, 41, 42), "frames": (b"one", b"other", b"third")},
+        {"numbers": (43, 43)},
+        {"numbers": (43, 39)},
+        {"numbers": (43, 1 << 40)},
+        {"frames": (b"one",)},
+        {"each": False},
+    ],
+)
+def test_questions_to_places_out_of_range_are_refused(change):
+    with pytest.raises(WireError):
+        read_question(ask(replace(PLACES, **change)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: 1} for name in ("round", "first", "population", "longest")),
+        {"recipe": "[run]"},
+        {"text": "abd"},
+        {"members": (11, 12)},
+        {"limit": 1.0},
+        {"numbers": (41, 43)},
+        {"frames": (b"other", b"one")},
+    ],
+)
+def test_a_digest_covers_all_of_a_question(change):
+    assert replace(PLACES, **change).digest != PLACES.digest
+    assert read_question(ask(PLACES)).digest == PLACES.digest
+
+
+def test_a_frame_longer_than_any_can_be_is_refused():
+    long = replace(ANSWER, frames=(b"one", b"x" * 11))
+    with pytest.raises(WireError, match="more than 10 bytes"):
+        read_answer(tell(long), QUESTION)
 
 
 def broken():
@@ -98,7 +145,7 @@ def broken():
     yield RecordDict({"answer": facts})
     yield RecordDict({"answer": facts, "frames": frames, "text": ConfigRecord({"a": "b"})})
     yield RecordDict({"answer": MetricRecord({"round": 3}), "frames": frames})
-    yield RecordDict({"answer": ConfigRecord({**facts, "version": 2}), "frames": frames})
+    yield RecordDict({"answer": ConfigRecord({**facts, "version": 1}), "frames": frames})
     yield RecordDict({"answer": ConfigRecord({**facts, "round": 3.0}), "frames": frames})
     yield RecordDict({"answer": ConfigRecord({**facts, "round": True}), "frames": frames})
     yield RecordDict({"answer": ConfigRecord({**facts, "weight": [1, 1]}), "frames": frames})

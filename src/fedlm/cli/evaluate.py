@@ -9,13 +9,14 @@ import typer
 
 from fedlm.asked import load_params
 from fedlm.cli.devices import use_devices
+from fedlm.cli.federation import needs_flower
 from fedlm.cli.say import AsJson, emit, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params
 from fedlm.recipe.branches import TreeExperiment
-from fedlm.recipe.build import build
-from fedlm.recipe.settings import load
+from fedlm.recipe.build import Experiment, build
+from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
 from fedlm.train import check_same
 
@@ -35,7 +36,7 @@ def evaluate(
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        experiment = build(recipe, STORES, lambda stage, done: None)
+        experiment = _experiment(recipe, directory)
         check_same(experiment, directory)
 
         def model(node: str = "") -> Params:
@@ -68,6 +69,16 @@ def evaluate(
     for depth, groups in enumerate(found["groups"]):
         rows = [[g, f["perplexity"], f["accuracy"], f["tokens"]] for g, f in groups.items()]
         show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)
+
+
+def _experiment(recipe: Recipe, directory: RunDirectory) -> Experiment:
+    """That of the run; over a network it had the nodes that its seats name."""
+    if not (directory.path / "seats.json").is_file():
+        return build(recipe, STORES, lambda stage, done: None)
+    needs_flower()
+    from fedlm.deploy.server_app import again
+
+    return again(recipe, directory, STORES)
 
 
 def _show_tree(found: dict[str, Any]) -> None:

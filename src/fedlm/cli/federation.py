@@ -166,7 +166,12 @@ def doctor(
 
 @app.command()
 def demo(
-    tree: Annotated[bool, typer.Option("--tree", help="Two relays with two nodes each.")] = False,
+    tree: Annotated[
+        bool,
+        typer.Option(
+            "--tree", help="Relays: two with two nodes each, or as the recipe's [federation] says."
+        ),
+    ] = False,
     recipe: Annotated[
         Path | None, typer.Argument(help="A TOML file; by default a small one.")
     ] = None,

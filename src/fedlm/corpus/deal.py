@@ -1,6 +1,6 @@
 """One store, dealt out: a part for each node, and held-out text for the server.
 
-In:       a store and names.
+In:       a store and names, perhaps with the clients of each.
 Out:      a store a name, and one of held-out clients.
 Promise:  every training client is in exactly one part, in the order in which it had its number, so
           that the parts in the order of their names give members the numbers they had before; all
@@ -10,7 +10,7 @@ Not here: preparing text (`store.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ def deal(store: Store, names: Sequence[str], out: Path, held: str = "server") ->
         f"between 1 and the {len(clients)} training clients of this store",
     )
     parts = dict(zip(sorted(names), np.array_split(clients, len(names)), strict=True))
+    return deal_parts(store, parts, out, held)
+
+
+def deal_parts(
+    store: Store, parts: Mapping[str, np.ndarray], out: Path, held: str = "server"
+) -> dict[str, Store]:
+    """Writes `out/NAME` with the clients of each name, and `out/held`."""
     made = {name: _write(store, numbers, out / name) for name, numbers in parts.items()}
     made[held] = _write(store, store.test_clients, out / held, learns=False)
     return made

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -22,55 +20,21 @@ import jax
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlm.core.errors import FedlmError, WireError, require
+from fedlm.core.errors import FedlmError, WireError
 from fedlm.core.keys import key_for
-from fedlm.core.types import Engine, Sampling, Total, Update
+from fedlm.core.types import Codec, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
+from fedlm.deploy.local import Local, LocalPlace, check_deployable
 from fedlm.deploy.policy import Policy
-from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import MeshEngine
 from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
-from fedlm.models import catalog
-from fedlm.recipe import promise
+from fedlm.federation.tree import StartsEngine
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
 
 HELLO = "query.fedlm"
 MOST_KEPT = 2  # experiments with compiled programs
-
-
-@dataclass(frozen=True)
-class Local(Experiment):
-    """An experiment as one node sees it: its own text, the numbers of the whole federation."""
-
-    first: int = 0
-    population: int = 0
-    whole: bool = False  # the store is one member, not one a client
-
-    @cached_property
-    def sampling(self) -> Sampling:
-        return promise.sampling_of(self.recipe, self.population)
-
-    @cached_property
-    def engine(self) -> Engine:
-        """Takes what arrived, and gives updates as they are before they are sent."""
-        kind = {"mesh": MeshEngine, "loop": LoopEngine}[self.recipe.run.engine]
-        bare = replace(self.algorithm, upload=dense(), download=dense())
-        return kind(bare, self._rows_of, self.shape, self.recipe.run.seed)
-
-    @cached_property
-    def sent_like(self) -> Any:
-        """The shapes of what a server sends down."""
-        server = self.algorithm.server
-        like = catalog.shapes(self.architecture, self.size)
-        return jax.eval_shape(lambda params: server.send(params, server.init(params)), like)
-
-    def _rows_of(self, member: int) -> np.ndarray:
-        if self.whole:
-            return self._all_rows
-        return self._cut(self.store.train(int(self.training[member - self.first])))
 
 
 class Worker:
@@ -86,7 +50,7 @@ class Worker:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.store, self.policy, self.name, self.whole, self.say = store, policy, name, whole, say
-        self._kept: dict[str, Local] = {}
+        self._kept: dict[str, Local | LocalPlace] = {}
 
     @property
     def clients(self) -> int:
@@ -133,26 +97,12 @@ class Worker:
         if any(m - question.first >= self.clients for m in question.members):
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
         experiment = self._experiment(question)
-        algorithm = experiment.algorithm
-        sent = algorithm.download.decode(question.frame, experiment.sent_like)
         self.say(f"round {question.round}: {len(question.members)} members")
-        engine = experiment.engine
-        cohort = engine.prepare(question.round, np.asarray(question.members))
-        answer = Answer(round=question.round, members=question.members)
-        if not question.each:
-            total = engine.gather(sent, cohort, question.limit)
-            frame = dense().encode(total.delta, key_for(0, "upload"))
-            return replace(answer, frames=(frame,), sums=(_sums(total),))
-        frames, sums = [], []
-        for member, update in engine.collect(sent, cohort, question.limit):
-            address = {"round": question.round, "member": member}
-            key = key_for(experiment.recipe.run.seed, "upload", **address)
-            keep = None if update.mask is None else [bool(x) for x in np.asarray(update.mask)]
-            frames.append(algorithm.upload.encode(update.delta, key, keep))
-            sums.append(_sums(update))
-        return replace(answer, frames=tuple(frames), sums=tuple(sums))
+        if isinstance(experiment, LocalPlace):
+            return _answer_place(experiment, question)
+        return _answer_members(experiment, question)
 
-    def _experiment(self, question: Question) -> Local:
+    def _experiment(self, question: Question) -> Local | LocalPlace:
         """The experiment of a question: checked once, then kept with its compiled programs."""
         address = f"{question.first}|{question.population}|{question.recipe}"
         if address not in self._kept:
@@ -166,36 +116,68 @@ class Worker:
             policies.check_steps(self.policy, _steps(rows, experiment))
         return experiment
 
-    def _check(self, recipe: Recipe, question: Question) -> Local:
-        made = Local(
-            recipe,
-            self.store,
-            first=question.first,
-            population=question.population,
-            whole=self.whole,
-        )
+    def _check(self, recipe: Recipe, question: Question) -> Local | LocalPlace:
+        made: Local | LocalPlace
+        if recipe.federation is not None:
+            made = LocalPlace(recipe, self.store)
+        else:
+            made = Local(
+                recipe,
+                self.store,
+                first=question.first,
+                population=question.population,
+                whole=self.whole,
+            )
         check_deployable(recipe)
         policies.check(self.policy, recipe, made.plan, made.parameters)
         return made
 
 
-def check_deployable(recipe: Recipe) -> None:
-    """Refuses what works only where all members are in one place."""
-    require(
-        recipe.client.method in ("fedavg", "mimelite") and not recipe.wire.error_feedback,
-        "client.method",
-        recipe.client.method,
-        "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
-        "between their turns is not kept at nodes",
+def _answer_members(experiment: Local, question: Question) -> Answer:
+    """The sum over members, or the update of each."""
+    if question.numbers:
+        raise WireError("the question is one to a place of a tree: the recipe has no tree.")
+    engine, algorithm = experiment.engine, experiment.algorithm
+    sent = algorithm.download.decode(question.frames[0], experiment.sent_like)
+    cohort = engine.prepare(question.round, np.asarray(question.members))
+    if question.each:
+        return _each(experiment, question, engine.collect(sent, cohort, question.limit))
+    total = engine.gather(sent, cohort, question.limit)
+    frame = dense().encode(total.delta, key_for(0, "upload"))
+    return Answer(
+        round=question.round, members=question.members, frames=(frame,), sums=(_sums(total),)
     )
-    require(
-        recipe.federation is None,
-        "federation",
-        "a tree",
-        "a flat recipe over a network",
-        "There a tree is made of relays, which pass rounds through: see docs/deploy.md.",
+
+
+def _answer_place(experiment: LocalPlace, question: Question) -> Answer:
+    """What all text of this node makes of the parameters that were sent for it."""
+    if len(question.numbers) != 1:
+        raise WireError("this node is one place of a tree: it was asked for another number.")
+    codec: Codec = experiment.algorithm.download
+    start = codec.decode(question.frames[0], experiment.sent_like)
+    engine: StartsEngine = experiment.engine  # type: ignore[assignment]
+    number = np.asarray(question.numbers)
+    found = engine.collect_from(lambda member: (start, None), question.round, number)
+    return _each(experiment, question, ((question.members[0], update) for _, update in found))
+
+
+def _each(
+    experiment: Local | LocalPlace, question: Question, updates: Iterable[tuple[int, Update]]
+) -> Answer:
+    """A frame for each member's update, in the order of the members."""
+    frames, sums = {}, {}
+    for member, update in updates:
+        address = {"round": question.round, "member": member}
+        key = key_for(experiment.recipe.run.seed, "upload", **address)
+        keep = None if update.mask is None else [bool(x) for x in np.asarray(update.mask)]
+        frames[int(member)] = experiment.algorithm.upload.encode(update.delta, key, keep)
+        sums[int(member)] = _sums(update)
+    return Answer(
+        round=question.round,
+        members=question.members,
+        frames=tuple(frames[m] for m in question.members),
+        sums=tuple(sums[m] for m in question.members),
     )
-    require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
 
 
 def _parse(text: str) -> Recipe:
@@ -205,7 +187,7 @@ def _parse(text: str) -> Recipe:
         raise WireError(f"the recipe is not valid TOML: {error}.") from None
 
 
-def _steps(rows: int, experiment: Local) -> int:
+def _steps(rows: int, experiment: Experiment) -> int:
     shape = experiment.shape
     rows = min(rows, shape.max_examples or rows)
     steps = shape.epochs * -(-rows // shape.batch)

@@ -8,7 +8,7 @@ Not here: any of its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,27 @@ import numpy as np
 
 from fedlm.asked import load_params
 from fedlm.core import tree
-from fedlm.corpus.deal import deal
+from fedlm.core.errors import require
+from fedlm.corpus.deal import deal, deal_parts
+from fedlm.corpus.store import Store
 from fedlm.deploy import home as homes
 from fedlm.deploy import server_app
-from fedlm.deploy.home import Home
+from fedlm.deploy.home import NAME, Home
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.recipe.build import build, open_store
+from fedlm.federation.topology import Topology
+from fedlm.recipe.branches import TreeExperiment
+from fedlm.recipe.build import build, open_store, resolve
+from fedlm.recipe.federation import Federation, Node
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.record.directory import RunDirectory
 from fedlm.train import Watcher
 from fedlm.train import train as simulate
 
-NODES = ("east", "north", "west")
+NODES = ("east", "north", "south", "west")
 TREE = {"one": ("east", "north"), "two": ("south", "west")}
 Start = Callable[[list[str], str], Child]
+Network = Mapping[str, Any]
+"""Nodes by name: the path of a node's store, or the network below a relay."""
 
 
 def recipe(source: str = "sotu") -> Recipe:
@@ -51,27 +58,15 @@ def demo(
     """Trains over a network of processes here, then in simulation, and compares."""
     folder.mkdir(parents=True)
     whole = open_store(asked.data, folder / "text")
-    names = [n for part in TREE.values() for n in part] if as_tree else list(NODES)
-    deal(whole, _dealt_names(as_tree) if as_tree else names, folder / "stores")
-    watcher.say(f"text dealt to {len(names)} nodes; the server keeps held-out clients only")
-    at_server = _with_store(asked, folder / "stores" / "server")
-    with children() as started:
-
-        def start(arguments: list[str], log: str) -> Child:
-            started.append(Child(arguments, folder / f"{log}.log", folder))
-            return started[-1]
-
-        top = (_start_tree if as_tree else _start_flat)(folder, start, devices)
-        networked = server_app.train(
-            top,
-            at_server,
-            folder / "networked",
-            resume=False,
-            watcher=watcher,
-            stores=folder / "text",
-        )
+    asked = _with_store(asked, whole.path)
+    if asked.federation is None:
+        network = _dealt(whole, folder / "stores", as_tree=as_tree)
+    else:
+        asked, network = _places(asked, whole, folder / "stores", as_tree=as_tree)
+    watcher.say("text dealt to nodes; the server keeps held-out clients only")
+    networked = _train(folder, asked, network, devices=devices, watcher=watcher)
     watcher.say("the same recipe in simulation")
-    experiment = build(_with_store(asked, whole.path), folder / "text", lambda stage, done: None)
+    experiment = build(asked, folder / "text", lambda stage, done: None)
     run = RunDirectory(folder / "simulated")
     simulated = simulate(experiment, run, resume=False, watcher=watcher)
     if networked is None or simulated is None:
@@ -80,51 +75,113 @@ def demo(
     return {"networked": networked, "simulated": simulated, "difference": apart}
 
 
+def _train(
+    folder: Path, asked: Recipe, network: Network, *, devices: int, watcher: Watcher
+) -> dict[str, Any] | None:
+    """The run over processes, all of which end with it."""
+    with children() as started:
+
+        def start(arguments: list[str], log: str) -> Child:
+            lanes = ["--devices", str(devices)] if arguments[:2] == ["node", "join"] else []
+            started.append(Child([*arguments, *lanes], folder / f"{log}.log", folder))
+            return started[-1]
+
+        return server_app.train(
+            _start(folder, "world", network, start),
+            _with_store(asked, folder / "stores" / "server"),
+            folder / "networked",
+            resume=False,
+            watcher=watcher,
+            stores=folder / "text",
+        )
+
+
+def _dealt(whole: Store, out: Path, *, as_tree: bool) -> Network:
+    """A flat recipe's clients in equal parts."""
+    if not as_tree:
+        deal(whole, NODES, out)
+        return {name: out / name for name in NODES}
+    # Members are numbered by relay, then by node: the text is dealt in that order.
+    deal(whole, [f"{relay}-{name}" for relay, names in TREE.items() for name in names], out)
+    return {
+        relay: {name: out / f"{relay}-{name}" for name in names} for relay, names in TREE.items()
+    }
+
+
+def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[Recipe, Network]:
+    """A tree's clients by place, each at the node whose name is the group that feeds it."""
+    experiment = TreeExperiment(resolve(asked, whole), whole)
+    topology, parts = experiment.topology, {}
+    for place in topology.with_text:
+        fed, held = topology.places[place].groups, list(topology.clients[place])
+        require(
+            len(fed) == 1 and NAME.fullmatch(fed[0]) is not None,
+            "federation.node.groups",
+            list(fed),
+            "one group a place, whose name can be that of a node: small letters, digits, dots and "
+            "hyphens",
+        )
+        parts[fed[0]] = experiment.training[held]
+    left = len(experiment.training) - sum(map(len, parts.values()))
+    require(left == 0, "federation.node", f"{left} clients left out", "a place for every client")
+    deal_parts(whole, parts, out)
+    network = _below(topology, 0, out) if as_tree else {name: out / name for name in parts}
+    return asked.model_copy(update={"federation": _written(experiment)}), network
+
+
+def _below(topology: Topology, place: int, out: Path) -> Network:
+    """The federation of a place: its own text, its children, relays where those have children."""
+    network: dict[str, Any] = {name: out / name for name in topology.places[place].groups}
+    for child in topology.children[place]:
+        below = _below(topology, child, out)
+        if topology.children[child]:
+            network[topology.names[child]] = below
+        else:
+            network |= below
+    return network
+
+
+def _written(experiment: TreeExperiment) -> Federation:
+    """The tree written out, so that its places have the same order on every side."""
+    nodes = tuple(
+        Node(name=place.name, parent=place.parent, groups=place.groups, **dict(place.own))
+        for place in experiment.topology.places
+    )
+    written = {"levels": None, "node": nodes, "only": (), "moves": ()}
+    return experiment.settings.model_copy(update=written)
+
+
 def _with_store(asked: Recipe, path: Path) -> Recipe:
     data = {**asked.data.model_dump(exclude_none=True), "store": str(path)}
     data.pop("source", None)
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 
-def _dealt_names(as_tree: bool) -> list[str]:
-    """Members are numbered by relay, then by node: the text is dealt in that order."""
-    return [f"{top}-{below}" for top, part in TREE.items() for below in part]
-
-
-def _federation(folder: Path, name: str, nodes: tuple[str, ...], start: Start) -> Home:
+def _start(folder: Path, name: str, network: Network, start: Start) -> Home:
+    """A federation with its nodes, and those below its relays."""
     port = free_port()
-    made = homes.init(folder / name, name, ["127.0.0.1"], port, nodes, bind="127.0.0.1")
-    wait_for_port(port, start(["federation", "serve", str(made.path)], f"{name}-server"))
-    return made
-
-
-def _join(start: Start, home: Home, node: str, store: Path, devices: int) -> None:
-    kit = str(home.kit(node).path)
-    lanes = ["--devices", str(devices)]
-    start(["node", "join", kit, "--store", str(store), *lanes], f"{home.path.name}-{node}")
-
-
-def _start_flat(folder: Path, start: Start, devices: int) -> Home:
-    home = _federation(folder, "federation", NODES, start)
-    for name in NODES:
-        _join(start, home, name, folder / "stores" / name, devices)
+    path = folder / "federations" / name
+    home = homes.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
+    wait_for_port(port, start(["federation", "serve", str(path)], f"{name}-server"))
+    for node, below in network.items():
+        kit = str(home.kit(node).path)
+        if isinstance(below, Path):
+            start(["node", "join", kit, "--store", str(below)], f"{name}-{node}")
+        else:
+            inner = _start(folder, node, below, start)
+            start(["node", "relay", kit, "--home", str(inner.path)], f"{node}-relay")
     return home
 
 
-def _start_tree(folder: Path, start: Start, devices: int) -> Home:
-    above = _federation(folder, "world", tuple(TREE), start)
-    for relay, nodes in TREE.items():
-        below = _federation(folder, relay, nodes, start)
-        for name in nodes:
-            _join(start, below, name, folder / "stores" / f"{relay}-{name}", devices)
-        kit = str(above.kit(relay).path)
-        start(["node", "relay", kit, "--home", str(below.path)], f"{relay}-relay")
-    return above
-
-
 def difference(one: Path, other: Path, experiment: Any) -> float:
-    """The largest difference between the parameters of two runs."""
+    """The largest difference between the parameters of two runs, over all models of a tree."""
     model, size = experiment.recipe.model, experiment.store.vocabulary
-    a, b = (load_params(model, size, RunDirectory(p).weights) for p in (one, other))
-    pairs = zip(tree.named_leaves(a).values(), tree.named_leaves(b).values(), strict=True)
-    return max(float(np.max(np.abs(np.asarray(x) - np.asarray(y)), initial=0.0)) for x, y in pairs)
+    tree_names = experiment.topology.names if isinstance(experiment, TreeExperiment) else ()
+    largest = 0.0
+    for name in ("", *tree_names):
+        paths = (RunDirectory(run).weights_of(name) for run in (one, other))
+        a, b = (tree.named_leaves(load_params(model, size, path)) for path in paths)
+        for x, y in zip(a.values(), b.values(), strict=True):
+            apart = np.abs(np.asarray(x) - np.asarray(y))
+            largest = max(largest, float(np.max(apart, initial=0.0)))
+    return largest

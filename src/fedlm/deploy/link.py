@@ -2,15 +2,17 @@
 
 In:       a federation's folder.
 Out:      a server that nodes and the operator reach over TLS on one port.
-Promise:  only nodes whose keys are registered may fetch work and answer; only who holds the
-          federation's control key may register nodes, start runs or see them; a request larger
-          than a chunk is refused before it is read; no code that is sent here is ever run.
+Promise:  only nodes whose keys are registered may fetch work and answer, each for itself alone;
+          only who holds the federation's control key may register nodes, start runs or see them;
+          a request larger than a chunk is refused before it is read; no code that is sent here is
+          ever run.
 Not here: rounds (`server_app.py`), the nodes' side (`fleet.py`).
 
 Flower serves its three interfaces on one port, and the one for operators asks nobody who they are.
 So the SuperLink is started from here, with a guard before it: `/v1/fleet` is for nodes, which sign
-what they send, and everything else needs the control key. Written for flwr 1.41, whose application
-factory it uses.
+what they send, and everything else needs the control key. A SuperLink compares the key of a request
+with the node that the request names, but not with the sender that its messages name: the guard
+does. Written for flwr 1.41, whose application factory it uses.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from typing import Any
 from fedlm.deploy.home import Home
 
 CONTROL_HEADER = "fedlm-control"
-# Flower cuts objects into chunks of 20 MB; what is much larger is nothing that a node sends.
+# Flower cuts objects into chunks of 5 MB; what is much larger is nothing that a node sends.
 LARGEST_REQUEST = 48 << 20
+ANSWERS = "/v1/fleet/push-messages"
 
 
 class Guard:
@@ -39,6 +42,12 @@ class Guard:
             if status is not None:
                 await _refuse(send, status)
                 return
+            if scope["path"].rstrip("/") == ANSWERS:
+                body = await _read(receive)
+                if body is None or not own_answer(body):
+                    await _refuse(send, 403)
+                    return
+                receive = _again(body, receive)
         elif scope["type"] != "lifespan":
             return
         await self.app(scope, receive, send)
@@ -54,6 +63,41 @@ class Guard:
             return None  # signed by the node's key, checked behind this guard
         shown = headers.get(CONTROL_HEADER.encode(), b"")
         return None if hmac.compare_digest(shown, self.secret) else 403
+
+
+def own_answer(body: bytes) -> bool:
+    """Whether messages are answers, of the node that the request names and that has to sign it."""
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+
+    try:
+        request = PushMessagesRequest.FromString(body)
+    except Exception:  # of a library without types; whatever it is, it is no request
+        return False
+    heads = [message.metadata for message in request.messages_list]
+    own = request.node.node_id
+    return bool(heads) and all(h.src_node_id == own and h.reply_to_message_id for h in heads)
+
+
+async def _read(receive: Any) -> bytes | None:
+    """The body of a request, whose length was checked; None if the sender went away."""
+    body, more = bytearray(), True
+    while more:
+        part = await receive()
+        if part["type"] != "http.request" or len(body) > LARGEST_REQUEST:
+            return None
+        body += part.get("body", b"")
+        more = part.get("more_body", False)
+    return bytes(body)
+
+
+def _again(body: bytes, receive: Any) -> Any:
+    """A body that was read, for whoever reads it next."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def give() -> Any:
+        return left.pop() if left else await receive()
+
+    return give
 
 
 async def _refuse(send: Any, status: int) -> None:

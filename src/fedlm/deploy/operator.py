@@ -243,10 +243,11 @@ class LastingPost:
     def send_message(self, message: Message) -> str:
         return self._keep(self._try(lambda: self._post.send_message(message), ""))
 
-    def fetch(self, message_id: str) -> Message | None:
+    def fetch(self, message_id: str, most: int) -> Message | None:
         if message_id not in self._sent:
             raise Undelivered(message_id)
-        return self._try(lambda: self._post.fetch(message_id), None)
+        found: Message | None = self._try(lambda: self._post.fetch(message_id, most), None)
+        return found
 
     def presence(self) -> dict[str, Presence]:
         found: dict[str, Presence] = self._try(self._post.presence, {})

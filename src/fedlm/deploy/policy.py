@@ -54,9 +54,12 @@ def load(path: Path | None) -> Policy:
 
 def check(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, parameters: int) -> None:
     """Refuses a recipe that the policy does not allow."""
-    asked, least = recipe.server.cohort, policy.smallest_cohort
+    # The root of a tree sees what each place learned by itself.
+    asked = recipe.server.cohort if recipe.federation is None else 1
+    least = policy.smallest_cohort
     if least is not None and asked < least:
-        raise Refusal(f"server.cohort = {asked}: this node wants at least {least}.")
+        what = "server.cohort" if recipe.federation is None else "[federation]: members of a sum"
+        raise Refusal(f"{what} = {asked}: this node wants at least {least}.")
     allowed = policy.allowed_models
     if allowed is not None and recipe.model.name not in allowed:
         raise Refusal(f"model.name = {recipe.model.name!r}: this node allows {', '.join(allowed)}.")

@@ -89,6 +89,7 @@ class Relay:
             "text": _fingerprint(seats),
             "tokenizer": tokenizers.pop(),
             "version": next(iter(heard.values())).version,
+            **seating.told_leaves(seats),
         }
 
     def _seats(self, question: Question) -> tuple[Seat, ...]:
@@ -117,9 +118,13 @@ class Relay:
         made = {}
         for seat in self._seats(question):
             first = question.first + seat.first
-            members = tuple(m for m in question.members if first <= m < first + seat.clients)
-            if members:
-                made[seat.name] = replace(question, first=first, members=members, text=seat.text)
+            here = [i for i, m in enumerate(question.members) if first <= m < first + seat.clients]
+            if here:
+                own: dict[str, Any] = {"members": tuple(question.members[i] for i in here)}
+                if question.numbers:  # then every member has a frame of its own
+                    own["numbers"] = tuple(question.numbers[i] for i in here)
+                    own["frames"] = tuple(question.frames[i] for i in here)
+                made[seat.name] = replace(question, first=first, text=seat.text, **own)
         return made
 
     def _ask(self, missing: dict[str, Question], there: Handover, had: int, of: int) -> None:
@@ -162,11 +167,7 @@ class Handover:
     """What the nodes below answered to one question: a file each, whole or not there."""
 
     def __init__(self, folder: Path, question: Question) -> None:
-        digest = hashlib.sha256(question.frame)
-        for part in (question.recipe, question.round, question.members, question.limit):
-            digest.update(f"|{part}".encode())
-        digest.update(f"|{question.first}|{question.each}|{question.text}".encode())
-        self.path = folder / f"{question.round:08d}-{digest.hexdigest()[:32]}"
+        self.path = folder / f"{question.round:08d}-{question.digest[:32]}"
         self._forget(folder)
         self.path.mkdir(parents=True, exist_ok=True)
 

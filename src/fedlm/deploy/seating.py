@@ -13,17 +13,20 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlm.core.errors import ConfigError, EngineError, RecordError
+from fedlm.core.errors import ConfigError, EngineError, RecordError, WireError
 from fedlm.deploy.client_app import HELLO
+from fedlm.deploy.home import NAME
 from fedlm.engine.waiting import Post, Seat, Undelivered
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_SECONDS = 20.0  # until a node that did not answer is greeted again
 MOST_CLIENTS = 1 << 40
+MOST_HELLO = 1 << 22  # bytes
+MOST_LEAVES, LONGEST_PATH = 1 << 14, 1000
 
 
 class Hello(NamedTuple):
@@ -33,6 +36,7 @@ class Hello(NamedTuple):
     text: str
     tokenizer: str
     version: str
+    leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
 
 
 def seat_all(
@@ -53,10 +57,12 @@ def seat_all(
                 sent[name] = _greet(post, there[name].node_id), time.monotonic()
                 continue
             try:
-                reply = post.fetch(message)
+                reply = post.fetch(message, MOST_HELLO)
             except Undelivered:
                 del sent[name]
                 continue
+            except WireError as error:
+                raise EngineError(f"node {name} did not say who it is: {error}") from None
             if reply is not None:
                 hellos[name] = read_hello(name, reply)
                 check(name, hellos[name])
@@ -71,7 +77,7 @@ def seat_all(
 def _number(hellos: list[tuple[str, Hello]]) -> tuple[Seat, ...]:
     first, seats = 0, []
     for name, hello in hellos:
-        seats.append(Seat(name, first, hello.clients, hello.text))
+        seats.append(Seat(name, first, hello.clients, hello.text, hello.leaves))
         first += hello.clients
     return tuple(seats)
 
@@ -90,12 +96,42 @@ def read_hello(name: str, reply: Message) -> Hello:
     refusal = facts.get("refusal")
     if isinstance(refusal, str) and refusal:
         raise EngineError(f"node {name}: {refusal[:300]}")
-    clients, texts = facts.get("clients"), [facts.get(n) for n in Hello._fields[1:]]
+    clients, texts = facts.get("clients"), [facts.get(n) for n in Hello._fields[1:4]]
     if type(clients) is not int or not 1 <= clients <= MOST_CLIENTS:
         raise EngineError(f"node {name} says that it has {clients!r} clients.")
     if not all(isinstance(value, str) and len(value) <= 200 for value in texts):
         raise EngineError(f"node {name} did not say who it is.")
-    return Hello(clients, *(str(value) for value in texts))
+    text, tokenizer, version = map(str, texts)
+    return Hello(clients, text, tokenizer, version, _leaves(name, facts, clients))
+
+
+def told_leaves(seats: Sequence[Seat]) -> dict[str, list[Any]]:
+    """What a relay says of the nodes below it, however deep: their paths and client counts."""
+    below: list[tuple[str, int]] = []
+    for seat in seats:
+        deeper = [(f"{seat.name}/{path}", clients) for path, clients in seat.leaves]
+        below += deeper or [(seat.name, seat.clients)]
+    return {"leaves": [path for path, _ in below], "counts": [clients for _, clients in below]}
+
+
+def _leaves(name: str, facts: ConfigRecord, clients: int) -> tuple[tuple[str, int], ...]:
+    """What was told of the nodes below a relay, checked; a node tells nothing."""
+    paths, counts = facts.get("leaves"), facts.get("counts")
+    if paths is None and counts is None:
+        return ()
+    lists = isinstance(paths, list) and isinstance(counts, list)
+    if not lists or not 0 < len(paths) == len(counts) <= MOST_LEAVES:  # type: ignore[arg-type]
+        raise EngineError(f"node {name} did not say which nodes are below it.")
+    for path, count in zip(paths, counts, strict=True):  # type: ignore[arg-type]
+        named = type(path) is str and len(path) <= LONGEST_PATH
+        if not named or not all(NAME.fullmatch(part) for part in str(path).split("/")):
+            raise EngineError(f"node {name} names a node below it that has no name.")
+        if type(count) is not int or not 1 <= count <= clients:
+            raise EngineError(f"node {name} says that {path} has {count!r} clients.")
+    below = tuple(zip(map(str, paths), map(int, counts), strict=True))  # type: ignore[arg-type]
+    if sum(count for _, count in below) != clients or len(dict(below)) != len(below):
+        raise EngineError(f"node {name} has {clients} clients: its nodes below say otherwise.")
+    return below
 
 
 def same_tokenizer(wanted: str, where: str) -> Callable[[str, Hello], None]:
@@ -121,6 +157,7 @@ def kept(file: Path) -> tuple[Seat, ...] | None:
     if not file.is_file():
         return None
     try:
-        return tuple(Seat(**seat) for seat in json.loads(file.read_text(encoding="utf-8")))
+        read = [Seat(**seat) for seat in json.loads(file.read_text(encoding="utf-8"))]
+        return tuple(s._replace(leaves=tuple((str(p), int(n)) for p, n in s.leaves)) for s in read)
     except (ValueError, TypeError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from None

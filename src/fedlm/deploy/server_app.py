@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.errors import require
 from fedlm.core.types import Engine, Sampling
 from fedlm.deploy import seating
-from fedlm.deploy.client_app import check_deployable
 from fedlm.deploy.home import Home
+from fedlm.deploy.local import check_deployable, told_recipe
 from fedlm.deploy.operator import running
+from fedlm.deploy.tree_app import DeployedTree
 from fedlm.engine.flower import FlowerEngine
 from fedlm.engine.waiting import Patience, Seat, Tally
 from fedlm.recipe import promise
@@ -51,35 +51,16 @@ class Deployed(Experiment):
 
     @cached_property
     def engine(self) -> Engine:
+        noise = None if self.plan is None else self.plan.noise_multiplier
         return FlowerEngine(
             self.algorithm,
             self.post,
             self.seats,
-            recipe=self.question_recipe,
+            recipe=told_recipe(self.recipe, noise),
             seed=self.recipe.run.seed,
             exact=dense(),
             patience=self.patience,
             tell=self.tell,
-        )
-
-    @cached_property
-    def question_recipe(self) -> str:
-        """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
-        recipe, privacy = self.recipe, self.recipe.privacy
-        if self.plan is not None:
-            # That a seed is fixed is told, so that a policy can refuse it; not which one.
-            fixed = None if privacy.seed is None else 0
-            noise = self.plan.noise_multiplier
-            privacy = privacy.model_copy(update={"noise": noise, "seed": fixed})
-        return dump(
-            recipe.model_copy(
-                update={
-                    "data": recipe.data.model_copy(update={"source": None, "store": None}),
-                    "model": recipe.model.model_copy(update={"init_from": None}),
-                    "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
-                    "privacy": privacy,
-                }
-            )
         )
 
     def baselines(self, splits: Any) -> dict[str, dict[str, float]]:
@@ -104,7 +85,8 @@ def train(
             check = seating.same_tokenizer(tokens, f"the server's store {base.store.path}")
             seats = seating.seat_all(post, sorted(home.nodes()), check, watcher.say)
             seating.keep(directory.path / SEATS, seats)
-        experiment = Deployed(
+        kind = Deployed if base.recipe.federation is None else DeployedTree
+        experiment = kind(
             base.recipe,
             base.store,
             post=post,
@@ -112,18 +94,19 @@ def train(
             patience=patience,
             tell=lambda tally: _record(directory, tally, watcher.say),
         )
-        _ = experiment.algorithm, experiment.rounds
+        _ = experiment.algorithm, experiment.rounds, experiment.engine
         return carry_out(experiment, directory, resume=True, watcher=watcher)  # claimed above
+
+
+def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Experiment:
+    """The experiment of a run that was made here, to look at it: nobody is asked."""
+    base, seats = build_base(recipe, stores), seating.kept(directory.path / SEATS)
+    kind = Deployed if recipe.federation is None else DeployedTree
+    return kind(base.recipe, base.store, seats=seats or ())
 
 
 def build_base(recipe: Recipe, stores: Path) -> Experiment:
     """The recipe with the server's own store: tokenizer, and held-out text to watch."""
-    require(
-        recipe.federation is None,
-        "federation",
-        "a tree",
-        "no such table: nodes of a tree with models of their own are simulated (fedlm train)",
-    )
     store = open_store(recipe.data, stores, lambda stage, done: None)
     return Experiment(resolve(recipe, store), store)
 

@@ -92,38 +92,46 @@ class FlowerEngine:
     # ---- one round ---------------------------------------------------------------------
 
     def _round(self, sent: Any, cohort: Prepared, limit: float, each: bool) -> Iterator[Arrived]:
-        tally = Tally(cohort.round)
-        began = time.monotonic()
         key = key_for(self.seed, "download", round=cohort.round)
         frame = self.algorithm.download.encode(sent, key)
         like = update_like(self.algorithm, sent, cohort.round).delta
-        asked = self._questions(cohort, frame, limit, each)
-        wait = Waiting(self.post, self.patience, asked, tally)
-        for name, answer in wait.answers():
-            yield from self._updates(name, asked[name], answer, like, tally)
-        self.download_bytes += wait.times_sent * len(frame)
-        tally.seconds = time.monotonic() - began
-        self.tell(tally)
-        wait.check_quorum()
-
-    def _questions(
-        self, cohort: Prepared, frame: bytes, limit: float, each: bool
-    ) -> dict[str, Question]:
-        population = sum(seat.clients for seat in self.seats)
-        return {
-            seat.name: Question(
-                recipe=self.recipe,
+        asked = {
+            seat.name: self.question(
+                seat,
+                like,
                 round=cohort.round,
-                first=seat.first,
-                population=population,
-                text=seat.text,
                 members=members,
                 limit=float(limit),
                 each=each,
-                frame=frame,
+                frames=(frame,),
             )
             for seat, members in cohort.batches
         }
+        yield from self.ask(cohort.round, asked, like)
+
+    def question(self, seat: Seat, like: Params, **asked: Any) -> Question:
+        """What a node is asked, with the longest frame that it can answer with."""
+        codec = self.algorithm.upload if asked["each"] else self.exact
+        return Question(
+            recipe=self.recipe,
+            first=seat.first,
+            population=sum(seat.clients for seat in self.seats),
+            text=seat.text,
+            longest=codec.encoded_bytes(like),
+            **asked,
+        )
+
+    def ask(self, round: int, asked: dict[str, Question], like: Params) -> Iterator[Arrived]:
+        """What arrives for the questions of a round; who answered is told at its end."""
+        tally = Tally(round)
+        began = time.monotonic()
+        wait = Waiting(self.post, self.patience, asked, tally)
+        for name, answer in wait.answers():
+            yield from self._updates(name, asked[name], answer, like, tally)
+        self.download_bytes += tally.down_bytes
+        tally.seconds = time.monotonic() - began
+        self.tell(tally)
+        wait.check_quorum()
 
     def _updates(
         self, name: str, question: Question, answer: Answer, like: Params, tally: Tally

@@ -9,26 +9,36 @@ Not here: what a frame holds (`wire`), sending (`flower.py`).
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedlm.core.errors import WireError
 
-VERSION = 1
+VERSION = 2
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "inside")
 LONGEST_RECIPE = 1 << 16
+LONGEST_FRAME = 1 << 40
 MOST_MEMBERS = 1 << 20
+# Of an answer, beside its frames: names, identities of objects and seven numbers a member.
+MOST_BESIDE, MOST_BESIDE_MEMBER = 1 << 16, 1 << 10
 _STYPE = "fedlm.frame"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a server asks of a node in a round."""
+    """What a server asks of a node in a round.
+
+    Either members train on a client's text each, from the same parameters; or, in a tree, a
+    member stands for all the text of its node, which trains under a number of its own, from
+    parameters of its own.
+    """
 
     recipe: str  # TOML
     round: int
@@ -38,7 +48,26 @@ class Question:
     members: tuple[int, ...]  # numbers over the whole federation, ascending
     limit: float  # the longest update that a member may send; infinite without a plan
     each: bool  # every member's update by itself, or only their sum
-    frame: bytes  # the parameters
+    longest: int  # bytes: no frame of an answer can be longer
+    frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one a member
+    numbers: tuple[int, ...] = ()  # under which the whole text of each member's node trains
+
+    @property
+    def wanted(self) -> int:
+        """How many frames an answer for all members holds."""
+        return len(self.members) if self.each else 1
+
+    @property
+    def most_bytes(self) -> int:
+        """An answer that is larger is none."""
+        each = self.longest + self.longest // 1024 + MOST_BESIDE_MEMBER
+        return self.wanted * each + MOST_BESIDE
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of all of it."""
+        facts = {**asdict(self), "frames": [hashlib.sha256(f).hexdigest() for f in self.frames]}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,27 +92,32 @@ def ask(question: Question) -> RecordDict:
             "population": question.population,
             "text": question.text,
             "members": list(question.members),
+            "numbers": list(question.numbers),
             "limit": question.limit,
             "each": question.each,
+            "longest": question.longest,
         }
     )
-    return RecordDict({"question": facts, "frames": _frames([question.frame])})
+    return RecordDict({"question": facts, "frames": _frames(question.frames)})
 
 
 def read_question(records: RecordDict) -> Question:
     """Records as a question."""
     facts = _facts(records, "question")
-    frames = _read_frames(records, 1)
     recipe = _of(facts, "recipe", str)
-    members = _numbers(facts, "members")
-    limit = _of(facts, "limit", float)
+    members, numbers = _numbers(facts, "members"), _numbers(facts, "numbers", rising=False)
+    frames = _read_frames(records, len(numbers) or 1)
+    limit, each = _of(facts, "limit", float), _of(facts, "each", bool)
     first, population = _count(facts, "first"), _count(facts, "population")
+    longest = _count(facts, "longest")
     if len(recipe) > LONGEST_RECIPE:
         raise WireError(f"question holds a recipe of {len(recipe)} characters.")
-    if not limit > 0:
-        raise WireError(f"question holds the limit {limit}.")
+    if not limit > 0 or longest > LONGEST_FRAME:
+        raise WireError(f"question holds the limit {limit} and frames of {longest} bytes.")
     if not all(first <= member < population for member in members):
         raise WireError("question names members that are not there.")
+    if numbers and not _are_places(numbers, members, population, each):
+        raise WireError("question holds numbers that are none of places.")
     return Question(
         recipe=recipe,
         round=_count(facts, "round"),
@@ -92,9 +126,19 @@ def read_question(records: RecordDict) -> Question:
         text=_of(facts, "text", str),
         members=members,
         limit=limit,
-        each=_of(facts, "each", bool),
-        frame=frames[0],
+        each=each,
+        longest=longest,
+        frames=frames,
+        numbers=numbers,
     )
+
+
+def _are_places(
+    numbers: tuple[int, ...], members: tuple[int, ...], population: int, each: bool
+) -> bool:
+    """One for each member, each another, beyond those of clients; updates come one by one."""
+    known = all(population <= number < population + MOST_MEMBERS for number in numbers)
+    return each and known and len(set(numbers)) == len(numbers) == len(members)
 
 
 def tell(answer: Answer) -> RecordDict:
@@ -122,6 +166,8 @@ def read_answer(records: RecordDict, question: Question) -> Answer:
         raise WireError("answer is to another question.")
     wanted = len(members) if question.each else 1
     frames = _read_frames(records, wanted)
+    if max(map(len, frames)) > question.longest:
+        raise WireError(f"answer holds a frame of more than {question.longest} bytes.")
     columns = {name: _reals(facts, name, wanted) for name in SUMS}
     sums = tuple({name: columns[name][i] for name in SUMS} for i in range(wanted))
     return Answer(round=question.round, members=members, frames=frames, sums=sums)
@@ -167,14 +213,12 @@ def _count(facts: ConfigRecord, name: str) -> int:
     return value
 
 
-def _numbers(facts: ConfigRecord, name: str) -> tuple[int, ...]:
+def _numbers(facts: ConfigRecord, name: str, *, rising: bool = True) -> tuple[int, ...]:
     values: Any = facts.get(name)
     if not isinstance(values, list) or len(values) > MOST_MEMBERS:
         raise WireError(f"message has no list {name!r}.")
-    rising = all(type(v) is int for v in values) and all(
-        a < b for a, b in itertools.pairwise(values)
-    )
-    if not rising:
+    whole = all(type(v) is int for v in values)
+    if not whole or (rising and not all(a < b for a, b in itertools.pairwise(values))):
         raise WireError(f"message has a list {name!r} that does not rise.")
     return tuple(values)
 

@@ -20,6 +20,7 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedlm.core.errors import EngineError, WireError
+from fedlm.engine.fetching import Missing, fetch
 from fedlm.engine.messages import Answer, Question, ask, read_answer
 
 KIND = "train.fedlm"
@@ -49,6 +50,11 @@ class Seat(NamedTuple):
     first: int
     clients: int
     text: str = ""  # a fingerprint
+    leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
+
+
+Arrived = Message | WireError
+"""What came for a question, or why it was not read."""
 
 
 class Undelivered(Exception):
@@ -56,13 +62,17 @@ class Undelivered(Exception):
 
 
 class Post(Protocol):
-    """A way to send questions and fetch answers; `fetch` may say that there will be none."""
+    """A way to send questions and fetch answers.
+
+    `fetch` may say that there will be none (`Undelivered`), or that what came is larger than
+    `most` bytes or from somebody else (`WireError`): then it is not read.
+    """
 
     def send(self, node_id: int, records: RecordDict, round: int) -> str: ...
 
     def send_message(self, message: Message) -> str: ...
 
-    def fetch(self, message_id: str) -> Message | None: ...
+    def fetch(self, message_id: str, most: int) -> Message | None: ...
 
     def presence(self) -> dict[str, Presence]: ...
 
@@ -72,18 +82,24 @@ class GridPost:
 
     def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
         self.grid, self._presence = grid, presence
+        self._asked: dict[str, int] = {}  # who may answer a message
 
     def send(self, node_id: int, records: RecordDict, round: int) -> str:
         return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
 
     def send_message(self, message: Message) -> str:
-        return next(iter(self.grid.push_messages([message]))) or ""
+        made = next(iter(self.grid.push_messages([message]))) or ""
+        self._asked[made] = message.metadata.dst_node_id
+        return made
 
-    def fetch(self, message_id: str) -> Message | None:
-        found = list(self.grid.pull_messages([message_id]))
-        if found and found[0].has_error() and found[0].error.code in UNAVAILABLE:
+    def fetch(self, message_id: str, most: int) -> Message | None:
+        try:
+            found = fetch(self.grid, message_id, sender=self._asked[message_id], most=most)
+        except Missing:
+            raise Undelivered(message_id) from None
+        if found is not None and found.has_error() and found.error.code in UNAVAILABLE:
             raise Undelivered(message_id)
-        return found[0] if found else None
+        return found
 
     def presence(self) -> dict[str, Presence]:
         return {node.name: self._presence(node) for node in self.grid.get_nodes()}
@@ -109,6 +125,8 @@ class Tally:
     garbage: dict[str, str] = field(default_factory=dict)
     asked_again: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    up_bytes: int = 0  # frames alone, as often as they were fetched or sent
+    down_bytes: int = 0
 
 
 class Waiting:
@@ -126,7 +144,6 @@ class Waiting:
         self.line = list(asked)
         self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
         self.since: dict[str, str] = {}  # when it came that was asked last
-        self.times_sent = 0
         self.ends = time.monotonic() + patience.deadline
         self.least = max(1, math.ceil(patience.quorum * len(asked) - 1e-9))
         self._there: dict[str, Presence] = {}
@@ -136,6 +153,8 @@ class Waiting:
         """Well-formed answers by node; everything else is counted."""
         for name, message in self._messages():
             try:
+                if isinstance(message, WireError):
+                    raise message
                 if message.has_error():
                     raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
                 answer = read_answer(message.content, self.asked[name])
@@ -145,9 +164,10 @@ class Waiting:
             if answer.refusal:
                 self.tally.refused[name] = answer.refusal
             else:
+                self.tally.up_bytes += sum(map(len, answer.frames))
                 yield name, answer
 
-    def _messages(self) -> Iterator[tuple[str, Message]]:
+    def _messages(self) -> Iterator[tuple[str, Arrived]]:
         nap = 0.02
         for name in self.line:
             self._send(name)
@@ -164,7 +184,7 @@ class Waiting:
         for name in self.line:
             (self.tally.late if self._online(name) else self.tally.away).append(name)
 
-    def _turn(self) -> tuple[str, Message] | None:
+    def _turn(self) -> tuple[str, Arrived] | None:
         """Whoever is next and has answered: the head of the line, or anybody after the deadline."""
         late = time.monotonic() >= self.ends
         for name in list(self.line) if late else self.line[:1]:
@@ -176,15 +196,17 @@ class Waiting:
                 self.line.append(self.line.pop(0))
         return None
 
-    def _fetch(self, name: str) -> Message | None:
+    def _fetch(self, name: str) -> Arrived | None:
         if not self.sent.get(name) or self._returned(name):
             self._send(name)
         for message in list(self.sent.get(name, ())):
             try:
-                found = self.post.fetch(message)
+                found = self.post.fetch(message, self.asked[name].most_bytes)
             except Undelivered:
                 self.sent[name].remove(message)
                 continue
+            except WireError as error:
+                return error
             if found is not None:
                 return found
         return None
@@ -197,7 +219,7 @@ class Waiting:
             self.tally.asked_again.append(name)
         question = self.asked[name]
         made = self.post.send(there.node_id, ask(question), question.round)
-        self.times_sent += 1
+        self.tally.down_bytes += sum(map(len, question.frames))
         if made:
             self.sent.setdefault(name, []).append(made)
             self.since[name] = there.since

@@ -3,7 +3,8 @@
 In:       the rules, an engine, a `TreeState`.
 Out:      the state after the round, and the facts of the round.
 Promise:  nothing leaves a leaf but what its rules allow: under leaf noise a clipped change with
-          noise; where key layers are personal, no key layer.
+          noise; where key layers are personal, no key layer. A place that did not answer stays as
+          it was before the round, and so does a federation none of whose places came.
 Not here: the way down, and what a node carries (`tree.py`).
 """
 
@@ -55,6 +56,8 @@ class Turn:
         self.sent: dict[int, Backbone] = {}  # the backbone that each node shows its parent
         self.done: dict[int, Update | Total] = {}  # without the change
         self.moved: dict[int, float] = {}  # how long it was
+        self.missed: set[int] = set()  # places that were asked to train and did not answer
+        self.silent: set[int] = set()  # those, and federations that nobody reported to
         self.emitted: dict[int, Sequence[Residual]] = {}
         self.up_bytes = [0] * len(rules.topology)
         self.attention: dict[int, dict[str, np.ndarray]] = {}
@@ -97,8 +100,10 @@ class Turn:
         def start(member: int) -> tuple[Params, Any]:
             return self.starts[member - first], self.nodes[member - first].local
 
+        self.missed.update(nodes)
         for member, update in self.engine.collect_from(start, self.round, members):
             node = member - first
+            self.missed.remove(node)
             self._remember(node, update)
             self.done[node] = _without_change(update)
             self.moved[node] = length(update.delta)
@@ -163,8 +168,13 @@ class Turn:
 
     def _rise(self, node: int) -> None:
         rules = self.rules
+        due = [c for c in rules.topology.children[node] if rules.reports(c, self.round)]
+        came = [child for child in due if child not in self.silent]
+        if not came and (node in self.missed or (due and node not in self.done)):
+            self._leave_out(node)
+            return
         if rules.topology.children[node]:
-            self._aggregate(node)
+            self._aggregate(node, came)
         elif rules.residuals:
             known = self.down.known(node)
             self.emitted[node] = [Residual(layer, node, values) for layer, values in known.items()]
@@ -178,10 +188,17 @@ class Turn:
                         rules.cost(r.values) for r in self.emitted.get(node, ())
                     )
 
-    def _aggregate(self, node: int) -> None:
+    def _leave_out(self, node: int) -> None:
+        """Puts a node back to where it was: what was sent to it has not been received."""
+        self.silent.add(node)
+        self.nodes[node] = self.state.nodes[node]
+        self.down.params[node] = self.nodes[node].params
+        self.down.attention.pop(node, None)
+        self.down.down_bytes[node] = 0
+
+    def _aggregate(self, node: int, came: Sequence[int]) -> None:
         """The children's mean change into the backbone, their key layers into its own."""
         rules, branch = self.rules, self.nodes[node]
-        came = [c for c in rules.topology.children[node] if rules.reports(c, self.round)]
         if not came:
             return
         shares = [rules.shares[child] for child in came]
@@ -211,7 +228,7 @@ class Turn:
     def _meet(self, node: int, came: Sequence[int]) -> Key:
         """A node's own layers are those it trained, or the mean of its children's."""
         rules, known = self.rules, self.down.known(node)
-        own = known if node in self.done else None
+        own = known if node in self.done or node in self.missed else None
         if not known or rules.personal:
             return known
         theirs = [self.down.known(child) for child in came]
@@ -272,6 +289,8 @@ class Turn:
         done = self.done.get(node)
         if done is not None:
             facts["loss"] = float(done.nats) / max(float(done.tokens), 1.0)
+        if node in self.silent or node in self.missed:
+            facts["missed"] = True
         if node in self.moved:
             facts["change"] = self.moved[node]
         for name, found in (("entropy_down", self.down.attention), ("entropy_up", self.attention)):

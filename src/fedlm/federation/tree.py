@@ -39,7 +39,10 @@ Backbone = tuple[Any, ...]
 
 
 class StartsEngine(Engine, Protocol):
-    """An engine whose members may begin from parameters of their own."""
+    """An engine whose members may begin from parameters of their own.
+
+    A member that does not answer is left out of what `collect_from` gives.
+    """
 
     def collect_from(
         self, starts: Callable[[int], tuple[Params, Any]], round: int, members: Members

@@ -92,7 +92,7 @@ class TreeExperiment(Census):
             pooled=settings.pool,
             blank=self.algorithm.local.blank,
             rest=self._rest,
-            clients=len(self.training),
+            clients=self.population,
             algorithms=tuple(None if settings.pool else self._inner(node) for node in nodes),
             clip=settings.clip,
             noise=settings.noise,
@@ -153,9 +153,11 @@ class TreeExperiment(Census):
         )
 
     def _share(self, node: int) -> float:
-        held = [c for below in self.topology.below(node) for c in self.topology.clients[below]]
-        tokens = sum(len(self.store.train(int(self.training[c]))) for c in held)
-        told = float(tokens) if self.settings.weight == "tokens" else 1.0
+        told = 1.0
+        if self.settings.weight == "tokens":
+            below = self.topology.below(node)
+            held = [int(self.training[c]) for n in below for c in self.topology.clients[n]]
+            told = float(sum(len(self.store.train(c)) for c in held))
         return float(self.topology.places[node].setting("share", told))
 
     def _inner(self, node: int) -> Algorithm | None:
@@ -252,7 +254,7 @@ class TreeExperiment(Census):
 
     def _rows_of(self, member: int) -> np.ndarray:
         """A client's rows; beyond the clients, those of a node with all its text."""
-        clients = len(self.training)
+        clients = self.population
         if member < clients:
             return super()._rows_of(member)
         held = self.topology.clients[member - clients]

@@ -39,6 +39,11 @@ class Census(Experiment):
         assert self.recipe.federation is not None
         return self.recipe.federation
 
+    @property
+    def population(self) -> int:
+        """How many clients there are to learn from."""
+        return len(self.training)
+
     @cached_property
     def topology(self) -> Topology:
         groups = [self.store.groups(int(n)) for n in self.training]
@@ -85,14 +90,14 @@ class Census(Experiment):
 
     def shape_facts(self) -> dict[str, Any]:
         """The tree, for the header of a journal."""
-        topology, leaves = self.topology, len(self.training)
+        topology = self.topology
         layers = [layer for layer in self.rules.layers if layer is not None]
         return {
             "tree": {
                 "names": list(topology.names),
                 "parents": list(topology.parents),
                 "clients": [len(held) for held in topology.clients],
-                "left_out": leaves - sum(len(held) for held in topology.clients),
+                "left_out": self.population - sum(len(held) for held in topology.clients),
                 "key_layers": list(dict.fromkeys(layers)),
                 "key_leaves": len(layers),
             }

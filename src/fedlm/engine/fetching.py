@@ -1,0 +1,178 @@
+"""An answer, fetched only if it is not larger than it may be and from whom it should be.
+
+In:       a Flower grid, the message that was answered, its recipient, a number of bytes.
+Out:      the answer, if there is one.
+Promise:  what an answer holds is known from its heads before its chunks are fetched, and the bytes
+          that came are counted: more than `most` are neither kept nor put together; a chunk that
+          is named many times counts as often; who was not asked is not heard.
+Not here: what an answer means (`messages.py`), whom to wait for (`waiting.py`).
+
+Flower keeps a message as a tree of objects, named by their hashes: a message, its records, their
+arrays, and the chunks of those. Its grid fetches all of them, whatever their size, and repeats a
+chunk as often as an array says. Written for flwr 1.41.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Array, Message
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.supercore.constant import HEAD_BODY_DIVIDER
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_head_values_from_object_content,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    inflate_object_from_contents,
+    pull_objects,
+)
+
+from fedlm.core.errors import WireError
+
+CHUNKS = 4  # how deep they are: message, records, record, array, chunk
+
+
+class Missing(Exception):
+    """An answer whose parts never came."""
+
+
+class TooLarge(Exception):
+    """More bytes than there may be."""
+
+
+def fetch(grid: Any, message_id: str, *, sender: int, most: int) -> Message | None:
+    """The answer to a message; `WireError` if it is too large, or not of the node asked."""
+    client, run_id = grid._runtime_client, grid.run.run_id
+    found = client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+    for answer, shape in zip(found.messages_list, found.message_object_trees, strict=True):
+        if answer.metadata.reply_to_message_id != message_id:
+            continue
+        name = answer.metadata.message_id
+        done = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=name)
+        pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
+        try:
+            outside = answer.metadata.src_node_id
+            if outside not in (sender, SUPERLINK_NODE_ID):
+                raise WireError("the answer is from a node that was not asked.")
+            message = assemble(shape, pull, most)
+            _check_inside(message, message_id, outside)
+        except WireError:
+            client.ConfirmMessageReceived(done)  # nobody will look at it again
+            raise
+        client.ConfirmMessageReceived(done)
+        message.metadata.__dict__["_message_id"] = name
+        return message
+    return None
+
+
+def _check_inside(message: Message, message_id: str, outside: int) -> None:
+    """An answer says the same inside as outside; the link itself only tells of failures."""
+    inside = message.metadata
+    if inside.src_node_id != outside:
+        raise WireError("the answer is from a node that was not asked.")
+    if message.has_error() and outside != SUPERLINK_NODE_ID:
+        raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
+    if not message.has_error() and outside == SUPERLINK_NODE_ID:
+        raise WireError("the answer is from a node that was not asked.")
+    if inside.reply_to_message_id != message_id:
+        raise WireError("the answer is to another message.")
+
+
+def assemble(shape: Any, pull: Callable[[str], bytes], most: int) -> Message:
+    """The message of a tree of objects: heads first, then the chunks that they announce."""
+    heads, chunks = _by_depth(shape)
+    budget = Budget(pull, most)
+    try:
+        contents = pull_objects(heads, budget)
+        _check_size(_announced(contents), most)
+        contents.update(pull_objects(chunks, budget))
+    except TooLarge:
+        raise WireError(f"the answer has more than {most} bytes.") from None
+    except ObjectPullError as error:
+        raise Missing(str(error)) from None
+    try:
+        _check_chunks(contents)
+        made = inflate_object_from_contents(shape.object_id, contents)
+    except WireError:
+        raise
+    except Exception as error:  # whatever Flower makes of bytes that are none of its own
+        raise WireError(f"the answer is no message: {str(error)[:200]}") from None
+    if not isinstance(made, Message):
+        raise WireError("the answer is no message.")
+    return made
+
+
+class Budget:
+    """A way to pull objects until there are too many bytes; pulls come from several threads."""
+
+    def __init__(self, pull: Callable[[str], bytes], most: int) -> None:
+        self.pull, self.left, self.lock = pull, most, threading.Lock()
+
+    def __call__(self, object_id: str) -> bytes:
+        if self.left < 0:
+            raise TooLarge
+        content = self.pull(object_id)
+        with self.lock:
+            self.left -= len(content)
+            if self.left < 0:
+                raise TooLarge
+        return content
+
+
+def _by_depth(shape: Any) -> tuple[list[str], list[str]]:
+    """The names of heads and of chunks, each once."""
+    heads: dict[str, None] = {}
+    level = [shape]
+    for _ in range(CHUNKS):
+        heads.update((part.object_id, None) for part in level)
+        level = [child for part in level for child in part.children]
+    if any(part.children for part in level):
+        raise WireError("the answer has parts of parts that no message has.")
+    chunks = {part.object_id: None for part in level if part.object_id not in heads}
+    return list(heads), list(chunks)
+
+
+def _announced(contents: dict[str, bytes]) -> int:
+    """How long all arrays say that they are."""
+    try:
+        return sum(_array(content)[0] for content in contents.values())
+    except (ValueError, KeyError, TypeError) as error:
+        raise WireError(f"the answer is no message: {str(error)[:200]}") from None
+
+
+def _array(content: bytes) -> tuple[int, list[str]]:
+    """The bytes that an array says it has, and its chunks; nothing for other objects."""
+    kind, children, _ = get_object_head_values_from_object_content(content)
+    if kind != Array.__qualname__:
+        return 0, []
+    facts = json.loads(get_object_body(content, Array))
+    (size,) = facts["shape"]
+    if type(size) is not int or size < 0:
+        raise ValueError("an array has no size.")
+    return size, [children[i] for i in facts["arraychunk_ids"]]
+
+
+def _body_bytes(content: bytes) -> int:
+    return len(content) - content.index(HEAD_BODY_DIVIDER) - len(HEAD_BODY_DIVIDER)
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise WireError(f"the answer announces {size} bytes: {most} is the most.")
+
+
+def _check_chunks(contents: dict[str, bytes]) -> None:
+    """An array is as long as it says: a chunk that it repeats is counted again."""
+    for content in contents.values():
+        size, chunks = _array(content)
+        long = sum(_body_bytes(contents[chunk]) for chunk in chunks)
+        if long != size:
+            raise WireError(f"the answer announces {size} bytes and holds {long}.")

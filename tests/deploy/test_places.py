@@ -1,0 +1,346 @@
+"""A tree over nodes is its simulation: directly, through relays, and with nodes that are away."""
+
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedlm.core.errors import ConfigError, EngineError
+from fedlm.corpus.deal import deal_parts
+from fedlm.corpus.store import Store
+from fedlm.deploy import seating
+from fedlm.deploy.client_app import Worker
+from fedlm.deploy.local import check_deployable
+from fedlm.deploy.policy import Policy
+from fedlm.deploy.relay_app import Relay
+from fedlm.deploy.tree_app import DeployedTree
+from fedlm.engine.waiting import Patience
+from fedlm.federation.tree import backbone_of
+from fedlm.recipe.branches import TreeExperiment
+from fedlm.recipe.build import build, resolve
+from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
+from fedlm.record.journal import read
+from fedlm.train import Watcher, train
+from tests.conftest import write_tiny
+from tests.deploy.local import LocalPost
+
+TOWNS = ("town-0", "town-1", "town-2", "town-3")
+SIDES = {"south side": ("town-0", "town-2"), "north side": ("town-1", "town-3")}
+
+
+def place(name, parent=None, *groups):
+    above = f'parent = "{parent}"\n' if parent else ""
+    return f'[[federation.node]]\nname = "{name}"\n{above}groups = {json.dumps(groups)}\n'
+
+
+TREE = '\n[federation]\nkey = "last 0.5"\n' + place("world")
+for side, towns in SIDES.items():
+    TREE += place(side, "world") + "".join(place(f"the {t}", side, t) for t in towns)
+# Text above text, and one town far below.
+MIXED = '\n[federation]\nkey = "last 0.5"\n' + place("world", None, "town-3")
+MIXED += place("a", "world", "town-0") + place("b", "a", "town-2") + place("c", "b", "town-1")
+SMALL = ("model.name=cifg", "server.rounds=3", "run.prompts=[]", "data.test_clients=0.5")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("places")
+    write_tiny(path)
+    recipe = load(path / "tiny.toml", SMALL)
+    build(recipe, path / "stores", lambda stage, done: None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(folder):
+    return Store(next((folder / "stores").iterdir()))
+
+
+@pytest.fixture(scope="module")
+def parts(store, folder):
+    """A store a town, and the server's."""
+    clients = store.training_clients
+    towns = {t: [n for n in clients if t in store.groups(int(n))] for t in TOWNS}
+    return deal_parts(store, {t: np.array(c) for t, c in towns.items()}, folder / "dealt")
+
+
+@pytest.fixture
+def workers(parts):
+    return {town: Worker(parts[town], Policy(), name=town) for town in TOWNS}
+
+
+def recipe_of(folder, *changes, table=TREE):
+    path = folder / "tree.toml"
+    path.write_text((folder / "tiny.toml").read_text() + table)
+    return load(path, (*SMALL, "run.engine=loop", *changes))
+
+
+def simulated(folder, store, *changes, table=TREE):
+    recipe = recipe_of(folder, *changes, table=table)
+    return TreeExperiment(resolve(recipe, store), store).checked()
+
+
+def relay(folder, name, nodes):
+    post = LocalPost(nodes)
+    path = folder / name
+    path.mkdir(parents=True)
+    return Relay(path, post, sorted(nodes), Patience(), name=name, say=lambda text: None)
+
+
+def networked(recipe, parts, nodes, post=None, **more):
+    """The tree over what is there: nodes, relays, or both."""
+    post = post or LocalPost(nodes)
+    seats = seating.seat_all(LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda text: None)
+    held = parts["server"]
+    return DeployedTree(resolve(recipe, held), held, post=post, seats=seats, **more)
+
+
+def direct(folder, workers):
+    return workers
+
+
+def relayed(folder, workers):
+    return {
+        "north": relay(folder, "north", {t: workers[t] for t in ("town-1", "town-3")}),
+        "south": relay(folder, "south", {t: workers[t] for t in ("town-0", "town-2")}),
+    }
+
+
+def nested(folder, workers):
+    """A relay behind a relay, and a node beside them."""
+    inner = relay(folder, "inner", {t: workers[t] for t in ("town-1", "town-2")})
+    outer = relay(folder, "outer", {"inner": inner, "town-3": workers["town-3"]})
+    return {"outer": outer, "town-0": workers["town-0"]}
+
+
+def rounds(experiment, count=2, state=None):
+    """The state after some rounds, and what each told."""
+    state, told = state or experiment.init_node(experiment.init_params()), []
+    for _ in range(count):
+        state, _, facts = experiment.turn(int(state.round), state)
+        told.append({k: v for k, v in facts.items() if k != "seconds"})
+    return state, told
+
+
+CASES = {
+    "direct": (direct, TREE),
+    "relayed": (relayed, TREE),
+    "nested": (nested, TREE),
+    "text above text": (direct, MIXED),
+    "text above text, relayed": (nested, MIXED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tree_over_nodes_is_its_simulation(name, folder, store, parts, workers, tmp_path):
+    shape, table = CASES[name]
+    here, told = rounds(simulated(folder, store, table=table))
+    over = networked(recipe_of(folder, table=table), parts, shape(tmp_path, workers))
+    there, said = rounds(over)
+    assert said == told
+    assert eqx.tree_equal(jax.device_get(there), jax.device_get(here))
+
+
+def test_the_mesh_engine_agrees(folder, store, parts, workers):
+    changes = ("run.engine=mesh", "federation.order=together")
+    here, _ = rounds(simulated(folder, store, *changes, table=MIXED))
+    there, _ = rounds(networked(recipe_of(folder, *changes, table=MIXED), parts, workers))
+    for a, b in zip(jax.tree.leaves(here.params), jax.tree.leaves(there.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_the_tree_may_be_that_of_the_relays(folder, parts, workers, tmp_path):
+    over = networked(
+        recipe_of(folder, table='\n[federation]\nlevels = [0, 1]\nkey = "last 0.5"\n'),
+        parts,
+        relayed(tmp_path, workers),
+    )
+    assert over.topology.names == (
+        *("root", "north", "town-1", "town-3"),
+        *("south", "town-0", "town-2"),
+    )
+    assert float(rounds(over, 1)[1][0]["loss"]) > 0
+
+
+# ---- who is away ---------------------------------------------------------------------------
+
+
+def same(a, b):
+    return eqx.tree_equal(jax.device_get(a), jax.device_get(b))
+
+
+def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
+    plain = ("federation.optimizer=fedavg", "federation.rate=1.0")
+    post, tallies = LocalPost(workers), []
+    more = {"patience": Patience(quorum=0.25, deadline=5.0), "tell": tallies.append}
+    over = networked(recipe_of(folder, *plain), parts, workers, post, **more)
+    before, _ = rounds(over, 1)
+    post.away |= {"town-0", "town-2", "town-1"}
+    after, (facts,) = rounds(over, 1, before)
+    number = {name: i for i, name in enumerate(over.topology.names)}
+    gone = ("south side", "the town-0", "the town-2", "the town-1")
+    for name in gone:  # a federation of which nobody came is away too
+        assert facts["nodes"][name]["missed"] and same(
+            after.nodes[number[name]], before.nodes[number[name]]
+        )
+    assert not any(facts["nodes"][n].get("missed") for n in number if n not in gone)
+    # Of whom nothing came does not count: the mean of one is that one.
+    backbones = [backbone_of(over.rules, after.params[number[n]]) for n in ("world", "north side")]
+    for a, b in zip(*backbones, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    assert not same(after.params[0], before.params[0])
+    assert facts["members"] == 1 and sorted(tallies[-1].away) == ["town-0", "town-1", "town-2"]
+    post.away.clear()
+    assert rounds(over, 1, after)[1][0]["members"] == 4
+
+
+def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, workers):
+    """Asked together, so that a quorum is one of all nodes."""
+    post, patience = LocalPost(workers), Patience(quorum=0.5)
+    recipe = recipe_of(folder, "federation.order=together", table=MIXED)
+    over = networked(recipe, parts, workers, post, patience=patience)
+    before, _ = rounds(over, 1)
+    post.away.add("town-0")
+    after, (facts,) = rounds(over, 1, before)
+    assert facts["members"] == 3 and facts["nodes"]["a"]["missed"]
+    assert "loss" not in facts["nodes"]["a"] and "agreement" in facts["nodes"]["a"]
+    assert not same(after.params[over.topology.names.index("a")], before.params[1])
+
+
+def test_a_round_in_levels_is_one_line(folder, parts, workers):
+    tallies = []
+    rounds(networked(recipe_of(folder, table=MIXED), parts, workers, tell=tallies.append), 1)
+    assert tallies[-1].answered == ["town-3", "town-0", "town-2", "town-1"]
+    assert tallies[-1].up_bytes == 4 * tallies[0].up_bytes > 0
+
+
+def test_too_few_nodes_end_the_run(folder, parts, workers):
+    refusing = {**workers, "town-1": Worker(parts["town-1"], Policy(smallest_cohort=2), name="x")}
+    with pytest.raises(EngineError, match=r"town-1 refused: .*at least 2"):
+        rounds(networked(recipe_of(folder), parts, refusing), 1)
+
+
+# ---- a whole run ---------------------------------------------------------------------------
+
+
+def test_a_run_leaves_what_its_simulation_leaves(folder, store, parts, workers, tmp_path):
+    whole = train(
+        simulated(folder, store),
+        RunDirectory(tmp_path / "simulated"),
+        resume=False,
+        watcher=Watcher(),
+    )
+    seen = []
+
+    def run(**watch):
+        over = networked(recipe_of(folder), parts, relayed(tmp_path / str(len(seen)), workers))
+        directory = RunDirectory(tmp_path / "networked")
+        return train(over, directory, resume=bool(seen), watcher=Watcher(**watch))
+
+    assert run(round=seen.append, stop=lambda: len(seen) == 2) is None
+    done = run()
+    for fact in ("params_sha256", "rounds", "tokens", "upload_bytes", "download_bytes"):
+        assert done[fact] == whole[fact]
+    assert [n["perplexity"] for n in done["nodes"]] == pytest.approx(
+        [n["perplexity"] for n in whole["nodes"]]
+    )
+    page = (tmp_path / "networked" / "report.html").read_text()
+    assert "the town-3" in page and "on the text of every place" in page
+    assert len(list((tmp_path / "networked" / "nodes").iterdir())) == 7
+    told = [
+        [
+            (e["loss"], e["nodes"])
+            for e in read(tmp_path / name / "journal.jsonl")
+            if e["kind"] == "round"
+        ]
+        for name in ("simulated", "networked")
+    ]
+    assert told[0] == told[1]
+
+
+# ---- what cannot be ------------------------------------------------------------------------
+
+
+def test_a_place_needs_exactly_one_node(folder, parts, workers):
+    table = "\n[federation]\n" + place("world") + place("all", "world", *TOWNS)
+    over = networked(recipe_of(folder, table=table), parts, workers)
+    with pytest.raises(ConfigError, match=r"'all' is fed by the nodes town-0, town-1.*exactly one"):
+        _ = over.engine
+    table = "\n[federation]\n" + place("world") + place("all", "world", "town-9")
+    over = networked(recipe_of(folder, table=table), parts, workers)
+    with pytest.raises(ConfigError, match=r"'town-9', which is no node here"):
+        _ = over.engine
+
+
+def test_every_place_needs_held_out_text_at_the_server(folder, store, parts, workers, tmp_path):
+    few = [n for n in store.training_clients if "town-2" not in store.groups(int(n))]
+    here = deal_parts(store, {"few": np.array(few)}, tmp_path)
+    over = networked(recipe_of(folder), {"server": here["few"]}, workers)
+    with pytest.raises(ConfigError, match=r"no held-out text of the town-2.*name of one of its"):
+        over.splits()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("federation.pool=false", "federation.pool = False.*relays"),
+        ("federation.weight=tokens", r"federation.weight = 'tokens'.*node\.share"),
+        ("federation.clip=1", "federation.clip = 1.0.*fedlm train"),
+        ("federation.keep_optimizer=true", "federation.keep_optimizer = True.*fedlm train"),
+        ("data.groups=['north']", "data.groups"),
+    ],
+)
+def test_what_only_a_simulation_can_do_is_refused(folder, change, words):
+    with pytest.raises(ConfigError, match=words):
+        check_deployable(recipe_of(folder, change))
+
+
+HELLO = {"clients": 3, "text": "t", "tokenizer": "t", "version": "1"}
+
+
+def hello(**more):
+    facts = ConfigRecord({**HELLO, **more})
+    asked = Message(RecordDict(), 2, "query.fedlm")
+    asked.metadata.__dict__["_message_id"] = "m"
+    return seating.read_hello("r", Message(RecordDict({"hello": facts}), reply_to=asked))
+
+
+def test_a_relay_tells_the_nodes_below_it():
+    assert hello().leaves == ()
+    assert hello(leaves=["a", "b/c"], counts=[1, 2]).leaves == (("a", 1), ("b/c", 2))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"leaves": ["a"]},
+        {"counts": [3]},
+        {"leaves": [], "counts": []},
+        {"leaves": ["a", "b"], "counts": [3]},
+        {"leaves": ["a", "b"], "counts": [1, 1]},
+        {"leaves": ["a", "a"], "counts": [1, 2]},
+        {"leaves": ["a", "b"], "counts": [3, 0]},
+        {"leaves": ["a", "b"], "counts": [4, -1]},
+        {"leaves": ["a", "../b"], "counts": [1, 2]},
+        {"leaves": ["a", ""], "counts": [1, 2]},
+        {"leaves": ["a", "b" * 5000], "counts": [1, 2]},
+        {"leaves": [1, 2], "counts": [1, 2]},
+        {"leaves": ["a", "b"], "counts": [1.0, 2.0]},
+        {"leaves": "ab", "counts": [1, 2]},
+    ],
+)
+def test_a_relay_that_tells_nonsense_is_refused(told):
+    with pytest.raises(EngineError, match="node r"):
+        hello(**told)
+
+
+def test_seats_are_kept_with_the_nodes_below(tmp_path, parts, workers):
+    nodes = nested(tmp_path, workers)
+    seats = seating.seat_all(LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda t: None)
+    assert [p for p, _ in seats[0].leaves] == ["inner/town-1", "inner/town-2", "town-3"]
+    seating.keep(tmp_path / "seats.json", seats)
+    assert seating.kept(tmp_path / "seats.json") == seats

@@ -1,0 +1,78 @@
+"""One recipe and seed: in two engines, over TLS, and over a tree of relays, the same model."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from fedlm.asked import load_params
+from fedlm.deploy.demo import demo, difference
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
+from fedlm.train import Watcher
+from fedlm.train import train as simulate
+from tests.conftest import write_tiny
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+SMALL = ("model.name=cifg", "server.rounds=2", "run.prompts=[]", "run.devices=1")
+# Members train leaves of their own, so that frames travel one by one, whole.
+BY_MEMBER = ("wire.train=member", "wire.share=0.5", "server.cohort=9")
+PLACE = '[[federation.node]]\nname = "{}"\n'
+TREE = (
+    '\n[federation]\nkey = "last 0.5"\n'
+    + PLACE.format("world")
+    + "".join(PLACE.format(side) + 'parent = "world"\n' for side in ("north", "south"))
+    + "".join(
+        PLACE.format(f"the {town}") + f'parent = "{side}"\ngroups = ["{town}"]\n'
+        for town, side in {
+            "town-0": "south",
+            "town-1": "north",
+            "town-2": "south",
+            "town-3": "north",
+        }.items()
+    )
+)
+
+
+def largest(experiment, run):
+    """The largest parameter of a run."""
+    weights = RunDirectory(run).weights
+    params = load_params(experiment.recipe.model, experiment.store.vocabulary, weights)
+    return max(float(np.max(np.abs(x))) for x in jax.tree.leaves(params))
+
+
+def test_one_recipe_four_ways(tmp_path):
+    recipe = load(write_tiny(tmp_path), (*SMALL, *BY_MEMBER, "run.engine=loop"))
+    shown = {
+        name: demo(tmp_path / name, recipe, as_tree=name == "tree", devices=1, watcher=Watcher())
+        for name in ("flat", "tree")
+    }
+    # The same programs ran, and frames were added in the same order.
+    ways = [done[side] for done in shown.values() for side in ("networked", "simulated")]
+    prints = {way["params_sha256"] for way in ways}
+    assert len(prints) == 1
+    meshed = load(tmp_path / "tiny.toml", (*SMALL, *BY_MEMBER))
+    experiment = build(meshed, tmp_path / "text", lambda stage, done: None)
+    run = RunDirectory(tmp_path / "mesh")
+    simulate(experiment, run, resume=False, watcher=Watcher())
+    apart = difference(run.path, tmp_path / "tree" / "networked", experiment)
+    assert apart <= 1e-6 * largest(experiment, run.path)
+
+
+def test_a_tree_of_places_over_relays(tmp_path):
+    path = write_tiny(tmp_path)
+    path.write_text(path.read_text() + TREE)
+    recipe = load(path, (*SMALL, "data.test_clients=0.5"))
+    shown = demo(tmp_path / "demo", recipe, as_tree=True, devices=1, watcher=Watcher())
+    assert shown["networked"]["rounds"] == 2
+    assert shown["networked"]["nodes"][0]["name"] == "world"
+    assert shown["difference"] < 1e-6
+    seats = json.loads((tmp_path / "demo" / "networked" / "seats.json").read_text())
+    assert [seat["name"] for seat in seats] == ["north", "south"]
+    assert [path for path, _ in seats[0]["leaves"]] == ["town-1", "town-3"]
