@@ -83,9 +83,7 @@ class Processes:
 
     def recipe(self, store, name="at.toml", rounds=8):
         text = (self.folder / "tiny.toml").read_text()
-        text = text.replace("vocabulary = 60", "").replace(
-            'source = "tiny.jsonl"', f'store = "{store}"'
-        )
+        text = text.replace('source = "tiny.jsonl"', f'store = "{store}"')
         changed = load(self._write(name, text), (*SETTINGS, f"server.rounds={rounds}"))
         self._write(name, dump(changed))
         return changed
@@ -102,7 +100,8 @@ class Processes:
     def wait(self, ready, what):
         ends = time.monotonic() + LONGEST
         while not ready():
-            assert time.monotonic() < ends, what
+            ended = not self.roles["train"].alive and not ready()
+            assert time.monotonic() < ends and not ended, (what, self.roles["train"].tail())
             time.sleep(0.1)
 
     def summary(self):

@@ -192,3 +192,22 @@ class TooLong:
         facts = message.content["question"]
         facts["limit"] = 50.0
         return self.worker(message)
+
+
+def test_who_was_away_for_a_while_is_added_in_its_place(folder, store, tmp_path):
+    made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
+    whole = simulated(folder, store, "wire.upload=uniform-8")
+    state = whole.init_node(whole.init_params())
+    wanted = round_of(whole, state)
+    post, looks = LocalPost(made, away=["a"]), []
+    see = post.presence
+
+    def presence():
+        looks.append(1)
+        if len(looks) == 3:
+            post.away.clear()
+        return see()
+
+    post.presence = presence
+    assert eqx.tree_equal(round_of(deployed(whole, post, seats), state), wanted)
+    assert post.asked == ["b", "c", "a"]

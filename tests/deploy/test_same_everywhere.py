@@ -8,6 +8,7 @@ import pytest
 
 from fedlm.asked import load_params
 from fedlm.deploy.demo import demo, difference
+from fedlm.deploy.server_app import again
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
@@ -76,3 +77,14 @@ def test_a_tree_of_places_over_relays(tmp_path):
     seats = json.loads((tmp_path / "demo" / "networked" / "seats.json").read_text())
     assert [seat["name"] for seat in seats] == ["north", "south"]
     assert [path for path, _ in seats[0]["leaves"]] == ["town-1", "town-3"]
+    judged_again(RunDirectory(tmp_path / "demo" / "networked"), shown["networked"]["nodes"])
+
+
+def judged_again(directory, nodes):
+    """The run's models, evaluated without a node."""
+    experiment = again(load(directory.recipe), directory, directory.path)
+    paths = [directory.weights_of(name) for name in experiment.topology.names]
+    size = experiment.store.vocabulary
+    models = [load_params(experiment.recipe.model, size, path) for path in paths]
+    found = experiment.judge_models(models)["nodes"]
+    assert [n["perplexity"] for n in found] == pytest.approx([n["perplexity"] for n in nodes])

@@ -131,7 +131,7 @@ class Relay:
         least = max(1.0, self.patience.quorum * of - had)
         patience = replace(self.patience, quorum=min(1.0, least / len(missing)))
         tally = Tally(next(iter(missing.values())).round)
-        wait = Waiting(self.post, patience, missing, tally)
+        wait = Waiting(self.post, patience, missing, tally, in_order=False)  # they go to disk
         for name, answer in wait.answers():
             tally.answered.append(name)
             there.write(name, answer)

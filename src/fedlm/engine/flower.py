@@ -2,9 +2,9 @@
 
 In:       what the server sends, and a cohort whose members live at nodes.
 Out:      the sum of the updates that came back in time, or each of them.
-Promise:  answers are taken in the order of the seats, one at a time, so that the sum does not
-          depend on who was faster and memory holds one answer at a time; no update counts beyond
-          its bound, whoever sent it.
+Promise:  answers are taken in the order of the seats, so that the sum does not depend on who was
+          faster or away for a while; while all are there memory holds one answer at a time; no
+          update counts beyond its bound, whoever sent it.
 Not here: the server's step, what a node does, whom to wait for (`waiting.py`).
 """
 

@@ -133,14 +133,22 @@ class Waiting:
     """The answers to a round's questions, in the order of the seats.
 
     Who is at the head of the line is waited for while its lease lasts; who is away goes to the
-    end. When everybody left is away, or the deadline has passed, a round ends with those who
-    answered, if they are enough; otherwise it goes on waiting.
+    end, and answers of those after it are held until it has answered or the round is over.
+    When everybody left is away, or the deadline has passed, a round ends with those who answered,
+    if they are enough; otherwise it goes on waiting.
     """
 
     def __init__(
-        self, post: Post, patience: Patience, asked: dict[str, Question], tally: Tally
+        self,
+        post: Post,
+        patience: Patience,
+        asked: dict[str, Question],
+        tally: Tally,
+        *,
+        in_order: bool = True,
     ) -> None:
-        self.post, self.asked, self.tally = post, asked, tally
+        self.post, self.asked, self.tally, self.in_order = post, asked, tally, in_order
+        self.held: dict[str, Answer] = {}
         self.line = list(asked)
         self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
         self.since: dict[str, str] = {}  # when it came that was asked last
@@ -152,20 +160,33 @@ class Waiting:
     def answers(self) -> Iterator[tuple[str, Answer]]:
         """Well-formed answers by node; everything else is counted."""
         for name, message in self._messages():
-            try:
-                if isinstance(message, WireError):
-                    raise message
-                if message.has_error():
-                    raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
-                answer = read_answer(message.content, self.asked[name])
-            except WireError as error:
-                self.tally.garbage[name] = str(error)
-                continue
-            if answer.refusal:
-                self.tally.refused[name] = answer.refusal
-            else:
-                self.tally.up_bytes += sum(map(len, answer.frames))
-                yield name, answer
+            self._take(name, message)
+            yield from self._release(over=False)
+        yield from self._release(over=True)
+
+    def _take(self, name: str, message: Arrived) -> None:
+        try:
+            if isinstance(message, WireError):
+                raise message
+            if message.has_error():
+                raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
+            answer = read_answer(message.content, self.asked[name])
+        except WireError as error:
+            self.tally.garbage[name] = str(error)
+            return
+        if answer.refusal:
+            self.tally.refused[name] = answer.refusal
+        else:
+            self.tally.up_bytes += sum(map(len, answer.frames))
+            self.held[name] = answer
+
+    def _release(self, *, over: bool) -> Iterator[tuple[str, Answer]]:
+        """What was held of those before whom nobody is waited for: sums keep their order."""
+        for name in self.asked:
+            if name in self.held:
+                yield name, self.held.pop(name)
+            elif name in self.line and self.in_order and not over:
+                return
 
     def _messages(self) -> Iterator[tuple[str, Arrived]]:
         nap = 0.02
@@ -240,7 +261,7 @@ class Waiting:
 
     def _over(self) -> bool:
         """Enough have answered, and nobody else is worth waiting for."""
-        if len(self.tally.answered) < self.least:
+        if len(self.tally.answered) + len(self.held) < self.least:
             return self._hopeless()
         late = time.monotonic() >= self.ends
         return late or not any(self._online(name) for name in self.line)
