@@ -6,13 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import Metadata
 
 from fedlm.core.errors import EngineError
 from fedlm.corpus.deal import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import certificates, doctor, home, server_app, status
 from fedlm.deploy.client_app import Worker
-from fedlm.deploy.fleet import Fleet
+from fedlm.deploy.fleet import Fleet, Stale
 from fedlm.deploy.home import Kit
 from fedlm.deploy.node import serve
 from fedlm.deploy.operator import Operator
@@ -149,6 +152,21 @@ def test_nobody_runs_the_federation_without_its_key(place, tmp_path):
     with pytest.raises(EngineError, match="403"):
         operator.register()
     operator.close()
+
+
+def test_a_node_answers_for_itself_alone(place):
+    """As another node, or as the server that puts questions to others: flwr would believe it."""
+    _, made = place
+    fleet = Fleet(made.kit("north"))
+    fleet.join(lambda: False, patient=True)
+    for sender, answers in ((fleet._node.node_id + 1, "question"), (1, "")):
+        head = Metadata(src_node_id=sender, reply_to_message_id=answers)
+        message = ProtoMessage(metadata=head)
+        with pytest.raises(Stale, match="403"):
+            fleet._ask(
+                "PushMessages", PushMessagesRequest(node=fleet._node, messages_list=[message])
+            )
+    fleet.leave()
 
 
 def test_the_doctor_finds_a_healthy_federation_healthy(place):
