@@ -58,7 +58,8 @@ def demo(
     """Trains over a network of processes here, then in simulation, and compares."""
     folder.mkdir(parents=True)
     whole = open_store(asked.data, folder / "text")
-    asked = _with_store(asked, whole.path)
+    if asked.data.source is not None:
+        asked = _with_store(asked, whole.path)
     if asked.federation is None:
         network = _dealt(whole, folder / "stores", as_tree=as_tree)
     else:
@@ -154,6 +155,7 @@ def _written(experiment: TreeExperiment) -> Federation:
 def _with_store(asked: Recipe, path: Path) -> Recipe:
     data = {**asked.data.model_dump(exclude_none=True), "store": str(path)}
     data.pop("source", None)
+    data.pop("stores", None)
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 

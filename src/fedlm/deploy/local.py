@@ -136,7 +136,9 @@ def told_recipe(recipe: Recipe, noise: float | None = None) -> str:
     return dump(
         recipe.model_copy(
             update={
-                "data": recipe.data.model_copy(update={"source": None, "store": None}),
+                "data": recipe.data.model_copy(
+                    update={"source": None, "store": None, "stores": ()}
+                ),
                 "model": recipe.model.model_copy(update={"init_from": None}),
                 "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
                 "privacy": privacy,
