@@ -120,7 +120,7 @@ def test_questions_to_places_out_of_range_are_refused(change):
     [
         *({name: 1} for name in ("round", "first", "population", "longest")),
         {"recipe": "[run]"},
-        {"text": "abd"},
+        {"text": "xyz"},
         {"members": (11, 12)},
         {"limit": 1.0},
         {"numbers": (41, 43)},
