@@ -233,7 +233,9 @@ def test_a_command_that_is_not_one(run_cli, args):
     assert "Error: " in result.stderr
 
 
-@pytest.mark.parametrize("change", ["client.rate=1e9", "client.rate=1e30"])
+@pytest.mark.parametrize(
+    "change", ["client.rate=1e9", pytest.param("client.rate=1e30", marks=pytest.mark.slow)]
+)
 def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
     result = run_cli("train", tiny_recipe, "--set", change, "--out", "run", "--json")
     refused(result, "round ", "client.rate or server.rate too high", "checkpoint is kept")

@@ -57,22 +57,21 @@ def place(tmp_path_factory):
 @contextmanager
 def joined(folder: Path, made: home.Home, wrap=None):
     """Both nodes at work, each in a thread: what they do is the same, and one import serves."""
-    stop, threads, fleets = threading.Event(), [], []
+    stop, threads = threading.Event(), []
     for name in NODES:
         worker = Worker(Store(folder / "stores" / name), Policy(), name=name)
         answer = wrap(worker) if wrap and name == "south" else worker
-        fleets.append(Fleet(made.kit(name)))
-        fleets[-1].join(stop.is_set, patient=True)
+        fleet = Fleet(made.kit(name))
+        fleet.join(stop.is_set, patient=True)
         work = {"say": lambda text: None, "stop": stop.is_set}
-        threads.append(threading.Thread(target=serve, args=(fleets[-1], answer), kwargs=work))
+        threads.append(threading.Thread(target=serve, args=(fleet, answer), kwargs=work))
         threads[-1].start()
     try:
         yield
     finally:
         stop.set()
-        for thread, fleet in zip(threads, fleets, strict=True):
+        for thread in threads:
             thread.join(30)
-            fleet.leave()
 
 
 def recipe_at(folder, store, *changes):

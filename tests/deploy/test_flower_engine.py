@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-LONG = {"lossy both ways", "leaves of their own"}
+LONG = {"lossy both ways", "leaves of their own", "sums"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,13 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     assert over.engine.upload_bytes > 0
 
 
-@pytest.mark.parametrize("changes", [(), ("wire.upload=uniform-8",)], ids=["sums", "frames"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param((), id="sums"),
+        pytest.param(("wire.upload=uniform-8",), id="frames", marks=pytest.mark.slow),
+    ],
+)
 def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, *changes)

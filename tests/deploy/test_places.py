@@ -135,7 +135,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "relayed" else pytest.mark.slow) for n in CASES]
+)
 def test_a_tree_over_nodes_is_its_simulation(name, folder, store, parts, workers, tmp_path):
     shape, table = CASES[name]
     here, told = rounds(simulated(folder, store, table=table))
@@ -145,6 +147,7 @@ def test_a_tree_over_nodes_is_its_simulation(name, folder, store, parts, workers
     assert eqx.tree_equal(jax.device_get(there), jax.device_get(here))
 
 
+@pytest.mark.slow
 def test_the_mesh_engine_agrees(folder, store, parts, workers):
     changes = ("run.engine=mesh", "federation.order=together")
     here, _ = rounds(simulated(folder, store, *changes, table=MIXED))
@@ -227,6 +230,7 @@ def test_too_few_nodes_end_the_run(folder, parts, workers):
 # ---- a whole run ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_its_simulation_leaves(folder, store, parts, workers, tmp_path):
     whole = train(
         simulated(folder, store),

@@ -122,7 +122,7 @@ def test_engines_stay_together_while_a_clip_adapts():
     np.testing.assert_allclose(ended[1][1], ended[0][1], rtol=1e-5)
 
 
-QUICK = {"cifg", "si-cifg"}
+QUICK = {"si-cifg"}
 EVERY = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
     for name in sorted(catalog.ARCHITECTURES)

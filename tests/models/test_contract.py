@@ -23,7 +23,19 @@ ALL = [
         for positions in ("learned", "alibi")
     ),
 ]
-every = pytest.mark.parametrize("name, size", ALL, ids=[f"{n}-{s.positions}" for n, s in ALL])
+DECODERS = {"transformer", "conformer", "si-conformer"}  # other positions: si-transformer stays
+every = pytest.mark.parametrize(
+    "name, size",
+    [
+        pytest.param(
+            name,
+            size,
+            id=f"{name}-{size.positions}",
+            marks=pytest.mark.slow if name in DECODERS and size is not SIZE else [],
+        )
+        for name, size in ALL
+    ],
+)
 each_name = pytest.mark.parametrize("name, size", ALL[: len(catalog.ARCHITECTURES)])
 # The gradient takes long to compile; most of these share their code with one that stays.
 LONG = {"lstm", "transformer", "conformer", "si-conformer"}

@@ -102,7 +102,7 @@ def test_everything_between_embedding_and_readout_scales_together(name, position
         np.testing.assert_allclose(logits(tree.with_leaves(model, moved)), logits(model), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["transformer", "conformer"])
+@pytest.mark.parametrize("name", ["transformer", pytest.param("conformer", marks=pytest.mark.slow)])
 def test_the_plain_architectures_are_not_invariant(name):
     """The suite could not fail if logits did not depend on the weights."""
     model = fresh(name)

@@ -69,7 +69,9 @@ def ragged_rows(batch, seq, vocab, seed):
         *(pytest.param(*size, marks=pytest.mark.slow) for size in ((16, 5, 2), (16, 12, 1))),
     ],
 )
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, marks=pytest.mark.slow if c == "lstm" else []) for c in CELLS]
+)
 def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, layers):
     model = recurrent(KINDS[cell], 40, 12, 33, layers=layers, key=jr.key(1))
     model = jax.tree.map(lambda x: x.astype(jnp.float64), model)
