@@ -87,6 +87,7 @@ def test_a_run_that_was_stopped_politely_ends_the_same(
     same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_again_and_again_ends_the_same(run_cli, tiny_recipe, stopped, whole):
     run = stopped(1)
     stopped(2, resume=True)

@@ -154,6 +154,7 @@ def test_each_leaf_is_averaged_over_those_who_trained_it():
         np.testing.assert_allclose(np.asarray(new) - np.asarray(old), wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_members_start_from_what_the_download_left():
     """With a coarse download a member that does not move has a change of zero, not of the error."""
     still = changed(
@@ -202,6 +203,7 @@ def test_a_proximal_term_of_zero_is_fedavg_to_the_byte():
     assert float(tree.norm(total.delta)) < 0.9 * float(tree.norm(one.delta))
 
 
+@pytest.mark.slow
 def test_methods_begin_like_fedavg():
     """Before any drift is known, SCAFFOLD's first round is FedAvg's."""
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)

@@ -144,6 +144,7 @@ def test_a_tree_with_one_branch_is_flat_at_any_temperature(experiment, flat, tem
         close(node.params, flat, 2e-5)
 
 
+@pytest.mark.slow
 def test_a_tree_of_leaves_with_no_key_layers_is_federated_averaging(experiment):
     """By hand: every leaf's text from the same parameters, and the mean of what they became."""
     made = experiment("federation.levels=[1]", "federation.key=none", *FLAT[1:])

@@ -117,7 +117,8 @@ def test_more_noise_and_fewer_rounds_cost_less(name):
     assert loud.epsilon == math.inf
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 def test_noise_for_a_target_is_the_least(name):
     target = 0.2  # much noise: small, quick distributions
     noise = calibrate(PLANS[name], target)

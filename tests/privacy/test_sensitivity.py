@@ -22,7 +22,9 @@ def by_trying(matrix, apart, most):
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-@pytest.mark.parametrize("name", CORRELATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "blt" else []) for n in CORRELATED]
+)
 def test_every_mechanism_against_every_placement(name, most):
     chosen = CORRELATED[name]
     for rounds in (1, 5, ROUNDS):

@@ -14,13 +14,8 @@ SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kerne
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "mpt" else pytest.mark.slow)
-        for name in sorted(catalog.ARCHITECTURES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))
 def test_onnxruntime_gives_the_same_logits(name):
     pytest.importorskip("jax2onnx", reason="ONNX is an extra: pip install 'fedlm[onnx]'")
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -34,8 +34,8 @@ def rows_of(client):
     return np.random.default_rng(client).integers(4, 20, (3 + client, 7)).astype(np.uint16)
 
 
-# Two in every run of the tests, all with `make test-all`.
-QUICK = {"topk-0.2-float32", "uniform-4+zlib"}
+# One in every run of the tests, all with `make test-all`.
+QUICK = {"uniform-4+zlib"}
 CASES = [pytest.param(c, marks=[] if c.name in QUICK else pytest.mark.slow) for c in CODECS]
 
 
