@@ -27,6 +27,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.local import Local, LocalPlace, check_deployable
 from fedlm.deploy.policy import Policy
+from fedlm.engine.frames import kept_leaves
 from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
 from fedlm.federation.tree import StartsEngine
 from fedlm.recipe.build import Experiment
@@ -169,7 +170,7 @@ def _each(
     for member, update in updates:
         address = {"round": question.round, "member": member}
         key = key_for(experiment.recipe.run.seed, "upload", **address)
-        keep = None if update.mask is None else [bool(x) for x in np.asarray(update.mask)]
+        keep = kept_leaves(update.mask)
         frames[int(member)] = experiment.algorithm.upload.encode(update.delta, key, keep)
         sums[int(member)] = _sums(update)
     return Answer(

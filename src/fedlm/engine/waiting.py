@@ -99,6 +99,8 @@ class GridPost:
             raise Undelivered(message_id) from None
         if found is not None and found.has_error() and found.error.code in UNAVAILABLE:
             raise Undelivered(message_id)
+        if found is not None:
+            del self._asked[message_id]  # an answer is fetched once
         return found
 
     def presence(self) -> dict[str, Presence]:
