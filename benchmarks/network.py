@@ -81,10 +81,16 @@ def peak() -> float:
 
 def be_idle(home: homes.Home) -> None:
     """All nodes of a federation, in this process, until it is ended."""
-    for name in home.nodes():
-        fleet = Fleet(home.kit(name))
-        work = {"say": lambda text: None, "stop": lambda: False}
-        threading.Thread(target=serve, args=(fleet, idle), kwargs=work).start()
+    said = lambda text: print(text, flush=True)  # noqa: E731
+    work = {"say": said, "stop": lambda: False}
+    nodes = [
+        threading.Thread(target=serve, args=(Fleet(home.kit(name), said), idle), kwargs=work)
+        for name in home.nodes()
+    ]
+    for node in nodes:
+        node.start()
+    for node in nodes:  # a process whose main thread has ended starts no more threads
+        node.join()
 
 
 def measure(made: homes.Home, sizes: list[float], count: int) -> None:

@@ -136,7 +136,7 @@ def direction(key: PRNGKeyArray, like: Params) -> Params:
 
 
 def _add_canaries(algorithm: Algorithm, state: NodeState, total: Total, members: Members) -> Total:
-    for number in members[len(with_text(algorithm, members)) :]:
+    for number in members[len(with_text(algorithm, members)) :] if algorithm.canaries else ():
         key = key_for(private_seed(state), "canary", member=int(number))
         total = _add_canary(total, state.limit, key)
     return total
