@@ -3,33 +3,42 @@
     python -m benchmarks.network                 round overhead for 0.1 to 64 MB and two nodes
     python -m benchmarks.network --nodes 16 --megabytes 100 --rounds 1
 
-Nodes answer at once with the frame they were sent. They share a process, the meeting point has
-one of its own, and everything goes over TLS on loopback. Memory is the peak of the process that
-sums, less its peak before.
+Nodes answer at once with the frame they were sent, and the server sums them as in a run. Nodes
+share a process, the meeting point has one of its own, and everything goes over TLS on loopback.
+Memory is the peak of a process during the rounds, less what it held before them.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import re
+import statistics
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
+import optax
 from flwr.app import Message
 
-from fedlm.core.keys import key_for
+from fedlm.core.types import Sampling
 from fedlm.deploy import home as homes
 from fedlm.deploy.fleet import Fleet
 from fedlm.deploy.node import serve
 from fedlm.deploy.operator import running
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
-from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
-from fedlm.engine.waiting import Patience, Tally, Waiting
+from fedlm.engine.flower import FlowerEngine
+from fedlm.engine.messages import SUMS, Answer, read_question, tell
+from fedlm.engine.waiting import Patience, Post, Seat
+from fedlm.federation.method import Algorithm
+from fedlm.local.train import local_training
+from fedlm.models import catalog
+from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 
@@ -43,40 +52,58 @@ def idle(message: Message) -> Message:
     return Message(tell(answer), reply_to=message)
 
 
-def rounds(post: object, names: list[str], megabytes: float, count: int) -> list[float]:
-    """Seconds of each round, the sum included."""
-    codec = dense()
-    like = np.zeros(int(megabytes * 1e6 / 4), np.float32)
+def engine_of(post: Post, names: list[str]) -> FlowerEngine:
+    """The engine of a run over the network, with a client a node."""
+    algorithm = Algorithm(
+        sampling=Sampling(law="fixed", population=len(names), cohort=len(names)),
+        local=local_training(catalog.loss, optax.sgd(1.0)),
+        upload=dense(),
+        download=dense(),
+        server=plain(optax.sgd(1.0)),
+    )
+    seats = [Seat(name, place, 1) for place, name in enumerate(names)]
+    return FlowerEngine(
+        algorithm, post, seats, recipe="", seed=0, exact=dense(), patience=Patience()
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def another(sent: jax.Array) -> jax.Array:
+    """Other parameters, in place of these."""
+    return sent + 1.0
+
+
+def rounds(engine: FlowerEngine, sent: jax.Array, count: int) -> list[float]:
+    """Seconds of each round; the sum must be what it is."""
+    members = np.arange(len(engine.seats))
     seconds = []
     for number in range(count):
         began = time.perf_counter()
-        frame = codec.encode(jnp.asarray(like), key_for(0, "download"))
-        question = Question(
-            recipe="",
-            round=number,
-            first=0,
-            population=len(names),
-            text="",
-            members=(0,),
-            limit=1.0,
-            each=False,
-            longest=len(frame),
-            frames=(frame,),
-        )
-        asked = {n: replace(question, first=i, members=(i,)) for i, n in enumerate(names)}
-        total = np.zeros_like(like)
-        wait = Waiting(post, Patience(), asked, Tally(number))  # type: ignore[arg-type]
-        for name, answer in wait.answers():
-            total += np.asarray(codec.decode(answer.frames[0], like))
-            wait.tally.answered.append(name)
-        wait.check_quorum()
+        total = jax.block_until_ready(engine.gather(sent, engine.prepare(number, members)))
         seconds.append(time.perf_counter() - began)
+        if not np.allclose(total.delta[:1000], len(members) * sent[:1000], rtol=1e-5):
+            raise SystemExit("the sum is another one.")
+        del total
+        sent = another(sent)  # or the meeting point would have the frame already
     return seconds
 
 
-def peak() -> float:
-    """Megabytes that this process held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+class Memory:
+    """What a process holds at most from now on, beside what it holds now."""
+
+    def __init__(self, process: int | str) -> None:
+        self.folder = Path("/proc") / str(process)
+        (self.folder / "clear_refs").write_text("5", encoding="ascii")  # forget the old peak
+        self.before = self._read("VmRSS")
+
+    def _read(self, name: str) -> float:
+        status = (self.folder / "status").read_text(encoding="ascii")
+        found = re.search(rf"{name}:\s+(\d+) kB", status)
+        return float(found[1]) * 1024 / 1e6 if found else float("nan")
+
+    def more(self) -> float:
+        """Megabytes."""
+        return self._read("VmHWM") - self.before
 
 
 def be_idle(home: homes.Home) -> None:
@@ -93,19 +120,24 @@ def be_idle(home: homes.Home) -> None:
         node.join()
 
 
-def measure(made: homes.Home, sizes: list[float], count: int) -> None:
-    """Prints a line a payload size."""
+def measure(made: homes.Home, link: int, sizes: list[float], count: int) -> None:
+    """Prints a row a payload size."""
     names = sorted(made.nodes())
+    head = ["nodes", "MB each way", "s a round", "server, MB more", "payloads", "meeting point, MB"]
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
     with running(made) as post:
         while not all(p.online for p in post.presence().values()) or not post.presence():
             time.sleep(0.2)
+        engine = engine_of(post, names)
+        rounds(engine, jnp.ones(1000), 1)
         for size in sizes:
-            before = peak()
-            taken = rounds(post, names, size, count)
+            sent = jax.block_until_ready(jr.normal(jr.key(0), (int(size * 1e6 / 4),)))
+            here, there = Memory("self"), Memory(link)
+            taken = rounds(engine, sent, count)
+            low, high = f"{min(taken):.2f}", f"{max(taken):.2f}"
             print(
-                f"{len(names)} nodes x {size:g} MB: {min(taken):.2f} s best, "
-                f"{sorted(taken)[len(taken) // 2]:.2f} s median; "
-                f"peak {peak() - before:.0f} MB more",
+                f"| {len(names)} | {size:g} | {statistics.median(taken):.2f} ({low}-{high}) | "
+                f"{here.more():.0f} | {here.more() / size:.1f} | {there.more():.0f} |",
                 flush=True,
             )
 
@@ -130,7 +162,7 @@ def main() -> None:
         started.append(Child(["federation", "serve", str(path)], log))
         wait_for_port(port, started[0])
         started.append(Child(["--idle", str(path)], log, module="benchmarks.network"))
-        measure(made, asked.megabytes, asked.rounds)
+        measure(made, started[0].process.pid, asked.megabytes, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,17 @@ def batch_up(rows: TokenRows, shape: Shape, rng: np.random.Generator) -> Batches
     return out.reshape(shape.epochs * steps, shape.batch, rows.shape[1])[: shape.max_steps]
 
 
+def count_batches(rows: int, shape: Shape) -> int:
+    """How many batches `batch_up` makes of so many rows.
+
+    >>> count_batches(33, Shape(batch=16, length=20, epochs=2))
+    6
+    """
+    rows = min(rows, shape.max_examples or rows)
+    steps = shape.epochs * -(-rows // shape.batch)
+    return min(steps, shape.max_steps or steps)
+
+
 class Segment(NamedTuple):
     """A run of one member's batches in one lane of one chunk."""
 

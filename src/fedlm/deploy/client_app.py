@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fedlm.cohort.pack import count_batches
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Total, Update
@@ -30,7 +31,6 @@ from fedlm.deploy.policy import Policy
 from fedlm.engine.frames import kept_leaves
 from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
 from fedlm.federation.tree import StartsEngine
-from fedlm.recipe.build import Experiment
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
 
@@ -114,7 +114,7 @@ class Worker:
         experiment = self._kept[address]
         for member in question.members:
             rows = len(experiment._rows_of(member)) if self.policy.largest_steps else 0
-            policies.check_steps(self.policy, _steps(rows, experiment))
+            policies.check_steps(self.policy, count_batches(rows, experiment.shape))
         return experiment
 
     def _check(self, recipe: Recipe, question: Question) -> Local | LocalPlace:
@@ -186,13 +186,6 @@ def _parse(text: str) -> Recipe:
         return parse(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise WireError(f"the recipe is not valid TOML: {error}.") from None
-
-
-def _steps(rows: int, experiment: Experiment) -> int:
-    shape = experiment.shape
-    rows = min(rows, shape.max_examples or rows)
-    steps = shape.epochs * -(-rows // shape.batch)
-    return min(steps, shape.max_steps or steps)
 
 
 def _sums(of: Update | Total) -> dict[str, float]:

@@ -24,8 +24,6 @@ from typing import Any
 
 import httpx
 from flwr.app import Message
-from flwr.app.message import remove_content_from_message
-from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
@@ -34,20 +32,12 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import (
-    pull_and_inflate_object_from_tree,
-    push_objects,
-)
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -55,6 +45,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from fedlm.core.errors import EngineError
 from fedlm.deploy import certificates
 from fedlm.deploy.home import Kit, address
+from fedlm.engine.sending import push
 
 LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
 LONGEST_WAIT = 5.0  # between two attempts to reach a server that is not there
@@ -190,30 +181,25 @@ class Fleet:
 
     def answer(self, message: Message) -> None:
         """Sends an answer; one that nobody waits for any more is dropped."""
-        message.metadata.__dict__["_message_id"] = message.object_id
         run_id = message.metadata.run_id
-        with no_object_id_recompute():
-            head = message_to_proto(remove_content_from_message(message))
-            try:
-                pushed = self._ask(
-                    "PushMessages",
-                    PushMessagesRequest(
-                        node=self._node,
-                        messages_list=[head],
-                        message_object_trees=[get_object_tree(message)],
-                        clientapp_runtime_list=[0.0],
-                    ),
-                )
-            except Stale:
-                self.say("the answer came too late: nobody waits for it.")
-                return
-            push_objects(
-                get_all_nested_objects(message),
-                make_push_object_fn_protobuf(
-                    self._verb("PushObject"), self._node, run_id, pushed.session_id
-                ),
-                object_ids_to_push=set(pushed.objects_to_push),
+
+        def announce(head: Any, shape: Any) -> tuple[Any, Callable[[str, bytes], None]]:
+            request = PushMessagesRequest(
+                node=self._node,
+                messages_list=[head],
+                message_object_trees=[shape],
+                clientapp_runtime_list=[0.0],
             )
+            pushed = self._ask("PushMessages", request)
+            push_one = make_push_object_fn_protobuf(
+                self._verb("PushObject"), self._node, run_id, pushed.session_id
+            )
+            return pushed.objects_to_push, push_one
+
+        try:
+            push(message, announce)
+        except Stale:
+            self.say("the answer came too late: nobody waits for it.")
 
     def _verb(self, name: str) -> Callable[[Any], Any]:
         return lambda request: self._ask(name, request)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,9 @@ class Relay:
         missing = {name: below for name, below in asked.items() if name not in there}
         if missing:
             self._ask(missing, there, len(asked) - len(missing), len(asked))
-        answers = [there.read(name, asked[name]) for name in asked if name in there]
-        self.say(f"round {question.round}: {len(answers)} of {len(asked)} nodes answered")
-        return join(question, answers)
+        answered = [name for name in asked if name in there]
+        self.say(f"round {question.round}: {len(answered)} of {len(asked)} nodes answered")
+        return join(question, (there.read(name, asked[name]) for name in answered))
 
     def _questions(self, question: Question) -> dict[str, Question]:
         """What each node below is asked: the same, with its own members."""
@@ -140,27 +140,36 @@ class Relay:
         wait.check_quorum()
 
 
-def join(question: Question, answers: list[Answer]) -> Answer:
-    """Several answers as one: frames side by side, or their sum."""
-    members = tuple(sorted(m for answer in answers for m in answer.members))
-    whole = Answer(round=question.round, members=members)
+def join(question: Question, answers: Iterable[Answer]) -> Answer:
+    """Several answers as one: frames side by side, or their sum, of which one is held at a time."""
     if question.each:
-        frames = tuple(frame for answer in answers for frame in answer.frames)
-        return replace(whole, frames=frames, sums=tuple(s for a in answers for s in a.sums))
-    sums = {name: float(sum(np.float32(a.sums[0][name]) for a in answers)) for name in SUMS}
-    return replace(whole, frames=(add([a.frames[0] for a in answers]),), sums=(sums,))
+        kept = list(answers)
+        members = sorted(m for answer in kept for m in answer.members)
+        frames = tuple(frame for answer in kept for frame in answer.frames)
+        sums = tuple(part for answer in kept for part in answer.sums)
+        return Answer(round=question.round, members=tuple(members), frames=frames, sums=sums)
+    members, counts, total = [], dict.fromkeys(SUMS, np.float32(0.0)), None
+    for answer in answers:
+        members += answer.members
+        counts = {name: counts[name] + np.float32(answer.sums[0][name]) for name in SUMS}
+        total = added(total, answer.frames[0])
+    return Answer(
+        round=question.round,
+        members=tuple(sorted(members)),
+        frames=(dense().encode(total, key_for(0, "upload")),),
+        sums=({name: float(count) for name, count in counts.items()},),
+    )
 
 
-def add(frames: list[bytes]) -> bytes:
-    """The sum of frames of plain numbers, whatever model they are of."""
-    codec = dense()
-    size, rest = divmod(len(frames[0]) - overhead(codec.name), 4)
-    if size < 0 or rest:
-        raise WireError("frame is not one of plain numbers.")
-    total = np.zeros(size, np.float32)
-    for frame in frames:
-        total += np.asarray(codec.decode(frame, total))
-    return codec.encode(total, key_for(0, "upload"))
+def added(total: np.ndarray | None, frame: bytes) -> np.ndarray:
+    """The sum of frames of plain numbers, with one more, whatever model they are of."""
+    if total is None:
+        size, rest = divmod(len(frame) - overhead(dense().name), 4)
+        if size < 0 or rest:
+            raise WireError("frame is not one of plain numbers.")
+        total = np.zeros(size, np.float32)
+    total += dense().decode(frame, total)
+    return total
 
 
 class Handover:

@@ -4,20 +4,24 @@ In:       a Flower grid, the message that was answered, its recipient, a number 
 Out:      the answer, if there is one.
 Promise:  what an answer holds is known from its heads before its chunks are fetched, and the bytes
           that came are counted: more than `most` are neither kept nor put together; a chunk that
-          is named many times counts as often; who was not asked is not heard.
+          is named many times counts as often; who was not asked is not heard; memory holds the
+          answer once, and a chunk.
 Not here: what an answer means (`messages.py`), whom to wait for (`waiting.py`).
 
 Flower keeps a message as a tree of objects, named by their hashes: a message, its records, their
-arrays, and the chunks of those. Its grid fetches all of them, whatever their size, and repeats a
-chunk as often as an array says. Written for flwr 1.41.
+arrays, and the chunks of those. Its grid fetches all of them, whatever their size, repeats a chunk
+as often as an array says, and holds an array three times while it is put together. Written for
+flwr 1.41.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from flwr.app import Array, Message
 from flwr.common.constant import SUPERLINK_NODE_ID
@@ -25,6 +29,7 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.constant import HEAD_BODY_DIVIDER
 from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
     get_object_body,
     get_object_head_values_from_object_content,
 )
@@ -38,6 +43,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from fedlm.core.errors import WireError
 
 CHUNKS = 4  # how deep they are: message, records, record, array, chunk
+LONGEST_HEAD = 256  # of a chunk, which has no children to name
 
 
 class Missing(Exception):
@@ -92,22 +98,30 @@ def assemble(shape: Any, pull: Callable[[str], bytes], most: int) -> Message:
     budget = Budget(pull, most)
     try:
         contents = pull_objects(heads, budget)
-        _check_size(_announced(contents), most)
-        contents.update(pull_objects(chunks, budget))
+        with _read():
+            announced = _arrays(contents)
+        _check_size(sum(array.size for array in announced.values()), most)
+        whole: dict[str, InflatableObject] = {
+            name: _filled(array, chunks, budget) for name, array in announced.items()
+        }
     except TooLarge:
         raise WireError(f"the answer has more than {most} bytes.") from None
     except ObjectPullError as error:
         raise Missing(str(error)) from None
-    try:
-        _check_chunks(contents)
-        made = inflate_object_from_contents(shape.object_id, contents)
-    except WireError:
-        raise
-    except Exception as error:  # whatever Flower makes of bytes that are none of its own
-        raise WireError(f"the answer is no message: {str(error)[:200]}") from None
+    with _read():
+        made = inflate_object_from_contents(shape.object_id, contents, objects=whole)
     if not isinstance(made, Message):
         raise WireError("the answer is no message.")
     return made
+
+
+@contextmanager
+def _read() -> Iterator[None]:
+    """Whatever Flower makes of bytes that are none of its own, in one word."""
+    try:
+        yield
+    except Exception as error:
+        raise WireError(f"the answer is no message: {str(error)[:200]}") from None
 
 
 class Budget:
@@ -127,7 +141,7 @@ class Budget:
         return content
 
 
-def _by_depth(shape: Any) -> tuple[list[str], list[str]]:
+def _by_depth(shape: Any) -> tuple[list[str], set[str]]:
     """The names of heads and of chunks, each once."""
     heads: dict[str, None] = {}
     level = [shape]
@@ -136,43 +150,47 @@ def _by_depth(shape: Any) -> tuple[list[str], list[str]]:
         level = [child for part in level for child in part.children]
     if any(part.children for part in level):
         raise WireError("the answer has parts of parts that no message has.")
-    chunks = {part.object_id: None for part in level if part.object_id not in heads}
-    return list(heads), list(chunks)
+    return list(heads), {part.object_id for part in level} - set(heads)
 
 
-def _announced(contents: dict[str, bytes]) -> int:
-    """How long all arrays say that they are."""
-    try:
-        return sum(_array(content)[0] for content in contents.values())
-    except (ValueError, KeyError, TypeError) as error:
-        raise WireError(f"the answer is no message: {str(error)[:200]}") from None
+class Announced(NamedTuple):
+    """What the head of an array says."""
+
+    dtype: str
+    size: int
+    stype: str
+    chunks: list[str]
 
 
-def _array(content: bytes) -> tuple[int, list[str]]:
-    """The bytes that an array says it has, and its chunks; nothing for other objects."""
-    kind, children, _ = get_object_head_values_from_object_content(content)
-    if kind != Array.__qualname__:
-        return 0, []
-    facts = json.loads(get_object_body(content, Array))
-    (size,) = facts["shape"]
-    if type(size) is not int or size < 0:
-        raise ValueError("an array has no size.")
-    return size, [children[i] for i in facts["arraychunk_ids"]]
+def _arrays(contents: dict[str, bytes]) -> dict[str, Announced]:
+    """The arrays among objects, by name."""
+    found = {}
+    for name, content in contents.items():
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if kind == Array.__qualname__:
+            facts = json.loads(get_object_body(content, Array))
+            (size,) = facts["shape"]
+            if type(size) is not int or size < 0:
+                raise ValueError("an array has no size.")
+            chunks = [children[i] for i in facts["arraychunk_ids"]]
+            found[name] = Announced(facts["dtype"], size, facts["stype"], chunks)
+    return found
 
 
-def _body_bytes(content: bytes) -> int:
-    return len(content) - content.index(HEAD_BODY_DIVIDER) - len(HEAD_BODY_DIVIDER)
+def _filled(array: Announced, known: set[str], pull: Callable[[str], bytes]) -> Array:
+    """An array, chunk after chunk; it is as long as it says."""
+    made = io.BytesIO()  # hands out what it holds without a copy
+    for chunk in array.chunks:
+        if chunk not in known or made.tell() > array.size:
+            break
+        content = memoryview(pull_objects([chunk], pull)[chunk])
+        made.write(content[bytes(content[:LONGEST_HEAD]).find(HEAD_BODY_DIVIDER) + 1 :])
+    if made.tell() != array.size:
+        raise WireError(f"the answer announces {array.size} bytes and holds others.")
+    with _read():
+        return Array(array.dtype, (array.size,), array.stype, made.getvalue())
 
 
 def _check_size(size: int, most: int) -> None:
     if size > most:
         raise WireError(f"the answer announces {size} bytes: {most} is the most.")
-
-
-def _check_chunks(contents: dict[str, bytes]) -> None:
-    """An array is as long as it says: a chunk that it repeats is counted again."""
-    for content in contents.values():
-        size, chunks = _array(content)
-        long = sum(_body_bytes(contents[chunk]) for chunk in chunks)
-        if long != size:
-            raise WireError(f"the answer announces {size} bytes and holds {long}.")

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedlm.cohort.pack import Plan, Segment, batch_up, lay_out, spread
+from fedlm.cohort.pack import Plan, Segment, batch_up, count_batches, lay_out, spread
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import digest_for, generator_for, key_data, key_for
@@ -118,7 +118,7 @@ class MeshEngine:
     def prepare(self, round: int, members: Members) -> Prepared:
         """The cohort's batches, spread over lanes and cut into chunks."""
         rows = [self.rows_of(member) for member in members]
-        steps = [self._steps(len(r)) for r in rows]
+        steps = [count_batches(len(r), self.shape) for r in rows]
         plan = spread(steps, self.lanes, self.capacity) if rows else []
         return Prepared(round, members, self._streams(round, members, rows, plan))
 
@@ -238,24 +238,21 @@ class MeshEngine:
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
             rows = [self.rows_of(member) for member in group]
-            queues = [[place] if place < len(group) else [] for place in range(self.lanes)]
-            plan = lay_out(queues, [self._steps(len(r)) for r in rows], self.capacity)
             lanes = fresh._replace(state=self._start(local, fresh.ground))
             if kept is not None:
                 # A lane without a member gets somebody's, and does nothing with it.
                 places = [at + lane if lane < len(group) else at for lane in range(self.lanes)]
                 own = jax.device_put(tree.take(kept, places), self._per_lane)
                 lanes = lanes._replace(state=lanes.state._replace(kept=own))
-            for stream in self._streams(cohort.round, group, rows, plan):
+            for stream in self._streams(cohort.round, group, rows, self._one_each(rows)):
                 lanes = self._take(local, lanes, stream)
             yield group, lanes
 
-    def _steps(self, rows: int) -> int:
-        """How many batches a member with so many rows trains on in a round."""
-        shape = self.shape
-        rows = min(rows, shape.max_examples or rows)
-        steps = shape.epochs * -(-rows // shape.batch)
-        return min(steps, shape.max_steps or steps)
+    def _one_each(self, rows: list[Any]) -> Plan:
+        """The plan in which each lane has a member of its own; there may be more lanes."""
+        queues = [[place] if place < len(rows) else [] for place in range(self.lanes)]
+        steps = [count_batches(len(r), self.shape) for r in rows]
+        return lay_out(queues, steps, self.capacity)
 
     # ---- bytes -----------------------------------------------------------------------------
 

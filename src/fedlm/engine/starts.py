@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from fedlm.cohort.pack import lay_out
 from fedlm.core.keys import key_for
 from fedlm.core.types import Local, Members, Params, Total, Update
 from fedlm.engine.loop import LoopEngine
@@ -74,9 +73,7 @@ class MeshStarts(MeshEngine):
             kept = _stack([Kept(memory, None) for _, memory in begin])
             state = state._replace(kept=jax.device_put(kept, self._per_lane))
         rows = [self.rows_of(member) for member in group]
-        queues = [[place] if place < len(group) else [] for place in range(self.lanes)]
-        plan = lay_out(queues, [self._steps(len(r)) for r in rows], self.capacity)
-        for stream in self._streams(round, group, rows, plan):
+        for stream in self._streams(round, group, rows, self._one_each(rows)):
             state = self._own_chunk(local, ground, state, self._to_lanes(stream))
         return state
 

@@ -22,6 +22,7 @@ from flwr.common.constant import ErrorCode
 from fedlm.core.errors import EngineError, WireError
 from fedlm.engine.fetching import Missing, fetch
 from fedlm.engine.messages import Answer, Question, ask, read_answer
+from fedlm.engine.sending import send
 
 KIND = "train.fedlm"
 LOOK_SECONDS = 1.0  # how often it is looked who is there
@@ -88,7 +89,7 @@ class GridPost:
         return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
 
     def send_message(self, message: Message) -> str:
-        made = next(iter(self.grid.push_messages([message]))) or ""
+        made = send(self.grid, message)
         self._asked[made] = message.metadata.dst_node_id
         return made
 

@@ -23,19 +23,25 @@ import struct
 import zlib
 
 import numpy as np
+from jaxtyping import UInt8
 
 from fedlm.core.errors import WireError
+
+Bytes = bytes | memoryview | UInt8[np.ndarray, " n"]
 
 MAGIC = b"FLM1"
 LONGEST_NAME = 64
 _TAIL = struct.Struct("<QI")
 
 
-def seal(codec: str, body: bytes) -> bytes:
-    """Wraps a body for the wire."""
+def seal(codec: str, *body: Bytes) -> bytes:
+    """Wraps a body for the wire; its parts are put together once."""
     name = _name_bytes(codec)
-    check = zlib.crc32(body, zlib.crc32(name))
-    return b"".join([MAGIC, bytes([len(name)]), name, _TAIL.pack(len(body), check), body])
+    check = zlib.crc32(name)
+    for part in body:
+        check = zlib.crc32(part, check)
+    tail = _TAIL.pack(sum(map(len, body)), check)
+    return b"".join([MAGIC, bytes([len(name)]), name, tail, *body])
 
 
 def overhead(codec: str) -> int:

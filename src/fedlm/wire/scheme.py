@@ -71,7 +71,7 @@ def codec_of(scheme: Scheme, *, by_leaf: bool = False) -> Codec:
             sent = [kept for kept, some in zip(keep, whole, strict=True) if some]
             parts = [part for part, kept in zip(parts, sent, strict=True) if kept]
             sizes = tuple(size for size, kept in zip(sizes, sent, strict=True) if kept)
-        return seal(scheme.name, b"".join(scheme.write(parts, sizes)))
+        return seal(scheme.name, *scheme.write(parts, sizes))
 
     def decode(payload: bytes, like: Params) -> Params:
         sizes = sizes_of(like)

@@ -1,0 +1,125 @@
+"""What the models of a tree take in memory, with `federation.resident` and without.
+
+    python -m benchmarks.spilling [--leaves 8 32 64]
+
+Two rounds of a tree with so many leaves, each with a little made-up text and a model of its own.
+Memory is what the process holds beyond files (`RssAnon`), looked at every 20 ms, less what it holds
+before the tree is made. Each setting has a process of its own. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fedlm.recipe.branches import TreeExperiment
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import parse
+
+MODEL = {"name": "mpt", "embed": 256, "units": 1024, "layers": 4, "heads": 4}
+ROUNDS = 3
+
+
+def anonymous() -> float:
+    """Megabytes that this process holds and no file does."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return float(found[1]) * 1024 / 1e6 if found else float("nan")
+
+
+class Peak:
+    """The most it was while the block ran."""
+
+    def __enter__(self) -> Peak:
+        self.most, self._done = anonymous(), threading.Event()
+        self._look = threading.Thread(target=self._watch)
+        self._look.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self.most = max(self.most, anonymous())
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._look.join()
+
+
+def text(path: Path, leaves: int) -> None:
+    """A line a client, a client a leaf."""
+    rng = np.random.default_rng(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for leaf in range(leaves):
+            words = " ".join(f"w{n}" for n in rng.zipf(1.3, 600) % 1000)
+            line = {"client": f"c{leaf}", "groups": [f"g{leaf}"], "text": words}
+            file.write(json.dumps(line) + "\n")
+
+
+def measure(leaves: int, resident: int) -> dict[str, float]:
+    """Megabytes at most beyond the start, a model's own, seconds of the last rounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        text(Path(folder) / "text.jsonl", leaves)
+        recipe = parse(
+            {
+                "data": {
+                    "source": str(Path(folder) / "text.jsonl"),
+                    "vocabulary": 1000,
+                    "layout": "windows",
+                    "length": 32,
+                    "test_clients": 0.0,
+                },
+                "model": MODEL,
+                "client": {"batch": 4, "max_steps": 2},
+                "server": {"rounds": ROUNDS},
+                "federation": {"levels": [0], "resident": resident},
+                "run": {"devices": 1},
+            }
+        )
+        made = build(recipe, Path(folder), lambda stage, done: None)
+        if not isinstance(made, TreeExperiment):
+            raise TypeError("the recipe has no tree.")
+        params = made.init_params()
+        before, seconds = anonymous(), []
+        with Peak() as peak:
+            state = made.init_node(params)
+            for round in range(ROUNDS):
+                began = time.perf_counter()
+                state, _, _ = made.turn(round, state)
+                seconds.append(time.perf_counter() - began)
+        one = 4 * sum(x.size for x in jax.tree.leaves(params)) / 1e6
+        return {"more": peak.most - before, "one": one, "seconds": statistics.median(seconds[1:])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaves", type=int, nargs="*", default=[8, 32, 64])
+    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        print(json.dumps(measure(*asked.one)))
+        return
+    head = ["leaves", "resident", "a model, MB", "MB more", "models", "s a round"]
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
+    for leaves in asked.leaves:
+        for resident in (0, 2):
+            again = [sys.executable, "-m", "benchmarks.spilling", "--one"]
+            said = subprocess.check_output([*again, str(leaves), str(resident)], text=True)
+            found = json.loads(said.splitlines()[-1])
+            row = [leaves, resident or "all", f"{found['one']:.1f}", f"{found['more']:.0f}"]
+            row += [f"{found['more'] / found['one']:.1f}", f"{found['seconds']:.2f}"]
+            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
