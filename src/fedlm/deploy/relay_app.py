@@ -135,6 +135,7 @@ class Relay:
         for name, answer in wait.answers():
             tally.answered.append(name)
             there.write(name, answer)
+            del answer  # or it would be held until the next one is there
         for name, reason in {**tally.refused, **tally.garbage}.items():
             self.say(f"round {tally.round}: {name}: {reason}")
         wait.check_quorum()

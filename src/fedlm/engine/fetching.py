@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 import json
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -36,14 +36,16 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
+    ObjectUnavailableError,
     inflate_object_from_contents,
-    pull_objects,
 )
 
 from fedlm.core.errors import WireError
 
 CHUNKS = 4  # how deep they are: message, records, record, array, chunk
 LONGEST_HEAD = 256  # of a chunk, which has no children to name
+PATIENCE_SECONDS = 300.0  # for an object of an answer that its node has announced
+LONGEST_NAP = 0.5
 
 
 class Missing(Exception):
@@ -97,7 +99,7 @@ def assemble(shape: Any, pull: Callable[[str], bytes], most: int) -> Message:
     heads, chunks = _by_depth(shape)
     budget = Budget(pull, most)
     try:
-        contents = pull_objects(heads, budget)
+        contents = {name: budget(name) for name in heads}
         with _read():
             announced = _arrays(contents)
         _check_size(sum(array.size for array in announced.values()), most)
@@ -125,20 +127,32 @@ def _read() -> Iterator[None]:
 
 
 class Budget:
-    """A way to pull objects until there are too many bytes; pulls come from several threads."""
+    """A way to pull objects, one after the other, until there are too many bytes.
+
+    In this thread alone: a thread's freed memory is not given back for the next one to use.
+    """
 
     def __init__(self, pull: Callable[[str], bytes], most: int) -> None:
-        self.pull, self.left, self.lock = pull, most, threading.Lock()
+        self.pull, self.left = pull, most
 
     def __call__(self, object_id: str) -> bytes:
+        content = self._wait(object_id)
+        self.left -= len(content)
         if self.left < 0:
             raise TooLarge
-        content = self.pull(object_id)
-        with self.lock:
-            self.left -= len(content)
-            if self.left < 0:
-                raise TooLarge
         return content
+
+    def _wait(self, object_id: str) -> bytes:
+        """An object, waited for while its sender is still pushing it."""
+        nap, ends = 0.02, time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self.pull(object_id)
+            except ObjectUnavailableError:
+                if time.monotonic() > ends:
+                    raise Missing(object_id) from None
+            time.sleep(nap)
+            nap = min(1.5 * nap, LONGEST_NAP)
 
 
 def _by_depth(shape: Any) -> tuple[list[str], set[str]]:
@@ -180,10 +194,14 @@ def _arrays(contents: dict[str, bytes]) -> dict[str, Announced]:
 def _filled(array: Announced, known: set[str], pull: Callable[[str], bytes]) -> Array:
     """An array, chunk after chunk; it is as long as it says."""
     made = io.BytesIO()  # hands out what it holds without a copy
+    if array.size:
+        made.seek(array.size - 1)
+        made.write(b"\0")  # takes the place at once: growing would copy
+        made.seek(0)
     for chunk in array.chunks:
         if chunk not in known or made.tell() > array.size:
             break
-        content = memoryview(pull_objects([chunk], pull)[chunk])
+        content = memoryview(pull(chunk))
         made.write(content[bytes(content[:LONGEST_HEAD]).find(HEAD_BODY_DIVIDER) + 1 :])
     if made.tell() != array.size:
         raise WireError(f"the answer announces {array.size} bytes and holds others.")

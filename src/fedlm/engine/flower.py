@@ -79,6 +79,7 @@ class FlowerEngine:
         total = Sum(update_like(self.algorithm, sent, cohort.round))
         for members, update in self._round(sent, cohort, limit, self.by_member):
             total.add(members, update, weighted=self.by_member)
+            del update  # or it would be held until the next one is there
         return total.result()
 
     def collect(
@@ -128,6 +129,7 @@ class FlowerEngine:
         wait = Waiting(self.post, self.patience, asked, tally)
         for name, answer in wait.answers():
             yield from self._updates(name, asked[name], answer, like, tally)
+            del answer
         self.download_bytes += tally.down_bytes
         tally.seconds = time.monotonic() - began
         self.tell(tally)

@@ -164,6 +164,7 @@ class Waiting:
         """Well-formed answers by node; everything else is counted."""
         for name, message in self._messages():
             self._take(name, message)
+            del message  # or it would be held until the next one is there
             yield from self._release(over=False)
         yield from self._release(over=True)
 
@@ -200,6 +201,7 @@ class Waiting:
             if found is not None:
                 nap = 0.02
                 yield found
+                del found
             elif self._over():
                 break
             else:

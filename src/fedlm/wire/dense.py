@@ -29,7 +29,7 @@ def _encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = Non
     leaves = jax.tree.leaves(update)
     sent = leaves if keep is None else [x for x, kept in zip(leaves, keep, strict=True) if kept]
     whole = [np.ascontiguousarray(np.asarray(leaf), "<f4").reshape(-1) for leaf in sent]
-    return seal(NAME, *(leaf.view(np.uint8) for leaf in whole))
+    return seal(NAME, *(leaf.view(np.uint8).data for leaf in whole))
 
 
 def _decode(payload: bytes, like: Params) -> Params:

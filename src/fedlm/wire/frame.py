@@ -23,18 +23,15 @@ import struct
 import zlib
 
 import numpy as np
-from jaxtyping import UInt8
 
 from fedlm.core.errors import WireError
-
-Bytes = bytes | memoryview | UInt8[np.ndarray, " n"]
 
 MAGIC = b"FLM1"
 LONGEST_NAME = 64
 _TAIL = struct.Struct("<QI")
 
 
-def seal(codec: str, *body: Bytes) -> bytes:
+def seal(codec: str, *body: bytes | memoryview) -> bytes:
     """Wraps a body for the wire; its parts are put together once."""
     name = _name_bytes(codec)
     check = zlib.crc32(name)
