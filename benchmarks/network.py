@@ -11,7 +11,6 @@ Memory is the peak of a process during the rounds, less what it held before them
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import tempfile
 import threading
@@ -25,6 +24,7 @@ import numpy as np
 import optax
 from flwr.app import Message
 
+from benchmarks.memory import Growth
 from fedlm.core.types import Sampling
 from fedlm.deploy import home as homes
 from fedlm.deploy.fleet import Fleet
@@ -96,24 +96,6 @@ def rounds(engine: FlowerEngine, sent: jax.Array, count: int) -> list[float]:
     return seconds
 
 
-class Memory:
-    """What a process holds at most from now on, beside what it holds now."""
-
-    def __init__(self, process: int | str) -> None:
-        self.folder = Path("/proc") / str(process)
-        (self.folder / "clear_refs").write_text("5", encoding="ascii")  # forget the old peak
-        self.before = self._read("VmRSS")
-
-    def _read(self, name: str) -> float:
-        status = (self.folder / "status").read_text(encoding="ascii")
-        found = re.search(rf"{name}:\s+(\d+) kB", status)
-        return float(found[1]) * 1024 / 1e6 if found else float("nan")
-
-    def more(self) -> float:
-        """Megabytes."""
-        return self._read("VmHWM") - self.before
-
-
 def be_idle(home: homes.Home) -> None:
     """All nodes of a federation, in this process, until it is ended."""
     said = lambda text: print(text, flush=True)  # noqa: E731
@@ -140,7 +122,7 @@ def measure(made: homes.Home, link: int, sizes: list[float], count: int) -> None
         rounds(engine, jnp.ones(1000), 1)
         for size in sizes:
             sent = parameters(int(size * 1e6 / 4))
-            here, there = Memory("self"), Memory(link)
+            here, there = Growth(), Growth(link)
             taken = rounds(engine, sent, count)
             low, high = f"{min(taken):.2f}", f"{max(taken):.2f}"
             print(

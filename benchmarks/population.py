@@ -2,8 +2,9 @@
 
 Made-up stores of 10,000, 100,000 and 342,477 clients (kept in `.bench/stores`) are opened; cohorts
 are selected and packed as `fedlm train` does it, and trained on with a small CIFG. Packing is timed
-after one cohort was packed; training after one was trained. Each population has a process of its
-own, because a peak of memory never falls.
+after one cohort was packed; training after one was trained. Memory is what no file holds: pages of
+the store that were looked at come on top, and the system can take them back. Each population has a
+process of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +23,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 2)
 
+from benchmarks.memory import Peak  # noqa: E402
 from benchmarks.probe import machine  # noqa: E402
 from fedlm.corpus.store import Store, StoreSettings  # noqa: E402
 from fedlm.corpus.synthetic import population, write_synthetic  # noqa: E402
@@ -41,11 +42,6 @@ def timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - began
-
-
-def peak() -> float:
-    """The most memory this process has held, in MB (Linux counts in kilobytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def store_of(clients: int) -> Path:
@@ -103,12 +99,14 @@ def measure(path: Path, repeats: int, longest: int) -> dict[str, object]:
     """The figures of one population, in this process."""
     opened = [timed(lambda: Store(path).training_clients) for _ in range(5)]
     experiments = [experiment_of(path, cohort) for cohort in COHORTS]
-    packed = [packing(made, max(repeats, 7)) for made in experiments]
-    before = peak()
+    with Peak() as before:
+        packed = [packing(made, max(repeats, 7)) for made in experiments]
     # Long rounds need no repetition to be told from packing.
     times = [repeats if c == COHORTS[0] else int(c <= longest) for c in COHORTS]
-    trained = [list(rounds(e, n)) if n else [] for e, n in zip(experiments, times, strict=True)]
-    return {"open": opened, "pack": packed, "round": trained, "peaks": [before, peak()]}
+    with Peak() as during:
+        trained = [list(rounds(e, n)) if n else [] for e, n in zip(experiments, times, strict=True)]
+    peaks = [before.most, during.most]
+    return {"open": opened, "pack": packed, "round": trained, "peaks": peaks}
 
 
 def span(values: list[float], unit: float, digits: int) -> str:

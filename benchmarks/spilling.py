@@ -4,56 +4,32 @@
 
 Two rounds of a tree with so many leaves, each with a little made-up text and a model of its own.
 Memory is what the process holds beyond files (`RssAnon`), looked at every 20 ms, less what it holds
-before the tree is made. Each setting has a process of its own. Linux only.
+before the tree is made, after one that was thrown away so that programs are compiled. Each setting
+has a process of its own. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from benchmarks.memory import Peak, held
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import parse
 
 MODEL = {"name": "mpt", "embed": 256, "units": 1024, "layers": 4, "heads": 4}
 ROUNDS = 3
-
-
-def anonymous() -> float:
-    """Megabytes that this process holds and no file does."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    return float(found[1]) * 1024 / 1e6 if found else float("nan")
-
-
-class Peak:
-    """The most it was while the block ran."""
-
-    def __enter__(self) -> Peak:
-        self.most, self._done = anonymous(), threading.Event()
-        self._look = threading.Thread(target=self._watch)
-        self._look.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.02):
-            self.most = max(self.most, anonymous())
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._look.join()
 
 
 def text(path: Path, leaves: int) -> None:
@@ -90,7 +66,9 @@ def measure(leaves: int, resident: int) -> dict[str, float]:
         if not isinstance(made, TreeExperiment):
             raise TypeError("the recipe has no tree.")
         params = made.init_params()
-        before, seconds = anonymous(), []
+        made.turn(0, made.init_node(params))  # compiles
+        gc.collect()
+        before, seconds = held("RssAnon"), []
         with Peak() as peak:
             state = made.init_node(params)
             for round in range(ROUNDS):
@@ -98,7 +76,7 @@ def measure(leaves: int, resident: int) -> dict[str, float]:
                 state, _, _ = made.turn(round, state)
                 seconds.append(time.perf_counter() - began)
         one = 4 * sum(x.size for x in jax.tree.leaves(params)) / 1e6
-        return {"more": peak.most - before, "one": one, "seconds": statistics.median(seconds[1:])}
+        return {"more": peak.most - before, "one": one, "seconds": statistics.median(seconds)}
 
 
 def main() -> None:
