@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     import optax
 
     from benchmarks.engines import Workload, flops
+    from benchmarks.memory import held
     from fedlm.core.keys import key_for
     from fedlm.core.types import Sampling, Shape
     from fedlm.engine.mesh import MeshEngine
@@ -72,7 +72,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
         "tokens": tokens,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "gflops": flops(params, size, 20) * tokens / statistics.median(taken) / 1e9,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak": held("VmHWM"),
     }
 
 
