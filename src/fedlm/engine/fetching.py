@@ -44,7 +44,7 @@ from fedlm.core.errors import WireError
 
 CHUNKS = 4  # how deep they are: message, records, record, array, chunk
 LONGEST_HEAD = 256  # of a chunk, which has no children to name
-PATIENCE_SECONDS = 300.0  # for an object of an answer that its node has announced
+PATIENCE_SECONDS = 60.0  # for the next object of an answer that its node has announced
 LONGEST_NAP = 0.5
 
 

@@ -3,8 +3,8 @@
 In:       what the server sends, and a cohort whose members live at nodes.
 Out:      the sum of the updates that came back in time, or each of them.
 Promise:  answers are taken in the order of the seats, so that the sum does not depend on who was
-          faster or away for a while; while all are there memory holds one answer at a time; no
-          update counts beyond its bound, whoever sent it.
+          faster or away for a while; while all are there memory holds one frame at a time, that of
+          a question or an answer; no update counts beyond its bound, whoever sent it.
 Not here: the server's step, what a node does, whom to wait for (`waiting.py`).
 """
 
@@ -31,6 +31,9 @@ from fedlm.federation.method import Algorithm, update_like
 
 Arrived = tuple[tuple[int, ...], Update | None]
 """Members, and what arrived from them; None where it could not be used."""
+
+Frames = Callable[[str], tuple[bytes, ...]]
+"""A node to the frames of its question: made when they are sent, kept by nobody."""
 
 # What float32 rounding can add to a norm.
 SLACK = 1 + 1e-5
@@ -94,7 +97,6 @@ class FlowerEngine:
 
     def _round(self, sent: Any, cohort: Prepared, limit: float, each: bool) -> Iterator[Arrived]:
         key = key_for(self.seed, "download", round=cohort.round)
-        frame = self.algorithm.download.encode(sent, key)
         like = update_like(self.algorithm, sent, cohort.round).delta
         asked = {
             seat.name: self.question(
@@ -104,14 +106,14 @@ class FlowerEngine:
                 members=members,
                 limit=float(limit),
                 each=each,
-                frames=(frame,),
             )
             for seat, members in cohort.batches
         }
-        yield from self.ask(cohort.round, asked, like)
+        encode = self.algorithm.download.encode
+        yield from self.ask(cohort.round, asked, like, lambda name: (encode(sent, key),))
 
     def question(self, seat: Seat, like: Params, **asked: Any) -> Question:
-        """What a node is asked, with the longest frame that it can answer with."""
+        """What a node is asked, with the longest frame that it can answer with; no frame yet."""
         codec = self.algorithm.upload if asked["each"] else self.exact
         return Question(
             recipe=self.recipe,
@@ -119,14 +121,17 @@ class FlowerEngine:
             population=sum(seat.clients for seat in self.seats),
             text=seat.text,
             longest=codec.encoded_bytes(like),
+            frames=(),
             **asked,
         )
 
-    def ask(self, round: int, asked: dict[str, Question], like: Params) -> Iterator[Arrived]:
+    def ask(
+        self, round: int, asked: dict[str, Question], like: Params, frames: Frames
+    ) -> Iterator[Arrived]:
         """What arrives for the questions of a round; who answered is told at its end."""
         tally = Tally(round)
         began = time.monotonic()
-        wait = Waiting(self.post, self.patience, asked, tally)
+        wait = Waiting(self.post, self.patience, asked, tally, frames=frames)
         for name, answer in wait.answers():
             yield from self._updates(name, asked[name], answer, like, tally)
             del answer

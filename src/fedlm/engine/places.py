@@ -67,18 +67,21 @@ class FlowerStarts(FlowerEngine):
         like = update_like(self.algorithm, starts(numbers[0])[0], round).delta
         place_at = {self.homes[number].first: number for number in numbers}
         arrived: dict[int, Update] = {}
-        for (at,), update in self.ask(round, self._asked(starts, round, numbers, like), like):
+        key = key_for(self.seed, "download", round=round)
+        encode, asked = self.algorithm.download.encode, self._asked(round, numbers, like)
+
+        def frames(name: str) -> tuple[bytes, ...]:
+            return tuple(encode(starts(number)[0], key) for number in asked[name].numbers)
+
+        for (at,), update in self.ask(round, asked, like, frames):
             if update is not None:
                 arrived[place_at[at]] = update
         for number in numbers:
             if number in arrived:
                 yield number, arrived.pop(number)
 
-    def _asked(
-        self, starts: Starts, round: int, numbers: Sequence[int], like: Any
-    ) -> dict[str, Question]:
+    def _asked(self, round: int, numbers: Sequence[int], like: Any) -> dict[str, Question]:
         """A question a seat: behind a relay live several places."""
-        key = key_for(self.seed, "download", round=round)
         by_seat: dict[Seat, list[int]] = {}
         for number in sorted(numbers, key=lambda n: self.homes[n].first):
             by_seat.setdefault(self.homes[number].seat, []).append(number)
@@ -88,7 +91,6 @@ class FlowerStarts(FlowerEngine):
                 like,
                 round=round,
                 members=tuple(self.homes[n].first for n in here),
-                frames=tuple(self.algorithm.download.encode(starts(n)[0], key) for n in here),
                 limit=math.inf,
                 each=True,
                 numbers=tuple(here),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from flwr.app import Message, RecordDict
@@ -149,8 +149,11 @@ class Waiting:
         tally: Tally,
         *,
         in_order: bool = True,
+        frames: Callable[[str], tuple[bytes, ...]] | None = None,
     ) -> None:
+        """`frames` makes those of a node's question whenever it is sent, so that none is kept."""
         self.post, self.asked, self.tally, self.in_order = post, asked, tally, in_order
+        self.frames = frames
         self.held: dict[str, Answer] = {}
         self.line = list(asked)
         self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
@@ -244,6 +247,8 @@ class Waiting:
         if name in self.sent:
             self.tally.asked_again.append(name)
         question = self.asked[name]
+        if self.frames is not None:
+            question = replace(question, frames=self.frames(name))
         made = self.post.send(there.node_id, ask(question), question.round)
         self.tally.down_bytes += sum(map(len, question.frames))
         if made:
