@@ -12,6 +12,7 @@ those commands would start processes and unpack programs where nothing but messa
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import io
@@ -208,6 +209,7 @@ def _forgiven() -> Iterator[None]:
 @contextmanager
 def running(home: Home) -> Iterator[LastingPost]:
     """A run of a federation, for as long as the block lasts; what goes wrong is said in words."""
+    _give_back()
     with _alone(home), _sentences():
         operator = Operator(home)
         try:
@@ -216,6 +218,16 @@ def running(home: Home) -> Iterator[LastingPost]:
                 yield post
         finally:
             operator.close()
+
+
+def _give_back() -> None:
+    """Has large pieces of memory returned as soon as they are free.
+
+    glibc would keep those of all requests of a round, a payload in sum.
+    """
+    threshold, at_least = -3, 1 << 18  # M_MMAP_THRESHOLD, bytes
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(threshold, at_least)
 
 
 class LastingPost:
