@@ -19,21 +19,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 jax.config.update("jax_num_cpu_devices", 2)
 
+from benchmarks.fedavg import fedavg  # noqa: E402
 from benchmarks.probe import in_turns, machine, spread  # noqa: E402
 from fedlm.core import tree  # noqa: E402
 from fedlm.core.keys import key_for  # noqa: E402
-from fedlm.core.types import Sampling, Shape  # noqa: E402
+from fedlm.core.types import Shape  # noqa: E402
 from fedlm.engine.loop import LoopEngine  # noqa: E402
 from fedlm.engine.mesh import MeshEngine  # noqa: E402
-from fedlm.federation.method import Algorithm  # noqa: E402
-from fedlm.local.train import local_training  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
-from fedlm.server.step import plain  # noqa: E402
-from fedlm.wire.dense import dense  # noqa: E402
 
 NUDGE = np.float32(1) + np.finfo(np.float32).eps
 RECURRENT = {"embed": 96, "units": 670}
@@ -90,13 +86,7 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
     size = catalog.Dimensions(vocab=vocab, **sizes)
     rows = workload.rows(clients)
     clients = len(rows)
-    algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=clients, cohort=clients),
-        local=local_training(catalog.loss, optax.sgd(0.1)),
-        upload=dense(),
-        download=dense(),
-        server=plain(optax.sgd(1.0)),
-    )
+    algorithm = fedavg(clients)
     params = catalog.make(name, size, key_for(0, "init"))
     loop, mesh = (E(algorithm, rows.__getitem__, shape, 0) for E in (LoopEngine, MeshEngine))
     few, all_of_them = np.arange(min(loop_clients, clients)), np.arange(clients)

@@ -32,31 +32,21 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     """Seconds of a round and the peak of memory, in this process."""
     import jax
     import numpy as np
-    import optax
 
     from benchmarks.engines import Workload, flops
+    from benchmarks.fedavg import fedavg
     from benchmarks.memory import held
     from fedlm.core.keys import key_for
-    from fedlm.core.types import Sampling, Shape
+    from fedlm.core.types import Shape
     from fedlm.engine.mesh import MeshEngine
-    from fedlm.federation.method import Algorithm
-    from fedlm.local.train import local_training
     from fedlm.models import catalog
-    from fedlm.server.step import plain
-    from fedlm.wire.dense import dense
 
     jax.config.update("jax_num_cpu_devices", asked["lanes"])  # `engines` has set another
     model = dict(asked["model"])
     name = model.pop("name")
     size = catalog.Dimensions(**model)
     rows = Workload(name, "growth", size.vocab, {}).rows(asked["cohort"])
-    algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=len(rows), cohort=len(rows)),
-        local=local_training(catalog.loss, optax.sgd(0.1)),
-        upload=dense(),
-        download=dense(),
-        server=plain(optax.sgd(1.0)),
-    )
+    algorithm = fedavg(len(rows))
     params = catalog.make(name, size, key_for(0, "init"))
     engine = MeshEngine(algorithm, rows.__getitem__, Shape(batch=16, length=20), 0)
     members = np.arange(len(rows))

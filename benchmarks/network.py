@@ -21,11 +21,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flwr.app import Message
 
+from benchmarks.fedavg import fedavg
 from benchmarks.memory import Growth
-from fedlm.core.types import Sampling
 from fedlm.deploy import home as homes
 from fedlm.deploy.fleet import Fleet
 from fedlm.deploy.node import serve
@@ -34,10 +33,6 @@ from fedlm.deploy.processes import Child, children, follow_parent, free_port, wa
 from fedlm.engine.flower import FlowerEngine
 from fedlm.engine.messages import SUMS, Answer, read_question, tell
 from fedlm.engine.waiting import Patience, Post, Seat
-from fedlm.federation.method import Algorithm
-from fedlm.local.train import local_training
-from fedlm.models import catalog
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 
@@ -53,16 +48,9 @@ def idle(message: Message) -> Message:
 
 def engine_of(post: Post, names: list[str]) -> FlowerEngine:
     """The engine of a run over the network, with a client a node."""
-    algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=len(names), cohort=len(names)),
-        local=local_training(catalog.loss, optax.sgd(1.0)),
-        upload=dense(),
-        download=dense(),
-        server=plain(optax.sgd(1.0)),
-    )
     seats = [Seat(name, place, 1) for place, name in enumerate(names)]
     return FlowerEngine(
-        algorithm, post, seats, recipe="", seed=0, exact=dense(), patience=Patience()
+        fedavg(len(names)), post, seats, recipe="", seed=0, exact=dense(), patience=Patience()
     )
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.spilling [--leaves 8 32 64]
 
-Two rounds of a tree with so many leaves, each with a little made-up text and a model of its own.
+Three rounds of a tree with so many leaves, each with a little made-up text and a model of its own.
 Memory is what the process holds beyond files (`RssAnon`), looked at every 20 ms, less what it holds
 before the tree is made, after one that was thrown away so that programs are compiled. Each setting
 has a process of its own. Linux only.

@@ -3,19 +3,13 @@
 import sys
 
 import numpy as np
-import optax
 import pytest
 
+from benchmarks.fedavg import fedavg
 from benchmarks.peers import agreement, run, turns, workload
 from benchmarks.peers.contenders import HERE, Contender, PeerError, Worker
-from fedlm.core.types import Sampling
 from fedlm.corpus.store import StoreSettings, write
 from fedlm.engine.loop import LoopEngine
-from fedlm.federation.method import Algorithm
-from fedlm.local.train import local_training
-from fedlm.models import catalog
-from fedlm.server.step import plain
-from fedlm.wire.dense import dense
 
 TINY = workload.Plan(
     architecture="cifg", vocab=32, embed=4, units=5, members=3, batch=2, length=4, max_examples=5
@@ -53,13 +47,7 @@ def folder(tmp_path_factory):
 def test_the_batches_are_those_of_the_engine(folder):
     with np.load(folder / "rows.npz") as file:
         rows = {int(name): file[name] for name in file.files}
-    algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=len(rows), cohort=len(rows)),
-        local=local_training(catalog.loss, optax.sgd(0.1)),
-        upload=dense(),
-        download=dense(),
-        server=plain(optax.sgd(1.0)),
-    )
+    algorithm = fedavg(len(rows))
     engine = LoopEngine(algorithm, rows.__getitem__, TINY.shape, TINY.seed)
     made = engine.prepare(0, np.array(sorted(rows))).batches
     with np.load(folder / "batches.npz") as file:

@@ -114,11 +114,12 @@ def array_says(**facts):
         (b"Array", array_says(arraychunk_ids=[0] * 10_000), "holds"),
         (b"Array", array_says(shape=[-1]), "no size"),
         (b"Array", array_says(shape="x"), "no size"),
+        (b"Array", array_says(shape=[1 << 19]), "announces 524288 bytes and holds"),
         (b"Array", lambda body: b"{", "no message"),
         (b"ArrayChunk", lambda body: body * 100, "more than 1048576 bytes"),
         (b"ArrayRecord", lambda body: b"[]", "no message"),
     ],
-    ids=["short", "repeated", "negative", "word", "broken", "fat", "another"],
+    ids=["short", "repeated", "negative", "word", "long", "broken", "fat", "another"],
 )
 def test_an_answer_that_lies_about_its_size_is_refused(kind, change, words):
     grid = swapped(Grid(records()), kind, change)

@@ -37,14 +37,15 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedlm.core.errors import EngineError
+from fedlm.core.errors import EngineError, WireError
 from fedlm.deploy import certificates
 from fedlm.deploy.home import Kit, address
+from fedlm.engine.fetching import Missing, assemble
+from fedlm.engine.messages import LONGEST_FRAME
 from fedlm.engine.sending import push
 
 LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
@@ -163,19 +164,14 @@ class Fleet:
         run_id = found.messages_list[0].metadata.run_id
         shape = found.message_object_trees[0]
         try:
-            message: Message = pull_and_inflate_object_from_tree(
-                shape,
-                make_pull_object_fn_protobuf(self._verb("PullObject"), self._node, run_id),
-                make_confirm_message_received_fn_protobuf(
-                    self._verb("ConfirmMessageReceived"), self._node, run_id
-                ),
-                return_type=Message,
-            )
-        except (Lost, httpx.HTTPError):
-            raise
-        except Exception as error:  # the run ended meanwhile, or what was sent is no message
+            pull = make_pull_object_fn_protobuf(self._verb("PullObject"), self._node, run_id)
+            message = assemble(shape, pull, LONGEST_FRAME)
+        except (WireError, Missing) as error:  # the run ended meanwhile, or it is no message
             self.say(f"a message could not be fetched: {error}")
             return None
+        make_confirm_message_received_fn_protobuf(
+            self._verb("ConfirmMessageReceived"), self._node, run_id
+        )(shape.object_id)
         message.metadata.__dict__["_message_id"] = shape.object_id
         return message
 

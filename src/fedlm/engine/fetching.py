@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flwr.app import Array, Message
-from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.constant import HEAD_BODY_DIVIDER
@@ -107,13 +107,13 @@ def assemble(shape: Any, pull: Callable[[str], bytes], most: int) -> Message:
             name: _filled(array, chunks, budget) for name, array in announced.items()
         }
     except TooLarge:
-        raise WireError(f"the answer has more than {most} bytes.") from None
+        raise WireError(f"the message has more than {most} bytes.") from None
     except ObjectPullError as error:
         raise Missing(str(error)) from None
     with _read():
         made = inflate_object_from_contents(shape.object_id, contents, objects=whole)
     if not isinstance(made, Message):
-        raise WireError("the answer is no message.")
+        raise WireError("the message is no message.")
     return made
 
 
@@ -123,7 +123,7 @@ def _read() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WireError(f"the answer is no message: {str(error)[:200]}") from None
+        raise WireError(f"the message is no message: {str(error)[:200]}") from None
 
 
 class Budget:
@@ -163,7 +163,7 @@ def _by_depth(shape: Any) -> tuple[list[str], set[str]]:
         heads.update((part.object_id, None) for part in level)
         level = [child for part in level for child in part.children]
     if any(part.children for part in level):
-        raise WireError("the answer has parts of parts that no message has.")
+        raise WireError("the message has parts of parts that no message has.")
     return list(heads), {part.object_id for part in level} - set(heads)
 
 
@@ -194,7 +194,7 @@ def _arrays(contents: dict[str, bytes]) -> dict[str, Announced]:
 def _filled(array: Announced, known: set[str], pull: Callable[[str], bytes]) -> Array:
     """An array, chunk after chunk; it is as long as it says."""
     made = io.BytesIO()  # hands out what it holds without a copy
-    if array.size:
+    if 0 < array.size <= len(set(array.chunks)) * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE:
         made.seek(array.size - 1)
         made.write(b"\0")  # takes the place at once: growing would copy
         made.seek(0)
@@ -204,11 +204,11 @@ def _filled(array: Announced, known: set[str], pull: Callable[[str], bytes]) -> 
         content = memoryview(pull(chunk))
         made.write(content[bytes(content[:LONGEST_HEAD]).find(HEAD_BODY_DIVIDER) + 1 :])
     if made.tell() != array.size:
-        raise WireError(f"the answer announces {array.size} bytes and holds others.")
+        raise WireError(f"the message announces {array.size} bytes and holds others.")
     with _read():
         return Array(array.dtype, (array.size,), array.stype, made.getvalue())
 
 
 def _check_size(size: int, most: int) -> None:
     if size > most:
-        raise WireError(f"the answer announces {size} bytes: {most} is the most.")
+        raise WireError(f"the message announces {size} bytes: {most} is the most.")

@@ -25,15 +25,12 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Members, Params, Prepared, Total, Update
 from fedlm.engine.frames import own_leaves
 from fedlm.engine.messages import SUMS, Answer, Question
-from fedlm.engine.waiting import Patience, Post, Seat, Tally, Waiting
+from fedlm.engine.waiting import Frames, Patience, Post, Seat, Tally, Waiting
 from fedlm.federation.member import within_limit
 from fedlm.federation.method import Algorithm, update_like
 
 Arrived = tuple[tuple[int, ...], Update | None]
 """Members, and what arrived from them; None where it could not be used."""
-
-Frames = Callable[[str], tuple[bytes, ...]]
-"""A node to the frames of its question: made when they are sent, kept by nobody."""
 
 # What float32 rounding can add to a norm.
 SLACK = 1 + 1e-5
@@ -109,8 +106,12 @@ class FlowerEngine:
             )
             for seat, members in cohort.batches
         }
-        encode = self.algorithm.download.encode
-        yield from self.ask(cohort.round, asked, like, lambda name: (encode(sent, key),))
+
+        def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
+            frame = self.algorithm.download.encode(sent, key)
+            yield from ((name, (frame,)) for name in names)
+
+        yield from self.ask(cohort.round, asked, like, frames)
 
     def question(self, seat: Seat, like: Params, **asked: Any) -> Question:
         """What a node is asked, with the longest frame that it can answer with; no frame yet."""

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.app.message.arraychunk import ArrayChunk
 
 from fedlm.core.errors import WireError
 
@@ -27,7 +26,6 @@ SUMS = ("weight", "nats", "tokens", "steps", "refused", "inside")
 LONGEST_RECIPE = 1 << 16
 LONGEST_FRAME = 1 << 40
 MOST_MEMBERS = 1 << 20
-CHUNK = 1 << 20  # bytes; Flower's own are five times as long
 # Of an answer, beside its frames: names, identities of objects and seven numbers a member.
 MOST_BESIDE, MOST_BESIDE_MEMBER = 1 << 16, 1 << 10
 _STYPE = "fedlm.frame"
@@ -177,15 +175,9 @@ def read_answer(records: RecordDict, question: Question) -> Answer:
 
 def _frames(frames: Any) -> ArrayRecord:
     # As arrays of bytes: chunks of those travel one by one, and a frame for all nodes once.
-    return ArrayRecord({str(i): _chunked(bytes(frame)) for i, frame in enumerate(frames)})
-
-
-def _chunked(frame: bytes) -> Array:
-    """A frame in chunks of our size: whoever sends or takes one holds several copies of it."""
-    array, view = Array("uint8", (len(frame),), _STYPE, frame), memoryview(frame)
-    parts = [ArrayChunk(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK)]
-    array.__dict__["_chunks"] = [(part.object_id, part) for part in parts]
-    return array
+    return ArrayRecord(
+        {str(i): Array("uint8", (len(f),), _STYPE, bytes(f)) for i, f in enumerate(frames)}
+    )
 
 
 def _read_frames(records: RecordDict, wanted: int) -> tuple[bytes, ...]:

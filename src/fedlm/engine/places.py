@@ -70,8 +70,9 @@ class FlowerStarts(FlowerEngine):
         key = key_for(self.seed, "download", round=round)
         encode, asked = self.algorithm.download.encode, self._asked(round, numbers, like)
 
-        def frames(name: str) -> tuple[bytes, ...]:
-            return tuple(encode(starts(number)[0], key) for number in asked[name].numbers)
+        def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
+            for name in names:
+                yield name, tuple(encode(starts(n)[0], key) for n in asked[name].numbers)
 
         for (at,), update in self.ask(round, asked, like, frames):
             if update is not None:

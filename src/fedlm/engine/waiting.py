@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +53,9 @@ class Seat(NamedTuple):
     text: str = ""  # a fingerprint
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
 
+
+Frames = Callable[[Sequence[str]], Iterable[tuple[str, tuple[bytes, ...]]]]
+"""Nodes to the frames of their questions, made as they are sent: nobody keeps them."""
 
 Arrived = Message | WireError
 """What came for a question, or why it was not read."""
@@ -149,11 +152,11 @@ class Waiting:
         tally: Tally,
         *,
         in_order: bool = True,
-        frames: Callable[[str], tuple[bytes, ...]] | None = None,
+        frames: Frames | None = None,
     ) -> None:
-        """`frames` makes those of a node's question whenever it is sent, so that none is kept."""
+        """Without `frames` the questions hold theirs."""
         self.post, self.asked, self.tally, self.in_order = post, asked, tally, in_order
-        self.frames = frames
+        self.frames = frames or (lambda names: ((name, asked[name].frames) for name in names))
         self.held: dict[str, Answer] = {}
         self.line = list(asked)
         self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
@@ -197,8 +200,7 @@ class Waiting:
 
     def _messages(self) -> Iterator[tuple[str, Arrived]]:
         nap = 0.02
-        for name in self.line:
-            self._send(name)
+        self._send(self.line)
         while self.line:
             found = self._turn()
             if found is not None:
@@ -227,7 +229,7 @@ class Waiting:
 
     def _fetch(self, name: str) -> Arrived | None:
         if not self.sent.get(name) or self._returned(name):
-            self._send(name)
+            self._send([name])
         for message in list(self.sent.get(name, ())):
             try:
                 found = self.post.fetch(message, self.asked[name].most_bytes)
@@ -240,20 +242,20 @@ class Waiting:
                 return found
         return None
 
-    def _send(self, name: str) -> None:
-        there = self._presence().get(name)
-        if there is None or not there.online:
-            return
-        if name in self.sent:
-            self.tally.asked_again.append(name)
-        question = self.asked[name]
-        if self.frames is not None:
-            question = replace(question, frames=self.frames(name))
-        made = self.post.send(there.node_id, ask(question), question.round)
-        self.tally.down_bytes += sum(map(len, question.frames))
-        if made:
-            self.sent.setdefault(name, []).append(made)
-            self.since[name] = there.since
+    def _send(self, names: Sequence[str]) -> None:
+        """Asks those of them who are there."""
+        for name, frames in self.frames([name for name in names if self._online(name)]):
+            there = self._presence().get(name)
+            if there is None or not there.online:  # it went while others were asked
+                continue
+            if name in self.sent:
+                self.tally.asked_again.append(name)
+            question = replace(self.asked[name], frames=frames)
+            made = self.post.send(there.node_id, ask(question), question.round)
+            self.tally.down_bytes += sum(map(len, frames))
+            if made:
+                self.sent.setdefault(name, []).append(made)
+                self.since[name] = there.since
 
     def _returned(self, name: str) -> bool:
         """A node that came again may have lost the question; the same one gives the same answer."""

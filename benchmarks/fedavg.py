@@ -1,0 +1,28 @@
+"""Plain federated averaging, as most benchmarks run it.
+
+In:       how many clients there are, a client's rate.
+Out:      an `Algorithm`: everybody takes part, SGD at the clients, whole frames of float32.
+Promise:  nothing is left out that `fedlm train` would do by default, and nothing is added.
+Not here: models, text, engines.
+"""
+
+from __future__ import annotations
+
+import optax
+
+from fedlm.core.types import Sampling
+from fedlm.federation.method import Algorithm
+from fedlm.local.train import local_training
+from fedlm.models import catalog
+from fedlm.server.step import plain
+from fedlm.wire.dense import dense
+
+
+def fedavg(clients: int, rate: float = 0.1) -> Algorithm:
+    return Algorithm(
+        sampling=Sampling(law="fixed", population=clients, cohort=clients),
+        local=local_training(catalog.loss, optax.sgd(rate)),
+        upload=dense(),
+        download=dense(),
+        server=plain(optax.sgd(1.0)),
+    )
