@@ -1,4 +1,4 @@
-"""Packed rows: every target has one column, and a stage is as wide as the rows that are left."""
+"""Packed rows: every target has one column, and a stage is as wide as the slots that are left."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,8 @@ CASES = {
     "one row": [0] * 9 + [5] + [0] * 6,
     "a staircase": list(range(8)) * 2,
     "few rows": [3, 0, 7],
-    "no quarters": [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 2],
+    "no pairs": [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 2],
+    "three long rows": [7, 7, 7] + [1] * 13,
 }
 
 
@@ -31,36 +32,43 @@ def test_every_target_has_exactly_one_column(lengths):
     packing = pack(targets)
     found = np.asarray(gather(packing, targets))
     assert sorted(found[found != PAD]) == sorted(np.asarray(targets)[np.asarray(targets) != PAD])
-    assert int(packing.size) == int(np.asarray(packing.used).sum())
-    assert np.asarray(packing.used)[: int(packing.size)].all()
+    assert int(np.asarray(packing.used).sum()) == sum(lengths)
+    assert not np.asarray(packing.used)[int(packing.size) :].any()
 
 
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 def test_columns_follow_the_stages(lengths):
-    """What the time loop assumes: width by width, step by step, the longest rows first."""
-    targets = rows_of(lengths, 7)
-    packing = pack(targets)
+    """What the time loop assumes: in each slot whole rows follow each other, token by token."""
+    packing = pack(rows_of(lengths, 7))
+    row, time, used = (np.asarray(x) for x in (packing.row, packing.time, packing.used))
     column, begin = 0, 0
-    order = np.argsort(-np.asarray(lengths), kind="stable")
+    slots = [[] for _ in range(widths(len(lengths))[0])]
     for width, end in zip(widths(len(lengths)), np.asarray(packing.ends), strict=True):
-        for t in range(begin, int(end)):
-            here = slice(column, column + width)
-            np.testing.assert_array_equal(packing.time[here], t)
-            np.testing.assert_array_equal(packing.row[here], order[:width])
-            column += width
+        for _ in range(begin, int(end)):
+            for slot in range(width):
+                slots[slot].append((row[column], time[column], used[column]))
+                column += 1
         begin = max(begin, int(end))
     assert column == int(packing.size)
+    for slot in slots:
+        tokens = [(r, t) for r, t, u in slot if u]
+        assert all(u for _, _, u in slot[: len(tokens)])  # what is not used comes last
+        rows = list(dict.fromkeys(r for r, _ in tokens))
+        assert len(rows) <= 2
+        assert tokens == [(r, t) for r in rows for t in range(lengths[r])]
 
 
-def test_no_step_is_wider_than_it_needs_to_be():
+def test_the_longest_row_shares_a_slot_with_the_shortest():
     packing = pack(rows_of(CASES["a staircase"], 7))
-    # 14, 12, 10, 8, 6, 4 and 2 rows are left at the seven steps.
-    assert int(packing.size) == 16 + 12 + 12 + 8 + 8 + 4 + 4
+    # Slots of 7 + 0, 7 + 0, 6 + 1, 6 + 1, and so on: all of them end together.
+    assert int(packing.size) == 8 * 7 == sum(CASES["a staircase"])
+    # 7 + 1 three times and 1 + 1 five times: eight slots for two steps, four for the other six.
+    assert int(pack(rows_of(CASES["three long rows"], 7)).size) == 8 * 2 + 4 * 6
 
 
 def test_the_least_size_that_is_enough_is_computed():
     columns = FEWEST_COLUMNS * 2
     for used in (0, 1, columns // 8, columns // 8 + 1, columns):
-        size = int(enough(jnp.int32(used), columns, lambda n: jnp.int32(n)))
+        size = int(enough(jnp.int32(used), columns, lambda n: jnp.int32(n), 8))
         assert used <= size <= max(used, 1) + columns // 8
-    assert enough(jnp.int32(1), 10, lambda n: n) == 10
+    assert enough(jnp.int32(1), 10, lambda n: n, 8) == 10

@@ -46,10 +46,10 @@ def test_features_follow_the_published_equations(cell):
 
 def plain_loss(model, tokens):
     """The loss by the definitions of sequence and cross-entropy, differentiated by JAX."""
-    x = model.embedding[tokens[:, :-1].T].transpose(0, 2, 1)
+    x = model.embedding[tokens[:, :-1].T]
     for layer in model.layers:
         x = plain_sequence(model.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
-    features = x.transpose(2, 0, 1).reshape(-1, x.shape[1])
+    features = x.transpose(1, 0, 2).reshape(-1, x.shape[2])
     return plain_cross_entropy(features, model.readout, tokens[:, 1:].reshape(-1))
 
 
@@ -165,20 +165,20 @@ def test_the_published_size_of_the_benchmark_model():
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_every_measure_in_place_of_the_maximum_is_invariant_too(measure, layer_norm):
     cell = SiCifg(measure=measure, layer_norm=layer_norm)
-    z, c = jr.normal(jr.key(0), (3 * 33, 5)), jr.normal(jr.key(1), (33, 5))
-    factors = jnp.repeat(jnp.array([0.1, 7.0, 3.0]), 33)[:, None]
+    z, c = jr.normal(jr.key(0), (3, 5, 33)), jr.normal(jr.key(1), (5, 33))
+    factors = jnp.array([0.1, 7.0, 3.0])[:, None, None]
     for a, b in zip(cell.step(z, c), cell.step(factors * z, c), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-9)
 
 
 def test_a_relu_gate_without_a_measure_is_not_invariant():
-    z, c = jr.normal(jr.key(0), (3 * 33, 5)), jr.normal(jr.key(1), (33, 5))
+    z, c = jr.normal(jr.key(0), (3, 5, 33)), jr.normal(jr.key(1), (5, 33))
     bare = SiCifg(measure="none")
     assert np.abs(bare.step(z, c)[0] - bare.step(2 * z, c)[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("option", ["candidate", "state"])
 def test_the_options_the_paper_leaves_open_change_the_cell(option):
-    z, c = jr.normal(jr.key(0), (3 * 33, 5)), jr.normal(jr.key(1), (33, 5))
+    z, c = jr.normal(jr.key(0), (3, 5, 33)), jr.normal(jr.key(1), (5, 33))
     changed = SiCifg(**{option: False})
     assert np.abs(changed.step(z, c)[0] - SiCifg().step(z, c)[0]).max() > 1e-3

@@ -1,17 +1,18 @@
 """Recurrent cells: the arithmetic of one time step, without its matrix products.
 
-In:       pre-activations of all gates, stacked gate by gate, and the cell state.
+In:       pre-activations, an array a gate, and the cell state.
 Out:      the emitted vector (before projection) and the next cell state.
 Promise:  each cell is its published equations; the scale-invariant one does not change when
           the pre-activations of a gate are multiplied by a positive number.
 Not here: weights and sequences (`recurrent.py`).
 
-Arrays are feature-major, `(units, batch)`: one column a row of the batch. A cell is a value:
-two cells with the same options are equal, so programs compiled for one serve the other.
+Arrays are `(batch, units)`: a row each for the rows of a batch. A cell is a value: two cells with
+the same options are equal, so programs compiled for one serve the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-State = Float[Array, "units batch"]
-Gates = Float[Array, "gates_times_units batch"]
+State = Float[Array, "batch units"]
+Gates = Sequence[State]
 Measure = Literal["max", "l2", "rms", "none"]
 
 
@@ -35,32 +36,31 @@ class Cell(Protocol):
 
 def max_norm(x: State, floor: float) -> State:
     """`MaxN`: divides a vector by its largest magnitude, and leaves a zero vector zero."""
-    return x / jnp.maximum(jnp.max(jnp.abs(x), axis=0, keepdims=True), floor)
+    return x / jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), floor)
 
 
 def l2_norm(x: State, floor: float) -> State:
     """Divides a vector by its length."""
-    square = jnp.sum(jnp.square(x), axis=0, keepdims=True)
+    square = jnp.sum(jnp.square(x), axis=1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, floor**2))
 
 
 def rms_norm(x: State, floor: float) -> State:
     """Divides a vector by the root of its mean square."""
-    square = jnp.mean(jnp.square(x), axis=0, keepdims=True)
+    square = jnp.mean(jnp.square(x), axis=1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, floor**2))
 
 
 MEASURES = {"max": max_norm, "l2": l2_norm, "rms": rms_norm, "none": lambda x, floor: x}
 
 
-def _split(z: Gates, gates: int, layer_norm: bool) -> list[State]:
-    parts = jnp.split(z, gates)
-    return [_standardize(part) for part in parts] if layer_norm else parts
+def _gates(z: Gates, layer_norm: bool) -> Gates:
+    return [_standardize(part) for part in z] if layer_norm else z
 
 
 def _standardize(x: State) -> State:
     """Layer norm over the units of one gate, without gain or shift."""
-    x = x - jnp.mean(x, axis=0, keepdims=True)
+    x = x - jnp.mean(x, axis=1, keepdims=True)
     return rms_norm(x, 1e-6)
 
 
@@ -72,7 +72,7 @@ class Lstm:
     gates: int = 4
 
     def step(self, z: Gates, c: State) -> tuple[State, State]:
-        i, f, o, g = _split(z, 4, self.layer_norm)
+        i, f, o, g = _gates(z, self.layer_norm)
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
@@ -85,7 +85,7 @@ class Cifg:
     gates: int = 3
 
     def step(self, z: Gates, c: State) -> tuple[State, State]:
-        f, o, g = _split(z, 3, self.layer_norm)
+        f, o, g = _gates(z, self.layer_norm)
         keep = jax.nn.sigmoid(f)
         c = keep * c + (1.0 - keep) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(c), c
@@ -107,7 +107,7 @@ class SiCifg:
     gates: int = 3
 
     def step(self, z: Gates, c: State) -> tuple[State, State]:
-        f, o, g = _split(z, 3, self.layer_norm)
+        f, o, g = _gates(z, self.layer_norm)
         keep = self._norm(jax.nn.relu(f))
         g = self._norm(g) if self.candidate else g
         c = keep * c + (1.0 - keep) * g

@@ -6,9 +6,11 @@ Promise:  every target that counts has exactly one column; columns of one time s
           together, longest row first; what is computed for unused columns is never read.
 Not here: what is computed (`recurrent.py`, `loss.py`).
 
-A batch is sorted by falling length, so the rows that still run at a time step are its first
-ones. Widths are few (the batch, three quarters, a half, a quarter of it), and time falls into
-as many stages: within a stage every step has the same width, and a stage's length is data.
+Rows go through a loop over time side by side, in slots. Two rows share a slot, one after the
+other: the longest with the shortest, and so on, so that slots are about as long as each other.
+Those that still run at a time step are the first ones. Widths are few (all slots, three
+quarters, a half, a quarter), and time falls into as many stages: within a stage every step has
+the same width, and a stage's length is data.
 """
 
 from __future__ import annotations
@@ -32,47 +34,67 @@ class Packing(NamedTuple):
     """Where each column's token is; all of it is data, the number of columns is not."""
 
     row: Int[Array, " columns"]
-    time: Int[Array, " columns"]
-    used: Bool[Array, " columns"]
+    time: Int[Array, " columns"]  # in its row
+    used: Bool[Array, " columns"]  # it holds a token: a slot may end before its stage does
     ends: Int[Array, " stages"]  # the first time step beyond each stage
-    size: Int[Array, ""]  # columns in use
+    size: Int[Array, ""]  # columns that are computed, the first ones
 
 
 def widths(batch: int) -> tuple[int, ...]:
-    """How wide a time step may be.
+    """How many slots a time step may have.
 
     >>> widths(16), widths(3)
-    ((16, 12, 8, 4), (3,))
+    ((8, 6, 4, 2), (3,))
     """
-    if batch < FEWEST_ROWS or batch % 4:
+    if batch < FEWEST_ROWS or batch % 8:
         return (batch,)
-    return tuple(batch * part // 4 for part in (4, 3, 2, 1))
+    return tuple(batch * part // 8 for part in (4, 3, 2, 1))
 
 
 def pack(targets: Int[Array, "batch seq"]) -> Packing:
     """Columns for the targets that count; a row ends with its last one."""
     batch, seq = targets.shape
-    time = jnp.arange(seq)
-    lengths = jnp.max(jnp.where(targets != PAD, time[None] + 1, 0), axis=1)
+    lengths = jnp.max(jnp.where(targets != PAD, jnp.arange(seq)[None] + 1, 0), axis=1)
+    first, second = _slots(lengths)
+    until = lengths[first]
+    load = until + jnp.where(first == second, 0, lengths[second])
+    slot, when, ends, size = _stages(load, batch * seq // load.shape[0], widths(batch))
+    later = when >= until[slot]
+    time = when - jnp.where(later, until[slot], 0)
+    return Packing(
+        row=jnp.where(later, second[slot], first[slot]),
+        time=jnp.minimum(time, seq - 1),
+        used=when < load[slot],
+        ends=ends,
+        size=size,
+    )
+
+
+def _slots(lengths: Int[Array, " batch"]) -> tuple[Int[Array, " slots"], Int[Array, " slots"]]:
+    """The first and the second row of each slot, the fullest slot first."""
+    batch = lengths.shape[0]
+    slots = widths(batch)[0]
     order = jnp.argsort(-lengths, stable=True)
-    return _columns(order, jnp.sum(lengths[:, None] > time[None], axis=0), batch)
+    if slots == batch:
+        return order, order
+    first, second = order[:slots], order[: slots - 1 : -1]
+    fullest = jnp.argsort(-(lengths[first] + lengths[second]), stable=True)
+    return first[fullest], second[fullest]
 
 
-def _columns(order: Int[Array, " batch"], running: Int[Array, " seq"], batch: int) -> Packing:
-    """`running` rows are left at each time step."""
-    steps = widths(batch)
-    seq = running.shape[0]
-    ends = jnp.stack([jnp.sum(running > narrower) for narrower in (*steps[1:], 0)])
-    wide = jnp.zeros(seq, jnp.int32)
-    for width, narrower in zip(steps, (*steps[1:], 0), strict=True):
+def _stages(load: Int[Array, " slots"], steps: int, widths: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    """Slot and time step of each column, the end of each stage, and the columns in all."""
+    running = jnp.sum(load[:, None] > jnp.arange(steps)[None], axis=0)
+    ends = jnp.stack([jnp.sum(running > narrower) for narrower in (*widths[1:], 0)])
+    wide = jnp.zeros(steps, jnp.int32)
+    for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         wide = jnp.where((running > narrower) & (running <= width), width, wide)
     after = jnp.cumsum(wide)
-    column = jnp.arange(batch * seq)
+    column = jnp.arange(load.shape[0] * steps)
     when = jnp.sum(after[None, :] <= column[:, None], axis=1)
-    used = when < seq
-    when = jnp.minimum(when, seq - 1)
-    which = jnp.where(used, column - (after - wide)[when], 0)
-    return Packing(order[which], when, used, ends.astype(jnp.int32), after[-1].astype(jnp.int32))
+    begin = (after - wide)[jnp.minimum(when, steps - 1)]
+    slot = jnp.where(when < steps, column - begin, 0)
+    return slot, when, ends.astype(jnp.int32), after[-1].astype(jnp.int32)
 
 
 def gather(packing: Packing, tokens: Int[Array, "batch seq"]) -> Int[Array, " columns"]:
@@ -80,15 +102,15 @@ def gather(packing: Packing, tokens: Int[Array, "batch seq"]) -> Int[Array, " co
     return jnp.where(packing.used, tokens[packing.row, packing.time], PAD)
 
 
-def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T]) -> T:
-    """`compute(n)` for the least of eight sizes `n` that holds the columns in use.
+def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T], sizes: int) -> T:
+    """`compute(n)` for the least of so many sizes `n` that holds the columns in use.
 
     Every size is compiled, one is run; what `compute` returns must not depend on `n` in shape.
     """
     if columns < FEWEST_COLUMNS:
         return compute(columns)
-    sizes = [-(-columns * eighth // 8) for eighth in range(1, 9)]
-    which = jnp.sum(used > jnp.asarray(sizes[:-1]))
-    branches = [lambda n=n: compute(n) for n in sizes]
+    ends = [-(-columns * part // sizes) for part in range(1, sizes + 1)]
+    which = jnp.sum(used > jnp.asarray(ends[:-1]))
+    branches = [lambda n=n: compute(n) for n in ends]
     chosen: T = jax.lax.switch(which, branches)
     return chosen

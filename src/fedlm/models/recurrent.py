@@ -23,6 +23,8 @@ from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, tied
 from fedlm.models.ragged import Packing, enough, gather, pack, widths
 
+SIZES = 16  # of the products before and after the loop
+
 
 class Layer(eqx.Module):
     """The weights of one recurrent layer."""
@@ -36,16 +38,16 @@ class Layer(eqx.Module):
 Columns = Float[Array, "columns embed"]
 
 
-def plain_sequence(cell: Cell, inputs: Float[Array, "seq embed batch"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
+def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
     """The definition, as a plain loop over time: the oracle of `sequence`."""
-    batch = inputs.shape[-1]
-    embed, units = project.shape
-    start = jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
+    batch = inputs.shape[1]
+    start = tuple(jnp.zeros((batch, size), inputs.dtype) for size in project.shape)
 
     def advance(carry, x):  # type: ignore[no-untyped-def]
         h, c = carry
-        m, c = cell.step(w_x @ x + w_h @ h + bias[:, None], c)
-        h = project @ m
+        z = x @ w_x.T + h @ w_h.T + bias[None]
+        m, c = cell.step(_by_gate(cell, z), c)
+        h = m @ project.T
         return (h, c), h
 
     return jax.lax.scan(advance, start, inputs)[1]
@@ -57,7 +59,7 @@ def sequence(cell: Cell, batch: int, packing: Packing, inputs: Columns, weights:
 
     The products with the inputs are one product before the time loop, and the gradients of
     the weights are one product each after it; only what truly recurs stays in the loop. The
-    loop runs as long as the longest row, and each step is as wide as the rows that are left.
+    loop runs as long as the fullest slot, and each step is as wide as the slots that are left.
     """
     return _forward(cell, batch, packing, inputs, weights)[0]
 
@@ -71,12 +73,21 @@ def _stages(packing: Packing, batch: int):  # type: ignore[no-untyped-def]
         begin, column = end, column + (end - begin) * width
 
 
+def _by_gate(cell, z):  # type: ignore[no-untyped-def]
+    return jnp.split(z, cell.gates, axis=1)
+
+
+def _follows(packing, like):  # type: ignore[no-untyped-def]
+    """One where a row goes on, zero where it begins: there the state of the row before ends."""
+    return (packing.time > 0).astype(like.dtype)[:, None]
+
+
 def _cut(x, at, width):  # type: ignore[no-untyped-def]
-    return jax.lax.dynamic_slice_in_dim(x, at, width).T
+    return jax.lax.dynamic_slice_in_dim(x, at, width)
 
 
 def _put(x, part, at):  # type: ignore[no-untyped-def]
-    return jax.lax.dynamic_update_slice_in_dim(x, part.T, at, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis=0)
 
 
 def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-def]
@@ -85,32 +96,38 @@ def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-de
 
     def gate_inputs(n):  # type: ignore[no-untyped-def]
         z = inputs[:n] @ layer.w_x.T + layer.bias[None]
-        return jnp.pad(z, ((0, columns - n), (0, 0)))
+        return [jnp.pad(part, ((0, columns - n), (0, 0))) for part in _by_gate(cell, z)]
 
+    # An array a gate: XLA makes scalar code of a loop that reads two parts of a cut.
     # Read only: a buffer that a step both reads and writes would be copied in every step.
-    from_inputs = enough(packing.size, columns, gate_inputs)
-    sizes = (layer.bias.shape[0], units, units, embed, embed)
+    from_inputs = enough(packing.size, columns, gate_inputs, SIZES)
+    sizes = (units,) * cell.gates + (units, units, embed, embed)
     kept = tuple(jnp.zeros((columns, size), inputs.dtype) for size in sizes)
-    h, c = jnp.zeros((embed, batch), inputs.dtype), jnp.zeros((units, batch), inputs.dtype)
+    h, c = (jnp.zeros((batch, size), inputs.dtype) for size in (embed, units))
+    follows = _follows(packing, inputs)
+    w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
     for width, begin, end, column in _stages(packing, batch):
 
         def advance(t, carry, width=width, begin=begin, column=column):  # type: ignore[no-untyped-def]
             h, c, kept = carry
             at = column + (t - begin) * width
-            z = _cut(from_inputs, at, width) + layer.w_h @ h
+            h, c = (state * _cut(follows, at, width) for state in (h, c))
+            from_state = _by_gate(cell, h @ w_h_t)
+            z = [_cut(x, at, width) + y for x, y in zip(from_inputs, from_state, strict=True)]
             m, c_next = cell.step(z, c)
-            h_next = layer.project @ m
-            parts = zip(kept, (z, c, m, h, h_next), strict=True)
+            h_next = m @ project_t
+            parts = zip(kept, (*z, c, m, h, h_next), strict=True)
             return h_next, c_next, tuple(_put(whole, part, at) for whole, part in parts)
 
-        h, c, kept = jax.lax.fori_loop(begin, end, advance, (h[:, :width], c[:, :width], kept))
+        h, c, kept = jax.lax.fori_loop(begin, end, advance, (h[:width], c[:width], kept))
     return kept[-1], (packing, inputs, layer, kept[:-1])
 
 
 def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
-    packing, inputs, layer, (zs, cs, ms, before) = saved
+    packing, inputs, layer, (*zs, cs, ms, before) = saved
     columns = inputs.shape[0]
-    w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
+    follows = _follows(packing, inputs)
+    w_h = jnp.split(layer.w_h, cell.gates)
     d_h, d_c = None, None
     # What reaches each column, and the gradient of its gates, written over the gates.
     carried = (zs, d_hs)
@@ -121,9 +138,13 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
             at = column + (end - 1 - i - begin) * width
             d_h = d_h + _cut(d_all, at, width)
             # The cell is computed again: cheaper than storing what it would save.
-            _, pull = jax.vjp(cell.step, _cut(zs, at, width), _cut(cs, at, width))
-            d_z, d_c = pull((project_t @ d_h, d_c))
-            return w_h_t @ d_z, d_c, (_put(zs, d_z, at), _put(d_all, d_h, at))
+            _, pull = jax.vjp(cell.step, [_cut(z, at, width) for z in zs], _cut(cs, at, width))
+            d_z, d_c = pull((d_h @ layer.project, d_c))
+            zs = [_put(z, d, at) for z, d in zip(zs, d_z, strict=True)]
+            d_all = _put(d_all, d_h, at)
+            d_h = sum(d @ w for d, w in zip(d_z, w_h, strict=True))
+            d_h, d_c = (d * _cut(follows, at, width) for d in (d_h, d_c))
+            return d_h, d_c, (zs, d_all)
 
         d_h, d_c = (_widen(d, width, like) for d, like in ((d_h, d_hs), (d_c, cs)))
         d_h, d_c, carried = jax.lax.fori_loop(0, end - begin, retreat, (d_h, d_c, carried))
@@ -131,7 +152,7 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
 
     def products(n):  # type: ignore[no-untyped-def]
         # A column that is not in use holds any gate, but its inputs and states are zero.
-        d_z = d_zs[:n]
+        d_z = jnp.concatenate([d[:n] for d in d_zs], axis=1)
         d_inputs = jnp.pad(d_z @ layer.w_x, ((0, columns - n), (0, 0)))
         return d_inputs, Layer(
             d_z.T @ inputs[:n],
@@ -140,14 +161,14 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
             d_all[:n].T @ ms[:n],
         )
 
-    return (None, *enough(packing.size, columns, products))
+    return (None, *enough(packing.size, columns, products, SIZES))
 
 
 def _widen(d, width, like):  # type: ignore[no-untyped-def]
     """The gradient of the rows that already ran, and zero for those that join."""
     if d is None:
-        return jnp.zeros((like.shape[1], width), like.dtype)
-    return jnp.pad(d, ((0, 0), (0, width - d.shape[1])))
+        return jnp.zeros((width, like.shape[1]), like.dtype)
+    return jnp.pad(d, ((0, width - d.shape[0]), (0, 0)))
 
 
 sequence.defvjp(_forward, _backward)
@@ -162,10 +183,10 @@ class Recurrent(eqx.Module):
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """What each position knows of its past; times the embedding it gives logits."""
-        x = self.embedding[inputs.T].transpose(0, 2, 1)
+        x = self.embedding[inputs.T]
         for layer in self.layers:
             x = plain_sequence(self.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
-        return x.transpose(2, 0, 1)
+        return x.transpose(1, 0, 2)
 
     def predictors(
         self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
@@ -188,19 +209,19 @@ class Recurrent(eqx.Module):
         """The state before the first token; its size does not depend on how many will follow."""
         width = self.embedding.shape[1]
         return tuple(
-            (jnp.zeros((width, batch)), jnp.zeros((layer.project.shape[1], batch)))
+            (jnp.zeros((batch, width)), jnp.zeros((batch, layer.project.shape[1])))
             for layer in self.layers
         )
 
     def advance(self, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
         """The state and the features after one more token of each row."""
-        x, after = self.embedding[token].T, []
+        x, after = self.embedding[token], []
         for layer, (h, c) in zip(self.layers, state, strict=True):
-            z = layer.w_x @ x + layer.w_h @ h + layer.bias[:, None]
-            m, c = self.cell.step(z, c)
-            x = layer.project @ m
+            z = x @ layer.w_x.T + h @ layer.w_h.T + layer.bias[None]
+            m, c = self.cell.step(_by_gate(self.cell, z), c)
+            x = m @ layer.project.T
             after.append((x, c))
-        return tuple(after), x.T
+        return tuple(after), x
 
     @property
     def readout(self) -> Float[Array, "vocab embed"]:
