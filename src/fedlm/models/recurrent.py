@@ -129,35 +129,34 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
     follows = _follows(packing, inputs)
     w_h = jnp.split(layer.w_h, cell.gates)
     d_h, d_c = None, None
-    # What reaches each column, and the gradient of its gates, written over the gates.
-    carried = (zs, d_hs)
+    # The gradient of the gates of each column, and what reaches it. Not written over what a step
+    # reads: that would be copied in every step.
+    kept = [jnp.zeros_like(x) for x in (*zs, d_hs)]
     for width, begin, end, column in reversed(list(_stages(packing, batch))):
 
         def retreat(i, carry, width=width, begin=begin, end=end, column=column):  # type: ignore[no-untyped-def]
-            d_h, d_c, (zs, d_all) = carry
+            d_h, d_c, kept = carry
             at = column + (end - 1 - i - begin) * width
-            d_h = d_h + _cut(d_all, at, width)
+            d_h = d_h + _cut(d_hs, at, width)
             # The cell is computed again: cheaper than storing what it would save.
             _, pull = jax.vjp(cell.step, [_cut(z, at, width) for z in zs], _cut(cs, at, width))
             d_z, d_c = pull((d_h @ layer.project, d_c))
-            zs = [_put(z, d, at) for z, d in zip(zs, d_z, strict=True)]
-            d_all = _put(d_all, d_h, at)
+            kept = [_put(whole, d, at) for whole, d in zip(kept, (*d_z, d_h), strict=True)]
             d_h = sum(d @ w for d, w in zip(d_z, w_h, strict=True))
             d_h, d_c = (d * _cut(follows, at, width) for d in (d_h, d_c))
-            return d_h, d_c, (zs, d_all)
+            return d_h, d_c, kept
 
         d_h, d_c = (_widen(d, width, like) for d, like in ((d_h, d_hs), (d_c, cs)))
-        d_h, d_c, carried = jax.lax.fori_loop(0, end - begin, retreat, (d_h, d_c, carried))
-    d_zs, d_all = carried
+        d_h, d_c, kept = jax.lax.fori_loop(0, end - begin, retreat, (d_h, d_c, kept))
+    *d_zs, d_all = kept
 
     def products(n):  # type: ignore[no-untyped-def]
-        # A column that is not in use holds any gate, but its inputs and states are zero.
         d_z = jnp.concatenate([d[:n] for d in d_zs], axis=1)
         d_inputs = jnp.pad(d_z @ layer.w_x, ((0, columns - n), (0, 0)))
         return d_inputs, Layer(
             d_z.T @ inputs[:n],
             d_z.T @ before[:n],
-            packing.used[:n].astype(d_z.dtype) @ d_z,
+            jnp.ones(n, d_z.dtype) @ d_z,
             d_all[:n].T @ ms[:n],
         )
 
