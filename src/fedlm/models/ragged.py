@@ -102,15 +102,26 @@ def gather(packing: Packing, tokens: Int[Array, "batch seq"]) -> Int[Array, " co
     return jnp.where(packing.used, tokens[packing.row, packing.time], PAD)
 
 
+def choices(columns: int, sizes: int) -> list[int]:
+    """So many sizes of a product over columns; one where columns are few.
+
+    >>> choices(320, 4), choices(32, 4)
+    ([80, 160, 240, 320], [32])
+    """
+    if columns < FEWEST_COLUMNS:
+        return [columns]
+    return [-(-columns * part // sizes) for part in range(1, sizes + 1)]
+
+
 def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T], sizes: int) -> T:
     """`compute(n)` for the least of so many sizes `n` that holds the columns in use.
 
     Every size is compiled, one is run; what `compute` returns must not depend on `n` in shape.
     """
-    if columns < FEWEST_COLUMNS:
+    choice = choices(columns, sizes)
+    if len(choice) == 1:
         return compute(columns)
-    ends = [-(-columns * part // sizes) for part in range(1, sizes + 1)]
-    which = jnp.sum(used > jnp.asarray(ends[:-1]))
-    branches = [lambda n=n: compute(n) for n in ends]
+    which = jnp.sum(used > jnp.asarray(choice[:-1]))
+    branches = [lambda n=n: compute(n) for n in choice]
     chosen: T = jax.lax.switch(which, branches)
     return chosen
