@@ -12,6 +12,7 @@ from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import PAD
 from fedlm.models import catalog
+from fedlm.models.loss import plain_cross_entropy
 from fedlm.record.checkpoint import from_bytes, to_bytes
 
 SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
@@ -113,6 +114,36 @@ def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name):
         seen.append(float(value))
     assert seen[-1] < seen[0] - 0.2
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "mpt" else pytest.mark.slow)
+        for name in catalog.ARCHITECTURES
+    ],
+)
+def test_leaving_out_what_short_rows_do_not_hold_changes_nothing(name):
+    """Enough columns to be packed, rows of all lengths: the loss of `features`, and its gradient.
+
+    In float64: a ReLU or a maximum may switch sides on rounding.
+    """
+    with jax.enable_x64(True):
+        model = jax.tree.map(lambda x: x.astype(jnp.float64), fresh(name, SIZE))
+        tokens = np.asarray(rows(batch=16, width=13))
+        ends = np.random.default_rng(1).integers(0, 13, 16)
+        tokens = jnp.asarray(np.where(np.arange(13) <= ends[:, None], tokens, PAD))
+
+        def plain(model):
+            features = model.features(tokens[:, :-1])
+            targets = tokens[:, 1:].reshape(-1)
+            return plain_cross_entropy(features.reshape(len(targets), -1), model.readout, targets)
+
+        fast = jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
+        for a, b in zip(
+            jax.tree.leaves(fast), jax.tree.leaves(jax.value_and_grad(plain)(model)), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
 
 
 @every

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fedlm.models.columns import Layout
 from fedlm.models.layers import (
     Linear,
     alibi_slopes,
@@ -44,9 +45,13 @@ class Attention(eqx.Module):
     row_floor: float | None = eqx.field(static=True)  # None: softmax, not invariant
     alibi: bool = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
-        place = jnp.arange(x.shape[1])
+    def __call__(self, x: Array, layout: Layout) -> Array:
+        q, k, v = (layout.product(part, x) for part in (self.query, self.key, self.value))
+        return layout.product(self.out, layout.rows(self._see, q, k, v))
+
+    def _see(self, q: Array, k: Array, v: Array) -> Float[Array, "batch seq embed"]:
+        place = jnp.arange(q.shape[1])
+        q, k, v = (self._heads(x) for x in (q, k, v))
         return self._join(self._attend(q, k, v, place, place))
 
     def weights(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch heads seq seq"]:
@@ -70,7 +75,7 @@ class Attention(eqx.Module):
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v, at, axis=2)
         places = jnp.arange(keys.shape[2])
         seen = self._attend(q, keys, values, at[None], places)
-        return self._join(seen)[:, 0], Cache(keys, values)
+        return self.out(self._join(seen)[:, 0]), Cache(keys, values)
 
     def _heads(self, x: Array) -> Array:
         batch, seq, embed = x.shape
@@ -94,7 +99,7 @@ class Attention(eqx.Module):
 
     def _join(self, x: Array) -> Array:
         batch, heads, seq, width = x.shape
-        return self.out(x.transpose(0, 2, 1, 3).reshape(batch, seq, heads * width))
+        return x.transpose(0, 2, 1, 3).reshape(batch, seq, heads * width)
 
 
 def attention(

@@ -21,6 +21,7 @@ import jax.random as jr
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.models.attention import Attention, attention
+from fedlm.models.columns import Layout, Whole
 from fedlm.models.layers import INVARIANT_FLOOR, Linear, Norm, bare_norm, linear, norm
 from fedlm.models.stem import Positions, stem
 from fedlm.models.transformer import Decoder, Feedforward, feedforward
@@ -36,14 +37,17 @@ class Convolution(eqx.Module):
     leave: Linear
     invariant: bool = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        gated = self._gate(x)
-        kernel, seq = self.taps.shape[0], x.shape[1]
+    def __call__(self, x: Array, layout: Layout) -> Array:
+        mixed = layout.rows(self._mix, layout.product(self.enter, x))
+        return layout.product(self.leave, self._bend(mixed))
+
+    def _mix(self, entered: Float[Array, "batch seq twice"]) -> Float[Array, "batch seq embed"]:
+        gated = self._gate(entered)
+        kernel, seq = self.taps.shape[0], gated.shape[1]
         padded = jnp.pad(gated, ((0, 0), (kernel - 1, 0), (0, 0)))
         # Taps as far back as the row is long; older ones would only meet padding.
         reach = range(max(0, kernel - seq), kernel)
-        mixed = sum(padded[:, t : t + seq] * self._tap(t, gated) for t in reach)
-        return self._after(jnp.asarray(mixed))
+        return jnp.asarray(sum(padded[:, t : t + seq] * self._tap(t, gated) for t in reach))
 
     def start(self, batch: int) -> Array:
         """The gated inputs of the last `kernel - 1` tokens."""
@@ -51,12 +55,12 @@ class Convolution(eqx.Module):
 
     def advance(self, x: Float[Array, "batch embed"], past: Array) -> tuple[Array, Array]:
         """One more token."""
-        window = jnp.concatenate([past, self._gate(x[:, None])], axis=1)
+        window = jnp.concatenate([past, self._gate(self.enter(x[:, None]))], axis=1)
         mixed = jnp.einsum("bke,ke->be", window, self.taps)
-        return self._after(mixed[:, None])[:, 0], window[:, 1:]
+        return self.leave(self._bend(mixed)), window[:, 1:]
 
-    def _gate(self, x: Array) -> Array:
-        value, gate = jnp.split(self.enter(x), 2, axis=-1)
+    def _gate(self, entered: Array) -> Array:
+        value, gate = jnp.split(entered, 2, axis=-1)
         if not self.invariant:
             return value * jax.nn.sigmoid(gate)
         gate = jax.nn.relu(gate)
@@ -66,11 +70,11 @@ class Convolution(eqx.Module):
     def _tap(self, t: int, like: Array) -> Array:
         return jnp.broadcast_to(self.taps[t], like.shape)
 
-    def _after(self, mixed: Array) -> Array:
+    def _bend(self, mixed: Array) -> Array:
         if self.shift is not None:
             mixed = mixed + jnp.broadcast_to(self.shift, mixed.shape)
         mixed = self.norm(mixed)
-        return self.leave(jax.nn.relu(mixed) if self.invariant else jax.nn.silu(mixed))
+        return jax.nn.relu(mixed) if self.invariant else jax.nn.silu(mixed)
 
 
 class Block(eqx.Module):
@@ -83,11 +87,11 @@ class Block(eqx.Module):
     after: Feedforward
     last: Norm | None
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        x = x + 0.5 * self.before(self.norms[0](x))
-        x = x + self.attention(self.norms[1](x))
-        x = x + self.convolution(self.norms[2](x))
-        x = x + 0.5 * self.after(self.norms[3](x))
+    def __call__(self, x: Array, layout: Layout) -> Array:
+        x = x + 0.5 * self.before(self.norms[0](x), layout)
+        x = x + self.attention(self.norms[1](x), layout)
+        x = x + self.convolution(self.norms[2](x), layout)
+        x = x + 0.5 * self.after(self.norms[3](x), layout)
         return x if self.last is None else self.last(x)
 
     def start(self, batch: int, capacity: int) -> Any:
@@ -95,12 +99,12 @@ class Block(eqx.Module):
 
     def advance(self, x: Float[Array, "batch embed"], state: Any, at: Array) -> tuple[Array, Any]:
         cache, past = state
-        x = x + 0.5 * self.before(self.norms[0](x))
+        x = x + 0.5 * self.before(self.norms[0](x), Whole())
         seen, cache = self.attention.advance(self.norms[1](x), cache, at)
         x = x + seen
         mixed, past = self.convolution.advance(self.norms[2](x), past)
         x = x + mixed
-        x = x + 0.5 * self.after(self.norms[3](x))
+        x = x + 0.5 * self.after(self.norms[3](x), Whole())
         return (x if self.last is None else self.last(x)), (cache, past)
 
 

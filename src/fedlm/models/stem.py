@@ -34,21 +34,35 @@ class Stem(eqx.Module):
         return self.place(self.embedding[tokens])
 
     def place(self, found: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        """Embeddings that were looked up, with their positions."""
-        return self._after(found, jnp.arange(found.shape[1]))
+        """Embeddings of rows that were looked up, with their positions."""
+        return self._after(found, self._added(jnp.arange(found.shape[1]), found)[None])
+
+    def scatter(
+        self, found: Float[Array, "columns embed"], time: Int[Array, " columns"], seq: int
+    ) -> Float[Array, "columns embed"]:
+        """The same for tokens in any order, at times of rows of length `seq`."""
+        return self._after(found, self._added(jnp.arange(seq), found)[time])
 
     def advance(self, token: Int[Array, " batch"], at: Int[Array, ""]) -> Array:
         """One token of each row, at position `at`."""
-        return self._after(self.embedding[token][:, None], at[None])[:, 0]
+        found = self.embedding[token]
+        return self._after(found, self._added(at[None], found))
 
-    def _after(self, x: Array, at: Array) -> Array:
-        embed = x.shape[-1]
+    def _added(self, at: Int[Array, " seq"], like: Array) -> Float[Array, "seq embed"]:
+        """What positions add to embeddings."""
+        if self.positions == "sinusoidal":
+            return sinusoids(at.astype(like.dtype), like.shape[-1])
+        if self.positions == "learned":
+            assert self.places is not None
+            return self.places[jnp.minimum(at, self.places.shape[0] - 1)]
+        return jnp.zeros((at.shape[0], like.shape[-1]), like.dtype)
+
+    def _after(self, x: Array, added: Array) -> Array:
         if self.positions == "sinusoidal":
             # The embedding has unit length and a wave embed / 2: scaled up, as in the original.
-            x = x * embed**0.5 + sinusoids(at.astype(x.dtype), embed)[None]
-        elif self.positions == "learned":
-            assert self.places is not None
-            x = x + self.places[jnp.minimum(at, self.places.shape[0] - 1)][None]
+            x = x * x.shape[-1] ** 0.5
+        if self.positions in ("sinusoidal", "learned"):
+            x = x + added
         if self.norm is not None and self.lift is not None:
             x = self.lift(self.norm(x))
         return x

@@ -23,7 +23,9 @@ import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.attention import Attention, attention
+from fedlm.models.columns import Layout, Packed, Whole
 from fedlm.models.layers import Linear, Norm, Predictors, bare_norm, linear, norm, tied
+from fedlm.models.ragged import FEWEST_COLUMNS, gather, pack
 from fedlm.models.stem import Positions, Stem, stem
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
@@ -36,8 +38,9 @@ class Feedforward(eqx.Module):
     down: Linear
     activation: str = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+    def __call__(self, x: Array, layout: Layout) -> Array:
+        raised = ACTIVATIONS[self.activation](layout.product(self.up, x))
+        return layout.product(self.down, raised)
 
 
 def feedforward(
@@ -60,9 +63,9 @@ class Block(eqx.Module):
     norm_feedforward: Norm
     feedforward: Feedforward
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        x = x + self.attention(self.norm_attention(x))
-        return x + self.feedforward(self.norm_feedforward(x))
+    def __call__(self, x: Array, layout: Layout) -> Array:
+        x = x + self.attention(self.norm_attention(x), layout)
+        return x + self.feedforward(self.norm_feedforward(x), layout)
 
     def start(self, batch: int, capacity: int) -> Any:
         return self.attention.start(batch, capacity)
@@ -70,7 +73,7 @@ class Block(eqx.Module):
     def advance(self, x: Float[Array, "batch embed"], cache: Any, at: Array) -> tuple[Array, Any]:
         seen, cache = self.attention.advance(self.norm_attention(x), cache, at)
         x = x + seen
-        return x + self.feedforward(self.norm_feedforward(x)), cache
+        return x + self.feedforward(self.norm_feedforward(x), Whole()), cache
 
 
 class Decoder(eqx.Module):
@@ -82,20 +85,27 @@ class Decoder(eqx.Module):
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """What each position knows of its past; times the embedding it gives logits."""
-        return self._through(self.stem(inputs))
+        return self._through(self.stem(inputs), Whole())
 
-    def _through(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    def _through(self, x: Array, layout: Layout) -> Array:
         for block in self.blocks:
-            x = block(x)
+            x = block(x, layout)
         return x if self.last is None else self.last(x)
 
     def predictors(
         self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
     ) -> Predictors:
-        """What the loss needs."""
-        found, readout = tied(self.stem.embedding, inputs)
-        features = self._through(self.stem.place(found))
-        return Predictors(features.reshape(-1, features.shape[-1]), readout, targets.reshape(-1))
+        """What the loss needs: features and targets without the gaps of short rows."""
+        batch, seq = targets.shape
+        if batch * seq < FEWEST_COLUMNS:
+            found, readout = tied(self.stem.embedding, inputs)
+            features = self._through(self.stem.place(found), Whole())
+            return Predictors(features.reshape(batch * seq, -1), readout, targets.reshape(-1))
+        packing = pack(targets)
+        found, readout = tied(self.stem.embedding, gather(packing, inputs))
+        x = self.stem.scatter(found, packing.time, seq)
+        features = self._through(x, Packed(packing, batch, seq))
+        return Predictors(features, readout, gather(packing, targets))
 
     def start(self, batch: int, capacity: int = 256) -> tuple[Array, tuple[Any, ...]]:
         """The state before the first token, with room for `capacity` of them."""

@@ -1,0 +1,88 @@
+"""Rows as they are, or without the places where a short row holds nothing.
+
+In:       features of positions, layers, computations on rows.
+Out:      features of positions.
+Promise:  where a target counts, value and gradient are the same in both layouts; the products
+          of a packed batch grow with its tokens, not with its places.
+Not here: which token stands in which column (`ragged.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fedlm.models.layers import Linear
+from fedlm.models.ragged import Packing, enough
+
+SIZES = 8  # of a product, each compiled forward and backward for every layer
+
+
+class Whole:
+    """Rows as they are: features are `(batch, seq, embed)`."""
+
+    def product(self, layer: Linear, x: Array) -> Array:
+        """A layer on every position."""
+        return layer(x)
+
+    def rows(self, compute: Callable[..., Array], *x: Array) -> Array:
+        """`compute` on rows."""
+        return compute(*x)
+
+
+class Packed:
+    """Columns of a packing, `(columns, embed)`; rows only where positions look at each other."""
+
+    def __init__(self, packing: Packing, batch: int, seq: int) -> None:
+        columns = batch * seq
+        self.shape, self.size = (batch, seq), packing.size
+        self.home = packing.row * seq + packing.time
+        at = jnp.where(packing.used, self.home, columns)
+        every = jnp.arange(columns)
+        self.column = jnp.zeros_like(every).at[at].set(every, mode="drop")
+
+    def product(self, layer: Linear, x: Array) -> Array:
+        """A layer on every column in use."""
+        y = product(self.size, layer.weight, x)
+        return y if layer.bias is None else y + layer.bias[None]
+
+    def rows(self, compute: Callable[..., Array], *x: Array) -> Array:
+        """`compute` on rows, and columns again; beyond the end of a row stands another token."""
+        made = compute(*(part[self.column].reshape(*self.shape, -1) for part in x))
+        return made.reshape(made.shape[0] * made.shape[1], -1)[self.home]
+
+
+Layout = Whole | Packed
+
+
+@jax.custom_vjp
+def product(
+    size: Int[Array, ""], weight: Float[Array, "out in"], x: Float[Array, "columns in"]
+) -> Float[Array, "columns out"]:
+    """`x W^T` on the first `size` columns, and zero beyond."""
+    return _forward(size, weight, x)[0]
+
+
+def _forward(size, weight, x):  # type: ignore[no-untyped-def]
+    columns = x.shape[0]
+
+    def first(n):  # type: ignore[no-untyped-def]
+        return jnp.pad(x[:n] @ weight.T, ((0, columns - n), (0, 0)))
+
+    return enough(size, columns, first, SIZES), (size, weight, x)
+
+
+def _backward(saved, d_y):  # type: ignore[no-untyped-def]
+    size, weight, x = saved
+    columns = x.shape[0]
+
+    def first(n):  # type: ignore[no-untyped-def]
+        return d_y[:n].T @ x[:n], jnp.pad(d_y[:n] @ weight, ((0, columns - n), (0, 0)))
+
+    return (None, *enough(size, columns, first, SIZES))
+
+
+product.defvjp(_forward, _backward)
