@@ -37,7 +37,7 @@ class Stem(eqx.Module):
         """Embeddings of rows that were looked up, with their positions."""
         return self._after(found, self._added(jnp.arange(found.shape[1]), found)[None])
 
-    def scatter(
+    def place_columns(
         self, found: Float[Array, "columns embed"], time: Int[Array, " columns"], seq: int
     ) -> Float[Array, "columns embed"]:
         """The same for tokens in any order, at times of rows of length `seq`."""

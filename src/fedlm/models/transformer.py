@@ -103,7 +103,7 @@ class Decoder(eqx.Module):
             return Predictors(features.reshape(batch * seq, -1), readout, targets.reshape(-1))
         packing = pack(targets)
         found, readout = tied(self.stem.embedding, gather(packing, inputs))
-        x = self.stem.scatter(found, packing.time, seq)
+        x = self.stem.place_columns(found, packing.time, seq)
         features = self._through(x, Packed(packing, batch, seq))
         return Predictors(features, readout, gather(packing, targets))
 
