@@ -17,9 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.peers.workload import PLANS, Plan, cohort, store_for
-from fedlm.cohort.pack import batch_up
-from fedlm.core.keys import generator_for
+from benchmarks.peers.workload import PLANS, Plan, batched, cohort, store_for
 from fedlm.core.types import PAD
 from fedlm.models import loss, recurrent
 from fedlm.models.ragged import choices, pack
@@ -27,10 +25,8 @@ from fedlm.models.ragged import choices, pack
 
 def batches(plan: Plan, source: str) -> list[np.ndarray]:
     """All batches of a round."""
-    made = []
-    for member, rows in cohort(plan, store_for(plan, source, Path(".fedlm/stores"))):
-        made += list(batch_up(rows, plan.shape, generator_for(plan.seed, "shuffle", member=member)))
-    return made
+    store = store_for(plan, source, Path(".fedlm/stores"))
+    return [batch for member, rows in cohort(plan, store) for batch in batched(plan, member, rows)]
 
 
 def least(columns: int, sizes: int, used: np.ndarray) -> np.ndarray:

@@ -88,14 +88,19 @@ def cohort(plan: Plan, store: Store) -> Iterator[tuple[int, np.ndarray]]:
         yield int(member), cut(tokens, plan.length, "lines")
 
 
+def batched(plan: Plan, member: int, rows: np.ndarray) -> np.ndarray:
+    """A member's batches in round zero."""
+    rng = generator_for(plan.seed, "shuffle", round=0, member=member)
+    return batch_up(rows, plan.shape, rng).astype(np.int32)
+
+
 def write(plan: Plan, store: Store, folder: Path) -> dict[str, int]:
     """Writes the folder, and says how much work it holds."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {f"{member:08d}": found for member, found in cohort(plan, store)}
     batches = {}
     for name, found in rows.items():
-        rng = generator_for(plan.seed, "shuffle", round=0, member=int(name))
-        batches[name] = batch_up(found, plan.shape, rng).astype(np.int32)
+        batches[name] = batched(plan, int(name), found)
     params = catalog.make(plan.architecture, plan.size, key_for(plan.seed, "init"))
     leaves = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(params).items()}
     work = {

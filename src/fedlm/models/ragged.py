@@ -3,8 +3,8 @@
 In:       target tokens of a batch, PAD where a row has ended.
 Out:      a `Packing`: which token stands in which column, and how many columns are in use.
 Promise:  every target that counts has exactly one column; columns of one time step stand
-          together, longest row first; what is computed for unused columns is never read.
-Not here: what is computed (`recurrent.py`, `loss.py`).
+          together, fullest slot first; what is computed for unused columns is never read.
+Not here: what is computed (`recurrent.py`, `columns.py`, `loss.py`).
 
 Rows go through a loop over time side by side, in slots. Two rows share a slot, one after the
 other: the longest with the shortest, and so on, so that slots are about as long as each other.
