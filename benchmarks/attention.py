@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from fedlm.asked import load_params
 from fedlm.core import tree
 from fedlm.core.keys import key_for
+from fedlm.inference import load_params
 from fedlm.models import catalog
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 
 FACTORS = (0.1, 0.5, 1.0, 2.0, 10.0)
-SIZE = catalog.Dimensions(vocab=4000, embed=96, units=384, layers=2, heads=4)
+SIZE = catalog.Dimensions(vocab=4000, embedding_size=96, hidden_size=384, layers=2, heads=4)
 
 
 def models(runs: list[str]) -> dict[str, object]:

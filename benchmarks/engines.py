@@ -26,16 +26,16 @@ from benchmarks.fedavg import fedavg  # noqa: E402
 from benchmarks.probe import in_turns, machine, spread  # noqa: E402
 from fedlm.core import tree  # noqa: E402
 from fedlm.core.keys import key_for  # noqa: E402
-from fedlm.core.types import Shape  # noqa: E402
+from fedlm.core.types import BatchSpec  # noqa: E402
 from fedlm.engine.loop import LoopEngine  # noqa: E402
 from fedlm.engine.mesh import MeshEngine  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
 
 NUDGE = np.float32(1) + np.finfo(np.float32).eps
-RECURRENT = {"embed": 96, "units": 670}
-DECODER = {"embed": 96, "units": 384, "layers": 3, "heads": 8}
-SMALL = {"embed": 64, "units": 256, "layers": 2, "heads": 4}
-LEAF = {"embed": 256, "units": 1024, "layers": 4, "heads": 8}
+RECURRENT = {"embedding_size": 96, "hidden_size": 670}
+DECODER = {"embedding_size": 96, "hidden_size": 384, "layers": 3, "heads": 8}
+SMALL = {"embedding_size": 64, "hidden_size": 256, "layers": 2, "heads": 4}
+LEAF = {"embedding_size": 256, "hidden_size": 1024, "layers": 4, "heads": 8}
 
 
 class Workload(NamedTuple):
@@ -45,15 +45,15 @@ class Workload(NamedTuple):
     label: str
     vocab: int
     sizes: dict[str, int]
-    shape: Shape = Shape(batch=16, length=20)
+    shape: BatchSpec = BatchSpec(batch_size=16, sequence_length=20)
 
     def rows(self, clients: int) -> list[np.ndarray]:
         """Uniform tokens, the worst case for caches; lognormal client sizes, or a leaf's text."""
         rng = np.random.default_rng(0)
         sizes = np.minimum(256, rng.lognormal(4.2, 0.9, clients)).astype(int) + 1
         if self.label == "leaf":
-            sizes = np.full(2, 4 * self.shape.batch)
-        width = self.shape.length + 1
+            sizes = np.full(2, 4 * self.shape.batch_size)
+        width = self.shape.sequence_length + 1
         return [rng.integers(4, self.vocab, (n, width)).astype(np.uint16) for n in sizes]
 
 
@@ -65,7 +65,7 @@ WORKLOADS = [
         for name in ("cifg", "si-cifg", "lstm")
     ),
     *(Workload(name, "small", 2_000, SMALL) for name in ("transformer", "si-transformer")),
-    Workload("mpt", "leaf", 4_000, LEAF, Shape(batch=8, length=128)),
+    Workload("mpt", "leaf", 4_000, LEAF, BatchSpec(batch_size=8, sequence_length=128)),
 ]
 
 
@@ -76,7 +76,7 @@ def flops(params: object, size: catalog.Dimensions, length: int) -> float:
     adds its two products over the row.
     """
     weights = sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim >= 2)
-    attention = 4 * length * size.embed * size.layers if hasattr(params, "blocks") else 0
+    attention = 4 * length * size.embedding_size * size.layers if hasattr(params, "blocks") else 0
     return 6.0 * weights + 3.0 * attention
 
 
@@ -104,7 +104,7 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
     runs = {k: lambda e=e, c=c: e.gather(params, c) for k, (e, c) in cohorts.items()}
     times, rates = in_turns(runs, repeats)
     tokens = float(jnp.asarray(mesh.gather(params, cohorts["mesh"][1]).tokens))
-    work = flops(params, size, shape.length) * tokens / 1e9
+    work = flops(params, size, shape.sequence_length) * tokens / 1e9
     share = [work / m / r for m, r in zip(times["mesh"], rates, strict=True)]
     return [
         f"{name}, {label}",

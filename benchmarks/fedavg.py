@@ -11,7 +11,7 @@ from __future__ import annotations
 import optax
 
 from fedlm.core.types import Sampling
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import local_training
 from fedlm.models import catalog
 from fedlm.server.step import plain

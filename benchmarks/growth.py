@@ -17,8 +17,22 @@ import sys
 import time
 from typing import Any
 
-SMALL = {"name": "cifg", "vocab": 2_000, "embed": 64, "units": 256, "layers": 1, "heads": 4}
-LARGE = {"name": "cifg", "vocab": 10_000, "embed": 96, "units": 670, "layers": 1, "heads": 8}
+SMALL = {
+    "name": "cifg",
+    "vocab": 2_000,
+    "embedding_size": 64,
+    "hidden_size": 256,
+    "layers": 1,
+    "heads": 4,
+}
+LARGE = {
+    "name": "cifg",
+    "vocab": 10_000,
+    "embedding_size": 96,
+    "hidden_size": 670,
+    "layers": 1,
+    "heads": 8,
+}
 COHORTS = (10, 25, 50, 100, 200)
 UNITS = (128, 256, 512, 1024)
 # Stack Overflow: rounds and cohort of the usual benchmark; examples a client after the cap of 256
@@ -37,7 +51,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     from benchmarks.fedavg import fedavg
     from benchmarks.memory import held
     from fedlm.core.keys import key_for
-    from fedlm.core.types import Shape
+    from fedlm.core.types import BatchSpec
     from fedlm.engine.mesh import MeshEngine
     from fedlm.models import catalog
 
@@ -48,7 +62,9 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     rows = Workload(name, "growth", size.vocab, {}).rows(asked["cohort"])
     algorithm = fedavg(len(rows))
     params = catalog.make(name, size, key_for(0, "init"))
-    engine = MeshEngine(algorithm, rows.__getitem__, Shape(batch=16, length=20), 0)
+    engine = MeshEngine(
+        algorithm, rows.__getitem__, BatchSpec(batch_size=16, sequence_length=20), 0
+    )
     members = np.arange(len(rows))
     total = jax.block_until_ready(engine.gather(params, engine.prepare(0, members[:2])))
     taken = []
@@ -104,8 +120,8 @@ def tables(repeats: int) -> dict[str, float]:
     rows = [row(c, ask(repeats, SMALL, c, 2), *shown) for c in COHORTS]
     show(["cohort", "s a round", "ms a client", "tokens/s", "peak MB"], rows)
     shown = ("parameters", "seconds", "gflops", "peak")
-    rows = [row(u, ask(repeats, {**SMALL, "units": u}, 25, 2), *shown) for u in UNITS]
-    show(["units", "parameters", "s a round of 25", "GFLOP/s", "peak MB"], rows)
+    rows = [row(u, ask(repeats, {**SMALL, "hidden_size": u}, 25, 2), *shown) for u in UNITS]
+    show(["hidden_size", "parameters", "s a round of 25", "GFLOP/s", "peak MB"], rows)
     shown = ("seconds", "tokens", "gflops", "peak")
     found = [ask(repeats, LARGE, 25, lanes) for lanes in (1, 2)]
     rows = [row(n + 1, f, *shown) for n, f in enumerate(found)]

@@ -25,32 +25,32 @@ from flwr.app import Message
 
 from benchmarks.fedavg import fedavg
 from benchmarks.memory import Growth
-from fedlm.deploy import home as homes
-from fedlm.deploy.fleet import Fleet
+from fedlm.deploy import workspace
 from fedlm.deploy.node import serve
-from fedlm.deploy.operator import running
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
-from fedlm.engine.flower import FlowerEngine
-from fedlm.engine.messages import SUMS, Answer, read_question, tell
-from fedlm.engine.waiting import Patience, Post, Seat
+from fedlm.deploy.superlink_client import running
+from fedlm.deploy.supernode import Fleet
+from fedlm.engine.dispatch import Assignment, Quorum, Transport
+from fedlm.engine.messages import SUMS, TrainReply, read_request, tell
+from fedlm.engine.remote import FlowerEngine
 from fedlm.wire.dense import dense
 
 
 def idle(message: Message) -> Message:
     """Answers with the frame that was sent: the right size, and no work."""
-    question = read_question(message.content)
+    question = read_request(message.content)
     sums = (dict.fromkeys(SUMS, 1.0),)
-    answer = Answer(
+    answer = TrainReply(
         round=question.round, members=question.members, frames=question.frames, sums=sums
     )
     return Message(tell(answer), reply_to=message)
 
 
-def engine_of(post: Post, names: list[str]) -> FlowerEngine:
+def engine_of(post: Transport, names: list[str]) -> FlowerEngine:
     """The engine of a run over the network, with a client a node."""
-    seats = [Seat(name, place, 1) for place, name in enumerate(names)]
+    seats = [Assignment(name, place, 1) for place, name in enumerate(names)]
     return FlowerEngine(
-        fedavg(len(names)), post, seats, recipe="", seed=0, exact=dense(), patience=Patience()
+        fedavg(len(names)), post, seats, recipe="", seed=0, exact=dense(), patience=Quorum()
     )
 
 
@@ -84,7 +84,7 @@ def rounds(engine: FlowerEngine, sent: jax.Array, count: int) -> list[float]:
     return seconds
 
 
-def be_idle(home: homes.Home) -> None:
+def be_idle(home: workspace.Home) -> None:
     """All nodes of a federation, in this process, until it is ended."""
     said = lambda text: print(text, flush=True)  # noqa: E731
     work = {"say": said, "stop": lambda: False}
@@ -98,7 +98,7 @@ def be_idle(home: homes.Home) -> None:
         node.join()
 
 
-def measure(made: homes.Home, link: int, sizes: list[float], count: int) -> None:
+def measure(made: workspace.Home, link: int, sizes: list[float], count: int) -> None:
     """Prints a row a payload size."""
     names = sorted(made.nodes())
     head = ["nodes", "MB each way", "s a round", "server, MB more", "payloads", "meeting point, MB"]
@@ -129,13 +129,13 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.idle:
         follow_parent()
-        be_idle(homes.Home(asked.idle))
+        be_idle(workspace.Home(asked.idle))
         return
     names = [f"n{i:03d}" for i in range(asked.nodes)]
     with tempfile.TemporaryDirectory() as folder, children() as started:
         port = free_port()
         path = Path(folder) / "fed"
-        made = homes.init(path, "fed", ["127.0.0.1"], port, names, bind="127.0.0.1")
+        made = workspace.init(path, "fed", ["127.0.0.1"], port, names, bind="127.0.0.1")
         log = Path(folder) / "log"
         started.append(Child(["federation", "serve", str(path)], log))
         wait_for_port(port, started[0])

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.peers.workload import PLANS, Plan, batched, cohort, store_for
 from fedlm.core.types import PAD
 from fedlm.models import loss, recurrent
-from fedlm.models.ragged import choices, pack
+from fedlm.models.packing import choices, pack
 
 
 def batches(plan: Plan, source: str) -> list[np.ndarray]:

@@ -29,8 +29,10 @@ from fedlm.models.partial import drawn_subset, low_rank, own_subset, subset  # n
 
 VOCAB = 4000
 SIZES = {
-    "transformer": catalog.Dimensions(vocab=VOCAB, embed=128, units=512, layers=6, heads=4),
-    "lstm": catalog.Dimensions(vocab=VOCAB, embed=128, units=512, layers=1),
+    "transformer": catalog.Dimensions(
+        vocab=VOCAB, embedding_size=128, hidden_size=512, layers=6, heads=4
+    ),
+    "lstm": catalog.Dimensions(vocab=VOCAB, embedding_size=128, hidden_size=512, layers=1),
 }
 
 

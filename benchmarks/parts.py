@@ -20,7 +20,7 @@ from benchmarks.probe import machine, matmul_gflops
 from fedlm.core.keys import key_for
 from fedlm.models import catalog
 from fedlm.models.loss import cross_entropy
-from fedlm.models.ragged import pack
+from fedlm.models.packing import pack
 from fedlm.models.recurrent import sequence
 
 BATCH, LENGTH = 16, 20
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=670)
     parser.add_argument("--vocab", type=int, default=10_000)
     asked = parser.parse_args()
-    size = catalog.Dimensions(vocab=asked.vocab, units=asked.units)
+    size = catalog.Dimensions(vocab=asked.vocab, hidden_size=asked.units)
     model = catalog.make(asked.name, size, key_for(0, "init"))
     print(f"{machine()}; {asked.name}, {asked.units} units, {asked.vocab:,} words\n")
     print("| batch | part | ms | floor | ms / floor |\n|---|---|---|---|---|")

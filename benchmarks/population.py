@@ -27,13 +27,13 @@ from benchmarks.memory import Peak  # noqa: E402
 from benchmarks.probe import machine  # noqa: E402
 from fedlm.corpus.store import Store, StoreSettings  # noqa: E402
 from fedlm.corpus.synthetic import population, write_synthetic  # noqa: E402
-from fedlm.federation.round import Chooser, init_node, server_half  # noqa: E402
+from fedlm.federation.round import CohortSampler, init_node, server_half  # noqa: E402
 from fedlm.recipe.build import Experiment, build  # noqa: E402
 from fedlm.recipe.settings import parse  # noqa: E402
 
 STORES = Path(".bench/stores")
 POPULATIONS, COHORTS = (10_000, 100_000, 342_477), (50, 200, 800)
-MODEL = {"name": "cifg", "embed": 64, "units": 256}
+MODEL = {"name": "cifg", "embedding_size": 64, "hidden_size": 256}
 HEAD = ["clients", "open, ms", "cohort", "select and pack, ms", "CPU ms", "round, s", "clients/s"]
 HEAD += ["packing / round", "peak MB, packing", "peak MB, training"]
 
@@ -64,7 +64,7 @@ def packing(made: Experiment, repeats: int) -> tuple[list[float], list[float]]:
     The second hardly knows what else the machine does, so it is the one to compare populations by.
     """
 
-    choose = Chooser(made.algorithm, 0, init_node(made.algorithm, made.init_params()))
+    choose = CohortSampler(made.algorithm, 0, init_node(made.algorithm, made.init_params()))
 
     def prepare(r: int) -> object:
         return made.engine.prepare(r, choose(r)).members
@@ -81,7 +81,7 @@ def packing(made: Experiment, repeats: int) -> tuple[list[float], list[float]]:
 def rounds(made: Experiment, repeats: int) -> Iterator[float]:
     """Seconds of rounds whose cohorts are packed."""
     state = init_node(made.algorithm, made.init_params())
-    choose = Chooser(made.algorithm, 0, state)
+    choose = CohortSampler(made.algorithm, 0, state)
     for r in range(-1, repeats):  # the first, of one member, compiles
         chosen = choose(max(r, 0))
         cohort = made.engine.prepare(max(r, 0), chosen if r >= 0 else chosen[:1])

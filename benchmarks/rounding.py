@@ -20,7 +20,9 @@ from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import Params
 from fedlm.models import catalog
 
-SIZE = catalog.Dimensions(vocab=500, embed=48, units=192, layers=2, heads=4, kernel=7)
+SIZE = catalog.Dimensions(
+    vocab=500, embedding_size=48, hidden_size=192, layers=2, heads=4, kernel_size=7
+)
 CASES = {
     "lstm": SIZE,
     "cifg": SIZE,

@@ -28,7 +28,7 @@ from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import parse
 
-MODEL = {"name": "mpt", "embed": 256, "units": 1024, "layers": 4, "heads": 4}
+MODEL = {"name": "mpt", "embedding_size": 256, "hidden_size": 1024, "layers": 4, "heads": 4}
 ROUNDS = 3
 
 
@@ -52,11 +52,11 @@ def measure(leaves: int, resident: int) -> dict[str, float]:
                     "source": str(Path(folder) / "text.jsonl"),
                     "vocabulary": 1000,
                     "layout": "windows",
-                    "length": 32,
+                    "sequence_length": 32,
                     "test_clients": 0.0,
                 },
                 "model": MODEL,
-                "client": {"batch": 4, "max_steps": 2},
+                "client": {"batch_size": 4, "max_steps": 2},
                 "server": {"rounds": ROUNDS},
                 "federation": {"levels": [0], "resident": resident},
                 "run": {"devices": 1},

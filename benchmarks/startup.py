@@ -23,7 +23,7 @@ began = time.perf_counter()
 from fedlm.cli.devices import use_devices
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
-from fedlm.federation.round import Chooser
+from fedlm.federation.round import CohortSampler
 import jax
 imported = time.perf_counter()
 recipe = load(sys.argv[1], tuple(sys.argv[3:]))
@@ -32,7 +32,7 @@ from pathlib import Path
 experiment = build(recipe, Path(sys.argv[2]), lambda stage, done: None)
 state = experiment.init_node(experiment.init_params())
 built = time.perf_counter()
-members = Chooser(experiment.algorithm, 0, state)(0)
+members = CohortSampler(experiment.algorithm, 0, state)(0)
 total = experiment.engine.gather(state.params, experiment.engine.prepare(0, members))
 jax.block_until_ready(total)
 first = time.perf_counter()
@@ -41,7 +41,7 @@ second = time.perf_counter()
 print(imported - began, built - imported, first - built, second - first)
 """
 MODELS = {
-    "si-cifg, 670 units": ("model.name=si-cifg", "model.units=670"),
+    "si-cifg, 670 units": ("model.name=si-cifg", "model.hidden_size=670"),
     "transformer, 3 layers": ("model.name=transformer",),
 }
 

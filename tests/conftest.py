@@ -33,14 +33,14 @@ RECIPE = """
 [data]
 source = "tiny.jsonl"
 vocabulary = 60
-length = 8
+sequence_length = 8
 
 [model]
-embed = 8
-units = 12
+embedding_size = 8
+hidden_size = 12
 
 [client]
-batch = 4
+batch_size = 4
 
 [server]
 rounds = 6

@@ -28,14 +28,14 @@ MAY_IMPORT = {
     "run.py": {"core", "cohort", "federation"},
     "__init__.py": {"core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
     # `train` and `sweep` carry a recipe out; above them are only the doors.
-    "asked.py": {"core", "recipe"} | STATIONS,
-    "train.py": {"asked", "core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
+    "inference.py": {"core", "recipe"} | STATIONS,
+    "train.py": {"inference", "core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
     "sweep.py": {"core", "recipe", "record", "train"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"asked", "core", "federation", "engine", "recipe", "run", "train", "deploy"}
+    "deploy": {"inference", "core", "federation", "engine", "recipe", "run", "train", "deploy"}
     | STATIONS,
     "cli": {"core", "federation", "engine", "recipe", "run", "train", "sweep", "deploy", "cli"}
-    | {"asked"}
+    | {"inference"}
     | STATIONS,
 }
 FILES = sorted(SRC.rglob("*.py"))

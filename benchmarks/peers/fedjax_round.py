@@ -91,7 +91,7 @@ def waves(length: int, embed: int) -> np.ndarray:
 
 def decoder(params: Params, tokens: jax.Array, said: dict[str, Any]) -> jax.Array:
     """A pre-norm Transformer."""
-    embed, heads = said["embed"], said["heads"]
+    embed, heads = said["embedding_size"], said["heads"]
     batch, length = tokens.shape
 
     def linear(x: jax.Array, at: str) -> jax.Array:

@@ -20,10 +20,10 @@ from turns import Arrays, Turns, load, versions
 
 from fedlm.cli.devices import use_devices
 from fedlm.core import tree
-from fedlm.core.types import Sampling, Shape
+from fedlm.core.types import BatchSpec, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import local_training
 from fedlm.models import catalog
@@ -60,10 +60,12 @@ def main() -> None:
         download=dense(),
         server=plain(optax.sgd(1.0)),
     )
-    shape = Shape(batch=said["batch"], length=said["length"], max_examples=said["max_examples"])
+    shape = BatchSpec(
+        batch_size=said["batch"], sequence_length=said["length"], max_examples=said["max_examples"]
+    )
     kind = {"mesh": MeshEngine, "loop": LoopEngine}[asked.engine]
     engine = kind(algorithm, rows.__getitem__, shape, said["seed"])
-    sizes = ("vocab", "embed", "units", "layers", "heads")
+    sizes = ("vocab", "embedding_size", "hidden_size", "layers", "heads")
     like = catalog.shapes(
         said["architecture"], catalog.Dimensions(**{name: said[name] for name in sizes})
     )

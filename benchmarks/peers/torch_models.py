@@ -148,10 +148,10 @@ class Decoder(LanguageModel):
 
     def __init__(self, said: dict[str, Any]) -> None:
         super().__init__()
-        embed = said["embed"]
+        embed = said["embedding_size"]
         self.embedding = nn.Parameter(torch.empty(said["vocab"], embed))
         self.blocks = nn.ModuleList(
-            Block(embed, said["units"], said["heads"]) for _ in range(said["layers"])
+            Block(embed, said["hidden_size"], said["heads"]) for _ in range(said["layers"])
         )
         self.last = nn.LayerNorm(embed)
         half = embed // 2
@@ -175,7 +175,7 @@ def make(said: dict[str, Any], *, library: bool) -> LanguageModel:
     """An empty model of the workload's shape."""
     if said["architecture"] == "transformer":
         return Decoder(said)
-    sizes = (said["vocab"], said["embed"], said["units"])
+    sizes = (said["vocab"], said["embedding_size"], said["hidden_size"])
     if said["architecture"] == "lstm" and library:
         return LibraryLstm(*sizes)
     return Recurrent(said["architecture"], *sizes)

@@ -20,20 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
-from fedlm.cohort.pack import batch_up, cut
-from fedlm.cohort.sample import draw, no_history
+from fedlm.cohort.packing import batch_up, cut
+from fedlm.cohort.sampling import draw, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import Sampling, Shape
+from fedlm.core.types import BatchSpec, Sampling
 from fedlm.corpus.store import Store
 from fedlm.models import catalog
 from fedlm.recipe.build import open_store
 from fedlm.recipe.settings import Data
 
 SEED = 0
-LARGE = {"vocab": 10_000, "embed": 96, "units": 670}
-SMALL = {"vocab": 2_000, "embed": 96, "units": 256}
-DECODER = {"units": 384, "layers": 3, "heads": 4}
+LARGE = {"vocab": 10_000, "embedding_size": 96, "hidden_size": 670}
+SMALL = {"vocab": 2_000, "embedding_size": 96, "hidden_size": 256}
+DECODER = {"hidden_size": 384, "layers": 3, "heads": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Plan:
 
     architecture: str
     vocab: int
-    embed: int
-    units: int
+    embedding_size: int
+    hidden_size: int
     layers: int = 1
     heads: int = 1
     members: int = 50
@@ -59,12 +59,14 @@ class Plan:
 
     @property
     def size(self) -> catalog.Dimensions:
-        names = ("vocab", "embed", "units", "layers", "heads")
+        names = ("vocab", "embedding_size", "hidden_size", "layers", "heads")
         return catalog.Dimensions(**{name: getattr(self, name) for name in names})
 
     @property
-    def shape(self) -> Shape:
-        return Shape(batch=self.batch, length=self.length, max_examples=self.max_examples)
+    def shape(self) -> BatchSpec:
+        return BatchSpec(
+            batch_size=self.batch, sequence_length=self.length, max_examples=self.max_examples
+        )
 
 
 PLANS: dict[str, Plan] = {

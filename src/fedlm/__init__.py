@@ -11,16 +11,16 @@ from fedlm.core.errors import DivergenceError as DivergenceError
 from fedlm.core.errors import FedlmError as FedlmError
 from fedlm.core.errors import RecordError as RecordError
 from fedlm.core.errors import WireError as WireError
+from fedlm.core.types import BatchSpec as BatchSpec
 from fedlm.core.types import Codec as Codec
 from fedlm.core.types import Engine as Engine
 from fedlm.core.types import Sampling as Sampling
-from fedlm.core.types import Shape as Shape
 from fedlm.core.types import Total as Total
 from fedlm.core.types import Update as Update
 from fedlm.corpus.store import Store as Store
 from fedlm.engine.loop import LoopEngine as LoopEngine
 from fedlm.engine.mesh import MeshEngine as MeshEngine
-from fedlm.federation.method import Algorithm as Algorithm
+from fedlm.federation.algorithm import Algorithm as Algorithm
 from fedlm.federation.round import NodeState as NodeState
 from fedlm.recipe.build import Experiment as Experiment
 from fedlm.recipe.build import build as build
@@ -30,6 +30,7 @@ from fedlm.recipe.settings import parse as parse
 
 __all__ = [
     "Algorithm",
+    "BatchSpec",
     "build",
     "Codec",
     "ConfigError",
@@ -46,7 +47,6 @@ __all__ = [
     "Recipe",
     "RecordError",
     "Sampling",
-    "Shape",
     "Store",
     "Total",
     "Update",

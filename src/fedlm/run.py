@@ -23,9 +23,9 @@ import numpy as np
 from fedlm.cohort.prefetch import prefetch
 from fedlm.core.errors import DivergenceError
 from fedlm.core.types import Engine, Members, Params, Prepared, Total
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import (
-    Chooser,
+    CohortSampler,
     NodeState,
     kept_of,
     outgoing,
@@ -40,8 +40,8 @@ Facts = dict[str, Any]
 RUNAWAY_NATS = 3.0
 RUNAWAY_ROUNDS = 5
 CAUSES = (
-    "Usual causes: client.rate or server.rate too high, no client.clip. "
-    "Lower one of them; the last good checkpoint is kept."
+    "Usual causes: client.learning_rate or server.learning_rate too high, no "
+    "client.gradient_clip_norm. Lower one of them; the last good checkpoint is kept."
 )
 
 
@@ -80,7 +80,7 @@ def run(
 ) -> NodeState:
     """Rounds from where `state` is to the end, or to a polite stop."""
     rounds = range(int(state.round), cadence.rounds)
-    choose = Chooser(algorithm, seed, state)
+    choose = CohortSampler(algorithm, seed, state)
 
     def ready(r: int) -> tuple[Members, Prepared]:
         members = choose(r)

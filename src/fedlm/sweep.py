@@ -13,7 +13,7 @@ Not here: training (`train.py`).
     "run.seed" = [0, 1, 2]              # seeds are gathered into mean and spread
     [[cases]]                           # each case is combined with every point of the axes
     name = "slow"                       # what the table calls it; else its settings are shown
-    "client.rate" = 0.5
+    "client.learning_rate" = 0.5
 """
 
 from __future__ import annotations

@@ -20,18 +20,18 @@ from typing import Any
 
 import jax
 
-from fedlm.asked import predict
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.types import Params
-from fedlm.engine import hosts
+from fedlm.engine import multihost
 from fedlm.federation.round import NodeState, init_node
+from fedlm.inference import predict
 from fedlm.models import catalog
 from fedlm.privacy import account
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.settings import dump
-from fedlm.record import branches, checkpoint, report
+from fedlm.record import checkpoint, report, tree_report
 from fedlm.record.directory import RunDirectory, difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.tensorboard import Board
@@ -59,12 +59,12 @@ def train(
     goes_on = directory.claim(dump(experiment.recipe), resume=resume)
     if goes_on and directory.summary.is_file():
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
-        hosts.broadcast()
+        multihost.broadcast()
         done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
         return done
     state = _state(experiment, directory, goes_on, watcher)
-    if not hosts.alone():
-        hosts.broadcast(checkpoint.to_bytes(state))
+    if not multihost.alone():
+        multihost.broadcast(checkpoint.to_bytes(state))
     state = _rounds(experiment, directory, state, watcher)
     if int(state.round) < experiment.rounds:
         return None
@@ -77,7 +77,7 @@ def follow(experiment: Experiment, watcher: Watcher) -> bool:
     True if the run came to its end, False if it was stopped before.
     """
     _compare(experiment)
-    told = hosts.broadcast()
+    told = multihost.broadcast()
     if not told:
         return True
     shapes = catalog.shapes(experiment.architecture, experiment.size)
@@ -87,7 +87,7 @@ def follow(experiment: Experiment, watcher: Watcher) -> bool:
         evaluate=lambda state: {},
         record=lambda facts: None,
         keep=_check_equal,
-        stop=lambda: hosts.agree(watcher.stop()),
+        stop=lambda: multihost.agree(watcher.stop()),
     )
     state = _run(experiment, state, hooks)
     return int(state.round) == experiment.rounds
@@ -95,7 +95,7 @@ def follow(experiment: Experiment, watcher: Watcher) -> bool:
 
 def _compare(experiment: Experiment) -> None:
     """Refuses to go on where this process would compute another experiment than process 0."""
-    if hosts.alone():
+    if multihost.alone():
         return
     recipe = experiment.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
@@ -110,20 +110,20 @@ def _compare(experiment: Experiment) -> None:
     manifest = experiment.store.manifest
     recipe["store"] = {f: manifest[f] for f in ("clients_sha256", "tokenizer_sha256")}
     recipe["version"] = {name: _version(name) for name in VERSIONS}
-    there = json.loads(hosts.broadcast(json.dumps(recipe).encode()))
+    there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
     if there != recipe:
         raise ConfigError(
             f"this process would train something else than process 0 ({difference(there, recipe)}"
             "; there is process 0): start all processes with the same recipe and text."
         )
-    hosts.meet()  # who differs does not come, and has said why
+    multihost.meet()  # who differs does not come, and has said why
 
 
 def _check_equal(state: NodeState) -> None:
     """Every process takes the server's step for itself; their states must not drift apart."""
-    if not hosts.alone():
+    if not multihost.alone():
         mine = tree.sha256(state.params).encode()
-        if hosts.agree(hosts.broadcast(mine) != mine):
+        if multihost.agree(multihost.broadcast(mine) != mine):
             raise EngineError(
                 f"after round {int(state.round)} the processes hold different parameters: their "
                 "machines do not compute alike. Use machines of one kind."
@@ -246,7 +246,7 @@ def _rounds(
         evaluate=experiment.look,
         record=record,
         keep=keep,
-        stop=lambda: hosts.agree(watcher.stop()),
+        stop=lambda: multihost.agree(watcher.stop()),
     )
     try:
         return _run(experiment, state, hooks)
@@ -314,7 +314,7 @@ def _close(
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, experiment)
     facts = report.facts_of(directory.path)
-    for warning in branches.warnings(facts.header, facts.rounds):
+    for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())
     summary = _summary(experiment, directory, state.params, facts)

@@ -12,7 +12,14 @@ from fedlm.corpus.store import StoreSettings, write
 from fedlm.engine.loop import LoopEngine
 
 TINY = workload.Plan(
-    architecture="cifg", vocab=32, embed=4, units=5, members=3, batch=2, length=4, max_examples=5
+    architecture="cifg",
+    vocab=32,
+    embedding_size=4,
+    hidden_size=5,
+    members=3,
+    batch=2,
+    length=4,
+    max_examples=5,
 )
 ECHO = """
 import sys

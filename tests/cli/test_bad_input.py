@@ -29,7 +29,7 @@ def write_text(path, *clients):
     [
         ("server.round=5", ("[server] has no setting 'round'", "'rounds'")),
         ("sever.rounds=5", ("there is no table [sever]", "'server'")),
-        ("client.rate=-1", ("client.rate = -1.0: expected greater than 0",)),
+        ("client.learning_rate=-1", ("client.learning_rate = -1.0: expected greater than 0",)),
         ("model.name=gpt9", ("model.name = 'gpt9': expected 'lstm', 'cifg'",)),
         ("rounds=5", ("expected table.key=value",)),
         ("server.cohort=19", ("server.cohort = 19", "the 18 training clients")),
@@ -43,9 +43,9 @@ def test_a_setting_that_cannot_be(run_cli, tiny_recipe, tmp_path, change, words)
     assert not (tmp_path / "runs").exists()
 
 
-APART = ("server.sampling=separated", "server.cohort=2", "privacy.min_separation=3")
-TREE = (*APART, "privacy.mechanism=tree", "privacy.noise=1")
-POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noise=1")
+APART = ("server.sampling=spaced", "server.cohort=2", "privacy.min_separation=3")
+TREE = (*APART, "privacy.mechanism=tree", "privacy.noise_multiplier=1")
+POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noise_multiplier=1")
 
 
 @pytest.mark.parametrize(
@@ -54,37 +54,49 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         ((*TREE, "privacy.delta=0"), ("privacy.delta = 0.0: expected a probability above 0",)),
         ((*TREE, "privacy.delta=-1e-6"), ("privacy.delta = -1e-06: expected a probability",)),
         ((*TREE, "privacy.delta=nan"), ("privacy.delta = nan: expected a probability",)),
-        (("privacy.noise=1",), ("privacy.noise = 1.0", "privacy.mechanism beside it")),
+        (
+            ("privacy.noise_multiplier=1",),
+            ("privacy.noise_multiplier = 1.0", "privacy.mechanism beside it"),
+        ),
         (("wire.upload=uniform8",), ("wire.upload = 'uniform8': no such codec", "'uniform'")),
         (("wire.upload=uniform-17",), ("wire.bits = 17: expected 1 to 16",)),
         (("wire.download=topk-x",), ("wire.download = 'topk-x': expected a name like",)),
-        (("wire.train=member",), ("wire.share = 1.0: expected below 1 with",)),
-        (("wire.share=0.5",), ("wire.share = 0.5: expected below 1 with",)),
+        (("wire.trainable=member",), ("wire.trainable_fraction = 1.0: expected below 1 with",)),
         (
-            ("wire.train=member", "wire.share=0.5", "wire.upload=drive"),
+            ("wire.trainable_fraction=0.5",),
+            ("wire.trainable_fraction = 0.5: expected below 1 with",),
+        ),
+        (
+            ("wire.trainable=member", "wire.trainable_fraction=0.5", "wire.upload=drive"),
             ("wire.upload = 'drive'", "mixes all leaves"),
         ),
         (
-            ("wire.train=round", "wire.share=0.5", "wire.error_feedback=true"),
+            ("wire.trainable=round", "wire.trainable_fraction=0.5", "wire.error_feedback=true"),
             ("wire.error_feedback = True", "'all' or 'fixed'"),
         ),
         (("client.method=feddyn",), ("client.proximal = 0.0: expected FedDyn's alpha",)),
         (
-            ("client.method=scaffold", "client.clip=1"),
+            ("client.method=scaffold", "client.gradient_clip_norm=1"),
             ("client.optimizer = 'sgd'", "'sgd' without"),
         ),
-        (("client.method=mimelite", "wire.train=low-rank"), ("client.method = 'mimelite'",)),
+        (("client.method=mimelite", "wire.trainable=low-rank"), ("client.method = 'mimelite'",)),
         ((*TREE, "client.method=scaffold"), ("client.method = 'scaffold'", "has no bound")),
         ((*TREE, "wire.error_feedback=true"), ("wire.error_feedback = True: expected off under",)),
-        ((*TREE, "wire.train=low-rank"), ("wire.train = 'low-rank': expected another part",)),
+        (
+            (*TREE, "wire.trainable=low-rank"),
+            ("wire.trainable = 'low-rank': expected another part",),
+        ),
         (("privacy.epsilon=1",), ("privacy.epsilon = 1.0", "privacy.mechanism beside it")),
         (("privacy.canaries=5",), ("privacy.canaries = 5", "privacy.mechanism beside it")),
         (APART, ("privacy.min_separation = 3", "privacy.mechanism beside it")),
-        (APART[:2], ("server.sampling = 'separated'", "privacy.mechanism and")),
-        ((*TREE, "privacy.clip=0"), ("privacy.clip = 0.0: expected greater than 0",)),
-        ((*TREE, "privacy.clip=inf"), ("privacy.clip = inf: expected a finite number",)),
-        ((*TREE, "privacy.noise=-1"), ("privacy.noise = -1: expected greater than or equal",)),
-        (TREE[:-1], ("privacy.noise = None", "Or set privacy.epsilon")),
+        (APART[:2], ("server.sampling = 'spaced'", "privacy.mechanism and")),
+        ((*TREE, "privacy.clip_norm=0"), ("privacy.clip_norm = 0.0: expected greater than 0",)),
+        ((*TREE, "privacy.clip_norm=inf"), ("privacy.clip_norm = inf: expected a finite number",)),
+        (
+            (*TREE, "privacy.noise_multiplier=-1"),
+            ("privacy.noise_multiplier = -1: expected greater than or equal",),
+        ),
+        (TREE[:-1], ("privacy.noise_multiplier = None", "Or set privacy.epsilon")),
         ((*TREE[:-1], "privacy.epsilon=1e-9"), ("privacy.epsilon = 1e-09", "some noise can meet")),
         ((*POISSON, "privacy.epsilon=1e-3"), ("privacy.epsilon = 0.001", "the first costs")),
         ((*TREE, "privacy.min_separation=9"), ("privacy.min_separation = 9", "at most 8")),
@@ -193,7 +205,11 @@ def test_a_run_whose_recipe_or_text_was_changed_does_not_go_on(run_cli, tiny_tex
     recipe = (ended / "recipe.toml").read_text()
     (ended / "recipe.toml").write_text(recipe.replace("rate = 0.5", "rate = 0.6"))
     before = content(ended)
-    refused(run_cli(*resume), "begun with another recipe", "client.rate is 0.5 there and 0.6 here")
+    refused(
+        run_cli(*resume),
+        "begun with another recipe",
+        "client.learning_rate is 0.5 there and 0.6 here",
+    )
     assert content(ended) == before
     (ended / "recipe.toml").write_text(recipe)
     text = tiny_text.read_text().replace("cat", "?").replace("dog", "cat").replace("?", "dog")
@@ -234,11 +250,17 @@ def test_a_command_that_is_not_one(run_cli, args):
 
 
 @pytest.mark.parametrize(
-    "change", ["client.rate=1e9", pytest.param("client.rate=1e30", marks=pytest.mark.slow)]
+    "change",
+    ["client.learning_rate=1e9", pytest.param("client.learning_rate=1e30", marks=pytest.mark.slow)],
 )
 def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
     result = run_cli("train", tiny_recipe, "--set", change, "--out", "run", "--json")
-    refused(result, "round ", "client.rate or server.rate too high", "checkpoint is kept")
+    refused(
+        result,
+        "round ",
+        "client.learning_rate or server.learning_rate too high",
+        "checkpoint is kept",
+    )
     # Checkpoints of a loss that runs away would push out those from before.
     kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["round-000000.safetensors"]
@@ -248,9 +270,11 @@ def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
 
 
 def test_a_server_step_out_of_the_finite_world_in_the_last_round(run_cli, tiny_recipe, tmp_path):
-    settings = ("optimizer=fedavg", "rate=3e38", "rounds=1")
+    settings = ("optimizer=fedavg", "learning_rate=3e38", "rounds=1")
     changes = [part for setting in settings for part in ("--set", f"server.{setting}")]
-    result = run_cli("train", tiny_recipe, *changes, "--set", "client.rate=1e9", "--out", "run")
+    result = run_cli(
+        "train", tiny_recipe, *changes, "--set", "client.learning_rate=1e9", "--out", "run"
+    )
     refused(result, "round 0: the parameters are not finite")
     assert not (tmp_path / "run" / "model.safetensors").exists()
 

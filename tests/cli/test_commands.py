@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from fedlm.asked import load_params
 from fedlm.core.keys import key_for
+from fedlm.inference import load_params
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 
@@ -179,7 +179,7 @@ SWEEP = """
 recipe = "tiny.toml"
 target = 1000
 [axes]
-"client.rate" = [0.5, 1e30]
+"client.learning_rate" = [0.5, 1e30]
 "run.seed" = [0, 1]
 """
 
@@ -189,12 +189,15 @@ def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path):
     done = good(run_cli("sweep", "grid.toml", "--json"))
     assert done.stdout.count("\n") == 1
     head, rows = done.json["head"], done.json["rows"]
-    assert head[:3] == ["client.rate", "seeds", "test perplexity"] and "rounds to 1000" in head
+    assert (
+        head[:3] == ["client.learning_rate", "seeds", "test perplexity"]
+        and "rounds to 1000" in head
+    )
     assert [row[:2] for row in rows] == [[0.5, 2], [1e30, 2]]
     assert "±" in rows[0][2] and rows[0][-1] == "no" and rows[1][-1] == "2 of 2"
     folder = tmp_path / "runs" / "grid"
     assert {p.name for p in folder.iterdir() if p.is_dir()} == {
-        f"client.rate={rate},run.seed={seed}" for rate in (0.5, 1e30) for seed in (0, 1)
+        f"client.learning_rate={rate},run.seed={seed}" for rate in (0.5, 1e30) for seed in (0, 1)
     }
     assert (folder / "table.md").read_text().count("\n") == 4
 
@@ -203,6 +206,6 @@ def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path):
     assert "2 of 2" in again.stdout and "round 2" not in again.stderr
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("journal.jsonl")} == journals
 
-    tiny_recipe.write_text(tiny_recipe.read_text().replace("units = 12", "units = 13"))
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("hidden_size = 12", "hidden_size = 13"))
     other = run_cli("sweep", "grid.toml")
-    assert other.code == 2 and "model.units is 12 there and 13 here" in other.stderr
+    assert other.code == 2 and "model.hidden_size is 12 there and 13 here" in other.stderr

@@ -36,7 +36,7 @@ def test_gaussian_noise_needs_its_cohort(run_cli):
     poisson = run_cli(*asked, *people, "--json").json
     fixed = run_cli(*asked, *people, "--sampling", "fixed", "--json").json
     assert poisson["epsilon"] < fixed["epsilon"] and poisson["rho"] is None
-    refused(run_cli(*asked, *people, "--sampling", "separated"), "--sampling = 'separated'")
+    refused(run_cli(*asked, *people, "--sampling", "spaced"), "--sampling = 'spaced'")
 
 
 def test_no_noise_is_no_privacy(run_cli):
@@ -53,8 +53,8 @@ def test_no_noise_is_no_privacy(run_cli):
         (("--rounds", 0), ("server.rounds = 0",)),
         (("--cohort", 10, "--population", 100), ("privacy.min_separation = 313", "at most 9")),
         (("--mechanism", "blt", "--buffers", 0), ("privacy.buffers = 0",)),
-        (("--clip", -1), ("privacy.clip = -1.0",)),
-        (("--noise-multiplier", -1), ("privacy.noise = -1.0",)),
+        (("--clip", -1), ("privacy.clip_norm = -1.0",)),
+        (("--noise-multiplier", -1), ("privacy.noise_multiplier = -1.0",)),
         (("--min-separation", -5), ("privacy.min_separation = -5",)),
         (("--sampling", "poisson"), ("privacy.mechanism = 'tree': expected gaussian",)),
     ],

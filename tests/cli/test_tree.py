@@ -9,7 +9,7 @@ from tests.conftest import call, write_tiny
 TREE = """
 [federation]
 levels = [0, 1]
-key = "last 0.5"
+personal_layers = "last 0.5"
 """
 WRITTEN = """
 [federation]
@@ -37,7 +37,12 @@ def train(folder, *changes, table=TREE):
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("tree-commands")
     write_tiny(made)
-    done = train(made, "federation.noise=0.5", "federation.clip=0.1", "federation.noise_seed=1")
+    done = train(
+        made,
+        "federation.noise_multiplier=0.5",
+        "federation.clip_norm=0.1",
+        "federation.noise_seed=1",
+    )
     assert done.code == 0, done.stderr
     (made / "summary.json").write_text(done.stdout)
     return made
@@ -90,16 +95,16 @@ def test_evaluate_gives_the_figures_of_the_run_again(folder):
         ("federation.level=[0]", TREE, ("[federation] has no setting 'level'", "'levels'")),
         ("federation.levels=[7]", TREE, ("federation.levels = [7]", "2 groups")),
         ("federation.levels=[0]", WRITTEN, ("expected either levels", "not both")),
-        ("federation.key=middle", TREE, ("federation.key = 'middle'", "last SHARE")),
+        ("federation.personal_layers=middle", TREE, ("personal_layers = 'middle'", "last SHARE")),
         ("federation.temperature=-1", TREE, ("federation.temperature = -1",)),
-        ("federation.noise=1", TREE, ("federation.clip = 0.0", "positive length")),
-        ("federation.clip=1", WRITTEN + CHILD, ("federation.clip = 1.0", "at leaves alone: a")),
+        ("federation.noise_multiplier=1", TREE, ("federation.clip_norm = 0.0", "positive length")),
+        ("federation.clip_norm=1", WRITTEN + CHILD, ("clip_norm = 1.0", "at leaves alone: a")),
         ("federation.optimizer=sgd", TREE, ("federation.optimizer = 'sgd'", "'fedavg'")),
         ("federation.moves=['x > y']", TREE, ("federation.moves", "no place 'x'")),
         ("federation.moves=['x']", TREE, ("expected 'place > parent'",)),
         ("federation.only=['nowhere']", TREE, ("federation.only", "'nowhere'")),
-        ("privacy.mechanism=gaussian", TREE, ("privacy.mechanism", "federation.pool = false")),
-        ("run.seed=0", WRITTEN + 'rat = 1\n', ("[federation.node] has no setting 'rat'", "'rate'")),
+        ("privacy.mechanism=gaussian", TREE, ("privacy.mechanism", "pool_clients = false")),
+        ("run.seed=0", WRITTEN + 'weigh = 1\n', ("[federation.node] has no setting", "'weight'")),
         ("run.seed=0", WRITTEN + 'parent = "b"\n', ("the parent 'b' of 'a' is not there",)),
         ("run.seed=0", WRITTEN.replace("north", "nort"), ("'nort'", "Did you mean 'north'?")),
         ("run.seed=0", "[federation]\nlevels = 3\n", ("federation.levels = 3",)),

@@ -3,10 +3,10 @@
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedlm.corpus.deal import deal
+from fedlm.corpus.shard import deal
 from fedlm.deploy.client_app import Worker
 from fedlm.deploy.policy import Policy
-from fedlm.engine.waiting import Presence, Seat
+from fedlm.engine.dispatch import Assignment, Presence
 
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
@@ -47,6 +47,6 @@ def workers(store, folder, names=("north", "south"), **more):
     made = {n: Worker(parts[n], more.get("policy", Policy()), name=n) for n in sorted(names)}
     first, seats = 0, []
     for name, worker in made.items():
-        seats.append(Seat(name, first, worker.clients, worker.text))
+        seats.append(Assignment(name, first, worker.clients, worker.text))
         first += worker.clients
     return made, tuple(seats), parts["server"]

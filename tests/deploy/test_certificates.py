@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from fedlm.core.errors import ConfigError
-from fedlm.deploy import certificates, doctor, home
+from fedlm.deploy import certificates, doctor, workspace
 
 
 def test_names_and_addresses_are_those_asked_for():
@@ -28,7 +28,7 @@ def test_a_name_that_is_none_is_refused():
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("home") / "fed"
-    return home.init(path, "fed", ["fed.example.org"], 9443, ["north", "south"])
+    return workspace.init(path, "fed", ["fed.example.org"], 9443, ["north", "south"])
 
 
 def test_a_kit_holds_what_its_node_needs(made):
@@ -57,12 +57,12 @@ def test_the_operator_reaches_the_server_from_its_own_machine(made):
 @pytest.mark.parametrize("nodes", [[], ["a", "a"], ["A"], ["../x"], ["-a"]])
 def test_names_of_nodes_are_checked(tmp_path, nodes):
     with pytest.raises(ConfigError, match="--nodes"):
-        home.init(tmp_path / "fed", "fed", ["localhost"], 9443, nodes)
+        workspace.init(tmp_path / "fed", "fed", ["localhost"], 9443, nodes)
 
 
 def test_a_folder_is_not_written_over(made):
     with pytest.raises(ConfigError, match="does not exist yet"):
-        home.init(made.path, "fed", ["localhost"], 9443, ["a"])
+        workspace.init(made.path, "fed", ["localhost"], 9443, ["a"])
 
 
 def test_the_doctor_finds_open_keys_and_wrong_names(made, tmp_path):

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from fedlm.corpus.deal import deal
+from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
-from fedlm.deploy import home
+from fedlm.deploy import workspace
 from fedlm.deploy.demo import demo
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.status import read_tallies
@@ -62,7 +62,9 @@ class Processes:
 
     def _home(self, name, nodes, **more):
         options = {"bind": "127.0.0.1", **more}
-        return home.init(self.folder / name, name, ["127.0.0.1"], free_port(), nodes, **options)
+        return workspace.init(
+            self.folder / name, name, ["127.0.0.1"], free_port(), nodes, **options
+        )
 
     def start(self, role):
         fed = str(self.homes["server"].path)

@@ -11,16 +11,16 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import Metadata
 
 from fedlm.core.errors import EngineError
-from fedlm.corpus.deal import deal
+from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
-from fedlm.deploy import certificates, doctor, home, server_app, status
+from fedlm.deploy import certificates, doctor, server_app, status, workspace
 from fedlm.deploy.client_app import Worker
-from fedlm.deploy.fleet import Fleet, Stale
-from fedlm.deploy.home import Kit
 from fedlm.deploy.node import serve
-from fedlm.deploy.operator import Operator
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
+from fedlm.deploy.superlink_client import Operator
+from fedlm.deploy.supernode import Fleet, Stale
+from fedlm.deploy.workspace import Kit
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
@@ -45,7 +45,7 @@ def place(tmp_path_factory):
     build(load(folder / "tiny.toml"), folder / "text", lambda stage, done: None)
     deal(Store(next((folder / "text").iterdir())), NODES, folder / "stores")
     port = free_port()
-    made = home.init(
+    made = workspace.init(
         folder / "fed", "fed", ["127.0.0.1"], port, NODES, bind="127.0.0.1", quorum=0.5
     )
     with children() as started:
@@ -55,7 +55,7 @@ def place(tmp_path_factory):
 
 
 @contextmanager
-def joined(folder: Path, made: home.Home, wrap=None):
+def joined(folder: Path, made: workspace.Home, wrap=None):
     """Both nodes at work, each in a thread: what they do is the same, and one import serves."""
     stop, threads = threading.Event(), []
     for name in NODES:
@@ -147,7 +147,7 @@ def test_nobody_runs_the_federation_without_its_key(place, tmp_path):
     _, made = place
     shutil.copytree(made.path, tmp_path / "fed", ignore=shutil.ignore_patterns("link.db*"))
     (tmp_path / "fed" / "server" / "control.key").write_text("0" * 64)
-    operator = Operator(home.Home(tmp_path / "fed"), patience=1.0)
+    operator = Operator(workspace.Home(tmp_path / "fed"), patience=1.0)
     with pytest.raises(EngineError, match="403"):
         operator.register()
     operator.close()

@@ -11,8 +11,8 @@ from fedlm.corpus.store import Store
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay_app import Relay
 from fedlm.deploy.server_app import Deployed
-from fedlm.engine.messages import Answer, tell
-from fedlm.engine.waiting import Patience
+from fedlm.engine.dispatch import Quorum
+from fedlm.engine.messages import TrainReply, tell
 from fedlm.federation.round import outgoing
 from fedlm.recipe.build import Experiment, build, resolve
 from fedlm.recipe.settings import load
@@ -62,11 +62,11 @@ def apart(a, b):
 CASES = {
     "sums": (),
     "lossy both ways": ("wire.upload=uniform-8", "wire.download=bfloat16"),
-    "leaves of their own": ("wire.train=member", "wire.share=0.5"),
+    "leaves of their own": ("wire.trainable=member", "wire.trainable_fraction=0.5"),
     "private": (
         "privacy.mechanism=gaussian",
-        "privacy.noise=1",
-        "privacy.clip=0.1",
+        "privacy.noise_multiplier=1",
+        "privacy.clip_norm=0.1",
         "server.sampling=poisson",
         "privacy.delta=0.01",
         "wire.upload=ternary-2.5",
@@ -107,7 +107,7 @@ def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_pat
     state = whole.init_node(whole.init_params())
     flat = round_of(deployed(whole, LocalPost(made), seats), state)
     below = LocalPost({n: made[n] for n in "bc"})
-    relay = Relay(tmp_path, below, ["b", "c"], Patience(), name="r", say=lambda text: None)
+    relay = Relay(tmp_path, below, ["b", "c"], Quorum(), name="r", say=lambda text: None)
     hello = relay.hello()
     above = (
         seats[0],
@@ -139,7 +139,7 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
     def nonsense(message):
         frames = (b"FLM1 and what not",)
         sums = ({n: 1.0 for n in ("weight", "nats", "tokens", "steps", "refused", "inside")},)
-        answer = Answer(round=1, members=(9, 15), frames=frames, sums=sums)
+        answer = TrainReply(round=1, members=(9, 15), frames=frames, sums=sums)
         return Message(tell(answer), reply_to=message)
 
     for what, post in {
@@ -147,7 +147,7 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
         "late": LocalPost(made, slow=["south"]),
         "garbage": LocalPost({**made, "south": nonsense}),
     }.items():
-        more = {"patience": Patience(quorum=0.5, deadline=0.3), "tell": tallies.append}
+        more = {"patience": Quorum(quorum=0.5, deadline=0.3), "tell": tallies.append}
         total = round_of(deployed(whole, post, seats, **more), state)
         assert "south" in getattr(tallies[-1], what) and tallies[-1].answered == ["north"]
         assert apart(total.delta, only.delta) == 0.0

@@ -8,7 +8,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import Metadata
 from flwr.proto.node_pb2 import Node
 
-from fedlm.deploy.link import CONTROL_HEADER, LARGEST_REQUEST, Guard
+from fedlm.deploy.superlink import CONTROL_HEADER, LARGEST_REQUEST, Guard
 
 KEY = {CONTROL_HEADER: "secret"}
 

@@ -8,15 +8,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlm.core.errors import WireError
 from fedlm.engine.messages import (
     SUMS,
-    Answer,
-    Question,
+    TrainReply,
+    TrainRequest,
     ask,
-    read_answer,
-    read_question,
+    read_reply,
+    read_request,
     tell,
 )
 
-QUESTION = Question(
+QUESTION = TrainRequest(
     recipe="[run]\nseed = 1",
     round=3,
     first=10,
@@ -30,34 +30,34 @@ QUESTION = Question(
 )
 SUM = dict.fromkeys(SUMS, 1.0)
 PLACES = replace(QUESTION, numbers=(43, 41), frames=(b"one", b"other"))
-ANSWER = Answer(round=3, members=(11, 13), frames=(b"one", b"two"), sums=(SUM, SUM))
+ANSWER = TrainReply(round=3, members=(11, 13), frames=(b"one", b"two"), sums=(SUM, SUM))
 
 
 @pytest.mark.parametrize("question", [QUESTION, PLACES])
 def test_a_question_arrives_as_it_was(question):
-    assert read_question(ask(question)) == question
+    assert read_request(ask(question)) == question
 
 
 def test_an_answer_arrives_as_it_was():
-    assert read_answer(tell(ANSWER), QUESTION) == ANSWER
+    assert read_reply(tell(ANSWER), QUESTION) == ANSWER
 
 
 def test_a_sum_needs_one_frame():
     question = replace(QUESTION, each=False)
     answer = replace(ANSWER, frames=(b"sum",), sums=(SUM,))
-    assert read_answer(tell(answer), question) == answer
+    assert read_reply(tell(answer), question) == answer
     with pytest.raises(WireError, match="exactly 1 frames"):
-        read_answer(tell(ANSWER), question)
+        read_reply(tell(ANSWER), question)
 
 
 def test_a_relay_may_speak_for_some_of_those_asked():
     answer = replace(ANSWER, members=(13,), frames=(b"two",), sums=(SUM,))
-    assert read_answer(tell(answer), QUESTION).members == (13,)
+    assert read_reply(tell(answer), QUESTION).members == (13,)
 
 
 def test_a_refusal_is_cut_and_cleaned():
-    answer = Answer(round=3, members=(), refusal="no\x1b[31m" + "x" * 5000)
-    read = read_answer(tell(answer), QUESTION)
+    answer = TrainReply(round=3, members=(), refusal="no\x1b[31m" + "x" * 5000)
+    read = read_reply(tell(answer), QUESTION)
     assert len(read.refusal) <= 1000 and "\x1b" not in read.refusal
 
 
@@ -76,7 +76,7 @@ def test_a_refusal_is_cut_and_cleaned():
 )
 def test_answers_to_something_else_are_refused(answer):
     with pytest.raises(WireError):
-        read_answer(tell(answer), QUESTION)
+        read_reply(tell(answer), QUESTION)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_answers_to_something_else_are_refused(answer):
 )
 def test_questions_out_of_range_are_refused(change):
     with pytest.raises(WireError):
-        read_question(ask(replace(QUESTION, **change)))
+        read_request(ask(replace(QUESTION, **change)))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_questions_out_of_range_are_refused(change):
 )
 def test_questions_to_places_out_of_range_are_refused(change):
     with pytest.raises(WireError):
-        read_question(ask(replace(PLACES, **change)))
+        read_request(ask(replace(PLACES, **change)))
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_questions_to_places_out_of_range_are_refused(change):
 )
 def test_a_digest_covers_all_of_a_question(change):
     assert replace(PLACES, **change).digest != PLACES.digest
-    assert read_question(ask(PLACES)).digest == PLACES.digest
+    assert read_request(ask(PLACES)).digest == PLACES.digest
 
 
 def test_a_frame_longer_than_any_can_be_is_refused():
     long = replace(ANSWER, frames=(b"one", b"x" * 11))
     with pytest.raises(WireError, match="more than 10 bytes"):
-        read_answer(tell(long), QUESTION)
+        read_reply(tell(long), QUESTION)
 
 
 def broken():
@@ -159,4 +159,4 @@ def broken():
 @pytest.mark.parametrize("records", list(broken()))
 def test_records_of_another_form_are_refused(records):
     with pytest.raises(WireError):
-        read_answer(records, QUESTION)
+        read_reply(records, QUESTION)

@@ -9,15 +9,15 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError
-from fedlm.corpus.deal import deal_parts
+from fedlm.corpus.shard import deal_parts
 from fedlm.corpus.store import Store
-from fedlm.deploy import seating
+from fedlm.deploy import registration
 from fedlm.deploy.client_app import Worker
 from fedlm.deploy.local import check_deployable
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay_app import Relay
 from fedlm.deploy.tree_app import DeployedTree
-from fedlm.engine.waiting import Patience
+from fedlm.engine.dispatch import Quorum
 from fedlm.federation.tree import backbone_of
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build, resolve
@@ -37,11 +37,11 @@ def place(name, parent=None, *groups):
     return f'[[federation.node]]\nname = "{name}"\n{above}groups = {json.dumps(groups)}\n'
 
 
-TREE = '\n[federation]\nkey = "last 0.5"\n' + place("world")
+TREE = '\n[federation]\npersonal_layers = "last 0.5"\n' + place("world")
 for side, towns in SIDES.items():
     TREE += place(side, "world") + "".join(place(f"the {t}", side, t) for t in towns)
 # Text above text, and one town far below.
-MIXED = '\n[federation]\nkey = "last 0.5"\n' + place("world", None, "town-3")
+MIXED = '\n[federation]\npersonal_layers = "last 0.5"\n' + place("world", None, "town-3")
 MIXED += place("a", "world", "town-0") + place("b", "a", "town-2") + place("c", "b", "town-1")
 SMALL = ("model.name=cifg", "server.rounds=3", "run.prompts=[]", "data.test_clients=0.5")
 
@@ -88,13 +88,15 @@ def relay(folder, name, nodes):
     post = LocalPost(nodes)
     path = folder / name
     path.mkdir(parents=True)
-    return Relay(path, post, sorted(nodes), Patience(), name=name, say=lambda text: None)
+    return Relay(path, post, sorted(nodes), Quorum(), name=name, say=lambda text: None)
 
 
 def networked(recipe, parts, nodes, post=None, **more):
     """The tree over what is there: nodes, relays, or both."""
     post = post or LocalPost(nodes)
-    seats = seating.seat_all(LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda text: None)
+    seats = registration.seat_all(
+        LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda text: None
+    )
     held = parts["server"]
     return DeployedTree(resolve(recipe, held), held, post=post, seats=seats, **more)
 
@@ -158,7 +160,7 @@ def test_the_mesh_engine_agrees(folder, store, parts, workers):
 
 def test_the_tree_may_be_that_of_the_relays(folder, parts, workers, tmp_path):
     over = networked(
-        recipe_of(folder, table='\n[federation]\nlevels = [0, 1]\nkey = "last 0.5"\n'),
+        recipe_of(folder, table='\n[federation]\nlevels = [0, 1]\npersonal_layers = "last 0.5"\n'),
         parts,
         relayed(tmp_path, workers),
     )
@@ -177,9 +179,9 @@ def same(a, b):
 
 
 def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
-    plain = ("federation.optimizer=fedavg", "federation.rate=1.0")
+    plain = ("federation.optimizer=fedavg", "federation.learning_rate=1.0")
     post, tallies = LocalPost(workers), []
-    more = {"patience": Patience(quorum=0.25, deadline=5.0), "tell": tallies.append}
+    more = {"patience": Quorum(quorum=0.25, deadline=5.0), "tell": tallies.append}
     over = networked(recipe_of(folder, *plain), parts, workers, post, **more)
     before, _ = rounds(over, 1)
     post.away |= {"town-0", "town-2", "town-1"}
@@ -203,7 +205,7 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
 
 def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, workers):
     """Asked together, so that a quorum is one of all nodes."""
-    post, patience = LocalPost(workers), Patience(quorum=0.5)
+    post, patience = LocalPost(workers), Quorum(quorum=0.5)
     recipe = recipe_of(folder, "federation.order=together", table=MIXED)
     over = networked(recipe, parts, workers, post, patience=patience)
     before, _ = rounds(over, 1)
@@ -291,9 +293,9 @@ def test_every_place_needs_held_out_text_at_the_server(folder, store, parts, wor
 @pytest.mark.parametrize(
     "change, words",
     [
-        ("federation.pool=false", "federation.pool = False.*relays"),
-        ("federation.weight=tokens", r"federation.weight = 'tokens'.*node\.share"),
-        ("federation.clip=1", "federation.clip = 1.0.*fedlm train"),
+        ("federation.pool_clients=false", "federation.pool_clients = False.*relays"),
+        ("federation.weight=tokens", r"federation.weight = 'tokens'.*node\.weight"),
+        ("federation.clip_norm=1", "federation.clip_norm = 1.0.*fedlm train"),
         ("federation.keep_optimizer=true", "federation.keep_optimizer = True.*fedlm train"),
         ("data.groups=['north']", "data.groups"),
     ],
@@ -310,7 +312,7 @@ def hello(**more):
     facts = ConfigRecord({**HELLO, **more})
     asked = Message(RecordDict(), 2, "query.fedlm")
     asked.metadata.__dict__["_message_id"] = "m"
-    return seating.read_hello("r", Message(RecordDict({"hello": facts}), reply_to=asked))
+    return registration.read_hello("r", Message(RecordDict({"hello": facts}), reply_to=asked))
 
 
 def test_a_relay_tells_the_nodes_below_it():
@@ -344,7 +346,9 @@ def test_a_relay_that_tells_nonsense_is_refused(told):
 
 def test_seats_are_kept_with_the_nodes_below(tmp_path, parts, workers):
     nodes = nested(tmp_path, workers)
-    seats = seating.seat_all(LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda t: None)
+    seats = registration.seat_all(
+        LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda t: None
+    )
     assert [p for p, _ in seats[0].leaves] == ["inner/town-1", "inner/town-2", "town-3"]
-    seating.keep(tmp_path / "seats.json", seats)
-    assert seating.kept(tmp_path / "seats.json") == seats
+    registration.keep(tmp_path / "seats.json", seats)
+    assert registration.kept(tmp_path / "seats.json") == seats

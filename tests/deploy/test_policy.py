@@ -4,14 +4,14 @@ import pytest
 
 from fedlm.core.errors import ConfigError
 from fedlm.deploy.policy import POLICY, Policy, Refusal, check, check_steps, load
-from fedlm.recipe.promise import plan_of, sampling_of
+from fedlm.recipe.privacy_plan import plan_of, sampling_of
 from fedlm.recipe.settings import parse
 
 PLAIN = parse({"server": {"cohort": 10}})
 PRIVATE = parse(
     {
         "server": {"cohort": 10, "rounds": 20, "sampling": "poisson"},
-        "privacy": {"mechanism": "gaussian", "noise": 4.0, "delta": 1e-4},
+        "privacy": {"mechanism": "gaussian", "noise_multiplier": 4.0, "delta": 1e-4},
     }
 )
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedlm.asked import load_params
 from fedlm.deploy.demo import demo, difference
 from fedlm.deploy.server_app import again
+from fedlm.inference import load_params
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
@@ -24,7 +24,12 @@ pytestmark = [
 SMALL = ("model.name=cifg", "server.rounds=2", "run.prompts=[]", "run.devices=1")
 # Members train leaves of their own, so that frames travel one by one, whole. The rate matters:
 # at the default of 0.5 loop and mesh end 1.6e-6 apart here, at 0.1 5e-8; why is not known.
-BY_MEMBER = ("wire.train=member", "wire.share=0.5", "server.cohort=9", "client.rate=0.1")
+BY_MEMBER = (
+    "wire.trainable=member",
+    "wire.trainable_fraction=0.5",
+    "server.cohort=9",
+    "client.learning_rate=0.1",
+)
 PLACE = '[[federation.node]]\nname = "{}"\n'
 TREE = (
     '\n[federation]\nkey = "last 0.5"\n'

@@ -10,7 +10,7 @@ from flwr.proto.runtime_pb2 import PushAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
 
 from fedlm.engine.fetching import assemble
-from fedlm.engine.messages import Question, ask, read_question
+from fedlm.engine.messages import TrainRequest, ask, read_request
 from fedlm.engine.sending import send
 from tests.deploy.local import TaskIdentity
 
@@ -44,7 +44,7 @@ class Grid:
 
 
 def message(node):
-    question = Question(
+    question = TrainRequest(
         recipe="",
         round=1,
         first=node,
@@ -63,7 +63,7 @@ def test_what_is_sent_arrives():
     grid = Grid()
     assert send(grid, message(77)) == grid.trees[0].object_id
     found = assemble(grid.trees[0], grid.objects.__getitem__, 2 * len(FRAME)).content
-    assert read_question(found) == read_question(message(77).content)
+    assert read_request(found) == read_request(message(77).content)
     assert max(grid.sizes) < len(FRAME) / 2  # in chunks
 
 

@@ -10,14 +10,14 @@ import pytest
 import scipy.stats
 
 from fedlm.core import tree
-from fedlm.core.types import Loss, Sampling, Shape, Update
+from fedlm.core.types import BatchSpec, Loss, Sampling, Update
 from fedlm.engine.loop import LoopEngine
-from fedlm.federation.algorithms import SERVER, server_optimizer
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.member import add_member, empty_total
-from fedlm.federation.method import Algorithm
+from fedlm.federation.optimizers import SERVER, server_optimizer
 from fedlm.federation.round import (
     UNRELEASED,
-    Chooser,
+    CohortSampler,
     _noise_key,
     canary,
     init_node,
@@ -79,7 +79,7 @@ def test_a_member_with_much_text_moves_the_mean_by_no_more_than_clip_over_cohort
     def rows_of(client):
         return np.full((rows if client == 0 else 1, 1), 5000 if client == 0 else 0, np.int32)
 
-    engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
+    engine = LoopEngine(chosen, rows_of, BatchSpec(batch_size=1, sequence_length=0), seed=0)
     ends = []
     for members in (np.arange(3), np.arange(1, 3)):
         state = init_node(chosen, {"w": jnp.float32(0.0)}, SECRET)
@@ -164,7 +164,7 @@ def test_cohorts_under_a_plan_follow_the_secret_and_not_the_seed():
     )
 
     def drawn(seed, secret):
-        choose = Chooser(chosen, seed, init_node(chosen, WIDE, secret))
+        choose = CohortSampler(chosen, seed, init_node(chosen, WIDE, secret))
         return [tuple(choose(r)) for r in range(3)]
 
     assert drawn(1, SECRET) == drawn(2, SECRET) != drawn(1, bytes(16))
@@ -224,13 +224,13 @@ def test_who_came_and_the_memory_of_the_noise_are_in_the_state():
     chosen = dataclasses.replace(algorithm(), sampling=plan.sampling, plan=plan)
     chosen = dataclasses.replace(chosen, noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)))
     state = init_node(chosen, WIDE, SECRET)
-    choose, total, met = Chooser(chosen, 0, state), sum_of(WIDE), []
+    choose, total, met = CohortSampler(chosen, 0, state), sum_of(WIDE), []
     for r in range(4):
         members = choose(r)
         met.append(members)
         state = server_half(chosen, state, total, members)
         # One who takes over here draws on as one who was there from the start.
-        assert Chooser(chosen, 0, state)(r + 1).tolist() == _next(choose, r + 1)
+        assert CohortSampler(chosen, 0, state)(r + 1).tolist() == _next(choose, r + 1)
     times = np.bincount(np.concatenate(met), minlength=plan.sampling.population)
     assert np.array_equal(np.asarray(state.history.times), times)
     assert len(jax.tree.leaves(state.noise_memory)) > 0

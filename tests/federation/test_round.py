@@ -6,10 +6,10 @@ import numpy as np
 import optax
 
 from fedlm.core import tree
-from fedlm.core.types import Loss, Sampling, Shape
+from fedlm.core.types import BatchSpec, Loss, Sampling
 from fedlm.engine.loop import LoopEngine
-from fedlm.federation.method import Algorithm
-from fedlm.federation.round import Chooser, init_node, server_half
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.round import CohortSampler, init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.server.step import plain
 from fedlm.wire.dense import dense
@@ -41,7 +41,7 @@ def rows_of(client):
 def one_round(weight):
     """One round of FedAvg over all three clients, in the order the engine shuffled them."""
     chosen = algorithm(weight, optax.sgd(1.0))
-    engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
+    engine = LoopEngine(chosen, rows_of, BatchSpec(batch_size=1, sequence_length=0), seed=0)
     state = init_node(chosen, {"w": jnp.float32(1.0)})
     cohort = engine.prepare(0, np.arange(3))
     order = [[float(b[0, 0]) for b in batches] for _, batches in cohort.batches]
@@ -64,7 +64,7 @@ def test_cohorts_follow_seed_and_round_and_nothing_else():
     state = init_node(chosen, {"w": jnp.float32(1.0)})
 
     def drawn(seed):
-        choose = Chooser(chosen, seed, state)
+        choose = CohortSampler(chosen, seed, state)
         return [tuple(choose(r)) for r in range(20)]
 
     assert drawn(4) == drawn(4) != drawn(5)
@@ -74,7 +74,7 @@ def test_cohorts_follow_seed_and_round_and_nothing_else():
 def test_what_survives_a_round_is_all_in_the_state():
     chosen = algorithm("uniform", optax.adam(0.1))
     state = init_node(chosen, {"w": jnp.float32(1.0)})
-    engine = LoopEngine(chosen, rows_of, Shape(batch=1, length=0), seed=0)
+    engine = LoopEngine(chosen, rows_of, BatchSpec(batch_size=1, sequence_length=0), seed=0)
     total = engine.gather(state.params, engine.prepare(0, np.arange(3)))
     once = server_half(chosen, state, total, np.arange(3))
     copied = jax.tree.map(lambda x: jnp.array(np.asarray(x)), once)

@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from fedlm.cohort.pack import batch_up
+from fedlm.cohort.packing import batch_up
 from fedlm.core import tree
 from fedlm.core.keys import key_for
-from fedlm.core.types import Loss, Sampling, Shape
+from fedlm.core.types import BatchSpec, Loss, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
-from fedlm.federation.algorithms import CLIENT, client_optimizer
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.optimizers import CLIENT, client_optimizer
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
@@ -26,7 +26,7 @@ from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 SIZES = (1, 9, 4, 30, 2, 17, 4, 5)
-SHAPE = Shape(batch=4, length=6)
+SHAPE = BatchSpec(batch_size=4, sequence_length=6)
 MEMBERS = np.arange(len(SIZES))
 
 
@@ -60,7 +60,9 @@ def private(**changes):
 
 def model(name="cifg"):
     return catalog.make(
-        name, catalog.Dimensions(vocab=30, embed=8, units=16, heads=2, kernel=3), key_for(0, "init")
+        name,
+        catalog.Dimensions(vocab=30, embedding_size=8, hidden_size=16, heads=2, kernel_size=3),
+        key_for(0, "init"),
     )
 
 
@@ -141,10 +143,12 @@ def test_mesh_equals_loop_for_every_architecture(name):
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(Shape(batch=4, length=6, epochs=3), id="epochs"),
-        pytest.param(Shape(batch=4, length=6, max_examples=5), id="examples"),
-        pytest.param(Shape(batch=4, length=6, epochs=2, max_steps=3), id="steps"),
-        pytest.param(Shape(batch=64, length=6), id="one batch", marks=pytest.mark.slow),
+        pytest.param(BatchSpec(batch_size=4, sequence_length=6, epochs=3), id="epochs"),
+        pytest.param(BatchSpec(batch_size=4, sequence_length=6, max_examples=5), id="examples"),
+        pytest.param(BatchSpec(batch_size=4, sequence_length=6, epochs=2, max_steps=3), id="steps"),
+        pytest.param(
+            BatchSpec(batch_size=64, sequence_length=6), id="one batch", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
@@ -229,8 +233,8 @@ def test_padding_is_inert():
     """Batches of eight hold the same rows as a batch of four filled up with PAD rows."""
     rows = rows_of(1)[:4]
     params = model()
-    small = batch_up(rows, Shape(batch=4, length=6), np.random.default_rng(0))[0]
-    large = batch_up(rows, Shape(batch=8, length=6), np.random.default_rng(0))[0]
+    small = batch_up(rows, BatchSpec(batch_size=4, sequence_length=6), np.random.default_rng(0))[0]
+    large = batch_up(rows, BatchSpec(batch_size=8, sequence_length=6), np.random.default_rng(0))[0]
     wide = np.pad(large, ((0, 0), (0, 5)))
     grads = [
         jax.jit(jax.grad(lambda p, t: catalog.loss(p, t).nats))(params, jnp.asarray(t, jnp.int32))

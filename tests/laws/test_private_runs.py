@@ -22,10 +22,15 @@ from tests.conftest import call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 
 # Eighteen training clients: two a round with at least three rounds of rest.
-SEPARATED = ("server.sampling=separated", "server.cohort=2", "privacy.min_separation=3")
-TREE = (*SEPARATED, "privacy.mechanism=tree", "privacy.noise=1.0", "privacy.clip=0.1")
-BLT = (*SEPARATED, "privacy.mechanism=blt", "privacy.noise=1.0", "privacy.clip=0.1")
-GAUSSIAN = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.clip=0.1")
+SEPARATED = ("server.sampling=spaced", "server.cohort=2", "privacy.min_separation=3")
+TREE = (
+    *SEPARATED,
+    "privacy.mechanism=tree",
+    "privacy.noise_multiplier=1.0",
+    "privacy.clip_norm=0.1",
+)
+BLT = (*SEPARATED, "privacy.mechanism=blt", "privacy.noise_multiplier=1.0", "privacy.clip_norm=0.1")
+GAUSSIAN = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.clip_norm=0.1")
 SEED = "privacy.seed=7"
 
 
@@ -103,7 +108,9 @@ def test_a_run_whose_plan_is_another_one_now_does_not_go_on(private, tmp_path):
     shutil.copytree(private / "one", cut)
     (cut / "summary.json").unlink()
     text = (cut / "journal.jsonl").read_text()
-    changed = text.replace('"noise_multiplier": 1.0', '"noise_multiplier": 1.001')
+    before = '"privacy": {"mechanism": "tree", "sampling"'
+    changed = text.replace(before, before.replace("tree", "blt"))
+    assert changed != text
     (cut / "journal.jsonl").write_text(changed)
     done = call(private, "train", cut / "recipe.toml", "--out", cut, "--resume")
     assert done.code == 2 and "begun with another privacy plan" in done.stderr
@@ -186,7 +193,7 @@ def test_the_report_states_the_claim(private):
         "is trusted",
         "at delta 1e-06",
         "<td>tree</td>",
-        "<td>separated</td>",
+        "<td>spaced</td>",
         "at least 3 rounds in between",
     ):
         assert words in page, words
@@ -209,10 +216,12 @@ def test_reveal_tells_everything(run_cli, tiny_recipe, tmp_path):
 @pytest.mark.slow
 def test_a_run_stops_before_it_would_pass_its_budget(run_cli, tiny_recipe, tmp_path):
     plan = build(
-        load(tiny_recipe, (*GAUSSIAN, "privacy.noise=1.0")), tmp_path / "s", lambda *a: None
+        load(tiny_recipe, (*GAUSSIAN, "privacy.noise_multiplier=1.0")),
+        tmp_path / "s",
+        lambda *a: None,
     ).plan
     budget = (spent(plan, 3).epsilon + spent(plan, 4).epsilon) / 2
-    settings = changes(*GAUSSIAN, "privacy.noise=1.0", f"privacy.epsilon={budget}")
+    settings = changes(*GAUSSIAN, "privacy.noise_multiplier=1.0", f"privacy.epsilon={budget}")
     done = run_cli("train", tiny_recipe, *settings, "--out", "run", "--json")
     assert done.code == 0, done.stderr
     assert "The privacy budget ends here: round 4 of 6 would pass epsilon" in done.stderr
@@ -226,7 +235,7 @@ def test_a_run_stops_before_it_would_pass_its_budget(run_cli, tiny_recipe, tmp_p
 
 @pytest.mark.slow
 def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
-    wanted = changes(*TREE[:-2], "privacy.clip=0.1", "privacy.epsilon=20")
+    wanted = changes(*TREE[:-2], "privacy.clip_norm=0.1", "privacy.epsilon=20")
     done = run_cli("train", tiny_recipe, *wanted, "--out", "run", "--json")
     assert done.code == 0, done.stderr
     assert 19.9 < done.json["epsilon"] <= 20 and done.json["rounds"] == 6
@@ -237,7 +246,11 @@ def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
 
 @pytest.mark.slow
 def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path):
-    adaptive = ("privacy.clip_quantile=0.5", "privacy.clip_noise=2.0", "privacy.noise=1.0")
+    adaptive = (
+        "privacy.clip_quantile=0.5",
+        "privacy.clip_noise=2.0",
+        "privacy.noise_multiplier=1.0",
+    )
     done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")
     assert done.code == 0, done.stderr
     rounds = facts_of(tmp_path / "run").rounds

@@ -12,8 +12,8 @@ from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
-from fedlm.federation.algorithms import client_optimizer, server_optimizer
-from fedlm.federation.method import update_like
+from fedlm.federation.algorithm import update_like
+from fedlm.federation.optimizers import client_optimizer, server_optimizer
 from fedlm.federation.round import init_node, kept_of, outgoing, server_half
 from fedlm.local import methods
 from fedlm.local.train import ALL, WEIGHTS, local_training

@@ -5,9 +5,9 @@ import json
 import pytest
 
 SETTINGS = {
-    "member": ("wire.train=member", "wire.share=0.4", "wire.upload=uniform-8"),
+    "member": ("wire.trainable=member", "wire.trainable_fraction=0.4", "wire.upload=uniform-8"),
     "feedback": ("wire.upload=topk-0.1", "wire.error_feedback=true"),
-    "scaffold": ("client.method=scaffold", "client.rate=0.1", "server.optimizer=fedavg"),
+    "scaffold": ("client.method=scaffold", "client.learning_rate=0.1", "server.optimizer=fedavg"),
 }
 
 
@@ -34,11 +34,22 @@ def test_a_run_that_was_cut_short_ends_the_same(run_cli, tiny_recipe, tmp_path, 
 
 @pytest.mark.slow
 def test_a_codec_under_a_plan_keeps_the_bound_and_the_bytes(run_cli, tiny_recipe, tmp_path):
-    private = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noise=1")
+    private = (
+        "server.sampling=poisson",
+        "privacy.mechanism=gaussian",
+        "privacy.noise_multiplier=1",
+    )
     told = run_cli(
         "train",
         tiny_recipe,
-        *changes((*private, "wire.upload=uniform-4", "wire.train=fixed", "wire.share=0.5")),
+        *changes(
+            (
+                *private,
+                "wire.upload=uniform-4",
+                "wire.trainable=fixed",
+                "wire.trainable_fraction=0.5",
+            )
+        ),
         *("--out", "private", "--json"),
     ).json
     plain = run_cli("train", tiny_recipe, "--out", "plain", "--json").json
@@ -52,7 +63,12 @@ def test_a_codec_under_a_plan_keeps_the_bound_and_the_bytes(run_cli, tiny_recipe
 def test_pretraining_resumes_and_starts_a_federation(run_cli, tiny_recipe, tmp_path):
     """The optimiser's state survives: stopped and resumed, pretraining ends the same."""
     asked = changes(
-        ("client.optimizer=adam", "client.rate=0.01", "client.max_steps=3", "data.groups=['north']")
+        (
+            "client.optimizer=adam",
+            "client.learning_rate=0.01",
+            "client.max_steps=3",
+            "data.groups=['north']",
+        )
     )
     whole = run_cli("pretrain", tiny_recipe, *asked, "--out", "public", "--json").json
     assert whole["upload_bytes"] == whole["download_bytes"] == 0
@@ -72,7 +88,7 @@ def test_pretraining_resumes_and_starts_a_federation(run_cli, tiny_recipe, tmp_p
 def test_pretraining_refuses_what_is_for_federations(run_cli, tiny_recipe):
     for one, two, words in (
         ("wire.upload=uniform-8", "client.max_steps=3", "no [privacy], no [wire]"),
-        ("client.batch=4", "client.batch=4", "client.max_steps = None"),
+        ("client.batch_size=4", "client.batch_size=4", "client.max_steps = None"),
         ("data.groups=['east']", "client.max_steps=3", "data.groups = ['east']"),
     ):
         refused = run_cli("pretrain", tiny_recipe, *changes((one, two)))

@@ -20,24 +20,28 @@ from tests.conftest import write_tiny
 TREE = """
 [federation]
 levels = [0, 1]
-key = "last 0.5"
+personal_layers = "last 0.5"
 """
 SMALL = ("model.name=cifg", "server.rounds=3", "run.prompts=[]")
-FLAT = ("federation.pool=false", "federation.optimizer=fedavg", "federation.rate=1.0")
+FLAT = (
+    "federation.pool_clients=false",
+    "federation.optimizer=fedavg",
+    "federation.learning_rate=1.0",
+)
 BARE = "\n[federation]\n"
-HIDDEN = ("federation.noise=0.5", "federation.clip=0.01", "federation.noise_seed=3")
-KEPT = ("client.optimizer=adam", "client.rate=0.01", "federation.keep_optimizer=true")
+HIDDEN = ("federation.noise_multiplier=0.5", "federation.clip_norm=0.01", "federation.noise_seed=3")
+KEPT = ("client.optimizer=adam", "client.learning_rate=0.01", "federation.keep_optimizer=true")
 PLAN = (
     "privacy.mechanism=gaussian",
-    "privacy.noise=1.0",
-    "privacy.clip=0.1",
+    "privacy.noise_multiplier=1.0",
+    "privacy.clip_norm=0.1",
     "privacy.seed=1",
     "privacy.delta=1e-3",
     "server.sampling=poisson",
 )
 ONE_BRANCH = """
 [federation]
-key = "last 0.5"
+personal_layers = "last 0.5"
 [[federation.node]]
 name = "world"
 [[federation.node]]
@@ -50,7 +54,7 @@ groups = ["*"]
 """
 MIXED = """
 [federation]
-key = "last 0.5"
+personal_layers = "last 0.5"
 [[federation.node]]
 name = "world"
 groups = ["north"]
@@ -58,7 +62,7 @@ groups = ["north"]
 name = "south side"
 parent = "world"
 groups = ["south"]
-rate = 0.5
+learning_rate = 0.5
 optimizer = "fedavg"
 """
 
@@ -73,7 +77,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experiment(folder):
-    """`experiment("federation.every=2")`: a tree over the tiny store, with changes."""
+    """`experiment("federation.sync_every=2")`: a tree over the tiny store, with changes."""
     text = (folder / "tiny.toml").read_text()
 
     def make(*changes, table=TREE):
@@ -86,7 +90,7 @@ def experiment(folder):
 
 @pytest.fixture(scope="module")
 def tree_of(experiment):
-    """`tree_of("federation.every=2")`: the experiment, its state after two rounds, its facts."""
+    """`tree_of("federation.sync_every=2")`: the experiment, state and facts after two rounds."""
     made = {}
 
     def run_once(*changes, table=TREE):
@@ -147,7 +151,7 @@ def test_a_tree_with_one_branch_is_flat_at_any_temperature(experiment, flat, tem
 @pytest.mark.slow
 def test_a_tree_of_leaves_with_no_key_layers_is_federated_averaging(experiment):
     """By hand: every leaf's text from the same parameters, and the mean of what they became."""
-    made = experiment("federation.levels=[1]", "federation.key=none", *FLAT[1:])
+    made = experiment("federation.levels=[1]", "federation.personal_layers=none", *FLAT[1:])
     state, told = rounds(made, 1)
     params, engine = made.init_params(), made.engine
     members = np.asarray([made.rules.clients + n for n in made.topology.with_text])
@@ -169,14 +173,14 @@ def test_key_layers_are_personal_at_temperature_zero_and_do_not_travel(tree_of):
     _, _, own = tree_of("federation.temperature=0")
     _, _, shared = tree_of()
     assert 0 < own[-1]["upload_bytes"] < shared[-1]["upload_bytes"] and not own[-1]["routes"]
-    made, state, alone = tree_of("federation.temperature=0", "federation.key=all")
+    made, state, alone = tree_of("federation.temperature=0", "federation.personal_layers=all")
     assert alone[-1]["upload_bytes"] == alone[-1]["download_bytes"] == 0
     leaves = [state.nodes[n].params.embedding for n in made.topology.with_text]
     assert len({np.asarray(leaf).tobytes() for leaf in leaves}) == len(leaves)
 
 
 def test_a_federation_that_reports_every_other_round_moves_the_root_only_then(experiment):
-    made = experiment("federation.every=2", "federation.key=none")
+    made = experiment("federation.sync_every=2", "federation.personal_layers=none")
     state, seen = made.init_node(made.init_params()), []
     for r in range(4):
         state, _, _ = made.turn(r, state)
@@ -209,7 +213,7 @@ def test_residuals_wait_at_the_root_and_go_to_another_subtree(tree_of):
 
 
 def test_nothing_but_clipped_and_noisy_changes_leaves_a_leaf(experiment):
-    made = experiment(*HIDDEN, "federation.levels=[1]", "federation.key=none")
+    made = experiment(*HIDDEN, "federation.levels=[1]", "federation.personal_layers=none")
     (state, _), (again, _) = rounds(made, 1), rounds(made, 1)
     assert eqx.tree_equal(state, again)
     before = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(made.init_params())])
@@ -242,7 +246,12 @@ def test_users_of_a_leaf_are_protected_by_a_plan(tree_of):
 @pytest.mark.slow
 def test_an_optimizer_that_is_kept_goes_on_where_it_stopped(tree_of):
     """One step a round: a memory that is kept makes two rounds of one member two steps of Adam."""
-    alone = ("federation.key=all", "federation.temperature=0", "client.max_steps=1", *KEPT)
+    alone = (
+        "federation.personal_layers=all",
+        "federation.temperature=0",
+        "client.max_steps=1",
+        *KEPT,
+    )
     made, state, _ = tree_of(*alone)
     leaf = made.topology.with_text[0]
     counts = [x for x in jax.tree.leaves(state.nodes[leaf].local) if np.ndim(x) == 0]
@@ -276,10 +285,12 @@ def told_by(run):
     "changes",
     [
         pytest.param(
-            ("federation.every=2", "federation.temperature=inf", *KEPT, *HIDDEN), id="nodes"
+            ("federation.sync_every=2", "federation.temperature=inf", *KEPT, *HIDDEN), id="nodes"
         ),
         pytest.param(
-            ("federation.pool=false", "federation.resident=2"), id="clients", marks=pytest.mark.slow
+            ("federation.pool_clients=false", "federation.resident=2"),
+            id="clients",
+            marks=pytest.mark.slow,
         ),
     ],
 )

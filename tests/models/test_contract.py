@@ -15,7 +15,9 @@ from fedlm.models import catalog
 from fedlm.models.loss import plain_cross_entropy
 from fedlm.record.checkpoint import from_bytes, to_bytes
 
-SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
+SIZE = catalog.Dimensions(
+    vocab=31, embedding_size=16, hidden_size=40, layers=2, heads=4, kernel_size=5
+)
 ALL = [
     *((name, SIZE) for name in catalog.ARCHITECTURES),
     *(
@@ -62,8 +64,8 @@ def rows(batch=3, width=10, seed=0):
 def test_shapes_and_type(name, size):
     model = fresh(name, size)
     features = jax.jit(lambda t: model.features(t))(rows())
-    assert features.shape == (3, 10, size.embed)
-    assert model.readout.shape == (size.vocab, size.embed)
+    assert features.shape == (3, 10, size.embedding_size)
+    assert model.readout.shape == (size.vocab, size.embedding_size)
     assert {leaf.dtype for leaf in jax.tree.leaves((model, features))} == {jnp.dtype("float32")}
 
 

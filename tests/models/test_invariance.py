@@ -13,7 +13,9 @@ from fedlm.core.keys import key_for
 from fedlm.models import catalog
 from fedlm.models.layers import relu_weights
 
-SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
+SIZE = catalog.Dimensions(
+    vocab=31, embedding_size=16, hidden_size=40, layers=2, heads=4, kernel_size=5
+)
 INVARIANT = sorted(name for name in catalog.ARCHITECTURES if "si" in name.split("-"))
 EACH = [
     pytest.param(name, marks=pytest.mark.slow if name == "si-conformer" else [])  # to compile

@@ -157,7 +157,7 @@ def test_an_all_negative_gate_gives_no_nan():
 
 
 def test_the_published_size_of_the_benchmark_model():
-    size = catalog.Dimensions(vocab=10_000, embed=96, units=670)
+    size = catalog.Dimensions(vocab=10_000, embedding_size=96, hidden_size=670)
     assert catalog.count("si-cifg", size) == catalog.count("cifg", size) == 1_412_250
 
 

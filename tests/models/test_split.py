@@ -7,7 +7,9 @@ from fedlm.core.errors import ConfigError
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
 
-SIZE = catalog.Dimensions(vocab=20, embed=8, units=8, layers=10, heads=2, kernel=3)
+SIZE = catalog.Dimensions(
+    vocab=20, embedding_size=8, hidden_size=8, layers=10, heads=2, kernel_size=3
+)
 
 
 def split(rule, architecture="mpt"):
@@ -49,5 +51,5 @@ def test_all_is_all_and_none_is_none_of_every_architecture(architecture):
     "rule", ["", "last", "last 2", "last x", "lst 0.3", "kv + head", "nothing.*"]
 )
 def test_a_rule_that_is_none_is_refused(rule):
-    with pytest.raises(ConfigError, match=r"federation\.key"):
+    with pytest.raises(ConfigError, match=r"federation\.personal_layers"):
         split(rule)

@@ -11,7 +11,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.strategy import strategy_for
 
 ROUNDS = 8
-APART = Sampling(law="separated", population=60, cohort=10, min_separation=2)
+APART = Sampling(law="spaced", population=60, cohort=10, min_separation=2)
 POISSON = Sampling(law="poisson", population=1000, cohort=10)
 FIXED = dataclasses.replace(POISSON, law="fixed")
 

@@ -24,7 +24,7 @@ RELATION = dp_accounting.NeighboringRelation
 
 def separated(rounds, apart, most=0):
     return Sampling(
-        law="separated",
+        law="spaced",
         population=max(apart + 1, rounds),
         cohort=1,
         min_separation=apart,

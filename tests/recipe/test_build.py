@@ -10,7 +10,7 @@ from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
-from fedlm.federation.round import Chooser
+from fedlm.federation.round import CohortSampler
 from fedlm.recipe.build import build, store_settings
 from fedlm.recipe.settings import dump, load, parse
 
@@ -28,7 +28,7 @@ def quiet(stage, done):
 def cohorts(experiment, rounds):
     """The members of the first rounds."""
     state = experiment.init_node(experiment.init_params())
-    choose = Chooser(experiment.algorithm, experiment.recipe.run.seed, state)
+    choose = CohortSampler(experiment.algorithm, experiment.recipe.run.seed, state)
     return [choose(r).tolist() for r in range(rounds)]
 
 
@@ -42,7 +42,9 @@ def with_store(folder, store, **data):
     """A recipe that names a store in place of a text."""
     lines = [f"{name} = {json.dumps(value)}" for name, value in data.items()]
     recipe = folder / "stored.toml"
-    server = "[server]\ncohort = 4\n[run]\ndevices = 2\n[model]\nembed = 8\nunits = 12\n"
+    server = (
+        "[server]\ncohort = 4\n[run]\ndevices = 2\n[model]\nembedding_size = 8\nhidden_size = 12\n"
+    )
     recipe.write_text("\n".join(["[data]", f"store = '{store}'", *lines, server]))
     return build(load(recipe), folder / "unused", quiet)
 
@@ -133,7 +135,7 @@ def test_a_missing_text_is_refused(tmp_path):
 
 def test_settings_arrive_where_they_are_used(made):
     found = made(
-        "client.batch=3",
+        "client.batch_size=3",
         "client.epochs=2",
         "client.max_examples=5",
         "client.max_steps=4",
@@ -142,7 +144,7 @@ def test_settings_arrive_where_they_are_used(made):
         "data.layout=windows",
     )
     shape = found.shape
-    assert (shape.batch, shape.epochs, shape.max_examples, shape.max_steps) == (3, 2, 5, 4)
+    assert (shape.batch_size, shape.epochs, shape.max_examples, shape.max_steps) == (3, 2, 5, 4)
     assert found.algorithm.sampling.law == "poisson"
     assert isinstance(found.engine, LoopEngine) and found.engine.shape == shape
     assert isinstance(made().engine, MeshEngine)

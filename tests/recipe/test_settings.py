@@ -37,9 +37,10 @@ def refusal(tables):
     [
         ({"clients": {}}, "there is no table [clients]. Did you mean 'client'?"),
         ({"zzz": 3}, "there is no table [zzz]. Known: data, model, "),
-        ({"client": {"rates": 1.0}}, "[client] has no setting 'rates'. Did you mean 'rate'?"),
+        ({"client": {"epoch": 1}}, "[client] has no setting 'epoch'. Did you mean 'epochs'?"),
+        ({"client": {"rate": 1.0}}, "[client] rate is now called 'learning_rate'."),
         ({"server": {"round": 5}}, "[server] has no setting 'round'. Did you mean 'rounds'?"),
-        ({"model": {"qqq": 5}}, "[model] has no setting 'qqq'. Known: name, init_from, embed, "),
+        ({"model": {"qqq": 5}}, "[model] has no setting 'qqq'. Known: name, init_from, "),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
@@ -49,13 +50,13 @@ def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
 @pytest.mark.parametrize(
     "table, name, value, wanted",
     [
-        ("client", "rate", 0.0, "greater than 0"),
-        ("client", "rate", float("inf"), "a finite number"),
-        ("client", "rate", float("nan"), "a finite number"),
+        ("client", "learning_rate", 0.0, "greater than 0"),
+        ("client", "learning_rate", float("inf"), "a finite number"),
+        ("client", "learning_rate", float("nan"), "a finite number"),
         ("client", "momentum", 1.0, "less than 1"),
-        ("client", "batch", 0, "greater than or equal to 1"),
+        ("client", "batch_size", 0, "greater than or equal to 1"),
         ("client", "max_steps", 0, "greater than or equal to 1"),
-        ("client", "clip", -1.0, "greater than or equal to 0"),
+        ("client", "gradient_clip_norm", -1.0, "greater than or equal to 0"),
         ("server", "cohort", -3, "greater than or equal to 1"),
         ("data", "vocabulary", 4, "greater than or equal to 5"),
         ("data", "validation", 1.0, "less than 1"),
@@ -65,8 +66,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
         ("server", "rounds", 2.5, "integer"),
         ("server", "rounds", "many", "integer"),
         ("server", "rounds", True, "integer"),
-        ("client", "rate", "fast", "number"),
-        ("client", "rate", True, "number"),
+        ("client", "learning_rate", "fast", "number"),
+        ("client", "learning_rate", True, "number"),
         ("data", "lowercase", 1, "boolean"),
         ("data", "source", 3, "string"),
     ],
@@ -101,7 +102,7 @@ def test_what_is_not_a_table_and_what_is_in_a_list_is_named():
 
 @pytest.mark.parametrize("value", [1, 0.25])
 def test_a_whole_number_is_taken_for_a_rate(value):
-    rate = parse({"client": {"rate": value}}).client.rate
+    rate = parse({"client": {"learning_rate": value}}).client.learning_rate
     assert rate == value and type(rate) is float
 
 
@@ -109,8 +110,8 @@ def test_a_whole_number_is_taken_for_a_rate(value):
     "change, found",
     [
         ("server.rounds=50", 50),
-        ("client.rate = 2", 2.0),
-        ("client.rate=1e-3", 0.001),
+        ("client.learning_rate = 2", 2.0),
+        ("client.learning_rate=1e-3", 0.001),
         ("model.name=lstm", "lstm"),
         ("model.name='lstm'", "lstm"),
         ('data.source="a b"', "a b"),

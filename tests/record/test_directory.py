@@ -8,11 +8,13 @@ from fedlm.core.errors import RecordError
 from fedlm.recipe.settings import dump, parse
 from fedlm.record.directory import RunDirectory, difference, free_path, newest_path
 
-RECIPE = dump(parse({"client": {"rate": 0.5}, "run": {"prompts": ["the cat"]}}))
+RECIPE = dump(parse({"client": {"learning_rate": 0.5}, "run": {"prompts": ["the cat"]}}))
 
 
 def changed(**tables):
-    return dump(parse({"client": {"rate": 0.5}, "run": {"prompts": ["the cat"]}, **tables}))
+    return dump(
+        parse({"client": {"learning_rate": 0.5}, "run": {"prompts": ["the cat"]}, **tables})
+    )
 
 
 @pytest.fixture
@@ -50,7 +52,10 @@ def test_the_same_recipe_goes_on_only_when_asked_to(claimed):
 @pytest.mark.parametrize(
     "tables, words",
     [
-        ({"client": {"rate": 0.25}}, r"client\.rate is 0\.5 there and 0\.25 here"),
+        (
+            {"client": {"learning_rate": 0.25}},
+            r"client\.learning_rate is 0\.5 there and 0\.25 here",
+        ),
         ({"run": {"seed": 1}}, r"run\.prompts is \['the cat'\] there and \[\] here"),
         ({"server": {"rounds": 7}}, r"server\.rounds is 100 there and 7 here"),
         ({"data": {"source": "x"}}, r"data\.source is None there and 'x' here"),
@@ -63,8 +68,8 @@ def test_another_recipe_is_refused_by_the_first_setting(claimed, tables, words, 
 
 
 def test_the_difference_is_found_across_tables():
-    there, here = tomllib.loads(RECIPE), tomllib.loads(changed(model={"units": 3}))
-    assert difference(there, here) == "model.units is None there and 3 here"
+    there, here = tomllib.loads(RECIPE), tomllib.loads(changed(model={"hidden_size": 3}))
+    assert difference(there, here) == "model.hidden_size is None there and 3 here"
     assert difference(there, there) == "no setting differs"
     assert difference({}, {"a": {"b": 1}}) == "a.b is None there and 1 here"
 

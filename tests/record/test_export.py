@@ -10,7 +10,9 @@ from fedlm.core.keys import key_for
 from fedlm.models import catalog
 from fedlm.record.export import to_onnx
 
-SIZE = catalog.Dimensions(vocab=31, embed=16, units=40, layers=2, heads=4, kernel=5)
+SIZE = catalog.Dimensions(
+    vocab=31, embedding_size=16, hidden_size=40, layers=2, heads=4, kernel_size=5
+)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -53,7 +55,7 @@ def test_a_run_can_start_from_another(trained, tmp_path, run_cli):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ("model.units=13", "this recipe wants float32[39"),
+        ("model.hidden_size=13", "this recipe wants float32[39"),
         ("model.layers=2", "lacks leaf 'layers.1.bias'"),
         ("data.vocabulary=16", "its tokenizer is not that of the store"),
     ],
@@ -74,5 +76,7 @@ def test_starting_from_nothing_is_refused(trained, tmp_path, run_cli):
 
 def test_named_leaves_are_the_names_in_the_file(trained):
     arrays = load_file(trained / "runs" / "tiny" / "model.safetensors")
-    shapes = catalog.shapes("si-cifg", catalog.Dimensions(vocab=17, embed=8, units=12))
+    shapes = catalog.shapes(
+        "si-cifg", catalog.Dimensions(vocab=17, embedding_size=8, hidden_size=12)
+    )
     assert sorted(arrays) == sorted(tree.named_leaves(shapes))

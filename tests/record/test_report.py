@@ -9,7 +9,7 @@ from fedlm.core.errors import RecordError
 from fedlm.record import report
 from fedlm.record.journal import Journal
 
-RECIPE = {"model": {"name": "si-cifg"}, "client": {"rate": 0.5}}
+RECIPE = {"model": {"name": "si-cifg"}, "client": {"learning_rate": 0.5}}
 
 
 def write(folder, rounds=4, final=True, **header):
@@ -50,7 +50,7 @@ def test_a_real_run_is_told_by_its_journal_alone(trained, tmp_path):
     assert without_ids(page) == without_ids((run / "report.html").read_text(encoding="utf-8"))
     for words in ("Beside what counting reaches", "trigram", "by group, level 2", "the cat"):
         assert words in page
-    assert "<td>model.units</td><td>12</td>" in page
+    assert "<td>model.hidden_size</td><td>12</td>" in page
 
 
 def test_one_run_has_its_table_curves_and_way_to_repeat(tmp_path):
@@ -65,11 +65,11 @@ def test_one_run_has_its_table_curves_and_way_to_repeat(tmp_path):
 
 
 def test_several_runs_are_compared(tmp_path):
-    other = {**RECIPE, "client": {"rate": 0.25}}
+    other = {**RECIPE, "client": {"learning_rate": 0.25}}
     runs = write(tmp_path / "one"), write(tmp_path / "two", recipe=other)
     page = body(page_of(*runs))
     assert "2 runs compared" in page and "Where the recipes differ" in page
-    assert "<th>run</th><th>client.rate</th></tr>" in page  # and nothing else differs
+    assert "<th>run</th><th>client.learning_rate</th></tr>" in page  # and nothing else differs
     assert "<td>two</td><td>0.25</td>" in page
     assert page.count("Plotly.newPlot") == 5
     assert all(page.count(f'"name":"{name}"') == 5 for name in ("one", "two"))

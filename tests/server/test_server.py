@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from fedlm.core.types import Total
-from fedlm.federation.algorithms import SERVER, schedule, server_optimizer
+from fedlm.federation.optimizers import SERVER, schedule, server_optimizer
 from fedlm.server.aggregate import mean
 from fedlm.server.step import plain
 

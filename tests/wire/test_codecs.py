@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, WireError
+from fedlm.wire.bitwise import seed_of, words
 from fedlm.wire.catalog import CODECS as NAMES
 from fedlm.wire.catalog import codec as by_name
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import bfloat16, dense
 from fedlm.wire.entropy import deflated
-from fedlm.wire.exact import seed_of, words
 from fedlm.wire.quantize import uniform
-from fedlm.wire.rotate import drive, hadamard
-from fedlm.wire.sparse import kept, topk
+from fedlm.wire.rotation import drive, hadamard
 from fedlm.wire.ternary import ternary
+from fedlm.wire.top_k import kept, topk
 from tests.wire.cases import BY_NAME, CODECS, all_codecs, filled, length, lossy, same_bits, update
 
 RANDOM = [c for c in CODECS if c.name.startswith(("uniform", "ternary", "drive"))]
@@ -276,7 +276,7 @@ def test_every_name_makes_a_codec_and_is_tested():
         ("ternary", {"clip": 0}, "wire.clip"),
         ("drive", {"block": 100}, "a power of two"),
         ("drive", {"scale": "best"}, "wire.scale"),
-        ("topk", {"share": 0}, "wire.share"),
+        ("topk", {"share": 0}, "wire.trainable_fraction"),
         ("topk", {"values": "int8"}, "wire.values"),
     ],
 )

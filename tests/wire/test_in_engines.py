@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from fedlm.core.types import Loss, Sampling, Shape
+from fedlm.core.types import BatchSpec, Loss, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
-from fedlm.federation.algorithms import client_optimizer
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.optimizers import client_optimizer
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.server.step import plain
 from fedlm.wire.dense import dense
@@ -52,7 +52,8 @@ def test_mesh_equals_loop(codec):
     )
     params = {"table": jnp.zeros((20, 20)), "bias": jnp.zeros(20)}
     loop, mesh = (
-        E(algorithm, rows_of, Shape(batch=4, length=6), 7) for E in (LoopEngine, MeshEngine)
+        E(algorithm, rows_of, BatchSpec(batch_size=4, sequence_length=6), 7)
+        for E in (LoopEngine, MeshEngine)
     )
     slow = loop.gather(params, loop.prepare(3, MEMBERS)).delta
     fast = mesh.gather(params, mesh.prepare(3, MEMBERS)).delta

@@ -8,11 +8,11 @@ import pytest
 from jax.extend.random import threefry_2x32
 from scipy import stats
 
-from fedlm.wire.exact import words
+from fedlm.wire.bitwise import words
 from fedlm.wire.quantize import uniform
-from fedlm.wire.rotate import drive
-from fedlm.wire.sparse import topk
+from fedlm.wire.rotation import drive
 from fedlm.wire.ternary import ternary
+from fedlm.wire.top_k import topk
 
 DRAWS = 3000
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.asked import load_params
+from fedlm.cli.console import AsJson, emit, show, talk
 from fedlm.cli.devices import use_devices
 from fedlm.cli.federation import needs_flower
-from fedlm.cli.say import AsJson, emit, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params
+from fedlm.inference import load_params
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import Experiment, build
 from fedlm.recipe.settings import Recipe, load

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from tokenizers import Tokenizer
 
-from fedlm.asked import load_params
-from fedlm.cli.say import AsJson, emit, out, talk
+from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.inference import load_params
 from fedlm.models import catalog
 from fedlm.recipe.settings import load
 from fedlm.record.checkpoint import write_atomically
@@ -48,7 +48,9 @@ def export(
         vocabulary = Tokenizer.from_file(str(directory.tokenizer)).get_vocab_size()
         params = load_params(recipe.model, vocabulary, directory.weights)
         with talk.status("converting"):
-            write_onnx(lambda tokens: catalog.logits(params, tokens), recipe.data.length, file)
+            write_onnx(
+                lambda tokens: catalog.logits(params, tokens), recipe.data.sequence_length, file
+            )
     write_atomically(target / "tokenizer.json", directory.tokenizer.read_bytes())
     if as_json:
         emit(

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from fedlm.cli.console import AsJson, Changes, OutPath, RecipeFile, Resume, emit, note, out, show
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import AsJson, Changes, OutPath, RecipeFile, Resume, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, end, followed, run_path
 from fedlm.core.errors import ConfigError
 from fedlm.recipe.settings import load
@@ -56,11 +56,11 @@ def init(
     Example: fedlm federation init fed --host server.example.org --nodes north,south
     """
     needs_flower()
-    from fedlm.deploy import home as homes
+    from fedlm.deploy import workspace
 
     names = [part.strip() for part in nodes.split(",") if part.strip()]
     more = {"bind": bind, "quorum": quorum, "deadline": deadline}
-    made = homes.init(home, name or home.name, hosts, port, names, **more)
+    made = workspace.init(home, name or home.name, hosts, port, names, **more)
     kits = {node: str(made.kit(node).path) for node in names}
     if as_json:
         emit({"home": str(home), "address": f"{hosts[0]}:{port}", "kits": kits})
@@ -78,14 +78,14 @@ def serve(home: HOME) -> None:
     Example: fedlm federation serve fed
     """
     needs_flower()
-    from fedlm.deploy import link
-    from fedlm.deploy.home import Home
+    from fedlm.deploy import superlink
     from fedlm.deploy.processes import follow_parent
+    from fedlm.deploy.workspace import Home
 
     follow_parent()
     found = Home.existing(home)
     note(f"{found.settings.name}: listening at {found.settings.bind}:{found.settings.port}")
-    link.serve(found)
+    superlink.serve(found)
 
 
 @app.command()
@@ -104,8 +104,8 @@ def train(
     needs_flower()
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
-    from fedlm.deploy.home import Home
     from fedlm.deploy.server_app import train as carry_out
+    from fedlm.deploy.workspace import Home
 
     path = run_path(recipe, out_path, resume)
     found = Home.existing(home)
@@ -129,8 +129,8 @@ def status(
     Example: fedlm federation status fed --run runs/first
     """
     needs_flower()
-    from fedlm.deploy.home import Home
     from fedlm.deploy.status import nodes_of
+    from fedlm.deploy.workspace import Home
 
     found = nodes_of(Home.existing(home), run)
     if as_json:

@@ -25,7 +25,7 @@ from fedlm.cli import (
     sweep,
     train,
 )
-from fedlm.cli.say import note
+from fedlm.cli.console import note
 from fedlm.core.errors import FedlmError
 
 app = typer.Typer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlm.cli.say import AsJson, emit, show
+from fedlm.cli.console import AsJson, emit, show
 from fedlm.models.catalog import listing
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedlm.cli.console import note
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import note
 from fedlm.cli.train import polite_stop
 
 app = typer.Typer(

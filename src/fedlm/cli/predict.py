@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from tokenizers import Tokenizer
 
-from fedlm.asked import load_params, room_for, speak
-from fedlm.asked import predict as next_words
-from fedlm.cli.say import AsJson, emit, out, talk
+from fedlm.cli.console import AsJson, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
 from fedlm.evaluate.generate import sample
+from fedlm.inference import load_params, room_for, speak
+from fedlm.inference import predict as next_words
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from tokenizers import Tokenizer
 
-from fedlm.cli.say import AsJson, emit, note, show, talk
+from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
 from fedlm.corpus.store import Store, write

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from fedlm.asked import load_params
+from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError, nearest, require
 from fedlm.core.types import Sampling
 from fedlm.federation.audit import Seen, look
+from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
 from fedlm.privacy.plan import MECHANISMS, PrivacyPlan
@@ -263,7 +263,7 @@ def _plan(
         cohort = cohort or 1
         enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
         drawn = Sampling(
-            law=law or "separated",  # type: ignore[arg-type]
+            law=law or "spaced",  # type: ignore[arg-type]
             cohort=cohort,
             population=enough if population is None else population,
             min_separation=apart,

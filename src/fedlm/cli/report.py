@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedlm.cli.say import AsJson, emit, out
+from fedlm.cli.console import AsJson, emit, out
 from fedlm.record import report as pages
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory

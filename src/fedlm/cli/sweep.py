@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fedlm import sweep as sweeps
+from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.devices import use_devices
-from fedlm.cli.say import AsJson, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, polite_stop
 from fedlm.record import report
 from fedlm.record.checkpoint import write_atomically

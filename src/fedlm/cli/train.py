@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import jax
 import typer
 
-from fedlm.cli.devices import use_devices
-from fedlm.cli.say import (
+from fedlm.cli.console import (
     AsJson,
     Changes,
     OutPath,
@@ -27,7 +26,8 @@ from fedlm.cli.say import (
     size,
     talk,
 )
-from fedlm.engine import hosts
+from fedlm.cli.devices import use_devices
+from fedlm.engine import multihost
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory, free_path, newest_path
@@ -57,12 +57,12 @@ def train(
 
     Example: fedlm train recipes/sotu.toml --set server.rounds=50 --out runs/short
     """
-    place = hosts.place_of(coordinator, processes, process, patience)
+    place = multihost.place_of(coordinator, processes, process, patience)
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
     path = run_path(recipe, out_path, resume)
-    with hosts.joined(place, note):
-        writes = hosts.first()
+    with multihost.joined(place, note):
+        writes = multihost.first()
         summary = _with_progress(loaded, path, resume) if writes else _follow(loaded)
     if not writes:
         raise typer.Exit(130 if summary is None else 0)
@@ -80,7 +80,7 @@ def pretrain(
     """Train the model of RECIPE on pooled public text, to start a federation from.
 
     A round is client.max_steps steps of client.optimizer on batches drawn from all text;
-    server.schedule, warmup and end shape client.rate. Then set model.init_from to the run.
+    server.schedule, warmup and end shape client.learning_rate. Then set model.init_from to the run.
 
     Example: fedlm pretrain recipes/irc-pretrain.toml --out runs/public
     """
@@ -118,7 +118,7 @@ def _with_progress(
     with talk.status("preparing") as status:
         say = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
         experiment = build(recipe, STORES, say, pooled=pooled)
-    hosts.meet()  # now the others find the store that was prepared here
+    multihost.meet()  # now the others find the store that was prepared here
     facts, learning = experiment.store.manifest, len(experiment.training)
     note(
         f"{recipe.model.name}, {experiment.parameters:,} parameters; {learning:,} of "
@@ -128,7 +128,7 @@ def _with_progress(
     tree = experiment.recipe.federation
     if experiment.recipe.privacy.seed is not None:
         note(f"privacy.seed {UNSAFE}")
-    if tree is not None and tree.noise > 0 and tree.noise_seed is not None:
+    if tree is not None and tree.noise_multiplier > 0 and tree.noise_seed is not None:
         note(f"federation.noise_seed {UNSAFE}")
     return followed(
         lambda watcher: carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher),
@@ -163,7 +163,7 @@ def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary
 
 def _follow(recipe: Recipe) -> Summary | None:
     """A process that is not the first: it talks little, and has no figures to show."""
-    hosts.meet()
+    multihost.meet()
     experiment = build(recipe, STORES, lambda stage, done: None)
     note(f"process {jax.process_index()} of {jax.process_count()}: at work for process 0")
     with polite_stop() as stop:

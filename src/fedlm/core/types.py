@@ -33,7 +33,7 @@ OptState = Any
 class Sampling:
     """The law by which members join a round, over clients numbered from zero."""
 
-    law: Literal["fixed", "poisson", "separated"]
+    law: Literal["fixed", "poisson", "spaced"]
     population: int
     cohort: int  # exactly (fixed, separated) or in expectation (poisson)
     min_separation: int = 0  # separated: rounds strictly between two participations of a client
@@ -41,11 +41,11 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class BatchSpec:
     """How one member's rows become batches."""
 
-    batch: int
-    length: int
+    batch_size: int
+    sequence_length: int
     epochs: int = 1
     max_examples: int | None = None
     max_steps: int | None = None

@@ -3,7 +3,7 @@
 In:       client names and texts; shares; a seed.
 Out:      the set of test clients; each training client's text, cut in two.
 Promise:  depends on names, text and seed alone, not on order; no line is in two parts.
-Not here: the sampling of rounds (`cohort/sample.py`).
+Not here: the sampling of rounds (`cohort/sampling.py`).
 """
 
 from __future__ import annotations

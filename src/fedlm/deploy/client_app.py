@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlm.cohort.pack import count_batches
+from fedlm.cohort.packing import count_batches
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Total, Update
@@ -28,8 +28,8 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.local import Local, LocalPlace, check_deployable
 from fedlm.deploy.policy import Policy
-from fedlm.engine.frames import kept_leaves
-from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
+from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell
+from fedlm.engine.payload_size import kept_leaves
 from fedlm.federation.tree import StartsEngine
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
@@ -63,16 +63,16 @@ class Worker:
         if message.metadata.message_type == HELLO:
             return Message(RecordDict({"hello": ConfigRecord(self.hello())}), reply_to=message)
         try:
-            question = read_question(message.content)
+            question = read_request(message.content)
         except WireError as error:
             self.say(f"refused a message: {error}")
-            refusal = Answer(round=0, members=(), refusal=str(error))
+            refusal = TrainReply(round=0, members=(), refusal=str(error))
             return Message(tell(refusal), reply_to=message)
         try:
             answer = self.answer(question)
         except FedlmError as error:
             self.say(f"refused round {question.round}: {error}")
-            answer = Answer(round=question.round, members=question.members, refusal=str(error))
+            answer = TrainReply(round=question.round, members=question.members, refusal=str(error))
         return Message(tell(answer), reply_to=message)
 
     def hello(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Worker:
         held = f"{self.whole}|{self.store.manifest['clients_sha256']}"
         return hashlib.sha256(held.encode()).hexdigest()
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: TrainRequest) -> TrainReply:
         """A round, carried out."""
         if question.text != self.text:
             raise WireError("the text of this node is not the one that the run began with.")
@@ -103,7 +103,7 @@ class Worker:
             return _answer_place(experiment, question)
         return _answer_members(experiment, question)
 
-    def _experiment(self, question: Question) -> Local | LocalPlace:
+    def _experiment(self, question: TrainRequest) -> Local | LocalPlace:
         """The experiment of a question: checked once, then kept with its compiled programs."""
         address = f"{question.first}|{question.population}|{question.recipe}"
         if address not in self._kept:
@@ -117,7 +117,7 @@ class Worker:
             policies.check_steps(self.policy, count_batches(rows, experiment.shape))
         return experiment
 
-    def _check(self, recipe: Recipe, question: Question) -> Local | LocalPlace:
+    def _check(self, recipe: Recipe, question: TrainRequest) -> Local | LocalPlace:
         made: Local | LocalPlace
         if recipe.federation is not None:
             made = LocalPlace(recipe, self.store)
@@ -134,7 +134,7 @@ class Worker:
         return made
 
 
-def _answer_members(experiment: Local, question: Question) -> Answer:
+def _answer_members(experiment: Local, question: TrainRequest) -> TrainReply:
     """The sum over members, or the update of each."""
     if question.numbers:
         raise WireError("the question is one to a place of a tree: the recipe has no tree.")
@@ -145,12 +145,12 @@ def _answer_members(experiment: Local, question: Question) -> Answer:
         return _each(experiment, question, engine.collect(sent, cohort, question.limit))
     total = engine.gather(sent, cohort, question.limit)
     frame = dense().encode(total.delta, key_for(0, "upload"))
-    return Answer(
+    return TrainReply(
         round=question.round, members=question.members, frames=(frame,), sums=(_sums(total),)
     )
 
 
-def _answer_place(experiment: LocalPlace, question: Question) -> Answer:
+def _answer_place(experiment: LocalPlace, question: TrainRequest) -> TrainReply:
     """What all text of this node makes of the parameters that were sent for it."""
     if len(question.numbers) != 1:
         raise WireError("this node is one place of a tree: it was asked for another number.")
@@ -163,8 +163,8 @@ def _answer_place(experiment: LocalPlace, question: Question) -> Answer:
 
 
 def _each(
-    experiment: Local | LocalPlace, question: Question, updates: Iterable[tuple[int, Update]]
-) -> Answer:
+    experiment: Local | LocalPlace, question: TrainRequest, updates: Iterable[tuple[int, Update]]
+) -> TrainReply:
     """A frame for each member's update, in the order of the members."""
     frames, sums = {}, {}
     for member, update in updates:
@@ -173,7 +173,7 @@ def _each(
         keep = kept_leaves(update.mask)
         frames[int(member)] = experiment.algorithm.upload.encode(update.delta, key, keep)
         sums[int(member)] = _sums(update)
-    return Answer(
+    return TrainReply(
         round=question.round,
         members=question.members,
         frames=tuple(frames[m] for m in question.members),

@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from fedlm.asked import load_params
 from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.corpus.deal import deal, deal_parts
+from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store
-from fedlm.deploy import home as homes
-from fedlm.deploy import server_app
-from fedlm.deploy.home import NAME, Home
+from fedlm.deploy import server_app, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
+from fedlm.deploy.workspace import NAME, Home
 from fedlm.federation.topology import Topology
+from fedlm.inference import load_params
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build, open_store, resolve
 from fedlm.recipe.federation import Federation, Node
@@ -43,9 +42,13 @@ def recipe(source: str = "sotu") -> Recipe:
     """Small enough for a minute of work."""
     return parse(
         {
-            "data": {"source": source, "vocabulary": 2000, "length": 16},
-            "model": {"name": "cifg", "embed": 32, "units": 48},  # SI-CIFG would amplify rounding
-            "client": {"batch": 16, "max_examples": 64},
+            "data": {"source": source, "vocabulary": 2000, "sequence_length": 16},
+            "model": {
+                "name": "cifg",
+                "embedding_size": 32,
+                "hidden_size": 48,
+            },  # SI-CIFG would amplify rounding
+            "client": {"batch_size": 16, "max_examples": 64},
             "server": {"rounds": 5, "cohort": 6, "evaluate_every": 5, "evaluate_rows": 500},
             "run": {"tensorboard": False, "baselines": False},
         }
@@ -163,7 +166,7 @@ def _start(folder: Path, name: str, network: Network, start: Start) -> Home:
     """A federation with its nodes, and those below its relays."""
     port = free_port()
     path = folder / "federations" / name
-    home = homes.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
+    home = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
     wait_for_port(port, start(["federation", "serve", str(path)], f"{name}-server"))
     for node, below in network.items():
         kit = str(home.kit(node).path)

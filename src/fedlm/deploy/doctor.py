@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cryptography import x509
 
 from fedlm.deploy import certificates
-from fedlm.deploy.home import Home, Kit
+from fedlm.deploy.workspace import Home, Kit
 
 FLOWER = "1.41."
 # Flower refuses what was signed more than this ahead of its clock; behind it is more patient.

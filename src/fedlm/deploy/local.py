@@ -22,7 +22,7 @@ from fedlm.core.types import Engine, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.models import catalog
-from fedlm.recipe import promise
+from fedlm.recipe import privacy_plan
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.federation import Federation
@@ -40,7 +40,7 @@ class Local(Experiment):
 
     @cached_property
     def sampling(self) -> Sampling:
-        return promise.sampling_of(self.recipe, self.population)
+        return privacy_plan.sampling_of(self.recipe, self.population)
 
     @cached_property
     def engine(self) -> Engine:
@@ -97,9 +97,9 @@ def _check_tree(tree: Federation) -> None:
     """Over a network the root holds the models of all places, and nodes keep nothing."""
     simulate = "Or simulate it, with fedlm train."
     require(
-        tree.pool,
-        "federation.pool",
-        tree.pool,
+        tree.pool_clients,
+        "federation.pool_clients",
+        tree.pool_clients,
         "true over a network, where a place is a node",
         "For clients as members leave [federation] out, and let relays make the tree.",
     )
@@ -108,12 +108,12 @@ def _check_tree(tree: Federation) -> None:
         "federation.weight",
         tree.weight,
         "'uniform' over a network: nodes do not tell how much text they have",
-        "federation.node.share says how much a place counts.",
+        "federation.node.weight says how much a place counts.",
     )
     require(
-        tree.clip == 0 and tree.noise == 0,
-        "federation.clip",
-        tree.clip,
+        tree.clip_norm == 0 and tree.noise_multiplier == 0,
+        "federation.clip_norm",
+        tree.clip_norm,
         "neither clip nor noise over a network: the root holds the places' models as they are",
         simulate,
     )
@@ -126,13 +126,13 @@ def _check_tree(tree: Federation) -> None:
     )
 
 
-def told_recipe(recipe: Recipe, noise: float | None = None) -> str:
+def redacted(recipe: Recipe, noise: float | None = None) -> str:
     """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
     privacy = recipe.privacy
     if noise is not None:
         # That a seed is fixed is told, so that a policy can refuse it; not which one.
         fixed = None if privacy.seed is None else 0
-        privacy = privacy.model_copy(update={"noise": noise, "seed": fixed})
+        privacy = privacy.model_copy(update={"noise_multiplier": noise, "seed": fixed})
     return dump(
         recipe.model_copy(
             update={

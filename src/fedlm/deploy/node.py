@@ -17,13 +17,13 @@ from flwr.app import Message
 
 from fedlm.corpus.store import Store
 from fedlm.deploy.client_app import Worker
-from fedlm.deploy.fleet import Fleet, Lost, Stale
-from fedlm.deploy.home import Home, Kit
-from fedlm.deploy.operator import running
 from fedlm.deploy.policy import load
 from fedlm.deploy.processes import follow_parent
 from fedlm.deploy.relay_app import Relay
-from fedlm.engine.waiting import Patience
+from fedlm.deploy.superlink_client import running
+from fedlm.deploy.supernode import Fleet, Lost, Stale
+from fedlm.deploy.workspace import Home, Kit
+from fedlm.engine.dispatch import Quorum
 
 BUSY_NAP, IDLE_NAP = 0.2, 2.0  # between two looks for a message, in a run and long after one
 IDLE_SECONDS = 60.0
@@ -56,7 +56,7 @@ def relay(
     follow_parent()
     kit, home = Kit.existing(kit_path), Home.existing(home_path)
     settings = home.settings
-    patience = Patience(quorum=settings.quorum, deadline=settings.deadline or math.inf)
+    patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or math.inf)
     with running(home) as post:
         passed_on = Relay(
             home.path / "server",

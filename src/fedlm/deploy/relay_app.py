@@ -23,11 +23,11 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import EngineError, FedlmError, WireError
 from fedlm.core.keys import key_for
-from fedlm.deploy import seating
+from fedlm.deploy import registration
 from fedlm.deploy.client_app import HELLO
-from fedlm.deploy.seating import Hello
-from fedlm.engine.messages import SUMS, Answer, Question, read_question, tell
-from fedlm.engine.waiting import Patience, Post, Seat, Tally, Waiting
+from fedlm.deploy.registration import Hello
+from fedlm.engine.dispatch import Assignment, Quorum, RoundStats, Transport, Waiting
+from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell
 from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
@@ -42,9 +42,9 @@ class Relay:
     def __init__(
         self,
         folder: Path,
-        post: Post,
+        post: Transport,
         names: list[str],
-        patience: Patience,
+        patience: Quorum,
         *,
         name: str,
         say: Callable[[str], None],
@@ -59,15 +59,15 @@ class Relay:
             facts = ConfigRecord(self.hello())
             return Message(RecordDict({"hello": facts}), reply_to=message)
         try:
-            question = read_question(message.content)
+            question = read_request(message.content)
         except WireError as error:
-            refusal = Answer(round=0, members=(), refusal=str(error))
+            refusal = TrainReply(round=0, members=(), refusal=str(error))
             return Message(tell(refusal), reply_to=message)
         try:
             answer = self.answer(question)
         except FedlmError as error:
             self.say(f"round {question.round}: {error}")
-            answer = Answer(round=question.round, members=(), refusal=str(error))
+            answer = TrainReply(round=question.round, members=(), refusal=str(error))
         return Message(tell(answer), reply_to=message)
 
     # ---- who is below ------------------------------------------------------------------
@@ -76,31 +76,31 @@ class Relay:
         """The subtree as one node: seats are given out anew when a run begins above."""
         heard: dict[str, Hello] = {}
         try:
-            seats = seating.seat_all(self.post, self.names, heard.__setitem__, self.say)
+            seats = registration.seat_all(self.post, self.names, heard.__setitem__, self.say)
             tokenizers = {hello.tokenizer for hello in heard.values()}
             if len(tokenizers) != 1:
                 raise EngineError(f"the nodes below {self.name} have different tokenizers.")
         except FedlmError as error:
             return {"refusal": str(error)}
-        seating.keep(self.folder / SEATS, seats)
+        registration.keep(self.folder / SEATS, seats)
         return {
             "name": self.name,
             "clients": sum(seat.clients for seat in seats),
             "text": _fingerprint(seats),
             "tokenizer": tokenizers.pop(),
             "version": next(iter(heard.values())).version,
-            **seating.told_leaves(seats),
+            **registration.told_leaves(seats),
         }
 
-    def _seats(self, question: Question) -> tuple[Seat, ...]:
-        seats = seating.kept(self.folder / SEATS)
+    def _seats(self, question: TrainRequest) -> tuple[Assignment, ...]:
+        seats = registration.kept(self.folder / SEATS)
         if seats is None or _fingerprint(seats) != question.text:
             raise EngineError("the nodes below are not those that the run began with.")
         return seats
 
     # ---- a round -----------------------------------------------------------------------
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: TrainRequest) -> TrainReply:
         """The subtree's answer."""
         asked = self._questions(question)
         if not asked:
@@ -113,7 +113,7 @@ class Relay:
         self.say(f"round {question.round}: {len(answered)} of {len(asked)} nodes answered")
         return join(question, (there.read(name, asked[name]) for name in answered))
 
-    def _questions(self, question: Question) -> dict[str, Question]:
+    def _questions(self, question: TrainRequest) -> dict[str, TrainRequest]:
         """What each node below is asked: the same, with its own members."""
         made = {}
         for seat in self._seats(question):
@@ -127,10 +127,10 @@ class Relay:
                 made[seat.name] = replace(question, first=first, text=seat.text, **own)
         return made
 
-    def _ask(self, missing: dict[str, Question], there: Handover, had: int, of: int) -> None:
+    def _ask(self, missing: dict[str, TrainRequest], there: Handover, had: int, of: int) -> None:
         least = max(1.0, self.patience.quorum * of - had)
         patience = replace(self.patience, quorum=min(1.0, least / len(missing)))
-        tally = Tally(next(iter(missing.values())).round)
+        tally = RoundStats(next(iter(missing.values())).round)
         wait = Waiting(self.post, patience, missing, tally, in_order=False)  # they go to disk
         for name, answer in wait.answers():
             tally.answered.append(name)
@@ -141,20 +141,20 @@ class Relay:
         wait.check_quorum()
 
 
-def join(question: Question, answers: Iterable[Answer]) -> Answer:
+def join(question: TrainRequest, answers: Iterable[TrainReply]) -> TrainReply:
     """Several answers as one: frames side by side, or their sum, of which one is held at a time."""
     if question.each:
         kept = list(answers)
         members = sorted(m for answer in kept for m in answer.members)
         frames = tuple(frame for answer in kept for frame in answer.frames)
         sums = tuple(part for answer in kept for part in answer.sums)
-        return Answer(round=question.round, members=tuple(members), frames=frames, sums=sums)
+        return TrainReply(round=question.round, members=tuple(members), frames=frames, sums=sums)
     members, counts, total = [], dict.fromkeys(SUMS, np.float32(0.0)), None
     for answer in answers:
         members += answer.members
         counts = {name: counts[name] + np.float32(answer.sums[0][name]) for name in SUMS}
         total = added(total, answer.frames[0])
-    return Answer(
+    return TrainReply(
         round=question.round,
         members=tuple(sorted(members)),
         frames=(dense().encode(total, key_for(0, "upload")),),
@@ -176,7 +176,7 @@ def added(total: np.ndarray | None, frame: bytes) -> np.ndarray:
 class Handover:
     """What the nodes below answered to one question: a file each, whole or not there."""
 
-    def __init__(self, folder: Path, question: Question) -> None:
+    def __init__(self, folder: Path, question: TrainRequest) -> None:
         self.path = folder / f"{question.round:08d}-{question.digest[:32]}"
         self._forget(folder)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -192,17 +192,17 @@ class Handover:
     def __contains__(self, name: str) -> bool:
         return (self.path / f"{name}.json").is_file()
 
-    def write(self, name: str, answer: Answer) -> None:
+    def write(self, name: str, answer: TrainReply) -> None:
         """The facts come last: with them the answer is there."""
         for i, frame in enumerate(answer.frames):
             write_atomically(self.path / f"{name}.{i}", frame)
         facts = {"members": answer.members, "sums": [dict(part) for part in answer.sums]}
         write_atomically(self.path / f"{name}.json", json.dumps(facts).encode())
 
-    def read(self, name: str, question: Question) -> Answer:
+    def read(self, name: str, question: TrainRequest) -> TrainReply:
         facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
         frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
-        return Answer(
+        return TrainReply(
             round=question.round,
             members=tuple(facts["members"]),
             frames=frames,
@@ -210,5 +210,5 @@ class Handover:
         )
 
 
-def _fingerprint(seats: tuple[Seat, ...]) -> str:
+def _fingerprint(seats: tuple[Assignment, ...]) -> str:
     return hashlib.sha256(json.dumps([list(seat) for seat in seats]).encode()).hexdigest()

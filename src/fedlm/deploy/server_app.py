@@ -5,7 +5,7 @@ Out:      what `fedlm train` leaves: journal, checkpoints, report, model, summar
 Promise:  the same loop, round and record as in simulation, with the nodes in place of the mesh;
           nodes keep their seats for the whole run, so that members keep their numbers; a run that
           was killed goes on from its checkpoint.
-Not here: the loop (`run.py`), sending (`engine/flower.py`).
+Not here: the loop (`run.py`), sending (`engine/remote.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.types import Engine, Sampling
-from fedlm.deploy import seating
-from fedlm.deploy.home import Home
-from fedlm.deploy.local import check_deployable, told_recipe
-from fedlm.deploy.operator import running
+from fedlm.deploy import registration
+from fedlm.deploy.local import check_deployable, redacted
+from fedlm.deploy.superlink_client import running
 from fedlm.deploy.tree_app import DeployedTree
-from fedlm.engine.flower import FlowerEngine
-from fedlm.engine.waiting import Patience, Seat, Tally
-from fedlm.recipe import promise
+from fedlm.deploy.workspace import Home
+from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
+from fedlm.engine.remote import FlowerEngine
+from fedlm.recipe import privacy_plan
 from fedlm.recipe.build import Experiment, open_store, resolve
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.record.directory import RunDirectory
@@ -41,13 +41,13 @@ class Deployed(Experiment):
     """An experiment whose members live at nodes; the store here holds held-out text alone."""
 
     post: Any = None
-    seats: tuple[Seat, ...] = ()
-    patience: Patience = field(default_factory=Patience)
-    tell: Callable[[Tally], None] = lambda tally: None
+    seats: tuple[Assignment, ...] = ()
+    patience: Quorum = field(default_factory=Quorum)
+    tell: Callable[[RoundStats], None] = lambda tally: None
 
     @cached_property
     def sampling(self) -> Sampling:
-        return promise.sampling_of(self.recipe, sum(seat.clients for seat in self.seats))
+        return privacy_plan.sampling_of(self.recipe, sum(seat.clients for seat in self.seats))
 
     @cached_property
     def engine(self) -> Engine:
@@ -56,7 +56,7 @@ class Deployed(Experiment):
             self.algorithm,
             self.post,
             self.seats,
-            recipe=told_recipe(self.recipe, noise),
+            recipe=redacted(self.recipe, noise),
             seed=self.recipe.run.seed,
             exact=dense(),
             patience=self.patience,
@@ -73,18 +73,18 @@ def train(
 ) -> Summary | None:
     """Trains over the nodes to the end; None if the watcher stopped it before."""
     settings = home.settings
-    patience = Patience(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
+    patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
     with running(home) as post:
         check_deployable(recipe)
         base = build_base(recipe, stores)
         goes_on = directory.claim(dump(base.recipe), resume=resume)
-        seats = seating.kept(directory.path / SEATS) if goes_on else None
+        seats = registration.kept(directory.path / SEATS) if goes_on else None
         if seats is None:
             tokens = base.store.manifest["tokenizer_sha256"]
-            check = seating.same_tokenizer(tokens, f"the server's store {base.store.path}")
-            seats = seating.seat_all(post, sorted(home.nodes()), check, watcher.say)
-            seating.keep(directory.path / SEATS, seats)
+            check = registration.same_tokenizer(tokens, f"the server's store {base.store.path}")
+            seats = registration.seat_all(post, sorted(home.nodes()), check, watcher.say)
+            registration.keep(directory.path / SEATS, seats)
         kind = Deployed if base.recipe.federation is None else DeployedTree
         experiment = kind(
             base.recipe,
@@ -100,7 +100,7 @@ def train(
 
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Experiment:
     """The experiment of a run that was made here, to look at it: nobody is asked."""
-    base, seats = build_base(recipe, stores), seating.kept(directory.path / SEATS)
+    base, seats = build_base(recipe, stores), registration.kept(directory.path / SEATS)
     kind = Deployed if recipe.federation is None else DeployedTree
     return kind(base.recipe, base.store, seats=seats or ())
 
@@ -111,7 +111,7 @@ def build_base(recipe: Recipe, stores: Path) -> Experiment:
     return Experiment(resolve(recipe, store), store)
 
 
-def _record(directory: RunDirectory, tally: Tally, say: Callable[[str], None]) -> None:
+def _record(directory: RunDirectory, tally: RoundStats, say: Callable[[str], None]) -> None:
     """A line a round on who answered; beside the journal, which tells of the model alone."""
     with open(directory.path / TALLIES, "a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(tally)) + "\n")

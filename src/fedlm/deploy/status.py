@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
-from fedlm.deploy.home import Home
-from fedlm.deploy.operator import Operator
 from fedlm.deploy.server_app import TALLIES
+from fedlm.deploy.superlink_client import Operator
+from fedlm.deploy.workspace import Home
 
 COUNTED = ("answered", "late", "away", "refused", "garbage")
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.core.types import Engine
-from fedlm.deploy.local import told_recipe
+from fedlm.deploy.local import redacted
+from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.messages import MOST_MEMBERS
 from fedlm.engine.places import FlowerStarts, Leaf, leaves_of
-from fedlm.engine.waiting import Patience, Seat, Tally
 from fedlm.federation.topology import EVERYBODY, Topology
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.federation import topology_of
@@ -34,9 +34,9 @@ class DeployedTree(TreeExperiment):
     """A tree whose text is at nodes; the store here holds held-out text alone."""
 
     post: Any = None
-    seats: tuple[Seat, ...] = ()
-    patience: Patience = field(default_factory=Patience)
-    tell: Callable[[Tally], None] = lambda tally: None
+    seats: tuple[Assignment, ...] = ()
+    patience: Quorum = field(default_factory=Quorum)
+    tell: Callable[[RoundStats], None] = lambda tally: None
 
     @property
     def population(self) -> int:
@@ -100,7 +100,7 @@ class DeployedTree(TreeExperiment):
             self.post,
             self.seats,
             homes=self.homes,
-            recipe=told_recipe(self.recipe),
+            recipe=redacted(self.recipe),
             seed=self.recipe.run.seed,
             exact=dense(),
             patience=self.patience,

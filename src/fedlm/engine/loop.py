@@ -19,20 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from fedlm.cohort.pack import batch_up
+from fedlm.cohort.packing import batch_up
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import Local, Members, Prepared, Rows, Shape, Total, Update
-from fedlm.engine.frames import through_bytes
+from fedlm.core.types import BatchSpec, Local, Members, Prepared, Rows, Total, Update
+from fedlm.engine.payload_size import through_bytes
+from fedlm.federation.algorithm import Algorithm, round_key, update_like
 from fedlm.federation.member import Trip, add_member, empty_total, member_half
-from fedlm.federation.method import Algorithm, round_key, update_like
 
 
 class LoopEngine:
     """Trains members one after the other, each batch a call, each update through its codec."""
 
-    def __init__(self, algorithm: Algorithm, rows_of: Rows, shape: Shape, seed: int) -> None:
+    def __init__(self, algorithm: Algorithm, rows_of: Rows, shape: BatchSpec, seed: int) -> None:
         self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
         self.upload_bytes = self.download_bytes = 0
 

@@ -4,7 +4,7 @@ In:       parameters and a cohort.
 Out:      the sum of the members' updates, or each of them.
 Promise:  what the loop engine returns, without a dispatch per member or step; one program
           whatever the cohort; memory of one member a lane, whatever the cohort.
-Not here: algorithm choices (`federation`), how batches are spread (`cohort/pack.py`).
+Not here: algorithm choices (`federation`), how batches are spread (`cohort/packing.py`).
 
 Each device is a lane. A lane walks its own stream of batches with loops whose lengths are
 data, so ragged members cost what they hold: nothing is padded but a member's last batch.
@@ -30,14 +30,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedlm.cohort.pack import Plan, Segment, batch_up, count_batches, lay_out, spread
+from fedlm.cohort.packing import Plan, Segment, batch_up, count_batches, lay_out, spread
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import digest_for, generator_for, key_data, key_for
-from fedlm.core.types import Local, Members, Params, Prepared, Rows, Shape, Total, Update
-from fedlm.engine import frames, hosts
+from fedlm.core.types import BatchSpec, Local, Members, Params, Prepared, Rows, Total, Update
+from fedlm.engine import multihost, payload_size
+from fedlm.federation.algorithm import Algorithm, round_key, update_like
 from fedlm.federation.member import Trip, add_member, empty_total, member_half
-from fedlm.federation.method import Algorithm, round_key, update_like
 
 
 class Stream(NamedTuple):
@@ -75,12 +75,12 @@ class Lanes(NamedTuple):
         one: LaneState = jax.tree.map(shard, self.state)
         return one
 
-    def work(self, state: LaneState, examples: int) -> frames.Work:
+    def work(self, state: LaneState, examples: int) -> payload_size.Work:
         """One lane's member at the end of its work, on the host."""
         ground, limit = jax.tree.map(
             lambda x: np.asarray(x.addressable_data(0)), (self.ground, self.bound)
         )
-        return frames.Work(ground, state, examples, limit)
+        return payload_size.Work(ground, state, examples, limit)
 
 
 class MeshEngine:
@@ -90,7 +90,7 @@ class MeshEngine:
         self,
         algorithm: Algorithm,
         rows_of: Rows,
-        shape: Shape,
+        shape: BatchSpec,
         seed: int,
         *,
         devices: Sequence[jax.Device] | None = None,
@@ -136,7 +136,7 @@ class MeshEngine:
 
     def _fill(self, chunk: list[list[Segment]], like, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
         full = (len(chunk), self.capacity)
-        width = (self.shape.batch, like.shape[-1])
+        width = (self.shape.batch_size, like.shape[-1])
         stream = Stream(
             tokens=np.zeros((*full, *width), like.dtype),
             starts=np.zeros(full, np.int32),
@@ -211,8 +211,11 @@ class MeshEngine:
             one = Prepared(cohort.round, np.array([member]), None)
             held = min(len(self.rows_of(member)), self.shape.max_examples or 1 << 62)
             work = lanes.work(state._replace(kept=before), held)
-            local, key = self.algorithm.local_of(cohort.round), frames.upload_key(self.seed, one)
-            self.upload_bytes += frames.really_sent(self.algorithm, local, work, key)
+            local, key = (
+                self.algorithm.local_of(cohort.round),
+                payload_size.upload_key(self.seed, one),
+            )
+            self.upload_bytes += payload_size.really_sent(self.algorithm, local, work, key)
         return state.kept
 
     def _begin(self, local: Local, sent: Any, round: int, limit: float) -> Lanes:
@@ -260,12 +263,12 @@ class MeshEngine:
         """What the cohort's frames take; those whose size is not known yet were counted."""
         self.download_bytes += len(cohort.members) * self.algorithm.download.encoded_bytes(sent)
         if self.algorithm.upload.fixed_size:
-            self.upload_bytes += sum(frames.sizes(self.algorithm, sent, cohort, self.seed))
+            self.upload_bytes += sum(payload_size.sizes(self.algorithm, sent, cohort, self.seed))
 
     def _compare(self, local: Local, lanes: Lanes, sent: Any, cohort: Prepared) -> None:
         """Really encodes the last member of the first lane; its size must be the one counted."""
         codec = self.algorithm.upload
-        if not hosts.alone() or (codec.name == "float32" and self.upload_bytes):
+        if not multihost.alone() or (codec.name == "float32" and self.upload_bytes):
             return
         stream = next((s for s in reversed(cohort.batches) if s.segments[0]), None)
         if stream is None:
@@ -274,8 +277,10 @@ class MeshEngine:
         address = int(stream.places[0, slot])
         one = Prepared(cohort.round, cohort.members[address : address + 1], None)
         work = lanes.work(lanes.of(0), stream.examples[0, slot])
-        made = frames.really_sent(self.algorithm, local, work, frames.upload_key(self.seed, one))
-        (stated,) = frames.sizes(self.algorithm, sent, one, self.seed)
+        made = payload_size.really_sent(
+            self.algorithm, local, work, payload_size.upload_key(self.seed, one)
+        )
+        (stated,) = payload_size.sizes(self.algorithm, sent, one, self.seed)
         if made != stated:
             raise EngineError(
                 f"a frame of member {one.members[0]} has {made} bytes and codec {codec.name} "
@@ -286,14 +291,14 @@ class MeshEngine:
 
     def _to_all(self, params: Params) -> Params:
         """Parameters that are here, on every device of every process."""
-        if hosts.alone():
+        if multihost.alone():
             return jax.device_put(params, self._shared)
         put = jax.make_array_from_process_local_data
         return jax.tree.map(lambda x: put(self._shared, np.asarray(x), x.shape), params)
 
     def _to_lanes(self, stream: Stream) -> Stream:
         """The batches of this process's lanes, on their devices."""
-        if hosts.alone():
+        if multihost.alone():
             return jax.device_put(stream, self._per_lane)
         put, lanes = jax.make_array_from_process_local_data, self.lanes
         return jax.tree.map(lambda x: put(self._per_lane, x, (lanes, *x.shape[1:])), stream)
@@ -304,9 +309,9 @@ class MeshEngine:
         There the server's step is done once; a sum that stayed on every lane would have each lane
         do it, and the second round compile it for another place than the first.
         """
-        if not hosts.alone():
+        if not multihost.alone():
             jax.block_until_ready(total)  # processes differ in speed; they join when all are done
-            hosts.meet()
+            multihost.meet()
         return jax.tree.map(lambda x: x.addressable_data(0), join(total))
 
     # ---- compiled ----------------------------------------------------------------------

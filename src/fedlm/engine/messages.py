@@ -32,7 +32,7 @@ _STYPE = "fedlm.frame"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class TrainRequest:
     """What a server asks of a node in a round.
 
     Either members train on a client's text each, from the same parameters; or, in a tree, a
@@ -71,7 +71,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TrainReply:
     """What a node answers: frames with what they sum up, or why not."""
 
     round: int
@@ -81,7 +81,7 @@ class Answer:
     refusal: str = ""
 
 
-def ask(question: Question) -> RecordDict:
+def ask(question: TrainRequest) -> RecordDict:
     """A question as records."""
     facts = ConfigRecord(
         {
@@ -101,7 +101,7 @@ def ask(question: Question) -> RecordDict:
     return RecordDict({"question": facts, "frames": _frames(question.frames)})
 
 
-def read_question(records: RecordDict) -> Question:
+def read_request(records: RecordDict) -> TrainRequest:
     """Records as a question."""
     facts = _facts(records, "question")
     recipe = _of(facts, "recipe", str)
@@ -118,7 +118,7 @@ def read_question(records: RecordDict) -> Question:
         raise WireError("question names members that are not there.")
     if numbers and not _are_places(numbers, members, population, each):
         raise WireError("question holds numbers that are none of places.")
-    return Question(
+    return TrainRequest(
         recipe=recipe,
         round=_count(facts, "round"),
         first=first,
@@ -141,7 +141,7 @@ def _are_places(
     return each and known and len(set(numbers)) == len(numbers) == len(members)
 
 
-def tell(answer: Answer) -> RecordDict:
+def tell(answer: TrainReply) -> RecordDict:
     """An answer as records."""
     facts: dict[str, Any] = {
         "version": VERSION,
@@ -153,13 +153,13 @@ def tell(answer: Answer) -> RecordDict:
     return RecordDict({"answer": ConfigRecord(facts), "frames": _frames(answer.frames)})
 
 
-def read_answer(records: RecordDict, question: Question) -> Answer:
+def read_reply(records: RecordDict, question: TrainRequest) -> TrainReply:
     """Records as the answer to a question."""
     facts = _facts(records, "answer")
     refusal = _of(facts, "refusal", str)
     if refusal:
         kept = "".join(c if c.isprintable() else " " for c in refusal[:1000])
-        return Answer(round=question.round, members=question.members, refusal=kept)
+        return TrainReply(round=question.round, members=question.members, refusal=kept)
     members = _numbers(facts, "members")
     known = members and set(members) <= set(question.members)
     if _count(facts, "round") != question.round or not known:
@@ -170,7 +170,7 @@ def read_answer(records: RecordDict, question: Question) -> Answer:
         raise WireError(f"answer holds a frame of more than {question.longest} bytes.")
     columns = {name: _reals(facts, name, wanted) for name in SUMS}
     sums = tuple({name: columns[name][i] for name in SUMS} for i in range(wanted))
-    return Answer(round=question.round, members=members, frames=frames, sums=sums)
+    return TrainReply(round=question.round, members=members, frames=frames, sums=sums)
 
 
 def _frames(frames: Any) -> ArrayRecord:

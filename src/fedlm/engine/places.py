@@ -17,26 +17,26 @@ from typing import Any, NamedTuple
 
 from fedlm.core.keys import key_for
 from fedlm.core.types import Members, Update
-from fedlm.engine.flower import FlowerEngine
-from fedlm.engine.messages import Question
+from fedlm.engine.dispatch import Assignment, RoundStats
+from fedlm.engine.messages import TrainRequest
+from fedlm.engine.remote import FlowerEngine
 from fedlm.engine.starts import Starts
-from fedlm.engine.waiting import Seat, Tally
-from fedlm.federation.method import update_like
+from fedlm.federation.algorithm import update_like
 
 
 class Leaf(NamedTuple):
     """A node that holds text, at the meeting point or behind relays."""
 
     path: tuple[str, ...]  # its name, after those of the relays before it
-    seat: Seat  # through which it is asked
+    seat: Assignment  # through which it is asked
     first: int  # the number of its first client
     clients: int
 
 
-def leaves_of(seats: Sequence[Seat]) -> tuple[Leaf, ...]:
+def leaves_of(seats: Sequence[Assignment]) -> tuple[Leaf, ...]:
     """All nodes that hold text, in the order of the numbers of their clients.
 
-    >>> [leaf.path for leaf in leaves_of([Seat("a", 0, 3, "", (("x", 1), ("y/z", 2)))])]
+    >>> [leaf.path for leaf in leaves_of([Assignment("a", 0, 3, "", (("x", 1), ("y/z", 2)))])]
     [('a', 'x'), ('a', 'y', 'z')]
     """
     found = []
@@ -56,7 +56,7 @@ class FlowerStarts(FlowerEngine):
         """`homes`: the number under which a place trains to the node that holds its text."""
         super().__init__(*args, **options)
         self.homes = homes
-        self._told = Tally(-1)
+        self._told = RoundStats(-1)
         self._tell, self.tell = self.tell, self._tell_round
 
     def collect_from(
@@ -81,9 +81,9 @@ class FlowerStarts(FlowerEngine):
             if number in arrived:
                 yield number, arrived.pop(number)
 
-    def _asked(self, round: int, numbers: Sequence[int], like: Any) -> dict[str, Question]:
+    def _asked(self, round: int, numbers: Sequence[int], like: Any) -> dict[str, TrainRequest]:
         """A question a seat: behind a relay live several places."""
-        by_seat: dict[Seat, list[int]] = {}
+        by_seat: dict[Assignment, list[int]] = {}
         for number in sorted(numbers, key=lambda n: self.homes[n].first):
             by_seat.setdefault(self.homes[number].seat, []).append(number)
         return {
@@ -99,15 +99,15 @@ class FlowerStarts(FlowerEngine):
             for seat, here in by_seat.items()
         }
 
-    def _tell_round(self, tally: Tally) -> None:
+    def _tell_round(self, tally: RoundStats) -> None:
         """A level of the tree is asked after the other: a round is told with all before it."""
         self._told = tally if tally.round != self._told.round else _joined(self._told, tally)
         self._tell(self._told)
 
 
-def _joined(before: Tally, now: Tally) -> Tally:
-    whole = Tally(now.round)
-    for field in fields(Tally):
+def _joined(before: RoundStats, now: RoundStats) -> RoundStats:
+    whole = RoundStats(now.round)
+    for field in fields(RoundStats):
         one, other = getattr(before, field.name), getattr(now, field.name)
         if isinstance(one, dict):
             setattr(whole, field.name, {**one, **other})

@@ -23,8 +23,8 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import Local, Members, Params, Total, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import LaneState, MeshEngine, Stream
+from fedlm.federation.algorithm import round_key
 from fedlm.federation.member import Kept
-from fedlm.federation.method import round_key
 
 Starts = Callable[[int], tuple[Params, Any]]
 """A member to where it begins, and to what it remembers of its last turn, if it does."""

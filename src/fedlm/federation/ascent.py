@@ -18,17 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedlm.cohort.sample import draw
+from fedlm.cohort.sampling import draw
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import History, OptState, Params, Server, Total, Update
-from fedlm.federation import peers
-from fedlm.federation.peers import Key, Residual
+from fedlm.federation import layer_attention
+from fedlm.federation.layer_attention import Key, Residual
 from fedlm.federation.round import kept_of, outgoing, private_seed, server_half
 from fedlm.federation.tree import (
     Backbone,
     Descent,
-    Rules,
     StartsEngine,
+    TreeConfig,
     TreeState,
     backbone_of,
     change_of,
@@ -47,7 +47,7 @@ Facts = dict[str, Any]
 class Turn:
     """One round; made for it and thrown away after it."""
 
-    def __init__(self, rules: Rules, engine: StartsEngine, state: TreeState) -> None:
+    def __init__(self, rules: TreeConfig, engine: StartsEngine, state: TreeState) -> None:
         self.rules, self.engine, self.state = rules, engine, state
         self.round = int(state.round)
         self.nodes = list(state.nodes)
@@ -232,13 +232,13 @@ class Turn:
         if not known or rules.personal:
             return known
         theirs = [self.down.known(child) for child in came]
-        own = own or peers.mean(theirs, [rules.shares[child] for child in came])
-        met = peers.attend(own, theirs, self.down.origin, rules.temperature)
+        own = own or layer_attention.mean(theirs, [rules.shares[child] for child in came])
+        met = layer_attention.attend(own, theirs, self.down.origin, rules.temperature)
         self.attention[node] = met.weights
         if rules.residuals:
             candidates = [r for child in came for r in self.emitted.get(child, ())]
             self.emitted[node] = (
-                peers.worst(candidates, met.key, self.down.origin, rules.residuals)
+                layer_attention.worst(candidates, met.key, self.down.origin, rules.residuals)
                 if node
                 else candidates
             )
@@ -295,7 +295,7 @@ class Turn:
             facts["change"] = self.moved[node]
         for name, found in (("entropy_down", self.down.attention), ("entropy_up", self.attention)):
             if node in found:
-                facts[name] = peers.entropy(found[node])
+                facts[name] = layer_attention.entropy(found[node])
         if node in self.down.attention:
             shares = [float(share[0]) for share in self.down.attention[node].values()]
             facts["self_weight"] = float(np.mean(shares))
@@ -335,6 +335,6 @@ def _agreement(change: Backbone, changes: list[Backbone], shares: list[float]) -
     return length(change) / mean if mean > 0 else 1.0
 
 
-def turn(rules: Rules, engine: StartsEngine, state: TreeState) -> tuple[TreeState, Facts]:
+def turn(rules: TreeConfig, engine: StartsEngine, state: TreeState) -> tuple[TreeState, Facts]:
     """One round of the whole tree."""
     return Turn(rules, engine, state)()

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import Params
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import (
-    Chooser,
+    CohortSampler,
     NodeState,
     direction,
     init_node,
@@ -55,7 +55,7 @@ def look(
     turns = canary_turns(algorithm, state, rounds)
     population = algorithm.sampling.population
     numbers = np.arange(population - algorithm.canaries, population)
-    if algorithm.sampling.law == "separated":
+    if algorithm.sampling.law == "spaced":
         # Its account takes turns for granted. Other laws count on the chance of staying out: a
         # canary that happened to stay out is as much a case there as one that came.
         numbers = numbers[turns > 0]
@@ -68,7 +68,7 @@ def look(
 
 def canary_turns(algorithm: Algorithm, state: NodeState, rounds: int) -> np.ndarray:
     """How often each canary took part in the first rounds, from drawing their cohorts again."""
-    choose = Chooser(algorithm, 0, state)
+    choose = CohortSampler(algorithm, 0, state)
     first = algorithm.sampling.population - algorithm.canaries
     turns = np.zeros(algorithm.canaries, int)
     for r in range(rounds):

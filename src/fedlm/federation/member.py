@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 
 from fedlm.core import tree
 from fedlm.core.types import Local, Params, Total, Update
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import masked
 from fedlm.privacy.clip import clip
 

@@ -19,7 +19,7 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from fedlm.cohort.sample import draw, joined, no_history
+from fedlm.cohort.sampling import draw, joined, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import (
@@ -30,8 +30,8 @@ from fedlm.core.types import (
     Total,
     Update,
 )
+from fedlm.federation.algorithm import Algorithm, round_key, update_like
 from fedlm.federation.member import Kept, add_member
-from fedlm.federation.method import Algorithm, round_key, update_like
 from fedlm.privacy.clip import clip, next_limit
 from fedlm.privacy.noise import standard_normal
 from fedlm.server.aggregate import mean, over
@@ -104,7 +104,7 @@ def private_seed(state: NodeState) -> int:
     return int.from_bytes(np.asarray(state.secret).astype("<u4").tobytes(), "little")
 
 
-class Chooser:
+class CohortSampler:
     """The members of each round, in order, drawn by the algorithm's law."""
 
     def __init__(self, algorithm: Algorithm, seed: int, state: NodeState) -> None:

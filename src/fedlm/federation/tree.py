@@ -28,9 +28,9 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from fedlm.core.types import Engine, Members, OptState, Params, Server, Total, Update
-from fedlm.federation import peers
-from fedlm.federation.method import Algorithm
-from fedlm.federation.peers import Key, Residual
+from fedlm.federation import layer_attention
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.layer_attention import Key, Residual
 from fedlm.federation.round import NodeState, init_node
 from fedlm.federation.topology import Topology
 
@@ -50,7 +50,7 @@ class StartsEngine(Engine, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class TreeConfig:
     """Everything that a round of a tree needs to know."""
 
     topology: Topology
@@ -123,13 +123,13 @@ class TreeState(eqx.Module):
 # ---- the two parts of a model --------------------------------------------------------------
 
 
-def backbone_of(rules: Rules, params: Params) -> Backbone:
+def backbone_of(rules: TreeConfig, params: Params) -> Backbone:
     """The leaves that a federation shares."""
     leaves = jax.tree.leaves(params)
     return tuple(x for x, layer in zip(leaves, rules.layers, strict=True) if layer is None)
 
 
-def key_of(rules: Rules, params: Params) -> Key:
+def key_of(rules: TreeConfig, params: Params) -> Key:
     """The key layers as vectors."""
     parts: dict[str, list[np.ndarray]] = {}
     for leaf, layer in zip(jax.tree.leaves(params), rules.layers, strict=True):
@@ -138,7 +138,7 @@ def key_of(rules: Rules, params: Params) -> Key:
     return {layer: np.concatenate(found) for layer, found in parts.items()}
 
 
-def join(rules: Rules, like: Params, backbone: Backbone, key: Key) -> Params:
+def join(rules: TreeConfig, like: Params, backbone: Backbone, key: Key) -> Params:
     """A model of two parts."""
     leaves, structure = jax.tree.flatten(like)
     shared, used = iter(backbone), dict.fromkeys(key, 0)
@@ -157,7 +157,7 @@ def join(rules: Rules, like: Params, backbone: Backbone, key: Key) -> Params:
 
 
 def init_tree(
-    rules: Rules, params: Params, secret: bytes = bytes(16), secrets: Sequence[bytes] = ()
+    rules: TreeConfig, params: Params, secret: bytes = bytes(16), secrets: Sequence[bytes] = ()
 ) -> TreeState:
     """All nodes begin with the same model."""
     params = jax.device_get(params)
@@ -177,7 +177,7 @@ def init_tree(
     )
 
 
-def _fresh(rules: Rules, node: int, params: Params, secret: bytes) -> Branch:
+def _fresh(rules: TreeConfig, node: int, params: Params, secret: bytes) -> Branch:
     topology, backbone = rules.topology, backbone_of(rules, params)
     algorithm = rules.algorithms[node]
     inner = None
@@ -199,7 +199,7 @@ def _fresh(rules: Rules, node: int, params: Params, secret: bytes) -> Branch:
 class Descent:
     """One way down the tree: what each node has received, and what was sent to whom."""
 
-    def __init__(self, rules: Rules, state: TreeState) -> None:
+    def __init__(self, rules: TreeConfig, state: TreeState) -> None:
         self.rules, self.round = rules, int(state.round)
         begun = {layer: np.asarray(v) for layer, v in state.origin.items()}
         self.origin = begun if rules.compare == "start" else key_of(rules, state.nodes[0].params)
@@ -211,7 +211,7 @@ class Descent:
         }
         self.inbox: dict[int, list[Residual]] = {0: waiting_of(state)}
         self.attention: dict[int, dict[str, np.ndarray]] = {}
-        self.routed: list[peers.Routed] = []
+        self.routed: list[layer_attention.Routed] = []
         self.down_bytes = [0] * len(rules.topology)
 
     def known(self, node: int) -> Key:
@@ -230,7 +230,9 @@ class Descent:
         own = key_of(rules, self.params[node])
         self.down_bytes[node] += rules.cost(backbone)
         if own and not rules.personal:
-            met = peers.attend(own, [self.known(parent)], self.origin, rules.temperature, came)
+            met = layer_attention.attend(
+                own, [self.known(parent)], self.origin, rules.temperature, came
+            )
             # Who measures from the root needs to know its layers; a child of the root does.
             known = 2 if rules.compare == "root" and parent else 1
             self.down_bytes[node] += known * rules.cost(own)
@@ -248,7 +250,7 @@ class Descent:
         for child in rules.topology.children[node] if came else ():
             if rules.receives(child, self.round):
                 homes[child] = (self.known(child), rules.topology.below(child))
-        for sent in peers.route(came, homes, self.origin):
+        for sent in layer_attention.route(came, homes, self.origin):
             self.inbox.setdefault(sent.to, []).append(sent.residual)
             self.routed.append(sent)
 
@@ -275,7 +277,7 @@ def kept_waiting(state: TreeState, residuals: Sequence[Residual]) -> tuple[Key, 
     return values, whose
 
 
-def received(rules: Rules, state: TreeState) -> list[Params]:
+def received(rules: TreeConfig, state: TreeState) -> list[Params]:
     """The models with which the nodes would begin the next round."""
     descent = Descent(rules, state)
     for node in range(len(rules.topology)):

@@ -4,7 +4,7 @@ In:       what the server sent and the member's batches.
 Out:      an `Update`: the change, its weight, and the training loss on the way.
 Promise:  equals a plain training loop; a change that is not finite is refused (weight zero,
           change zero) and counted.
-Not here: loops over members (`engine`), the choice of optimiser (`federation/algorithms.py`),
+Not here: loops over members (`engine`), the choice of optimiser (`federation/optimizers.py`),
           methods with more to send than a change (`methods.py`).
 """
 

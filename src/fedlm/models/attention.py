@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedlm.models.columns import Layout
 from fedlm.models.layers import (
     Linear,
     alibi_slopes,
@@ -25,6 +24,7 @@ from fedlm.models.layers import (
     relu_weights,
     softmax_weights,
 )
+from fedlm.models.packed_layout import Layout
 
 
 class Cache(NamedTuple):

@@ -22,9 +22,9 @@ from fedlm.core import tree
 from fedlm.core.types import Loss, Params, Tokens
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
+from fedlm.models.embedding import Positions
 from fedlm.models.loss import scores, token_loss
 from fedlm.models.recurrent import recurrent
-from fedlm.models.stem import Positions
 from fedlm.models.transformer import transformer
 
 
@@ -33,11 +33,11 @@ class Dimensions:
     """The sizes and options that decide a model; an architecture reads those it has."""
 
     vocab: int = 10_000
-    embed: int = 96
-    units: int = 670  # of a recurrent layer, or inside a feed-forward
+    embedding_size: int = 96
+    hidden_size: int = 670  # of a recurrent layer, or inside a feed-forward
     layers: int = 1
     heads: int = 8
-    kernel: int = 31  # taps of a convolution
+    kernel_size: int = 31  # taps of a convolution
     positions: Positions = "sinusoidal"
     length: int = 1024  # how many positions are learned, where they are
     cell_layer_norm: bool = False
@@ -54,7 +54,12 @@ Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 def _recurrent(cell: Callable[[Dimensions], Cell]) -> Maker:
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         return recurrent(
-            cell(size), size.vocab, size.embed, size.units, layers=size.layers, key=key
+            cell(size),
+            size.vocab,
+            size.embedding_size,
+            size.hidden_size,
+            layers=size.layers,
+            key=key,
         )
 
     return make
@@ -74,7 +79,9 @@ def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Make
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
         read["row_floor"] = size.si_row_floor
-        return family(size.vocab, size.embed, size.units, **{**read, **fixed}, key=key)
+        return family(
+            size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
+        )
 
     return make
 
@@ -86,8 +93,8 @@ ARCHITECTURES: dict[str, Maker] = {
     "si-cifg": _recurrent(_si_cifg),
     "transformer": _decoder(transformer, *_PLACED),
     "si-transformer": _decoder(transformer, *_PLACED, invariant=True),
-    "conformer": _decoder(conformer, *_PLACED, "kernel"),
-    "si-conformer": _decoder(conformer, *_PLACED, "kernel", invariant=True),
+    "conformer": _decoder(conformer, *_PLACED, "kernel_size"),
+    "si-conformer": _decoder(conformer, *_PLACED, "kernel_size", invariant=True),
     "mpt": _decoder(transformer, positions="alibi", bias=False),
 }
 
@@ -109,9 +116,9 @@ def _named(architecture: str, published: Any = None, **size: Any) -> Named:
     return Named(architecture, Dimensions(**size), published)
 
 
-_SMALL = {"embed": 96, "units": 384, "layers": 3, "heads": 8}
-_GBOARD = {"embed": 96, "units": 670}
-_MPT75 = {"embed": 896, "units": 3584, "layers": 3, "heads": 16}
+_SMALL = {"embedding_size": 96, "hidden_size": 384, "layers": 3, "heads": 8}
+_GBOARD = {"embedding_size": 96, "hidden_size": 670}
+_MPT75 = {"embedding_size": 896, "hidden_size": 3584, "layers": 3, "heads": 16}
 NAMED: dict[str, Named] = {
     "lstm": _named("lstm"),
     "cifg": _named("cifg"),
@@ -124,21 +131,25 @@ NAMED: dict[str, Named] = {
     "gboard-cifg-10k": _named("cifg", "1.4M", vocab=10_000, **_GBOARD),
     "gboard-cifg-20k": _named("cifg", "2.4M", vocab=20_000, **_GBOARD),
     "gboard-cifg-30k": _named("cifg", "3.3M", vocab=30_000, **_GBOARD),
-    "small-lstm": _named("cifg", "4.7M", vocab=4000, embed=256, units=2048),
+    "small-lstm": _named("cifg", "4.7M", vocab=4000, embedding_size=256, hidden_size=2048),
     "small-transformer": _named(
-        "transformer", "4.1M", vocab=4000, embed=128, units=2048, layers=6, heads=8
+        "transformer", "4.1M", vocab=4000, embedding_size=128, hidden_size=2048, layers=6, heads=8
     ),
-    "large-lstm": _named("cifg", "18.8M", vocab=4000, embed=1024, units=2048),
+    "large-lstm": _named("cifg", "18.8M", vocab=4000, embedding_size=1024, hidden_size=2048),
     "large-transformer": _named(
-        "transformer", "21.0M", vocab=4000, embed=512, units=2048, layers=6, heads=8
+        "transformer", "21.0M", vocab=4000, embedding_size=512, hidden_size=2048, layers=6, heads=8
     ),
     "large-conformer": _named(
-        "conformer", "20.2M", vocab=4000, embed=512, units=2048, layers=3, heads=8
+        "conformer", "20.2M", vocab=4000, embedding_size=512, hidden_size=2048, layers=3, heads=8
     ),
     "mpt-75m": _named("mpt", "75M", vocab=50_368, **_MPT75),
-    "mpt-125m": _named("mpt", "125M", vocab=50_368, embed=768, units=3072, layers=12, heads=12),
+    "mpt-125m": _named(
+        "mpt", "125M", vocab=50_368, embedding_size=768, hidden_size=3072, layers=12, heads=12
+    ),
     "mpt-250m": _named("mpt", "250M", vocab=250_112, **_MPT75),
-    "mpt-400m": _named("mpt", "400M", vocab=50_368, embed=1536, units=6144, layers=12, heads=12),
+    "mpt-400m": _named(
+        "mpt", "400M", vocab=50_368, embedding_size=1536, hidden_size=6144, layers=12, heads=12
+    ),
 }
 
 
@@ -155,7 +166,7 @@ def shapes(architecture: str, size: Dimensions) -> Params:
 def count(architecture: str, size: Dimensions) -> int:
     """How many parameters the model has.
 
-    >>> count("si-cifg", Dimensions(vocab=10_000, embed=96, units=670))
+    >>> count("si-cifg", Dimensions(vocab=10_000, embedding_size=96, hidden_size=670))
     1412250
     """
     return tree.size(shapes(architecture, size))
@@ -169,8 +180,8 @@ def listing() -> list[dict[str, Any]]:
             "architecture": entry.architecture,
             "parameters": count(entry.architecture, entry.size),
             "published": entry.published,
-            "embedding": entry.size.embed,
-            "units": entry.size.units,
+            "embedding": entry.size.embedding_size,
+            "hidden_size": entry.size.hidden_size,
             "layers": entry.size.layers,
             "vocabulary": entry.size.vocab,
         }

@@ -21,9 +21,9 @@ import jax.random as jr
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.models.attention import Attention, attention
-from fedlm.models.columns import Layout, Whole
+from fedlm.models.embedding import Positions, stem
 from fedlm.models.layers import INVARIANT_FLOOR, Linear, Norm, bare_norm, linear, norm
-from fedlm.models.stem import Positions, stem
+from fedlm.models.packed_layout import Layout, Whole
 from fedlm.models.transformer import Decoder, Feedforward, feedforward
 
 
@@ -108,14 +108,14 @@ class Block(eqx.Module):
         return (x if self.last is None else self.last(x)), (cache, past)
 
 
-def convolution(key: PRNGKeyArray, embed: int, kernel: int, *, invariant: bool) -> Convolution:
+def convolution(key: PRNGKeyArray, embed: int, kernel_size: int, *, invariant: bool) -> Convolution:
     """A fresh module."""
     k_enter, k_taps, k_leave = jr.split(key, 3)
-    spread = (3.0 / kernel) ** 0.5
+    spread = (3.0 / kernel_size) ** 0.5
     inner = norm(embed)
     return Convolution(
         linear(k_enter, embed, 2 * embed),
-        jr.uniform(k_taps, (kernel, embed), minval=-spread, maxval=spread),
+        jr.uniform(k_taps, (kernel_size, embed), minval=-spread, maxval=spread),
         None if invariant else jnp.zeros(embed),
         Norm(inner.gain, inner.shift, INVARIANT_FLOOR) if invariant else inner,
         linear(k_leave, embed, embed, bias=not invariant),
@@ -130,7 +130,7 @@ def conformer(
     *,
     layers: int,
     heads: int,
-    kernel: int,
+    kernel_size: int,
     key: PRNGKeyArray,
     positions: Positions = "sinusoidal",
     length: int = 1024,
@@ -150,7 +150,7 @@ def conformer(
         attend = attention(
             k_attention, embed, heads, bias=True, row_floor=floor, alibi=positions == "alibi"
         )
-        mix = convolution(k_convolution, embed, kernel, invariant=invariant)
+        mix = convolution(k_convolution, embed, kernel_size, invariant=invariant)
         n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))
         end = None if invariant else norm(embed)
         made.append(Block((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
-from fedlm.models.ragged import FEWEST_COLUMNS, enough
+from fedlm.models.packing import FEWEST_COLUMNS, enough
 
 SIZES = 32  # of the products over the vocabulary: each takes a tenth of a second to compile
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, tied
-from fedlm.models.ragged import Packing, enough, gather, pack, widths
+from fedlm.models.packing import Packing, enough, gather, pack, widths
 
 SIZES = 16  # of the products before and after the loop
 

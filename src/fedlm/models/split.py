@@ -3,7 +3,7 @@
 In:       the names of a model's leaves, and a rule.
 Out:      for each leaf the key layer that it belongs to, or None for the backbone.
 Promise:  every leaf is in one part; the same names and rule give the same split.
-Not here: what is done with the parts (`federation/tree.py`, `federation/peers.py`).
+Not here: what is done with the parts (`federation/tree.py`, `federation/layer_attention.py`).
 
 Rules: `none`, `all`, `last SHARE` (the last share of the blocks, at least one, and the norm after
 them), `kv` (key and value projections of every block), or leaf names with `*`, divided by
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from fedlm.core.errors import ConfigError, require
 
-SETTING = "federation.key"
+SETTING = "federation.personal_layers"
 WANTED = "none, all, kv, last SHARE as in 'last 0.3', or names with *; and perhaps '+ embedding'"
 _NUMBERED = re.compile(r"^(\w+\.\d+)(\.|$)")
 EMBEDDING = ("stem.*", "embedding")

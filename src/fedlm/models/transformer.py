@@ -23,10 +23,10 @@ import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.attention import Attention, attention
-from fedlm.models.columns import Layout, Packed, Whole
+from fedlm.models.embedding import Positions, Stem, stem
 from fedlm.models.layers import Linear, Norm, Predictors, bare_norm, linear, norm, tied
-from fedlm.models.ragged import FEWEST_COLUMNS, gather, pack
-from fedlm.models.stem import Positions, Stem, stem
+from fedlm.models.packed_layout import Layout, Packed, Whole
+from fedlm.models.packing import FEWEST_COLUMNS, gather, pack
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
 

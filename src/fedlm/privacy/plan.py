@@ -4,7 +4,7 @@ In:       a mechanism, a sampling law, a bound, an amount of noise, a number of 
 Out:      a frozen plan that the sampler, the noise and the accountant all read.
 Promise:  `check` passes only plans whose epsilon can be computed; no other pair of mechanism and
           sampling law is let through.
-Not here: epsilon (`account.py`), noise (`noise.py`), who joins (`cohort/sample.py`).
+Not here: epsilon (`account.py`), noise (`noise.py`), who joins (`cohort/sampling.py`).
 
 The unit is one client with all its text. Two runs are neighbours if one client's contributions,
 in every round, are replaced by zero.
@@ -91,7 +91,7 @@ def check(plan: PrivacyPlan) -> None:
     _check_numbers(plan)
     _check_pair(plan)
     _check_population(plan.sampling)
-    if plan.sampling.law == "separated":
+    if plan.sampling.law == "spaced":
         _check_separation(plan.sampling, plan.rounds)
     _check_matrix(plan)
     _check_adaptive(plan)
@@ -112,14 +112,14 @@ def _check_adaptive(plan: PrivacyPlan) -> None:
         plan.clip_quantile,
         f"0 with privacy.mechanism = {plan.mechanism!r}, because correlated noise was made for one "
         "clip and may not see it move",
-        "Find a clip with the gaussian mechanism first, then set privacy.clip.",
+        "Find a clip with the gaussian mechanism first, then set privacy.clip_norm.",
     )
     require(
         plan.noise_multiplier == 0 or 2 * plan.clip_noise > plan.noise_multiplier,
         "privacy.clip_noise",
         plan.clip_noise,
-        f"more than half of privacy.noise, here {plan.noise_multiplier / 2:g}: the count of "
-        "updates let through spends a part of the same budget",
+        f"more than half of privacy.noise_multiplier, here {plan.noise_multiplier / 2:g}: the "
+        "count of updates let through spends a part of the same budget",
         "A twentieth of server.cohort is common.",
     )
 
@@ -134,23 +134,23 @@ def _check_numbers(plan: PrivacyPlan) -> None:
     )
     require(
         0 <= plan.noise_multiplier < math.inf,
-        "privacy.noise",
+        "privacy.noise_multiplier",
         plan.noise_multiplier,
-        "zero or a positive multiple of privacy.clip",
+        "zero or a positive multiple of privacy.clip_norm",
     )
     require(
         plan.clip_norm > 0,
-        "privacy.clip",
+        "privacy.clip_norm",
         plan.clip_norm,
         "a positive L2 norm",
         "Leave [privacy] out to train without it.",
     )
     require(
         math.isfinite(plan.clip_norm) or plan.noise_multiplier == 0,
-        "privacy.clip",
+        "privacy.clip_norm",
         plan.clip_norm,
         "a finite L2 norm, because noise hides only what is bounded",
-        "Set privacy.clip, or privacy.noise = 0.",
+        "Set privacy.clip_norm, or privacy.noise_multiplier = 0.",
     )
 
 
@@ -169,14 +169,14 @@ def _check_pair(plan: PrivacyPlan) -> None:
         )
     else:
         require(
-            law == "separated",
+            law == "spaced",
             "privacy.mechanism",
             plan.mechanism,
             f"gaussian when server.sampling = {law!r}, because correlated noise is accounted by "
             "how often and how closely a client may join, and that law bounds neither",
-            "Or set server.sampling = 'separated' and privacy.min_separation.",
+            "Or set server.sampling = 'spaced' and privacy.min_separation.",
         )
-    if law != "separated":
+    if law != "spaced":
         for name in ("min_separation", "max_participations"):
             value = getattr(plan.sampling, name)
             require(
@@ -184,7 +184,7 @@ def _check_pair(plan: PrivacyPlan) -> None:
                 f"privacy.{name}",
                 value,
                 f"0 when server.sampling = {law!r}, which does not enforce it",
-                "Or set server.sampling = 'separated'.",
+                "Or set server.sampling = 'spaced'.",
             )
 
 

@@ -16,14 +16,14 @@ from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import key_for
 from fedlm.core.types import Local, Params, Portion, Sampling, Server
-from fedlm.federation.algorithms import (
+from fedlm.federation.algorithm import SILENT, Algorithm
+from fedlm.federation.optimizers import (
     Optimizer,
     Rate,
     client_optimizer,
     schedule,
     server_optimizer,
 )
-from fedlm.federation.method import SILENT, Algorithm
 from fedlm.local import methods
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
@@ -65,14 +65,14 @@ def algorithm_of(
 def portions_of(recipe: Recipe, like: Params) -> list[Portion]:
     """What is trained, one a kind of round."""
     wire, seed = recipe.wire, recipe.run.seed
-    if wire.train == "fixed":
-        return [drawn_subset(like, wire.share, key_for(seed, "partial"))]
-    if wire.train == "round":
+    if wire.trainable == "fixed":
+        return [drawn_subset(like, wire.trainable_fraction, key_for(seed, "partial"))]
+    if wire.trainable == "round":
         key = key_for(seed, "partial")
-        return [drawn_subset(like, wire.share, k) for k in jr.split(key, wire.subsets)]
-    if wire.train == "member":
-        return [own_subset(wire.share)]
-    return [low_rank(like, wire.rank)] if wire.train == "low-rank" else [Portion()]
+        return [drawn_subset(like, wire.trainable_fraction, k) for k in jr.split(key, wire.subsets)]
+    if wire.trainable == "member":
+        return [own_subset(wire.trainable_fraction)]
+    return [low_rank(like, wire.rank)] if wire.trainable == "low-rank" else [Portion()]
 
 
 def local_of(recipe: Recipe, portion: Portion) -> Local:
@@ -80,9 +80,9 @@ def local_of(recipe: Recipe, portion: Portion) -> Local:
     client, weigh = recipe.client, WEIGHTS[recipe.client.weight]
     inner = inner_of(recipe)
     if client.method == "mimelite":
-        return methods.mimelite(catalog.loss, base_of(recipe), client.rate, weigh)
+        return methods.mimelite(catalog.loss, base_of(recipe), client.learning_rate, weigh)
     if client.method == "scaffold":
-        return methods.scaffold(catalog.loss, client.rate, weigh)
+        return methods.scaffold(catalog.loss, client.learning_rate, weigh)
     if client.method == "feddyn":
         return methods.feddyn(catalog.loss, inner, client.proximal, weigh)
     return local_training(catalog.loss, inner, weigh, portion=portion, proximal=client.proximal)
@@ -106,10 +106,10 @@ def pooled_algorithm(recipe: Recipe, sampling: Sampling) -> Algorithm:
     )
     rate = schedule(
         server.schedule,
-        client.rate,
+        client.learning_rate,
         rounds=server.rounds * steps,
-        warmup=server.warmup * steps,
-        end=server.end,
+        warmup=server.warmup_rounds * steps,
+        end=server.final_fraction,
     )
     local = local_training(catalog.loss, inner_of(recipe, rate), WEIGHTS["uniform"], remember=True)
     return Algorithm(
@@ -127,10 +127,10 @@ def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
     client = recipe.client
     return client_optimizer(
         client.optimizer,
-        client.rate if rate is None else rate,
+        client.learning_rate if rate is None else rate,
         momentum=client.momentum,
         weight_decay=client.weight_decay,
-        clip=client.clip,
+        clip=client.gradient_clip_norm,
     )
 
 
@@ -138,7 +138,11 @@ def base_of(recipe: Recipe) -> Optimizer:
     """MimeLite: the server's optimiser at rate one, as members use it."""
     server = recipe.server
     return server_optimizer(
-        server.optimizer, 1.0, momentum=server.momentum, beta2=server.beta2, epsilon=server.epsilon
+        server.optimizer,
+        1.0,
+        momentum=server.momentum,
+        beta2=server.beta2,
+        epsilon=server.adam_epsilon,
     )
 
 
@@ -147,14 +151,22 @@ def server_of(recipe: Recipe, sampling: Sampling) -> Server:
     server, client = recipe.server, recipe.client
     part = sampling.cohort / sampling.population
     if client.method == "mimelite":
-        return step.mimelite(base_of(recipe), server.rate)
+        return step.mimelite(base_of(recipe), server.learning_rate)
     if client.method == "feddyn":
         return step.feddyn(client.proximal, part)
     rate = schedule(
-        server.schedule, server.rate, rounds=server.rounds, warmup=server.warmup, end=server.end
+        server.schedule,
+        server.learning_rate,
+        rounds=server.rounds,
+        warmup=server.warmup_rounds,
+        end=server.final_fraction,
     )
     outer = server_optimizer(
-        server.optimizer, rate, momentum=server.momentum, beta2=server.beta2, epsilon=server.epsilon
+        server.optimizer,
+        rate,
+        momentum=server.momentum,
+        beta2=server.beta2,
+        epsilon=server.adam_epsilon,
     )
     return step.scaffold(outer, part) if client.method == "scaffold" else step.plain(outer)
 
@@ -185,20 +197,20 @@ def _check_method(recipe: Recipe) -> None:
     if client.method == "fedavg":
         return
     require(
-        wire.train == "all" and not wire.error_feedback,
+        wire.trainable == "all" and not wire.error_feedback,
         "client.method",
         client.method,
-        "'fedavg' where wire.train is not 'all' or wire.error_feedback is on",
+        "'fedavg' where wire.trainable is not 'all' or wire.error_feedback is on",
     )
     if client.method == "feddyn":
         require(client.proximal > 0, "client.proximal", client.proximal, "FedDyn's alpha, above 0")
         return
     require(client.proximal == 0, "client.proximal", client.proximal, f"0 with {client.method!r}")
     require(
-        client.optimizer == "sgd" and client.clip == 0,
+        client.optimizer == "sgd" and client.gradient_clip_norm == 0,
         "client.optimizer",
         client.optimizer,
-        f"'sgd' without client.clip: {client.method!r} says itself how a member steps",
+        f"'sgd' without client.gradient_clip_norm: {client.method!r} defines the member's step",
     )
     require(
         client.method == "scaffold" or server.schedule == "constant",
@@ -212,24 +224,24 @@ def _check_wire(recipe: Recipe) -> None:
     wire = recipe.wire
     upload = named("wire.upload", wire.upload)
     named("wire.download", wire.download)
-    partly = wire.train in ("fixed", "round", "member")
+    partly = wire.trainable in ("fixed", "round", "member")
     require(
-        partly == (wire.share < 1),
-        "wire.share",
-        wire.share,
-        "below 1 with wire.train = 'fixed', 'round' or 'member', and 1 otherwise",
+        partly == (wire.trainable_fraction < 1),
+        "wire.trainable_fraction",
+        wire.trainable_fraction,
+        "below 1 with wire.trainable = 'fixed', 'round' or 'member', and 1 otherwise",
     )
     require(
-        wire.train != "member" or upload.by_leaf,
+        wire.trainable != "member" or upload.by_leaf,
         "wire.upload",
         wire.upload,
-        "a codec that takes leaf by leaf with wire.train = 'member': drive mixes all leaves",
+        "a codec that takes leaf by leaf with wire.trainable = 'member': drive mixes all leaves",
     )
     require(
-        not wire.error_feedback or wire.train in ("all", "fixed"),
+        not wire.error_feedback or wire.trainable in ("all", "fixed"),
         "wire.error_feedback",
         True,
-        "wire.train = 'all' or 'fixed': what was left out belongs to leaves that train next time",
+        "wire.trainable = 'all' or 'fixed': what was left out must be trained next time",
     )
 
 
@@ -247,14 +259,14 @@ def _check_private(recipe: Recipe) -> None:
         "off under a privacy plan: a client's text would enter later rounds than its own",
     )
     require(
-        recipe.wire.train != "low-rank",
-        "wire.train",
+        recipe.wire.trainable != "low-rank",
+        "wire.trainable",
         "low-rank",
         "another part under a privacy plan: the bound is on the factors, noise on the matrices",
     )
     require(
-        recipe.privacy.canaries == 0 or recipe.wire.train == "all",
+        recipe.privacy.canaries == 0 or recipe.wire.trainable == "all",
         "privacy.canaries",
         recipe.privacy.canaries,
-        "0 unless wire.train = 'all': a canary moves the whole model",
+        "0 unless wire.trainable = 'all': a canary moves the whole model",
     )

@@ -22,21 +22,21 @@ from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.types import Engine, Params, Sampling, Server
 from fedlm.engine.starts import LoopStarts, MeshStarts
-from fedlm.federation.algorithms import schedule, server_optimizer
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.ascent import turn
-from fedlm.federation.method import Algorithm
+from fedlm.federation.optimizers import schedule, server_optimizer
 from fedlm.federation.round import UNRELEASED
-from fedlm.federation.tree import Rules, TreeState, init_tree
+from fedlm.federation.tree import TreeConfig, TreeState, init_tree
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
 from fedlm.privacy import account
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.recipe import promise
+from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.census import Census
-from fedlm.record.shelf import Shelf
+from fedlm.record.mmap_cache import Shelf
 from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
@@ -53,49 +53,51 @@ class TreeExperiment(Census):
         """Refuses noise and clips that would not hold what they say."""
         settings, topology = self.settings, self.topology
         require(
-            settings.noise == 0 or settings.clip > 0,
-            "federation.clip",
-            settings.clip,
+            settings.noise_multiplier == 0 or settings.clip_norm > 0,
+            "federation.clip_norm",
+            settings.clip_norm,
             "a positive length: noise is in multiples of it",
         )
         require(
-            settings.clip == 0 or settings.pool,
-            "federation.clip",
-            settings.clip,
+            settings.clip_norm == 0 or settings.pool_clients,
+            "federation.clip_norm",
+            settings.clip_norm,
             "pool = true: where clients are members, [privacy] protects each of them",
         )
         inner = [topology.names[n] for n in topology.with_text if topology.children[n]]
         require(
-            settings.clip == 0 or not inner,
-            "federation.clip",
-            settings.clip,
+            settings.clip_norm == 0 or not inner,
+            "federation.clip_norm",
+            settings.clip_norm,
             f"text at leaves alone: {', '.join(inner)} would send children what nobody clipped",
         )
 
     @cached_property
-    def rules(self) -> Rules:
+    def rules(self) -> TreeConfig:
         settings, topology = self.settings, self.topology
         names = list(tree.named_leaves(catalog.shapes(self.architecture, self.size)))
         nodes = range(len(topology))
         self._check_hidden()
-        return Rules(
+        return TreeConfig(
             topology=topology,
-            layers=key_layers(names, settings.key),
+            layers=key_layers(names, settings.personal_layers),
             seed=self.recipe.run.seed,
             temperature=settings.temperature,
             compare=settings.compare,
             residuals=0 if settings.temperature == 0 else settings.residuals,
-            every=settings.every,
+            every=settings.sync_every,
             order=settings.order,
             servers=tuple(self._outer(node) for node in nodes),
             shares=tuple(self._share(node) for node in nodes),
-            pooled=settings.pool,
+            pooled=settings.pool_clients,
             blank=self.algorithm.local.blank,
             rest=self._rest,
             clients=self.population,
-            algorithms=tuple(None if settings.pool else self._inner(node) for node in nodes),
-            clip=settings.clip,
-            noise=settings.noise,
+            algorithms=tuple(
+                None if settings.pool_clients else self._inner(node) for node in nodes
+            ),
+            clip=settings.clip_norm,
+            noise=settings.noise_multiplier,
             edge_bytes=dense().encoded_bytes,
         )
 
@@ -103,24 +105,24 @@ class TreeExperiment(Census):
     def algorithm(self) -> Algorithm:
         """What a member does; the text of a pooled node stays where it is."""
         made: Algorithm = Experiment.algorithm.func(self)  # type: ignore[attr-defined]
-        steps, keep = self.settings.warmup, self.settings.keep_optimizer
-        for name, value in (("warmup", steps), ("keep_optimizer", keep)):
+        steps, keep = self.settings.warmup_steps, self.settings.keep_optimizer
+        for name, value in (("warmup_steps", steps), ("keep_optimizer", keep)):
             require(
-                not value or self.settings.pool,
+                not value or self.settings.pool_clients,
                 f"federation.{name}",
                 value,
                 "pool = true: it is the optimiser of a node that trains on its own text",
             )
-        if not self.settings.pool:
+        if not self.settings.pool_clients:
             return made
         client = self.recipe.client
         require(
             self.recipe.wire == type(self.recipe.wire)() and client.method == "fedavg",
-            "federation.pool",
+            "federation.pool_clients",
             True,
             "no [wire] and no client.method beside it: nodes send each other whole parts of models",
         )
-        rate = schedule("constant", client.rate, rounds=steps, warmup=steps, end=0.0)
+        rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
         inner, weigh = inner_of(self.recipe, rate), WEIGHTS[client.weight]
         local = local_training(catalog.loss, inner, weigh, proximal=client.proximal, remember=keep)
         return replace(made, local=local)
@@ -145,10 +147,10 @@ class TreeExperiment(Census):
         return plain(
             server_optimizer(
                 said("optimizer"),
-                said("rate"),
+                said("learning_rate"),
                 momentum=said("momentum"),
                 beta2=server.beta2,
-                epsilon=server.epsilon,
+                epsilon=server.adam_epsilon,
             )
         )
 
@@ -158,7 +160,7 @@ class TreeExperiment(Census):
             below = self.topology.below(node)
             held = [int(self.training[c]) for n in below for c in self.topology.clients[n]]
             told = float(sum(len(self.store.train(c)) for c in held))
-        return float(self.topology.places[node].setting("share", told))
+        return float(self.topology.places[node].setting("weight", told))
 
     def _inner(self, node: int) -> Algorithm | None:
         """The flat federation of a node's own clients; its plan is that of so many clients."""
@@ -168,45 +170,45 @@ class TreeExperiment(Census):
         cohort = self.topology.places[node].setting("cohort", self.recipe.server.cohort)
         server = self.recipe.server.model_copy(update={"cohort": min(cohort, held)})
         recipe = self.recipe.model_copy(update={"server": server})
-        sampling = promise.sampling_of(recipe, held)
-        plan = promise.plan_of(recipe, sampling)
+        sampling = privacy_plan.sampling_of(recipe, held)
+        plan = privacy_plan.plan_of(recipe, sampling)
         like = catalog.shapes(self.architecture, self.size)
         return algorithm_of(recipe, sampling, plan, like)
 
     @cached_property
     def sampling(self) -> Sampling:
         """That of the smallest federation of clients: there a client is drawn most often."""
-        if self.settings.pool:
+        if self.settings.pool_clients:
             nodes = len(self.topology.with_text)
             return Sampling(law="fixed", population=nodes, cohort=nodes)
         held = min(len(self.topology.clients[n]) for n in self.topology.with_text)
         cohort = min(self.recipe.server.cohort, held)
         server = self.recipe.server.model_copy(update={"cohort": cohort})
-        return promise.sampling_of(self.recipe.model_copy(update={"server": server}), held)
+        return privacy_plan.sampling_of(self.recipe.model_copy(update={"server": server}), held)
 
     @cached_property
     def plan(self) -> PrivacyPlan | None:
         privacy = self.recipe.privacy
         require(
-            privacy.mechanism is None or not self.settings.pool,
+            privacy.mechanism is None or not self.settings.pool_clients,
             "privacy.mechanism",
             privacy.mechanism,
-            "federation.pool = false: it protects clients, and a pooled node has none",
-            "federation.noise protects a node's text as a whole.",
+            "federation.pool_clients = false: it protects clients, and a pooled node has none",
+            "federation.noise_multiplier protects a node's text as a whole.",
         )
         require(privacy.canaries == 0, "privacy.canaries", privacy.canaries, "0 in a tree")
-        return promise.plan_of(self.recipe, self.sampling)
+        return privacy_plan.plan_of(self.recipe, self.sampling)
 
     # ---- what a run asks for -------------------------------------------------------------
 
     def init_node(self, params: Params) -> TreeState:  # type: ignore[override]
         """The state before the first round."""
-        root = promise.secret_of(self.recipe.privacy)
+        root = privacy_plan.secret_of(self.recipe.privacy)
         first = self.topology.with_text[0]
         secrets = [_secret(root, node - first) for node in range(len(self.topology))]
         seed = self.settings.noise_seed
         hidden = bytes(16)
-        if self.settings.noise:
+        if self.settings.noise_multiplier:
             hidden = os.urandom(16) if seed is None else seed.to_bytes(16, "little")
         return init_tree(self.rules, params, hidden, secrets)
 
@@ -262,7 +264,7 @@ class TreeExperiment(Census):
 
     def closing_facts(self, rounds: int) -> Facts:
         """What noise at the leaves is worth, in numbers and plain words."""
-        noise, delta = self.settings.noise, self.settings.delta
+        noise, delta = self.settings.noise_multiplier, self.settings.delta
         if not noise:
             return {}
         epsilon = account.epsilon_of_rho(rounds / (2 * noise**2), delta)
@@ -272,10 +274,10 @@ class TreeExperiment(Census):
             else "Such an epsilon promises nothing: the noise is a test of robustness, no privacy."
         )
         said = (
-            f"Every change that left a leaf was clipped to {self.settings.clip:g} and got Gaussian "
-            f"noise of {noise:g} times that in every coordinate. For the whole text of one leaf "
-            f"replaced by nothing, {rounds} rounds cost epsilon {epsilon:.3g} at delta {delta:g}. "
-            f"{meaning}"
+            f"Every change that left a leaf was clipped to {self.settings.clip_norm:g} and got "
+            f"Gaussian noise of {noise:g} times that in every coordinate. For the whole text of "
+            f"one leaf replaced by nothing, {rounds} rounds cost epsilon {epsilon:.3g} at delta "
+            f"{delta:g}. {meaning}"
         )
         return {"leaves": {"epsilon": epsilon, "delta": delta, "said": said}}
 

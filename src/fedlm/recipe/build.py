@@ -18,23 +18,23 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedlm.cohort.pack import cut
+from fedlm.cohort.packing import cut
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import Engine, Params, Sampling, Shape
+from fedlm.core.types import BatchSpec, Engine, Params, Sampling
 from fedlm.corpus import sources
-from fedlm.corpus.join import JoinedStore
+from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.store import Progress, Store, StoreSettings, write
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, figures
-from fedlm.federation.method import Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.recipe import promise
+from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.settings import Data, Model, Recipe
 from fedlm.record.checkpoint import from_bytes
@@ -119,7 +119,7 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
         update={
             "data": data,
             "model": recipe.model.model_copy(update=sizes),
-            "client": promise.client_of(recipe),
+            "client": privacy_plan.client_of(recipe),
         }
     )
 
@@ -130,10 +130,10 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
     named = catalog.NAMED[model.name]
     size = replace(named.size, vocab=vocab, **said)
     require(
-        named.architecture not in catalog.ATTENTIVE or size.embed % size.heads == 0,
+        named.architecture not in catalog.ATTENTIVE or size.embedding_size % size.heads == 0,
         "model.heads",
         size.heads,
-        f"a divisor of model.embed, which is {size.embed}",
+        f"a divisor of model.embedding_size, which is {size.embedding_size}",
     )
     return size
 
@@ -217,27 +217,27 @@ class Experiment:
     def sampling(self) -> Sampling:
         if self.pooled:
             return Sampling(law="fixed", population=1, cohort=1)
-        return promise.sampling_of(self.recipe, len(self.training))
+        return privacy_plan.sampling_of(self.recipe, len(self.training))
 
     @cached_property
     def plan(self) -> PrivacyPlan | None:
-        return promise.plan_of(self.recipe, self.sampling)
+        return privacy_plan.plan_of(self.recipe, self.sampling)
 
     @cached_property
     def rounds(self) -> int:
         """How many rounds will run: those asked for, or as many as the privacy budget holds."""
-        return promise.rounds_of(self.recipe, self.plan)
+        return privacy_plan.rounds_of(self.recipe, self.plan)
 
     def init_node(self, params: Params) -> NodeState:
         """The state before the first round."""
-        return init_node(self.algorithm, params, promise.secret_of(self.recipe.privacy))
+        return init_node(self.algorithm, params, privacy_plan.secret_of(self.recipe.privacy))
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> BatchSpec:
         client = self.recipe.client
-        return Shape(
-            batch=client.batch,
-            length=self.recipe.data.length,
+        return BatchSpec(
+            batch_size=client.batch_size,
+            sequence_length=self.recipe.data.sequence_length,
             epochs=client.epochs,
             max_examples=client.max_examples,
             max_steps=client.max_steps,
@@ -258,7 +258,7 @@ class Experiment:
         return np.concatenate([self._cut(self.store.train(int(n))) for n in self.training])
 
     def _cut(self, tokens: np.ndarray, context: int = 1) -> np.ndarray:
-        return cut(tokens, self.recipe.data.length, self.recipe.data.layout, context)
+        return cut(tokens, self.recipe.data.sequence_length, self.recipe.data.layout, context)
 
     # ---- evaluation --------------------------------------------------------------------
 
@@ -278,7 +278,9 @@ class Experiment:
             parts.append(rows)
             owners.append(np.full(len(rows), number))
         if not parts:
-            return np.zeros((0, self.recipe.data.length + context), np.uint16), np.zeros(0, int)
+            return np.zeros((0, self.recipe.data.sequence_length + context), np.uint16), np.zeros(
+                0, int
+            )
         return np.concatenate(parts), np.concatenate(owners)
 
     @cached_property

@@ -22,7 +22,7 @@ from fedlm.core.keys import generator_for
 from fedlm.core.types import Params
 from fedlm.evaluate.perplexity import Sums, figures, perplexity_of, total
 from fedlm.federation.topology import Topology, feed
-from fedlm.federation.tree import Rules, TreeState, received
+from fedlm.federation.tree import TreeConfig, TreeState, received
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.federation import Federation, topology_of
 
@@ -50,7 +50,7 @@ class Census(Experiment):
         return topology_of(self.settings, groups)
 
     @cached_property
-    def rules(self) -> Rules:
+    def rules(self) -> TreeConfig:
         raise NotImplementedError  # branches.py
 
     @cached_property

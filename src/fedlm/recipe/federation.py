@@ -32,10 +32,10 @@ class Node(BaseModel):
     parent: str | None = None
     groups: tuple[str, ...] = ()
     optimizer: Outer | None = None
-    rate: Positive | None = None
+    learning_rate: Positive | None = None
     momentum: Decay | None = None
     cohort: Annotated[int, Field(ge=1)] | None = None
-    share: Positive | None = None  # how much it counts at its parent
+    weight: Positive | None = None  # how much it counts at its parent
 
     @field_validator("groups", mode="before")
     @classmethod
@@ -52,27 +52,29 @@ class Federation(BaseModel):
     node: tuple[Node, ...] = ()  # or the tree, written out
     only: tuple[str, ...] = ()  # places to keep, with those above them
     moves: tuple[str, ...] = ()  # "place > parent": put under another parent
-    pool: bool = True  # a node's text is one member; else its clients are a federation
-    key: str = "last 0.3"  # which layers are a node's own; see models/split.py
+    pool_clients: bool = True  # a node's text is one member; else its clients are a federation
+    personal_layers: str = "last 0.3"  # which layers are a node's own; see models/split.py
     temperature: Annotated[float, Field(ge=0)] = 0.1  # of attention; inf is the mean, 0 keeps self
     compare: Literal["start", "root"] = "start"  # what changes of key layers are measured from
     residuals: Annotated[int, Field(ge=0)] = 1  # layers sent up per layer and node
-    every: Annotated[int, Field(ge=1)] = 1  # rounds of a federation to one of that above it
+    sync_every: Annotated[int, Field(ge=1)] = 1  # rounds of a federation to one of that above it
     order: Literal["levels", "together"] = "levels"
-    warmup: Annotated[int, Field(ge=0)] = 0  # steps over which a leaf's rate rises in each round
+    warmup_steps: Annotated[int, Field(ge=0)] = (
+        0  # steps over which a leaf's rate rises in each round
+    )
     keep_optimizer: bool = False  # a leaf's optimiser goes on where it stopped the round before
     # From the root down; the last repeats.
     optimizer: Annotated[tuple[Outer, ...], Field(min_length=1)] = ("nesterov", "fedavg")
-    rate: Annotated[tuple[Positive, ...], Field(min_length=1)] = (0.7, 1.0)
+    learning_rate: Annotated[tuple[Positive, ...], Field(min_length=1)] = (0.7, 1.0)
     momentum: Annotated[tuple[Decay, ...], Field(min_length=1)] = (0.9,)
     weight: Literal["uniform", "tokens"] = "uniform"  # how much a node counts at its parent
-    clip: NotNegative = 0.0  # the longest change that leaves a leaf; 0 is any
-    noise: NotNegative = 0.0  # on what leaves a leaf, in multiples of the clip
+    clip_norm: NotNegative = 0.0  # the longest change that leaves a leaf; 0 is any
+    noise_multiplier: NotNegative = 0.0  # on what leaves a leaf, in multiples of the clip
     noise_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # unsafe: others know it
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # at which the report tells an epsilon
     resident: Annotated[int, Field(ge=0)] = 0  # models of nodes in memory at once; 0 is all
 
-    @field_validator("optimizer", "rate", "momentum", mode="before")
+    @field_validator("optimizer", "learning_rate", "momentum", mode="before")
     @classmethod
     def _by_depth(cls, value: Any) -> Any:
         """One value for all depths may be written without brackets; 1 means 1.0."""

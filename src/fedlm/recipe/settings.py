@@ -29,6 +29,34 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 
+# Settings that had another name before 0.1.0; an old recipe is told the new one.
+RENAMED = {
+    "data.length": "sequence_length",
+    "model.embed": "embedding_size",
+    "model.units": "hidden_size",
+    "model.kernel": "kernel_size",
+    "client.rate": "learning_rate",
+    "client.clip": "gradient_clip_norm",
+    "client.batch": "batch_size",
+    "server.rate": "learning_rate",
+    "server.epsilon": "adam_epsilon",
+    "server.warmup": "warmup_rounds",
+    "server.end": "final_fraction",
+    "privacy.clip": "clip_norm",
+    "privacy.noise": "noise_multiplier",
+    "wire.train": "trainable",
+    "wire.share": "trainable_fraction",
+    "federation.key": "personal_layers",
+    "federation.pool": "pool_clients",
+    "federation.every": "sync_every",
+    "federation.warmup": "warmup_steps",
+    "federation.rate": "learning_rate",
+    "federation.clip": "clip_norm",
+    "federation.noise": "noise_multiplier",
+    "federation.node.rate": "learning_rate",
+    "federation.node.share": "weight",
+}
+
 
 class Table(BaseModel):
     """One table of a recipe."""
@@ -46,7 +74,7 @@ class Data(Table):
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = 10_000
     lowercase: bool = True
     layout: Literal["lines", "windows"] = "lines"
-    length: Annotated[int, Field(ge=1, le=65_536)] = 20
+    sequence_length: Annotated[int, Field(ge=1, le=65_536)] = 20
     test_clients: Share = 0.1
     validation: Share = 0.1
     split_seed: int = 0
@@ -58,11 +86,11 @@ class Model(Table):
 
     name: Literal[*NAMED] = "si-cifg"  # type: ignore[valid-type]
     init_from: str | None = None  # a model.safetensors, or a run directory, to start from
-    embed: Count | None = None
-    units: Count | None = None  # of a recurrent layer, or inside a feed-forward
+    embedding_size: Count | None = None
+    hidden_size: Count | None = None  # of a recurrent layer, or inside a feed-forward
     layers: Annotated[int, Field(ge=1, le=512)] | None = None
     heads: Count | None = None
-    kernel: Count | None = None  # taps of a Conformer's convolution
+    kernel_size: Count | None = None  # taps of a Conformer's convolution
     positions: Literal["learned", "sinusoidal", "alibi", "none"] | None = None
     cell_layer_norm: bool | None = None
     si_measure: Literal["max", "l2", "rms", "none"] | None = None  # what SI-CIFG divides by
@@ -76,11 +104,11 @@ class Client(Table):
     """What a member does in a round."""
 
     optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
-    rate: Positive = 0.5
+    learning_rate: Positive = 0.5
     momentum: Decay = 0.9
     weight_decay: NotNegative = 0.0
-    clip: NotNegative = 0.0  # bound on the gradient norm; 0 is off
-    batch: Count = 16
+    gradient_clip_norm: NotNegative = 0.0  # bound on the gradient norm; 0 is off
+    batch_size: Count = 16
     epochs: Count = 1
     max_examples: Count | None = None
     max_steps: Count | None = None
@@ -95,16 +123,16 @@ class Server(Table):
     optimizer: Literal["fedavg", "fedavgm", "nesterov", "fedadam", "fedyogi", "fedadagrad"] = (
         "fedadam"
     )
-    rate: Positive = 0.01
+    learning_rate: Positive = 0.01
     momentum: Decay = 0.9
     beta2: Decay = 0.99
-    epsilon: Positive = 1e-5
+    adam_epsilon: Positive = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Annotated[int, Field(ge=0)] = 0
-    end: Share = 0.0
+    warmup_rounds: Annotated[int, Field(ge=0)] = 0
+    final_fraction: Share = 0.0
     rounds: Count = 100
     cohort: Count = 20
-    sampling: Literal["fixed", "poisson", "separated"] = "fixed"
+    sampling: Literal["fixed", "poisson", "spaced"] = "fixed"
     evaluate_every: Count = 10
     evaluate_rows: Annotated[int, Field(ge=0)] = 2_000  # validation rows; 0 is all
 
@@ -113,8 +141,10 @@ class Privacy(Table):
     """What is promised to each client; without a mechanism, nothing is."""
 
     mechanism: Literal["gaussian", "tree", "banded", "toeplitz", "blt"] | None = None
-    clip: Positive = 1.0  # the longest update one client may send
-    noise: NotNegative | None = None  # in multiples of the clip; left out, found from epsilon
+    clip_norm: Positive = 1.0  # the longest update one client may send
+    noise_multiplier: NotNegative | None = (
+        None  # in multiples of the clip; left out, found from epsilon
+    )
     epsilon: Positive | None = None  # what the whole run may spend; it stops before passing it
     delta: float = 1e-6  # checked with the rest of the plan
     min_separation: Annotated[int, Field(ge=0)] = 0  # rounds strictly between two turns
@@ -135,8 +165,10 @@ class Wire(Table):
 
     upload: str = "float32"  # a codec by its name in frames: uniform-8, ternary-2.5+zlib, ...
     download: str = "float32"
-    train: Literal["all", "fixed", "round", "member", "low-rank"] = "all"
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of what may be held still: how much trains
+    trainable: Literal["all", "fixed", "round", "member", "low-rank"] = "all"
+    trainable_fraction: Annotated[float, Field(gt=0, le=1)] = (
+        1.0  # of what may be held still: how much trains
+    )
     subsets: Count = 4  # round: how many subsets take turns
     rank: Count = 8  # low-rank: of a matrix's update
     error_feedback: bool = False  # members add what the codec left out to their next update
@@ -251,6 +283,8 @@ def _sentence(error: Any) -> str:
         else:
             known = _fields(place[0])
         at = ".".join(p for p in place[:-1] if not p.isdigit())
+        if f"{at}.{place[-1]}" in RENAMED:
+            return f"[{at}] {place[-1]} is now called {RENAMED[f'{at}.{place[-1]}']!r}."
         return f"[{at}] has no setting {place[-1]!r}. {nearest(place[-1], known)}"
     wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     value = error["input"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
-from fedlm.record import branches, journal, plots
+from fedlm.record import journal, plots, tree_report
 from fedlm.record.plots import Series
 
 STYLE = """
@@ -229,7 +229,7 @@ def _privacy(run: Facts) -> list[str]:
 
 
 def _one_run(run: Facts) -> list[str]:
-    parts = branches.section(run.header, run.rounds, run.final, table)
+    parts = tree_report.section(run.header, run.rounds, run.final, table)
     parts += _privacy(run)
     baselines = run.final.get("baselines") or {}
     if baselines:

@@ -3,7 +3,7 @@
 In:       parameters, what the server remembers, the members' mean change.
 Out:      new parameters and memory.
 Promise:  SGD of rate 1 gives exactly `params + change`; each method is the published rule.
-Not here: choosing the optimiser (`federation/algorithms.py`), members' halves (`local/methods.py`).
+Not here: choosing the optimiser (`federation/optimizers.py`), members' halves (`local/methods.py`).
 """
 
 from __future__ import annotations

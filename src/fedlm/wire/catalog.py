@@ -18,9 +18,9 @@ from fedlm.core.types import Codec
 from fedlm.wire.dense import bfloat16, dense
 from fedlm.wire.entropy import deflated
 from fedlm.wire.quantize import uniform
-from fedlm.wire.rotate import drive
-from fedlm.wire.sparse import topk
+from fedlm.wire.rotation import drive
 from fedlm.wire.ternary import ternary
+from fedlm.wire.top_k import topk
 
 CODECS: dict[str, Callable[..., Codec]] = {
     "float32": dense,

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 
 from fedlm.core.errors import WireError, require
 from fedlm.core.types import Codec
-from fedlm.wire.exact import SLACK, round_up, unit
+from fedlm.wire.bitwise import SLACK, round_up, unit
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf

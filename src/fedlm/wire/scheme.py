@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt16
 
 from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
-from fedlm.wire.exact import coins, tame
+from fedlm.wire.bitwise import coins, tame
 from fedlm.wire.frame import Reader, open_frame, overhead, seal
 
 Vector = Float[Array, " n"]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from fedlm.core.errors import WireError, require
 from fedlm.core.types import Codec
-from fedlm.wire.exact import SLACK, fold, power_below, square, unit
+from fedlm.wire.bitwise import SLACK, fold, power_below, square, unit
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack_trits, trit_bytes, unpack_trits
 from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf

@@ -29,7 +29,7 @@ import numpy as np
 
 from fedlm.core.errors import WireError, require
 from fedlm.core.types import Codec
-from fedlm.wire.exact import MOST, power_below
+from fedlm.wire.bitwise import MOST, power_below
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
@@ -48,7 +48,7 @@ class Chosen(NamedTuple):
 def topk(share: float = 0.01, values: Values = "float32") -> Codec:
     """About 2 + log2(1 / share) bits for the place of each kept value, and the value itself."""
     share = float(share)
-    require(0 < share <= 1, "wire.share", share, "more than 0 and at most 1")
+    require(0 < share <= 1, "wire.trainable_fraction", share, "more than 0 and at most 1")
     require(values in ("float32", "float16"), "wire.values", values, "'float32' or 'float16'")
     return per_leaf(
         LeafScheme(

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.cohort.pack import batch_up, cut, spread
-from fedlm.core.types import BOS, EOS, PAD, Shape
+from fedlm.cohort.packing import batch_up, cut, spread
+from fedlm.core.types import BOS, EOS, PAD, BatchSpec
 
 words = st.lists(st.integers(4, 60_000), min_size=1, max_size=12)
 texts = st.lists(words, max_size=8)  # lines of words
@@ -66,9 +66,9 @@ def test_a_text_that_ends_within_a_line_loses_nothing():
 
 
 shapes = st.builds(
-    Shape,
-    batch=st.integers(1, 5),
-    length=st.just(3),
+    BatchSpec,
+    batch_size=st.integers(1, 5),
+    sequence_length=st.just(3),
     epochs=st.integers(1, 3),
     max_examples=st.none() | st.integers(1, 20),
     max_steps=st.none() | st.integers(1, 12),
@@ -88,9 +88,9 @@ def test_each_epoch_has_every_chosen_row_once_and_padding_only_fills(count, shap
     rows = numbered_rows(count)
     batches = batch_up(rows, shape, np.random.default_rng(seed))
     chosen = min(count, shape.max_examples or count)
-    steps = -(-chosen // shape.batch)
+    steps = -(-chosen // shape.batch_size)
     wanted = min(shape.epochs * steps, shape.max_steps or 10**9)
-    assert batches.shape == (wanted, shape.batch, 4) and batches.dtype == rows.dtype
+    assert batches.shape == (wanted, shape.batch_size, 4) and batches.dtype == rows.dtype
     epochs = [batches[e * steps : (e + 1) * steps].reshape(-1, 4) for e in range(shape.epochs)]
     seen = []
     for epoch in epochs:
@@ -103,7 +103,7 @@ def test_each_epoch_has_every_chosen_row_once_and_padding_only_fills(count, shap
 
 
 def test_the_order_is_new_each_epoch_and_decided_by_the_generator():
-    rows, shape = numbered_rows(50), Shape(batch=50, length=3, epochs=2)
+    rows, shape = numbered_rows(50), BatchSpec(batch_size=50, sequence_length=3, epochs=2)
     one, two, other = (batch_up(rows, shape, np.random.default_rng(s)) for s in (0, 0, 1))
     np.testing.assert_array_equal(one, two)
     assert (one[0] != one[1]).any() and (one != other).any()
@@ -111,7 +111,7 @@ def test_the_order_is_new_each_epoch_and_decided_by_the_generator():
 
 
 def test_a_cap_on_examples_draws_them_from_all_rows():
-    shape = Shape(batch=5, length=3, max_examples=5)
+    shape = BatchSpec(batch_size=5, sequence_length=3, max_examples=5)
     drawn = [batch_up(numbered_rows(10), shape, np.random.default_rng(s)) for s in range(50)]
     assert {int(t) - 4 for batches in drawn for t in batches[:, :, 1].ravel()} == set(range(10))
 
@@ -167,6 +167,6 @@ def test_spreading_is_a_function_of_the_steps():
 def test_no_text_is_no_rows_no_batches_and_no_work(layout):
     rows = cut(np.zeros(0, np.uint16), 5, layout, context=2)
     assert rows.shape == (0, 7) and rows.dtype == np.uint16
-    batches = batch_up(rows, Shape(batch=3, length=5), np.random.default_rng(0))
+    batches = batch_up(rows, BatchSpec(batch_size=3, sequence_length=5), np.random.default_rng(0))
     assert batches.shape == (0, 3, 7)
     assert spread([len(batches)], 2, 4) == [[[], []]]

@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from fedlm.core.errors import WireError, require
 from fedlm.core.types import Codec
-from fedlm.wire.exact import MOST, SLACK, fold, pieces, power_below, seed_of, square, words
+from fedlm.wire.bitwise import MOST, SLACK, fold, pieces, power_below, seed_of, square, words
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Scheme, Sizes, Vectors, codec_of

@@ -1,6 +1,6 @@
 """Ragged clients into batches, and batches into even streams.
 
-In:       a client's tokens; the `Shape` of local work; a generator for the order.
+In:       a client's tokens; the `BatchSpec` of local work; a generator for the order.
 Out:      rows, batches, and a plan that spreads the batches of many members over lanes.
 Promise:  every target token appears once an epoch; padding is PAD and nothing else; the
           loads of two lanes differ by no more than the longest member.
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from fedlm.core.types import BOS, EOS, PAD, Shape
+from fedlm.core.types import BOS, EOS, PAD, BatchSpec
 
 Layout = Literal["lines", "windows"]
 TokenRows = Integer[np.ndarray, "rows width"]
@@ -57,27 +57,27 @@ def cut(
     return rows
 
 
-def batch_up(rows: TokenRows, shape: Shape, rng: np.random.Generator) -> Batches:
+def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Batches:
     """One member's batches: shuffled each epoch, capped, the last one filled with PAD rows."""
     chosen = rng.permutation(len(rows))[: shape.max_examples]
     order = [chosen]
     for _ in range(shape.epochs - 1):
         order.append(rng.permutation(chosen))
-    steps = -(-len(chosen) // shape.batch)
-    out = np.full((shape.epochs, steps * shape.batch, rows.shape[1]), PAD, rows.dtype)
+    steps = -(-len(chosen) // shape.batch_size)
+    out = np.full((shape.epochs, steps * shape.batch_size, rows.shape[1]), PAD, rows.dtype)
     for epoch, take in enumerate(order):
         out[epoch, : len(take)] = rows[take]
-    return out.reshape(shape.epochs * steps, shape.batch, rows.shape[1])[: shape.max_steps]
+    return out.reshape(shape.epochs * steps, shape.batch_size, rows.shape[1])[: shape.max_steps]
 
 
-def count_batches(rows: int, shape: Shape) -> int:
+def count_batches(rows: int, shape: BatchSpec) -> int:
     """How many batches `batch_up` makes of so many rows.
 
-    >>> count_batches(33, Shape(batch=16, length=20, epochs=2))
+    >>> count_batches(33, BatchSpec(batch_size=16, sequence_length=20, epochs=2))
     6
     """
     rows = min(rows, shape.max_examples or rows)
-    steps = shape.epochs * -(-rows // shape.batch)
+    steps = shape.epochs * -(-rows // shape.batch_size)
     return min(steps, shape.max_steps or steps)
 
 

@@ -4,8 +4,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.cohort import sample
-from fedlm.cohort.sample import check, joined, no_history
+from fedlm.cohort import sampling
+from fedlm.cohort.sampling import check, joined, no_history
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Sampling
 
@@ -25,7 +25,7 @@ LAWS = (fixed, poisson)
 
 def draw(law, rng):
     """A cohort of a law that does not look back."""
-    return sample.draw(law, rng, 0, no_history(law))
+    return sampling.draw(law, rng, 0, no_history(law))
 
 
 @given(st.integers(1, 300), st.data(), st.integers(0, 2**32))
@@ -140,7 +140,7 @@ def test_a_cohort_that_fits_is_accepted_and_an_empty_population_is_not():
 
 def separated(population, cohort, apart, most=0):
     return Sampling(
-        law="separated",
+        law="spaced",
         population=population,
         cohort=cohort,
         min_separation=apart,
@@ -148,7 +148,7 @@ def separated(population, cohort, apart, most=0):
     )
 
 
-def cohorts(law, rounds, seed=0, pick=sample.draw):
+def cohorts(law, rounds, seed=0, pick=sampling.draw):
     """The cohorts of a run, each drawn with a generator of its own."""
     history, met = no_history(law), []
     for r in range(rounds):
@@ -208,11 +208,11 @@ def test_hundreds_of_thousands_of_clients():
 def test_who_just_came_and_who_came_often_enough_stays_out():
     law, rng = separated(6, 2, 1, 2), np.random.default_rng(0)
     history = joined(joined(no_history(law), np.array([0, 1]), 0), np.array([2, 3]), 1)
-    drawn = {int(m) for _ in range(50) for m in sample.draw(law, rng, 2, history)}
+    drawn = {int(m) for _ in range(50) for m in sampling.draw(law, rng, 2, history)}
     assert drawn == {4, 5}, "0 and 1 may come, but those who never came go first"
     tired = history._replace(times=np.array([2, 2, 1, 1, 2, 0], np.int32))
-    assert sample.draw(law, rng, 2, tired).tolist() == [5]
-    assert sample.draw(law, rng, 3, tired).tolist() in ([2, 5], [3, 5])
+    assert sampling.draw(law, rng, 2, tired).tolist() == [5]
+    assert sampling.draw(law, rng, 3, tired).tolist() in ([2, 5], [3, 5])
 
 
 def test_a_history_decides_and_another_one_decides_otherwise():
@@ -222,14 +222,14 @@ def test_a_history_decides_and_another_one_decides_otherwise():
     assert history.last.max() == 4 and (history.last < 0).any()
     agree = [
         np.array_equal(
-            sample.draw(law, np.random.default_rng(s), 5, history),
-            sample.draw(law, np.random.default_rng(s), 5, forgotten),
+            sampling.draw(law, np.random.default_rng(s), 5, history),
+            sampling.draw(law, np.random.default_rng(s), 5, forgotten),
         )
         for s in range(20)
     ]
     assert not any(agree[:1]) or not all(agree)
     # Without a history separation is lost: the law looks back or it is another law.
-    met, _ = cohorts(law, 60, pick=lambda law, rng, r, h: sample.draw(law, rng, r, forgotten))
+    met, _ = cohorts(law, 60, pick=lambda law, rng, r, h: sampling.draw(law, rng, r, forgotten))
     assert rests(met, 40).min() < 3
 
 
@@ -247,7 +247,7 @@ def free_p_value(pick):
 
 
 def test_the_free_ones_are_drawn_alike():
-    assert 0.001 < free_p_value(sample.draw) < 0.999
+    assert 0.001 < free_p_value(sampling.draw) < 0.999
 
 
 def test_a_law_that_prefers_some_of_the_free_ones_is_rejected():

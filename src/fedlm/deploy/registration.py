@@ -4,7 +4,7 @@ In:       the nodes that are there, and what they say of themselves.
 Out:      seats: a name, the number of its first member, how many it has.
 Promise:  seats are given out once, in the order of names, and kept with the run, so that a member
           has the same number in every round and after every restart.
-Not here: rounds (`engine/flower.py`).
+Not here: rounds (`engine/remote.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError, RecordError, WireError
 from fedlm.deploy.client_app import HELLO
-from fedlm.deploy.home import NAME
-from fedlm.engine.waiting import Post, Seat, Undelivered
+from fedlm.deploy.workspace import NAME
+from fedlm.engine.dispatch import Assignment, Transport, Undelivered
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_SECONDS = 20.0  # until a node that did not answer is greeted again
@@ -40,11 +40,11 @@ class Hello(NamedTuple):
 
 
 def seat_all(
-    post: Post,
+    post: Transport,
     names: Sequence[str],
     check: Callable[[str, Hello], None],
     say: Callable[[str], None],
-) -> tuple[Seat, ...]:
+) -> tuple[Assignment, ...]:
     """Waits for every node, hears what it has, and numbers the members in the order of names."""
     hellos: dict[str, Hello] = {}
     sent: dict[str, tuple[str, float]] = {}
@@ -74,15 +74,15 @@ def seat_all(
     return _number([(name, hellos[name]) for name in sorted(names)])
 
 
-def _number(hellos: list[tuple[str, Hello]]) -> tuple[Seat, ...]:
+def _number(hellos: list[tuple[str, Hello]]) -> tuple[Assignment, ...]:
     first, seats = 0, []
     for name, hello in hellos:
-        seats.append(Seat(name, first, hello.clients, hello.text, hello.leaves))
+        seats.append(Assignment(name, first, hello.clients, hello.text, hello.leaves))
         first += hello.clients
     return tuple(seats)
 
 
-def _greet(post: Post, node_id: int) -> str:
+def _greet(post: Transport, node_id: int) -> str:
     return post.send_message(Message(RecordDict(), node_id, HELLO, group_id="hello"))
 
 
@@ -105,7 +105,7 @@ def read_hello(name: str, reply: Message) -> Hello:
     return Hello(clients, text, tokenizer, version, _leaves(name, facts, clients))
 
 
-def told_leaves(seats: Sequence[Seat]) -> dict[str, list[Any]]:
+def told_leaves(seats: Sequence[Assignment]) -> dict[str, list[Any]]:
     """What a relay says of the nodes below it, however deep: their paths and client counts."""
     below: list[tuple[str, int]] = []
     for seat in seats:
@@ -147,17 +147,17 @@ def same_tokenizer(wanted: str, where: str) -> Callable[[str, Hello], None]:
     return check
 
 
-def keep(file: Path, seats: Sequence[Seat]) -> None:
+def keep(file: Path, seats: Sequence[Assignment]) -> None:
     """Writes the seats of a run."""
     write_atomically(file, json.dumps([seat._asdict() for seat in seats], indent=2).encode())
 
 
-def kept(file: Path) -> tuple[Seat, ...] | None:
+def kept(file: Path) -> tuple[Assignment, ...] | None:
     """The seats that were given out when a run began."""
     if not file.is_file():
         return None
     try:
-        read = [Seat(**seat) for seat in json.loads(file.read_text(encoding="utf-8"))]
+        read = [Assignment(**seat) for seat in json.loads(file.read_text(encoding="utf-8"))]
         return tuple(s._replace(leaves=tuple((str(p), int(n)) for p, n in s.leaves)) for s in read)
     except (ValueError, TypeError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedlm.record import branches
+from fedlm.record import tree_report
 from fedlm.record.report import table
 
 TREE = {"names": ["root", "a", "b"], "parents": [None, 0, 0], "left_out": 2}
@@ -31,7 +31,7 @@ def rounds(norm=(1.0, 1.2), came=10.0, own=9.0, entropy=0.5):
 
 def test_the_picture_has_perplexity_and_traffic_on_it():
     found = {"nodes": [{"name": "a", "perplexity": 12.345, "personal": 11.0}]}
-    lines = branches.picture(TREE, rounds(), found)
+    lines = tree_report.picture(TREE, rounds(), found)
     assert lines[0] == "root" and lines[1].startswith("├─ a  perplexity 12.3")
     assert lines[1].endswith("after own steps 11.0  up 4.0 MB, down 2.0 MB")
     assert lines[2] == "└─ b  up 4.0 MB, down 2.0 MB"
@@ -48,22 +48,22 @@ def test_the_picture_has_perplexity_and_traffic_on_it():
     ],
 )
 def test_known_signs_of_failure_are_said(facts, said):
-    found = branches.warnings(header(), rounds(**facts))
+    found = tree_report.warnings(header(), rounds(**facts))
     assert len(found) == len(said)
     for words, wanted in zip(found, said, strict=True):
         assert wanted in words
 
 
 def test_a_temperature_that_asks_for_the_mean_or_for_itself_is_no_collapse():
-    assert not branches.warnings(header(None), rounds(entropy=1.0))  # infinity, in a journal
-    assert not branches.warnings(header(0.0), rounds(entropy=0.0))
-    assert not branches.warnings({"recipe": {}}, rounds(norm=(1.0, 99.0)))
+    assert not tree_report.warnings(header(None), rounds(entropy=1.0))  # infinity, in a journal
+    assert not tree_report.warnings(header(0.0), rounds(entropy=0.0))
+    assert not tree_report.warnings({"recipe": {}}, rounds(norm=(1.0, 99.0)))
 
 
 def test_the_section_names_routes_and_what_was_left_out():
     matrix = {"nodes": ["root", "a", "b"], "places": ["a", "b"], "perplexity": [[1.0, 2.0]] * 3}
     final = {"validation": {"matrix": matrix, "nodes": []}, "leaves": {"said": "nothing & more"}}
-    text = "".join(branches.section(header(), rounds(), final, table))
+    text = "".join(tree_report.section(header(), rounds(), final, table))
     for words in ("1 layers were routed", "2 clients feed no place", "nothing &amp; more"):
         assert words in text
-    assert branches.section({"recipe": {}}, rounds(), final, table) == []
+    assert tree_report.section({"recipe": {}}, rounds(), final, table) == []

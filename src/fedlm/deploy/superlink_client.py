@@ -50,9 +50,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedlm.core.errors import EngineError
-from fedlm.deploy.home import Home, address
-from fedlm.deploy.link import CONTROL_HEADER
-from fedlm.engine.waiting import GridPost, Presence, Undelivered
+from fedlm.deploy.superlink import CONTROL_HEADER
+from fedlm.deploy.workspace import Home, address
+from fedlm.engine.dispatch import GridTransport, Presence, Undelivered
 
 # Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
 BUNDLE = b"""[project]
@@ -207,14 +207,14 @@ def _forgiven() -> Iterator[None]:
 
 
 @contextmanager
-def running(home: Home) -> Iterator[LastingPost]:
+def running(home: Home) -> Iterator[LastingTransport]:
     """A run of a federation, for as long as the block lasts; what goes wrong is said in words."""
     _give_back()
     with _alone(home), _sentences():
         operator = Operator(home)
         try:
             operator.register()
-            with LastingPost(operator) as post:
+            with LastingTransport(operator) as post:
                 yield post
         finally:
             operator.close()
@@ -230,7 +230,7 @@ def _give_back() -> None:
         ctypes.CDLL(None).mallopt(threshold, at_least)
 
 
-class LastingPost:
+class LastingTransport:
     """A grid that outlives its run on the link.
 
     A link that was away for a minute ends the run there. Then another one is begun; what was sent
@@ -242,8 +242,8 @@ class LastingPost:
         self._sent: set[str] = set()
         self._stack = ExitStack()
 
-    def __enter__(self) -> LastingPost:
-        self._post = GridPost(self._stack.enter_context(self.operator.run()), presence)
+    def __enter__(self) -> LastingTransport:
+        self._post = GridTransport(self._stack.enter_context(self.operator.run()), presence)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -5,7 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from fedlm.federation.peers import Residual, attend, cosine, entropy, mean, route, weights, worst
+from fedlm.federation.layer_attention import (
+    Residual,
+    attend,
+    cosine,
+    entropy,
+    mean,
+    route,
+    weights,
+    worst,
+)
 
 RNG = np.random.default_rng(0)
 ORIGIN = {"a": RNG.normal(size=40).astype(np.float32), "b": np.zeros(7, np.float32)}

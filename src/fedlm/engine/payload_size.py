@@ -21,8 +21,8 @@ from jaxtyping import PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Local, Prepared
+from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import Trip, member_half
-from fedlm.federation.method import Algorithm, update_like
 
 
 class Work(NamedTuple):

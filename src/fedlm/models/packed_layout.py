@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fedlm.models.layers import Linear
-from fedlm.models.ragged import Packing, enough
+from fedlm.models.packing import Packing, enough
 
 SIZES = 8  # of a product, each compiled forward and backward for every layer
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedlm.core.errors import CorpusError
-from fedlm.corpus.deal import deal
-from fedlm.corpus.join import JoinedStore
+from fedlm.corpus.concat import JoinedStore
+from fedlm.corpus.shard import deal
 from fedlm.corpus.store import StoreSettings, write
 from tests.corpus.test_store import LETTERS, SETTINGS
 

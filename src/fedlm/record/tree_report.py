@@ -92,14 +92,14 @@ def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
         if before and now and now > LONGER * before:
             said.append(
                 f"the backbone of {name} is {now / before:.0f} times as long as after the first "
-                "round: it diverges. Lower federation.rate or federation.momentum."
+                "round: it diverges. Lower federation.learning_rate or federation.momentum."
             )
     seen = [r for r in rounds if r.get("personal_perplexity")]
     if seen and seen[-1]["perplexity"] > WORSE * seen[-1]["personal_perplexity"]:
         ratio = seen[-1]["perplexity"] / seen[-1]["personal_perplexity"]
         said.append(
             f"leaves get {ratio:.1f} times worse when they receive the federation's backbone: "
-            "their texts pull it apart. Put more layers into federation.key."
+            "their texts pull it apart. Put more layers into federation.personal_layers."
         )
     spread = [n["entropy_down"] for n in last.values() if n.get("entropy_down") is not None]
     temperature = header["recipe"]["federation"].get("temperature") or 0.0

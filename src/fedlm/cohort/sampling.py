@@ -31,7 +31,7 @@ def check(sampling: Sampling) -> None:
 
 def no_history(sampling: Sampling) -> History:
     """Before the first round; empty for laws that do not look back."""
-    size = sampling.population if sampling.law == "separated" else 0
+    size = sampling.population if sampling.law == "spaced" else 0
     return History(np.full(size, NEVER, np.int32), np.zeros(size, np.int32))
 
 
@@ -50,7 +50,7 @@ def draw(sampling: Sampling, rng: np.random.Generator, round: int, history: Hist
     if sampling.law == "poisson":
         rate = sampling.cohort / sampling.population
         return np.flatnonzero(rng.random(sampling.population) < rate)
-    if sampling.law == "separated":
+    if sampling.law == "spaced":
         return _separated(sampling, rng, round, history)
     chosen = rng.choice(sampling.population, sampling.cohort, replace=False, shuffle=False)
     return np.sort(chosen)

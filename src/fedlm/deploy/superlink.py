@@ -22,7 +22,7 @@ import logging
 import threading
 from typing import Any
 
-from fedlm.deploy.home import Home
+from fedlm.deploy.workspace import Home
 
 CONTROL_HEADER = "fedlm-control"
 # Flower cuts objects into chunks of 5 MB; what is much larger is nothing that a node sends.
@@ -147,7 +147,7 @@ def serve(home: Home) -> None:
     """Serves until the process is ended."""
     import uvicorn
 
-    from fedlm.deploy.operator import Operator
+    from fedlm.deploy.superlink_client import Operator
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     threading.Thread(target=lambda: Operator(home, patience=120.0).register(), daemon=True).start()

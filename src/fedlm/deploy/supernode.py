@@ -43,7 +43,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.deploy import certificates
-from fedlm.deploy.home import Kit, address
+from fedlm.deploy.workspace import Kit, address
 from fedlm.engine.fetching import Missing, assemble
 from fedlm.engine.messages import LONGEST_FRAME
 from fedlm.engine.sending import push

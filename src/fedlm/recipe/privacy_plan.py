@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from fedlm.cohort.sample import check as check_cohort
+from fedlm.cohort.sampling import check as check_cohort
 from fedlm.core.errors import require
 from fedlm.core.types import Sampling
 from fedlm.privacy import account
@@ -41,10 +41,10 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
         _refuse_half_a_plan(recipe)
         return None
     require(
-        asked.noise is not None or asked.epsilon is not None,
-        "privacy.noise",
-        asked.noise,
-        "a multiple of privacy.clip",
+        asked.noise_multiplier is not None or asked.epsilon is not None,
+        "privacy.noise_multiplier",
+        asked.noise_multiplier,
+        "a multiple of privacy.clip_norm",
         "Or set privacy.epsilon, and the noise is found from it.",
     )
     count_noise = asked.clip_noise
@@ -54,8 +54,8 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
         mechanism=asked.mechanism,
         sampling=sampling,
         rounds=recipe.server.rounds,
-        clip_norm=asked.clip,
-        noise_multiplier=asked.noise or 0.0,
+        clip_norm=asked.clip_norm,
+        noise_multiplier=asked.noise_multiplier or 0.0,
         delta=asked.delta,
         restart_every=asked.restart_every,
         bands=asked.bands,
@@ -65,7 +65,7 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
         clip_noise=count_noise,
         reveal=asked.reveal,
     )
-    if asked.noise is None:
+    if asked.noise_multiplier is None:
         assert asked.epsilon is not None
         plan = replace(plan, noise_multiplier=account.calibrate(plan, asked.epsilon))
     check(plan)
@@ -83,9 +83,9 @@ def _refuse_half_a_plan(recipe: Recipe) -> None:
             "privacy.mechanism beside it: without one nothing is clipped and no noise is added",
         )
     require(
-        recipe.server.sampling != "separated",
+        recipe.server.sampling != "spaced",
         "server.sampling",
-        "separated",
+        "spaced",
         "privacy.mechanism and privacy.min_separation beside it",
     )
 
@@ -109,16 +109,16 @@ def client_of(recipe: Recipe) -> Client:
 def rounds_of(recipe: Recipe, plan: PrivacyPlan | None) -> int:
     """The rounds asked for, or as many as the budget holds."""
     asked, budget = recipe.server.rounds, recipe.privacy.epsilon
-    if plan is None or budget is None or recipe.privacy.noise is None:
+    if plan is None or budget is None or recipe.privacy.noise_multiplier is None:
         return asked
     fits = account.allowed_rounds(plan, budget)
     require(
         fits > 0,
         "privacy.epsilon",
         budget,
-        f"a budget that holds one round: with privacy.noise = {plan.noise_multiplier:g} the first "
-        f"costs {account.spent(plan, 1).epsilon:.3g}",
-        "Raise it or privacy.noise.",
+        f"a budget that holds one round: with privacy.noise_multiplier = "
+        f"{plan.noise_multiplier:g} the first costs {account.spent(plan, 1).epsilon:.3g}",
+        "Raise it or privacy.noise_multiplier.",
     )
     return fits
 

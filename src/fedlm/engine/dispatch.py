@@ -21,7 +21,7 @@ from flwr.common.constant import ErrorCode
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.engine.fetching import Missing, fetch
-from fedlm.engine.messages import Answer, Question, ask, read_answer
+from fedlm.engine.messages import TrainReply, TrainRequest, ask, read_reply
 from fedlm.engine.sending import send
 
 KIND = "train.fedlm"
@@ -44,7 +44,7 @@ class Presence(NamedTuple):
     until: float | str = 0.0
 
 
-class Seat(NamedTuple):
+class Assignment(NamedTuple):
     """A node's place in a run: which members it answers for."""
 
     name: str
@@ -65,7 +65,7 @@ class Undelivered(Exception):
     """A message that will not be answered: its node went away, or it was forgotten."""
 
 
-class Post(Protocol):
+class Transport(Protocol):
     """A way to send questions and fetch answers.
 
     `fetch` may say that there will be none (`Undelivered`), or that what came is larger than
@@ -81,7 +81,7 @@ class Post(Protocol):
     def presence(self) -> dict[str, Presence]: ...
 
 
-class GridPost:
+class GridTransport:
     """A Flower grid, one message at a time."""
 
     def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
@@ -112,7 +112,7 @@ class GridPost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Quorum:
     """How many of the nodes asked must answer, and how long the rest is waited for."""
 
     quorum: float = 1.0  # share of the nodes asked, at least one of them
@@ -120,7 +120,7 @@ class Patience:
 
 
 @dataclass
-class Tally:
+class RoundStats:
     """What became of a round's questions, by node."""
 
     round: int
@@ -146,10 +146,10 @@ class Waiting:
 
     def __init__(
         self,
-        post: Post,
-        patience: Patience,
-        asked: dict[str, Question],
-        tally: Tally,
+        post: Transport,
+        patience: Quorum,
+        asked: dict[str, TrainRequest],
+        tally: RoundStats,
         *,
         in_order: bool = True,
         frames: Frames | None = None,
@@ -157,7 +157,7 @@ class Waiting:
         """Without `frames` the questions hold theirs."""
         self.post, self.asked, self.tally, self.in_order = post, asked, tally, in_order
         self.frames = frames or (lambda names: ((name, asked[name].frames) for name in names))
-        self.held: dict[str, Answer] = {}
+        self.held: dict[str, TrainReply] = {}
         self.line = list(asked)
         self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
         self.since: dict[str, str] = {}  # when it came that was asked last
@@ -166,7 +166,7 @@ class Waiting:
         self._there: dict[str, Presence] = {}
         self._looked = -math.inf
 
-    def answers(self) -> Iterator[tuple[str, Answer]]:
+    def answers(self) -> Iterator[tuple[str, TrainReply]]:
         """Well-formed answers by node; everything else is counted."""
         for name, message in self._messages():
             self._take(name, message)
@@ -180,7 +180,7 @@ class Waiting:
                 raise message
             if message.has_error():
                 raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
-            answer = read_answer(message.content, self.asked[name])
+            answer = read_reply(message.content, self.asked[name])
         except WireError as error:
             self.tally.garbage[name] = str(error)
             return
@@ -190,7 +190,7 @@ class Waiting:
             self.tally.up_bytes += sum(map(len, answer.frames))
             self.held[name] = answer
 
-    def _release(self, *, over: bool) -> Iterator[tuple[str, Answer]]:
+    def _release(self, *, over: bool) -> Iterator[tuple[str, TrainReply]]:
         """What was held of those before whom nobody is waited for: sums keep their order."""
         for name in self.asked:
             if name in self.held:

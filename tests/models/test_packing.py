@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedlm.core.types import PAD
-from fedlm.models.ragged import FEWEST_COLUMNS, enough, gather, pack, widths
+from fedlm.models.packing import FEWEST_COLUMNS, enough, gather, pack, widths
 
 
 def rows_of(lengths, seq):

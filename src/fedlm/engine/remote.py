@@ -23,11 +23,11 @@ from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Members, Params, Prepared, Total, Update
-from fedlm.engine.frames import own_leaves
-from fedlm.engine.messages import SUMS, Answer, Question
-from fedlm.engine.waiting import Frames, Patience, Post, Seat, Tally, Waiting
+from fedlm.engine.dispatch import Assignment, Frames, Quorum, RoundStats, Transport, Waiting
+from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
+from fedlm.engine.payload_size import own_leaves
+from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import within_limit
-from fedlm.federation.method import Algorithm, update_like
 
 Arrived = tuple[tuple[int, ...], Update | None]
 """Members, and what arrived from them; None where it could not be used."""
@@ -42,14 +42,14 @@ class FlowerEngine:
     def __init__(
         self,
         algorithm: Algorithm,
-        post: Post,
-        seats: Sequence[Seat],
+        post: Transport,
+        seats: Sequence[Assignment],
         *,
         recipe: str,
         seed: int,
         exact: Codec,
-        patience: Patience,
-        tell: Callable[[Tally], None] = lambda tally: None,
+        patience: Quorum,
+        tell: Callable[[RoundStats], None] = lambda tally: None,
     ) -> None:
         self.algorithm, self.post, self.seats = algorithm, post, tuple(seats)
         self.recipe, self.seed, self.exact = recipe, seed, exact
@@ -113,10 +113,10 @@ class FlowerEngine:
 
         yield from self.ask(cohort.round, asked, like, frames)
 
-    def question(self, seat: Seat, like: Params, **asked: Any) -> Question:
+    def question(self, seat: Assignment, like: Params, **asked: Any) -> TrainRequest:
         """What a node is asked, with the longest frame that it can answer with; no frame yet."""
         codec = self.algorithm.upload if asked["each"] else self.exact
-        return Question(
+        return TrainRequest(
             recipe=self.recipe,
             first=seat.first,
             population=sum(seat.clients for seat in self.seats),
@@ -127,10 +127,10 @@ class FlowerEngine:
         )
 
     def ask(
-        self, round: int, asked: dict[str, Question], like: Params, frames: Frames
+        self, round: int, asked: dict[str, TrainRequest], like: Params, frames: Frames
     ) -> Iterator[Arrived]:
         """What arrives for the questions of a round; who answered is told at its end."""
-        tally = Tally(round)
+        tally = RoundStats(round)
         began = time.monotonic()
         wait = Waiting(self.post, self.patience, asked, tally, frames=frames)
         for name, answer in wait.answers():
@@ -142,7 +142,7 @@ class FlowerEngine:
         wait.check_quorum()
 
     def _updates(
-        self, name: str, question: Question, answer: Answer, like: Params, tally: Tally
+        self, name: str, question: TrainRequest, answer: TrainReply, like: Params, tally: RoundStats
     ) -> Iterator[Arrived]:
         """What a node sent, frame by frame; a bad frame spoils its own members only."""
         self.upload_bytes += sum(map(len, answer.frames))
@@ -163,7 +163,7 @@ class FlowerEngine:
         self,
         frame: bytes,
         sums: Mapping[str, float],
-        question: Question,
+        question: TrainRequest,
         members: tuple[int, ...],
         like: Params,
     ) -> Update:
@@ -183,7 +183,7 @@ class FlowerEngine:
         update = Update(delta=delta, mask=mask, **scalars)
         return update if self.algorithm.plan is None else self._bounded(update, question, members)
 
-    def _bounded(self, update: Update, question: Question, members: tuple[int, ...]) -> Update:
+    def _bounded(self, update: Update, question: TrainRequest, members: tuple[int, ...]) -> Update:
         """An update within the plan's limit, for each of the members it stands for."""
         if question.each:
             update = within_limit(self.algorithm, update, jnp.float32(question.limit))
