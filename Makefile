@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long test test-all lint format bench bench-peers clean
+.PHONY: help train train-long test test-all lint format docs bench bench-peers clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -26,11 +26,14 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/codespell src tests docs recipes benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src tests docs recipes benchmarks .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
 
 format: $(VENV)/.dev  ## put the code in form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.docs  ## build the documentation site into site/, without a network
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed  ## speed of the engines, side by side
 	$(BIN)/python -m benchmarks.engines
@@ -58,5 +61,9 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-clean:  ## remove the environment, runs and prepared stores
-	rm -rf $(VENV) .bench runs .fedlm
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+clean:  ## remove the environment, runs, prepared stores and the documentation site
+	rm -rf $(VENV) .bench runs .fedlm site
