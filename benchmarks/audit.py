@@ -78,7 +78,7 @@ def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
     for r in range(plan.rounds):
         members = choose(r)
         cohort = made.engine.prepare(r, with_text(algorithm, members))
-        total = made.engine.gather(state.params, cohort, float(state.limit))
+        total = made.engine.gather(state.params, cohort, float(state.clip_norm))
         state = server_half(algorithm, state, total, members)
     # Strangers are for the second opinion, which the table does not show.
     seen = look(algorithm, before, state.params, secret=secret, rounds=plan.rounds, strangers=10)

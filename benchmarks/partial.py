@@ -22,7 +22,7 @@ import optax  # noqa: E402
 from benchmarks.probe import in_turns, machine  # noqa: E402
 from fedlm.core import tree  # noqa: E402
 from fedlm.core.keys import generator_for, key_for  # noqa: E402
-from fedlm.core.types import Portion  # noqa: E402
+from fedlm.core.types import TrainablePart  # noqa: E402
 from fedlm.local.train import local_training  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
 from fedlm.models.partial import drawn_subset, low_rank, own_subset, subset  # noqa: E402
@@ -36,11 +36,11 @@ SIZES = {
 }
 
 
-def step_of(name: str, portion: Portion, batch: jax.Array):  # type: ignore[no-untyped-def]
+def step_of(name: str, portion: TrainablePart, batch: jax.Array):  # type: ignore[no-untyped-def]
     """One member's step, compiled, and how much of the model it trains."""
     params = catalog.make(name, SIZES[name], key_for(0, "init"))
     local = local_training(catalog.loss, optax.sgd(0.1), portion=portion)
-    ground = local.ground(params, key_for(0, "partial"))
+    ground = local.shared(params, key_for(0, "partial"))
     carry = local.init(ground, key_for(0, "upload"), None)
     run = jax.jit(local.step)
     share = tree.size(carry.params) / tree.size(params)
@@ -70,7 +70,7 @@ def main() -> None:
     for name, size in SIZES.items():
         like = catalog.shapes(name, size)
         drawn = drawn_subset(like, asked.share, key_for(0, "partial"))
-        cases = {"everything": Portion(), "a drawn part": drawn}
+        cases = {"everything": TrainablePart(), "a drawn part": drawn}
         cases |= {"the upper half of the blocks": last_blocks(like)} if name != "lstm" else {}
         cases |= {
             "a part of its own": own_subset(asked.share),

@@ -65,7 +65,7 @@ CELLS = {"lstm": lstm, "cifg": cifg, "si-cifg": si_cifg}
 
 
 def recurrent(params: Params, tokens: jax.Array, said: dict[str, Any]) -> jax.Array:
-    """Features of every position: time-major inside, inputs multiplied before the loop."""
+    """Features of every position: time-major unclipped, inputs multiplied before the loop."""
     cell = CELLS[said["architecture"]]
     w_h, project = params["layers.0.w_h"], params["layers.0.project"]
     x = params["embedding"][tokens.T]

@@ -27,7 +27,7 @@ from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import (
     CohortSampler,
     NodeState,
-    kept_of,
+    client_state_of,
     outgoing,
     released,
     server_half,
@@ -91,8 +91,8 @@ def run(
     def turn(r: int, state: NodeState) -> tuple[NodeState, Facts, Facts]:
         members, cohort = next(cohorts)
         began = time.perf_counter()
-        sent, kept = outgoing(algorithm, state), kept_of(state, cohort.members)
-        total = engine.gather(sent, cohort, float(state.limit), kept)
+        sent, client_state = outgoing(algorithm, state), client_state_of(state, cohort.members)
+        total = engine.gather(sent, cohort, float(state.clip_norm), client_state)
         after = server_half(algorithm, state, total, members)
         facts = _facts(r, total, engine, time.perf_counter() - began)
         return after, facts, released(algorithm, facts, state, after)
@@ -114,7 +114,7 @@ def loop(turn: Turn, state: Any, *, cadence: Cadence, hooks: Hooks, vocabulary: 
             told.update(hooks.evaluate(state))
         hooks.record(told)
         stopping = hooks.stop()
-        # While the loss runs away nothing is kept, so that the last good checkpoint stays.
+        # While the loss runs away nothing is client_state, so that the last good checkpoint stays.
         if last or stopping or ((r + 1) % cadence.checkpoint_every == 0 and not high):
             _check_params(r, state.params)
             hooks.keep(state)
@@ -128,7 +128,7 @@ def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
     began = time.perf_counter()
     read = {
         name: float(np.asarray(getattr(total, name)))
-        for name in ("members", "refused", "steps", "tokens", "inside", "nats")
+        for name in ("members", "refused", "steps", "tokens", "unclipped", "nats")
     }
     nats = read.pop("nats")
     return {

@@ -144,6 +144,6 @@ def test_a_tree_without_end_is_refused():
 
 @pytest.mark.parametrize("sender, said", [(78, None), (78, NODE), (NODE, 78)])
 def test_an_answer_of_another_node_is_refused(sender, said):
-    """Outside, inside, or both."""
+    """Outside, unclipped, or both."""
     with pytest.raises(WireError, match="not asked"):
         Grid(records(), sender, said).get()

@@ -49,9 +49,9 @@ def deployed(whole, post, seats, **more):
     return Deployed(whole.recipe, whole.store, post=post, seats=seats, **more)
 
 
-def round_of(experiment, state, limit=np.inf):
+def round_of(experiment, state, clip_norm=np.inf):
     cohort = experiment.engine.prepare(1, MEMBERS)
-    return experiment.engine.gather(outgoing(experiment.algorithm, state), cohort, limit)
+    return experiment.engine.gather(outgoing(experiment.algorithm, state), cohort, clip_norm)
 
 
 def apart(a, b):
@@ -85,8 +85,8 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     whole = simulated(folder, store, *CASES[name])
     over = deployed(whole, LocalPost(made), seats)
     state = whole.init_node(whole.init_params())
-    limit = float(state.limit)
-    here, there = round_of(whole, state, limit), round_of(over, state, limit)
+    clip_norm = float(state.clip_norm)
+    here, there = round_of(whole, state, clip_norm), round_of(over, state, clip_norm)
     if over.engine.by_member:  # the same programs, and sums in the same order
         assert eqx.tree_equal(there, here)
     else:  # sums of sums
@@ -138,7 +138,7 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
 
     def nonsense(message):
         frames = (b"FLM1 and what not",)
-        sums = ({n: 1.0 for n in ("weight", "nats", "tokens", "steps", "refused", "inside")},)
+        sums = ({n: 1.0 for n in ("weight", "nats", "tokens", "steps", "refused", "unclipped")},)
         answer = TrainReply(round=1, members=(9, 15), frames=frames, sums=sums)
         return Message(tell(answer), reply_to=message)
 
@@ -196,7 +196,7 @@ class TooLong:
 
     def __call__(self, message):
         facts = message.content["question"]
-        facts["limit"] = 50.0
+        facts["clip_norm"] = 50.0
         return self.worker(message)
 
 

@@ -23,7 +23,7 @@ QUESTION = TrainRequest(
     population=40,
     text="abc",
     members=(11, 13),
-    limit=float("inf"),
+    clip_norm=float("inf"),
     each=True,
     longest=10,
     frames=(b"parameters",),
@@ -82,7 +82,7 @@ def test_answers_to_something_else_are_refused(answer):
 @pytest.mark.parametrize(
     "change",
     [
-        {"limit": 0.0},
+        {"clip_norm": 0.0},
         {"members": (9, 11)},
         {"members": (11, 40)},
         {"round": -1},
@@ -122,7 +122,7 @@ def test_questions_to_places_out_of_range_are_refused(change):
         {"recipe": "[run]"},
         {"text": "xyz"},
         {"members": (11, 12)},
-        {"limit": 1.0},
+        {"clip_norm": 1.0},
         {"numbers": (41, 43)},
         {"frames": (b"other", b"one")},
     ],

@@ -51,7 +51,7 @@ def message(node):
         population=100,
         text="",
         members=(node,),
-        limit=1.0,
+        clip_norm=1.0,
         each=False,
         longest=len(FRAME),
         frames=(FRAME,),

@@ -60,13 +60,13 @@ def algorithm(weight="uniform", server=None, canaries=0, **changes):
     )
 
 
-def sum_of(*updates, limit=CLIP):
+def sum_of(*updates, clip_norm=CLIP):
     """What an engine gathers of members that moved the model so."""
     zero = jnp.zeros(())
     total = empty_total(updates[0])
     for delta in updates:
         sent = Update(delta, jnp.float32(50.0), zero, zero, zero, zero, jnp.ones(()))
-        total = add_member(total, clip(sent, jnp.float32(limit)))
+        total = add_member(total, clip(sent, jnp.float32(clip_norm)))
     return total
 
 
@@ -83,7 +83,7 @@ def test_a_member_with_much_text_moves_the_mean_by_no_more_than_clip_over_cohort
     ends = []
     for members in (np.arange(3), np.arange(1, 3)):
         state = init_node(chosen, {"w": jnp.float32(0.0)}, SECRET)
-        total = engine.gather(state.params, engine.prepare(0, members), float(state.limit))
+        total = engine.gather(state.params, engine.prepare(0, members), float(state.clip_norm))
         assert float(total.weight) == len(members)
         ends.append(float(server_half(chosen, state, total, members).params["w"]))
     moved = abs(ends[0] - ends[1])
@@ -131,10 +131,10 @@ def test_the_noise_follows_a_clip_that_moves():
     chosen = algorithm(noise_multiplier=1.5, clip_quantile=0.5, clip_noise=2.0)
     nobody = empty_total(WIDE)
     state = init_node(chosen, WIDE, SECRET)
-    wider = dataclasses.replace(state, limit=2 * state.limit)
+    wider = dataclasses.replace(state, clip_norm=2 * state.clip_norm)
     one, two = (server_half(chosen, s, nobody, np.arange(0)) for s in (state, wider))
     np.testing.assert_allclose(2 * one.params["b"], two.params["b"], rtol=1e-5)
-    assert float(one.limit) != CLIP and np.isfinite(float(one.inside))
+    assert float(one.clip_norm) != CLIP and np.isfinite(float(one.unclipped))
 
 
 def test_the_same_sum_has_the_same_noise_and_any_other_sum_other_noise():
@@ -201,7 +201,7 @@ def test_a_private_round_tells_no_sum_without_noise():
     chosen = algorithm(noise_multiplier=1.0)
     state = init_node(chosen, WIDE, SECRET)
     told = released(chosen, dict(FACTS), state, state)
-    assert not {"refused", "steps", "tokens", "loss", "inside"} & told.keys()
+    assert not {"refused", "steps", "tokens", "loss", "unclipped"} & told.keys()
     # How many were expected, not how many came; so too for bytes.
     assert told["members"] == 4
     assert told["upload_bytes"] == 3 * 4 * dense().encoded_bytes(WIDE)
@@ -216,7 +216,7 @@ def test_an_adaptive_clip_tells_the_noisy_share_and_not_the_count():
     chosen = algorithm(noise_multiplier=1.0, clip_quantile=0.5, clip_noise=1.0)
     state = init_node(chosen, WIDE, SECRET)
     after = server_half(chosen, state, sum_of(WIDE, WIDE), np.arange(2))
-    assert released(chosen, dict(FACTS), state, after)["inside"] == float(after.inside)
+    assert released(chosen, dict(FACTS), state, after)["unclipped"] == float(after.unclipped)
 
 
 def test_who_came_and_the_memory_of_the_noise_are_in_the_state():

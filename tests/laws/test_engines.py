@@ -96,15 +96,15 @@ def test_mesh_equals_loop(optimizer, weight):
 def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
     chosen, params = private(), model()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
-    limit = chosen.plan.clip_norm
-    slow, fast = (e.gather(params, e.prepare(3, MEMBERS), limit) for e in (loop, mesh))
+    clip_norm = chosen.plan.clip_norm
+    slow, fast = (e.gather(params, e.prepare(3, MEMBERS), clip_norm) for e in (loop, mesh))
     assert_same(fast, slow)
-    assert 0 < float(slow.inside) < len(SIZES) - 2, "some are clipped and some are not"
+    assert 0 < float(slow.unclipped) < len(SIZES) - 2, "some are clipped and some are not"
     assert float(slow.weight) == float(slow.members) == len(SIZES)
-    for _, update in mesh.collect(params, mesh.prepare(3, MEMBERS), limit):
-        assert float(tree.norm(update.delta)) <= limit
-    tighter = mesh.gather(params, mesh.prepare(3, MEMBERS), limit / 2)
-    assert mesh.traces == 1, "a limit is data, and another one no other program"
+    for _, update in mesh.collect(params, mesh.prepare(3, MEMBERS), clip_norm):
+        assert float(tree.norm(update.delta)) <= clip_norm
+    tighter = mesh.gather(params, mesh.prepare(3, MEMBERS), clip_norm / 2)
+    assert mesh.traces == 1, "a clip_norm is data, and another one no other program"
     assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
 
 
@@ -115,8 +115,8 @@ def test_engines_stay_together_while_a_clip_adapts():
     for engine in (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine)):
         state, limits = init_node(chosen, model()), []
         for r in range(4):
-            total = engine.gather(state.params, engine.prepare(r, MEMBERS), float(state.limit))
-            limits.append(float(state.limit))
+            total = engine.gather(state.params, engine.prepare(r, MEMBERS), float(state.clip_norm))
+            limits.append(float(state.clip_norm))
             state = server_half(chosen, state, total, MEMBERS)
         assert len(set(limits)) == 4
         ended.append((state.params, np.array(limits)))

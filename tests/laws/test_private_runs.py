@@ -161,7 +161,7 @@ def test_a_fixed_seed_gives_the_same_model_and_is_called_unsafe(run_cli, tiny_re
 def test_a_private_run_tells_what_the_plan_releases(private):
     told = facts_of(private / "one")
     for entry in told.rounds:
-        assert not {"loss", "tokens", "refused", "steps", "inside"} & entry.keys()
+        assert not {"loss", "tokens", "refused", "steps", "unclipped"} & entry.keys()
         assert entry["members"] == 2 and entry["clip"] == pytest.approx(0.1)
     # Held-out text of training clients, and counts of their words, are theirs.
     assert "test" in told.final and "validation" not in told.final
@@ -255,4 +255,4 @@ def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp
     assert done.code == 0, done.stderr
     rounds = facts_of(tmp_path / "run").rounds
     assert len({entry["clip"] for entry in rounds}) > 2
-    assert all(0 <= entry["inside"] <= 1 for entry in rounds)
+    assert all(0 <= entry["unclipped"] <= 1 for entry in rounds)

@@ -14,7 +14,7 @@ from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import update_like
 from fedlm.federation.optimizers import client_optimizer, server_optimizer
-from fedlm.federation.round import init_node, kept_of, outgoing, server_half
+from fedlm.federation.round import client_state_of, init_node, outgoing, server_half
 from fedlm.local import methods
 from fedlm.local.train import ALL, WEIGHTS, local_training
 from fedlm.models import catalog
@@ -72,8 +72,10 @@ def rounds(engine, chosen, count=2):
     state = init_node(chosen, PARAMS)
     for r in range(count):
         members = MEMBERS[r::2]
-        sent, kept = outgoing(chosen, state), kept_of(state, members)
-        total = engine.gather(sent, engine.prepare(r, members), float(state.limit), kept)
+        sent, client_state = outgoing(chosen, state), client_state_of(state, members)
+        total = engine.gather(
+            sent, engine.prepare(r, members), float(state.clip_norm), client_state
+        )
         state = server_half(chosen, state, total, members)
     return state
 
@@ -90,9 +92,9 @@ def test_mesh_equals_loop_over_rounds(name):
     slow, fast = rounds(loop, chosen), rounds(mesh, chosen)
     lossy = chosen.upload.name != "float32" or chosen.download.name != "float32"
     assert_same(fast.params, slow.params, rtol=2e-3 if lossy else 2e-5)
-    assert (fast.kept is None) == (slow.kept is None)
-    if slow.kept is not None and not lossy:
-        assert_same(fast.kept, slow.kept, rtol=1e-4)
+    assert (fast.client_state is None) == (slow.client_state is None)
+    if slow.client_state is not None and not lossy:
+        assert_same(fast.client_state, slow.client_state, rtol=1e-4)
     assert mesh.upload_bytes == loop.upload_bytes > 0
     assert mesh.download_bytes == loop.download_bytes > 0
 
@@ -102,16 +104,19 @@ def test_mesh_equals_loop_over_rounds(name):
 def test_each_member_alone_is_the_same_in_both_engines(name):
     chosen = ALGORITHMS[name]()
     state = init_node(chosen, PARAMS)
-    sent, kept = outgoing(chosen, state), kept_of(state, MEMBERS)
+    sent, client_state = outgoing(chosen, state), client_state_of(state, MEMBERS)
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
-    both = [list(e.collect(sent, e.prepare(0, MEMBERS), kept=kept)) for e in (loop, mesh)]
+    both = [
+        list(e.collect(sent, e.prepare(0, MEMBERS), client_state=client_state))
+        for e in (loop, mesh)
+    ]
     assert len(both[0]) == len(both[1]) == len(MEMBERS)
     for (number, slow), (other, fast) in zip(*both, strict=True):
         assert number == other
         assert_same(fast.delta, slow.delta, rtol=2e-3)
-        assert (fast.kept is None) == (slow.kept is None) == (not chosen.remembers)
+        assert (fast.client_state is None) == (slow.client_state is None) == (not chosen.remembers)
         if chosen.remembers:
-            assert_same(fast.kept, slow.kept, rtol=1e-3)
+            assert_same(fast.client_state, slow.client_state, rtol=1e-3)
     assert mesh.upload_bytes == loop.upload_bytes > 0
 
 
@@ -179,15 +184,15 @@ def test_error_feedback_sends_in_the_end_what_was_left_out():
     one = MEMBERS[3:4]
     wanted, arrived = tree.zeros_like(PARAMS), tree.zeros_like(PARAMS)
     for r in range(3):
-        kept = kept_of(state, one)
+        client_state = client_state_of(state, one)
         cohort = engine.prepare(r, one)
         plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
         ((_, full),) = plain.collect(state.params, cohort)
-        ((_, update),) = engine.collect(state.params, cohort, kept=kept)
+        ((_, update),) = engine.collect(state.params, cohort, client_state=client_state)
         wanted, arrived = tree.add(wanted, full.delta), tree.add(arrived, update.delta)
-        total = engine.gather(state.params, cohort, kept=kept)
+        total = engine.gather(state.params, cohort, client_state=client_state)
         state = server_half(chosen, state, total, one)
-    left = kept_of(state, one).residual
+    left = client_state_of(state, one).residual
     both = tree.add(arrived, tree.take(left, 0))
     assert_same(both, wanted, rtol=1e-5)
     assert float(tree.norm(tree.sub(arrived, wanted))) > 0.01 * float(tree.norm(wanted))
@@ -211,8 +216,10 @@ def test_methods_begin_like_fedavg():
     chosen = ALGORITHMS["scaffold"]()
     engine = MeshEngine(chosen, rows_of, SHAPE, 7)
     state = init_node(chosen, PARAMS)
-    kept = kept_of(state, MEMBERS)
-    total = engine.gather(outgoing(chosen, state), engine.prepare(0, MEMBERS), kept=kept)
+    client_state = client_state_of(state, MEMBERS)
+    total = engine.gather(
+        outgoing(chosen, state), engine.prepare(0, MEMBERS), client_state=client_state
+    )
     assert_same(total.delta["params"], wanted)
     # A member's drift is its mean gradient: the way it went, over how far it could go.
     steps = [-(-SIZES[m] // SHAPE.batch) for m in MEMBERS]
@@ -222,7 +229,7 @@ def test_methods_begin_like_fedavg():
             PARAMS, LoopEngine(algorithm(), rows_of, SHAPE, 7).prepare(0, MEMBERS)
         )
     )
-    own = tree.take(total.kept.own, 3)
+    own = tree.take(total.client_state.own, 3)
     assert_same(own, tree.scale(moved[3], -1.0 / (RATE * steps[3])), rtol=1e-4)
 
 

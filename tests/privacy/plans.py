@@ -72,9 +72,9 @@ def tree_factor(rounds, restart_every=0):
         first, left = begun, t - begun
         while left:
             after = first + (1 << (left.bit_length() - 1))
-            inside = [i for i, (a, b) in enumerate(nodes) if first <= a and b <= after]
-            known = strategy[np.ix_(inside, range(first, after))]
-            running[t, inside] += np.ones(after - first) @ np.linalg.pinv(known)
+            unclipped = [i for i, (a, b) in enumerate(nodes) if first <= a and b <= after]
+            known = strategy[np.ix_(unclipped, range(first, after))]
+            running[t, unclipped] += np.ones(after - first) @ np.linalg.pinv(known)
             first, left = after, t - after
     return np.diff(running, axis=0)
 

@@ -70,9 +70,9 @@ class Update(eqx.Module):
     tokens: Float[Array, ""]
     steps: Float[Array, ""]
     refused: Float[Array, ""]
-    inside: Float[Array, ""]  # one, unless a privacy clip made it shorter
+    unclipped: Float[Array, ""]  # one, unless a privacy clip made it shorter
     mask: Any = None  # one or zero a leaf, where each member trains leaves of its own
-    kept: Any = None  # what the member remembers until its next turn, where it does
+    client_state: Any = None  # what the member remembers until its next turn, where it does
 
 
 class Total(eqx.Module):
@@ -84,10 +84,10 @@ class Total(eqx.Module):
     tokens: Float[Array, ""]
     steps: Float[Array, ""]
     refused: Float[Array, ""]
-    inside: Float[Array, ""]
+    unclipped: Float[Array, ""]
     members: Float[Array, ""]
     shares: Any = None  # the weight that each leaf got, where members train leaves of their own
-    kept: Any = None  # what each member remembers, in the order of the cohort
+    client_state: Any = None  # what each member remembers, in the order of the cohort
 
 
 class History(NamedTuple):
@@ -97,42 +97,42 @@ class History(NamedTuple):
     times: Any  # int32, population
 
 
-class Portion(NamedTuple):
+class TrainablePart(NamedTuple):
     """Which numbers of a model a member trains: all, some leaves, or factors of them.
 
-    `ground(params, key)` is what all members of a round hold still, `start(ground)` what they
-    train, `grow(ground, trained)` the whole model of the two, and `spread(params, key, delta)` the
+    `shared(params, key)` is what all members of a round hold still, `init(shared)` what they
+    train, `merge(shared, trained)` the whole model of the two, and `expand(params, key, delta)` the
     change of the whole model that a change of the trained part stands for (it is linear).
     `draw(params, key)`, where there is one, gives the leaves of one member as ones and zeros.
     """
 
-    ground: Callable[[Params, PRNGKeyArray], Any] = lambda params, key: params
-    start: Callable[[Any], Params] = lambda ground: ground
-    grow: Callable[[Any, Params], Params] = lambda ground, trained: trained
-    spread: Callable[[Params, PRNGKeyArray, Params], Params] = lambda params, key, delta: delta
+    shared: Callable[[Params, PRNGKeyArray], Any] = lambda params, key: params
+    init: Callable[[Any], Params] = lambda shared: shared
+    merge: Callable[[Any, Params], Params] = lambda shared, trained: trained
+    expand: Callable[[Params, PRNGKeyArray, Params], Params] = lambda params, key, delta: delta
     draw: Callable[[Params, PRNGKeyArray], Any] | None = None
 
 
-class Local(NamedTuple):
+class ClientMethod(NamedTuple):
     """One member's work as pure functions that any engine can run.
 
-    `ground(sent, key)` is what the members of a round share, made of what the server sent and the
-    round's key. `init(ground, key, kept)` gives what a member carries, `step(ground, carry,
-    tokens)` takes one batch, and `finish(ground, carry, examples)` turns the carry into an
-    `Update`. `spread(params, key, delta)` is the change of the model that a sum of updates stands
-    for. `blank(ground)`, where there is one, is what a member remembers before its first turn.
+    `shared(sent, key)` is what the members of a round share, made of what the server sent and the
+    round's key. `init(shared, key, client_state)` gives what a member carries, `step(shared, carry,
+    tokens)` takes one batch, and `finish(shared, carry, examples)` turns the carry into an
+    `Update`. `expand(params, key, delta)` is the change of the model that a sum of updates stands
+    for. `init_memory(shared)`, if given, is what a member remembers before its first turn.
     """
 
-    ground: Callable[[Any, PRNGKeyArray], Any]
+    shared: Callable[[Any, PRNGKeyArray], Any]
     init: Callable[[Any, PRNGKeyArray, Any], Any]
     step: Callable[[Any, Any, Tokens], Any]
     finish: Callable[[Any, Any, Float[Array, ""]], Update]
-    spread: Callable[[Params, PRNGKeyArray, Any], Any]
-    blank: Callable[[Any], Any] | None = None
+    expand: Callable[[Params, PRNGKeyArray, Any], Any]
+    init_memory: Callable[[Any], Any] | None = None
     draw: Callable[[Params, PRNGKeyArray], Any] | None = None
 
 
-class Server(NamedTuple):
+class ServerMethod(NamedTuple):
     """What the server remembers, what it sends, and what it does with a mean change."""
 
     init: Callable[[Params], OptState]
@@ -186,8 +186,10 @@ class Engine(Protocol):
 
     def prepare(self, round: int, members: Members) -> Prepared: ...
 
-    def gather(self, sent: Any, cohort: Prepared, limit: float = ..., kept: Any = ...) -> Total: ...
+    def gather(
+        self, sent: Any, cohort: Prepared, clip_norm: float = ..., client_state: Any = ...
+    ) -> Total: ...
 
     def collect(
-        self, sent: Any, cohort: Prepared, limit: float = ..., kept: Any = ...
+        self, sent: Any, cohort: Prepared, clip_norm: float = ..., client_state: Any = ...
     ) -> Iterable[tuple[int, Update]]: ...

@@ -142,8 +142,8 @@ def _answer_members(experiment: Local, question: TrainRequest) -> TrainReply:
     sent = algorithm.download.decode(question.frames[0], experiment.sent_like)
     cohort = engine.prepare(question.round, np.asarray(question.members))
     if question.each:
-        return _each(experiment, question, engine.collect(sent, cohort, question.limit))
-    total = engine.gather(sent, cohort, question.limit)
+        return _each(experiment, question, engine.collect(sent, cohort, question.clip_norm))
+    total = engine.gather(sent, cohort, question.clip_norm)
     frame = dense().encode(total.delta, key_for(0, "upload"))
     return TrainReply(
         round=question.round, members=question.members, frames=(frame,), sums=(_sums(total),)

@@ -34,7 +34,7 @@ from fedlm.cohort.packing import Plan, Segment, batch_up, count_batches, lay_out
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import digest_for, generator_for, key_data, key_for
-from fedlm.core.types import BatchSpec, Local, Members, Params, Prepared, Rows, Total, Update
+from fedlm.core.types import BatchSpec, ClientMethod, Members, Params, Prepared, Rows, Total, Update
 from fedlm.engine import multihost, payload_size
 from fedlm.federation.algorithm import Algorithm, round_key, update_like
 from fedlm.federation.member import Trip, add_member, empty_total, member_half
@@ -59,13 +59,13 @@ class LaneState(NamedTuple):
 
     carry: Any
     total: Total
-    kept: Any = None  # what its only member remembers, where members remember
+    client_state: Any = None  # what its only member remembers, where members remember
 
 
 class Lanes(NamedTuple):
     """All lanes at work: what their members start from, how long an update may be, the rest."""
 
-    ground: Any
+    shared: Any
     bound: Any
     state: LaneState
 
@@ -77,10 +77,10 @@ class Lanes(NamedTuple):
 
     def work(self, state: LaneState, examples: int) -> payload_size.Work:
         """One lane's member at the end of its work, on the host."""
-        ground, limit = jax.tree.map(
-            lambda x: np.asarray(x.addressable_data(0)), (self.ground, self.bound)
+        shared, clip_norm = jax.tree.map(
+            lambda x: np.asarray(x.addressable_data(0)), (self.shared, self.bound)
         )
-        return payload_size.Work(ground, state, examples, limit)
+        return payload_size.Work(shared, state, examples, clip_norm)
 
 
 class MeshEngine:
@@ -105,13 +105,13 @@ class MeshEngine:
         self._mine = [lane for lane, d in enumerate(devices) if d.process_index == here]
         self.upload_bytes = self.download_bytes = 0
         self.traces = 0
-        per_lane, shared = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
-        self._per_lane, self._shared = per_lane, shared
-        self._ground = jax.jit(self._make_ground, static_argnums=0)
+        per_lane, replicated = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
+        self._per_lane, self._replicated = per_lane, replicated
+        self._share = jax.jit(self._make_shared, static_argnums=0)
         self._start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
         self._chunk = jax.jit(self._run_chunk, static_argnums=0, donate_argnums=3)
-        self._sum = jax.jit(_sum_lanes, out_shardings=shared)
-        self._spread = jax.jit(lambda total: total, out_shardings=shared)
+        self._sum = jax.jit(_sum_lanes, out_shardings=replicated)
+        self._replicate = jax.jit(lambda total: total, out_shardings=replicated)
 
     # ---- on the host -------------------------------------------------------------------
 
@@ -161,13 +161,13 @@ class MeshEngine:
         return stream
 
     def gather(
-        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
     ) -> Total:
         """The sum of the cohort's updates."""
         if self.algorithm.remembers or not self.algorithm.upload.fixed_size:
-            return self._gather_each(sent, cohort, limit, kept)
+            return self._gather_each(sent, cohort, clip_norm, client_state)
         local = self.algorithm.local_of(cohort.round)
-        lanes = self._begin(local, sent, cohort.round, limit)
+        lanes = self._begin(local, sent, cohort.round, clip_norm)
         for stream in cohort.batches:
             lanes = self._take(local, lanes, stream)
         if cohort.batches:
@@ -176,32 +176,34 @@ class MeshEngine:
         return self._from_all(self._sum, lanes.state.total)
 
     def collect(
-        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
     ) -> Iterator[tuple[int, Update]]:
         """Each member's update: one member a lane at a time."""
         place = 0
-        for group, lanes in self._groups(sent, cohort, limit, kept):
-            total = self._from_all(self._spread, lanes.state.total)
+        for group, lanes in self._groups(sent, cohort, clip_norm, client_state):
+            total = self._from_all(self._replicate, lanes.state.total)
             for lane, member in enumerate(group):
-                after = self._after(cohort, lanes, lane, place, tree.take(kept, place))
+                after = self._after(cohort, lanes, lane, place, tree.take(client_state, place))
                 yield member, _single(total, lane, after)
                 place += 1
         self._count_bytes(sent, cohort)
 
-    def _gather_each(self, sent: Any, cohort: Prepared, limit: float, kept: Any) -> Total:
+    def _gather_each(
+        self, sent: Any, cohort: Prepared, clip_norm: float, client_state: Any
+    ) -> Total:
         """The sum where members remember something, or a frame's size depends on what it holds."""
         total = _zeros_of(update_like(self.algorithm, sent, cohort.round))
         rows: list[Any] = []
-        for group, lanes in self._groups(sent, cohort, limit, kept):
+        for group, lanes in self._groups(sent, cohort, clip_norm, client_state):
             total = tree.add(total, self._from_all(self._sum, lanes.state.total))
             for lane in range(len(group)):
-                before = tree.take(kept, len(rows))
+                before = tree.take(client_state, len(rows))
                 rows.append(self._after(cohort, lanes, lane, len(rows), before))
         self._count_bytes(sent, cohort)
         if not self.algorithm.remembers or not rows:
             return total
         stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
-        return eqx.tree_at(lambda t: t.kept, total, stacked, is_leaf=lambda x: x is None)
+        return eqx.tree_at(lambda t: t.client_state, total, stacked, is_leaf=lambda x: x is None)
 
     def _after(self, cohort: Prepared, lanes: Lanes, lane: int, place: int, before: Any) -> Any:
         """What a lane's only member remembers; its frame is counted where no formula knows it."""
@@ -210,43 +212,43 @@ class MeshEngine:
             member = cohort.members[place]
             one = Prepared(cohort.round, np.array([member]), None)
             held = min(len(self.rows_of(member)), self.shape.max_examples or 1 << 62)
-            work = lanes.work(state._replace(kept=before), held)
+            work = lanes.work(state._replace(client_state=before), held)
             local, key = (
                 self.algorithm.local_of(cohort.round),
                 payload_size.upload_key(self.seed, one),
             )
             self.upload_bytes += payload_size.really_sent(self.algorithm, local, work, key)
-        return state.kept
+        return state.client_state
 
-    def _begin(self, local: Local, sent: Any, round: int, limit: float) -> Lanes:
+    def _begin(self, local: ClientMethod, sent: Any, round: int, clip_norm: float) -> Lanes:
         """Lanes that have done nothing yet, and what their members start from."""
         download = key_for(self.seed, "download", round=round)
-        ground = self._ground(local, sent, download, round_key(self.algorithm, round))
-        ground, bound = self._to_all((ground, jnp.float32(limit)))
-        return Lanes(ground, bound, self._start(local, ground))
+        shared = self._share(local, sent, download, round_key(self.algorithm, round))
+        shared, bound = self._to_all((shared, jnp.float32(clip_norm)))
+        return Lanes(shared, bound, self._start(local, shared))
 
-    def _take(self, local: Local, lanes: Lanes, stream: Stream) -> Lanes:
+    def _take(self, local: ClientMethod, lanes: Lanes, stream: Stream) -> Lanes:
         """The lanes after one more chunk."""
-        ground, bound, state = lanes
+        shared, bound, state = lanes
         return lanes._replace(
-            state=self._chunk(local, ground, bound, state, self._to_lanes(stream))
+            state=self._chunk(local, shared, bound, state, self._to_lanes(stream))
         )
 
     def _groups(
-        self, sent: Any, cohort: Prepared, limit: float, kept: Any
+        self, sent: Any, cohort: Prepared, clip_norm: float, client_state: Any
     ) -> Iterator[tuple[Members, Lanes]]:
         """The cohort, as many members at a time as there are lanes, and the lanes after them."""
         local = self.algorithm.local_of(cohort.round)
-        fresh = self._begin(local, sent, cohort.round, limit)
+        fresh = self._begin(local, sent, cohort.round, clip_norm)
         for at in range(0, len(cohort.members), self.lanes):
             group = cohort.members[at : at + self.lanes]
             rows = [self.rows_of(member) for member in group]
-            lanes = fresh._replace(state=self._start(local, fresh.ground))
-            if kept is not None:
+            lanes = fresh._replace(state=self._start(local, fresh.shared))
+            if client_state is not None:
                 # A lane without a member gets somebody's, and does nothing with it.
                 places = [at + lane if lane < len(group) else at for lane in range(self.lanes)]
-                own = jax.device_put(tree.take(kept, places), self._per_lane)
-                lanes = lanes._replace(state=lanes.state._replace(kept=own))
+                own = jax.device_put(tree.take(client_state, places), self._per_lane)
+                lanes = lanes._replace(state=lanes.state._replace(client_state=own))
             for stream in self._streams(cohort.round, group, rows, self._one_each(rows)):
                 lanes = self._take(local, lanes, stream)
             yield group, lanes
@@ -265,7 +267,7 @@ class MeshEngine:
         if self.algorithm.upload.fixed_size:
             self.upload_bytes += sum(payload_size.sizes(self.algorithm, sent, cohort, self.seed))
 
-    def _compare(self, local: Local, lanes: Lanes, sent: Any, cohort: Prepared) -> None:
+    def _compare(self, local: ClientMethod, lanes: Lanes, sent: Any, cohort: Prepared) -> None:
         """Really encodes the last member of the first lane; its size must be the one counted."""
         codec = self.algorithm.upload
         if not multihost.alone() or (codec.name == "float32" and self.upload_bytes):
@@ -292,9 +294,9 @@ class MeshEngine:
     def _to_all(self, params: Params) -> Params:
         """Parameters that are here, on every device of every process."""
         if multihost.alone():
-            return jax.device_put(params, self._shared)
+            return jax.device_put(params, self._replicated)
         put = jax.make_array_from_process_local_data
-        return jax.tree.map(lambda x: put(self._shared, np.asarray(x), x.shape), params)
+        return jax.tree.map(lambda x: put(self._replicated, np.asarray(x), x.shape), params)
 
     def _to_lanes(self, stream: Stream) -> Stream:
         """The batches of this process's lanes, on their devices."""
@@ -316,19 +318,19 @@ class MeshEngine:
 
     # ---- compiled ----------------------------------------------------------------------
 
-    def _make_ground(self, local: Local, sent: Any, download: Any, shared: Any) -> Any:
-        return local.ground(self.algorithm.download.apply(sent, download), shared)
+    def _make_shared(self, local: ClientMethod, sent: Any, download: Any, key: Any) -> Any:
+        return local.shared(self.algorithm.download.apply(sent, download), key)
 
-    def _start_lanes(self, local: Local, ground: Any) -> LaneState:
+    def _start_lanes(self, local: ClientMethod, shared: Any) -> LaneState:
         key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
-        kept = None if local.blank is None else local.blank(ground)
-        carry = local.init(ground, key, kept)
-        like = local.finish(ground, carry, jnp.zeros(()))
+        client_state = None if local.init_memory is None else local.init_memory(shared)
+        carry = local.init(shared, key, client_state)
+        like = local.finish(shared, carry, jnp.zeros(()))
         one = LaneState(carry, _zeros_of(like))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
     def _run_chunk(
-        self, local: Local, ground: Any, limit: Any, state: LaneState, stream: Stream
+        self, local: ClientMethod, shared: Any, clip_norm: Any, state: LaneState, stream: Stream
     ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
@@ -339,35 +341,35 @@ class MeshEngine:
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(ground, limit, state, stream)
+        done: LaneState = run(shared, clip_norm, state, stream)
         return done
 
     def _run_lane(
-        self, local: Local, ground: Any, limit: Any, state: LaneState, stream: Stream
+        self, local: ClientMethod, shared: Any, clip_norm: Any, state: LaneState, stream: Stream
     ) -> LaneState:
         state, stream = jax.tree.map(lambda x: x[0], (state, stream))
         codec = self.algorithm.upload
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
-            return at + 1, local.step(ground, carry, stream.tokens[at].astype(jnp.int32))
+            return at + 1, local.step(shared, carry, stream.tokens[at].astype(jnp.int32))
 
         def segment(i, state):  # type: ignore[no-untyped-def]
-            carry, total, kept = state
+            carry, total, client_state = state
             key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
-            own = None if kept is None else kept.own
+            own = None if client_state is None else client_state.own
             carry = jax.lax.cond(
-                stream.opens[i], lambda: local.init(ground, key, own), lambda: carry
+                stream.opens[i], lambda: local.init(shared, key, own), lambda: carry
             )
             _, carry = jax.lax.while_loop(
                 lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
             )
-            trip = Trip(lambda delta: codec.apply(delta, key), limit, kept)
-            update = member_half(self.algorithm, local, ground, carry, stream.examples[i], trip)
+            trip = Trip(lambda delta: codec.apply(delta, key), clip_norm, client_state)
+            update = member_half(self.algorithm, local, shared, carry, stream.examples[i], trip)
             # A member that goes on in the next chunk counts nothing yet: a branch would copy.
             if self.algorithm.remembers:
-                kept = tree.where(stream.closes[i], update.kept, kept)
-            return LaneState(carry, add_member(total, update, stream.closes[i]), kept)
+                client_state = tree.where(stream.closes[i], update.client_state, client_state)
+            return LaneState(carry, add_member(total, update, stream.closes[i]), client_state)
 
         state = jax.lax.fori_loop(0, stream.segments, segment, state)
         return jax.tree.map(lambda x: x[None], state)
@@ -382,12 +384,20 @@ def _sum_lanes(total: Total) -> Total:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
 
 
-def _single(total: Total, lane: int, kept: Any) -> Update:
+def _single(total: Total, lane: int, client_state: Any) -> Update:
     """The update of the only member in a lane, from that lane's sum."""
     one = tree.take(total, lane)
     share = jnp.where(one.weight > 0, 1.0 / jnp.where(one.weight > 0, one.weight, 1.0), 0.0)
     delta = jax.tree.map(lambda x: x * share, one.delta)
     mask = None if one.shares is None else jnp.where(one.shares > 0, 1.0, 0.0)
     return Update(
-        delta, one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside, mask, kept
+        delta,
+        one.weight,
+        one.nats,
+        one.tokens,
+        one.steps,
+        one.refused,
+        one.unclipped,
+        mask,
+        client_state,
     )

@@ -22,7 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedlm.core.errors import WireError
 
 VERSION = 2
-SUMS = ("weight", "nats", "tokens", "steps", "refused", "inside")
+SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 LONGEST_RECIPE = 1 << 16
 LONGEST_FRAME = 1 << 40
 MOST_MEMBERS = 1 << 20
@@ -46,7 +46,7 @@ class TrainRequest:
     population: int  # of the whole federation
     text: str  # the fingerprint of the node's text when the run began
     members: tuple[int, ...]  # numbers over the whole federation, ascending
-    limit: float  # the longest update that a member may send; infinite without a plan
+    clip_norm: float  # the longest update that a member may send; infinite without a plan
     each: bool  # every member's update by itself, or only their sum
     longest: int  # bytes: no frame of an answer can be longer
     frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one a member
@@ -93,7 +93,7 @@ def ask(question: TrainRequest) -> RecordDict:
             "text": question.text,
             "members": list(question.members),
             "numbers": list(question.numbers),
-            "limit": question.limit,
+            "clip_norm": question.clip_norm,
             "each": question.each,
             "longest": question.longest,
         }
@@ -107,13 +107,13 @@ def read_request(records: RecordDict) -> TrainRequest:
     recipe = _of(facts, "recipe", str)
     members, numbers = _numbers(facts, "members"), _numbers(facts, "numbers", rising=False)
     frames = _read_frames(records, len(numbers) or 1)
-    limit, each = _of(facts, "limit", float), _of(facts, "each", bool)
+    clip_norm, each = _of(facts, "clip_norm", float), _of(facts, "each", bool)
     first, population = _count(facts, "first"), _count(facts, "population")
     longest = _count(facts, "longest")
     if len(recipe) > LONGEST_RECIPE:
         raise WireError(f"question holds a recipe of {len(recipe)} characters.")
-    if not limit > 0 or longest > LONGEST_FRAME:
-        raise WireError(f"question holds the limit {limit} and frames of {longest} bytes.")
+    if not clip_norm > 0 or longest > LONGEST_FRAME:
+        raise WireError(f"question holds the limit {clip_norm} and frames of {longest} bytes.")
     if not all(first <= member < population for member in members):
         raise WireError("question names members that are not there.")
     if numbers and not _are_places(numbers, members, population, each):
@@ -125,7 +125,7 @@ def read_request(records: RecordDict) -> TrainRequest:
         population=population,
         text=_of(facts, "text", str),
         members=members,
-        limit=limit,
+        clip_norm=clip_norm,
         each=each,
         longest=longest,
         frames=frames,

@@ -20,7 +20,7 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Local, Prepared
+from fedlm.core.types import ClientMethod, Codec, Prepared
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import Trip, member_half
 
@@ -28,10 +28,10 @@ from fedlm.federation.member import Trip, member_half
 class Work(NamedTuple):
     """A member at the end of its work: `state` has its carry and what it remembered before."""
 
-    ground: Any
+    shared: Any
     state: Any
     examples: Any
-    limit: Any
+    clip_norm: Any
 
 
 def kept_leaves(mask: Any) -> list[bool] | None:
@@ -52,7 +52,7 @@ def upload_key(seed: int, one: Prepared) -> PRNGKeyArray:
     return key_for(seed, "upload", round=one.round, member=one.members[0])
 
 
-def really_sent(algorithm: Algorithm, local: Local, work: Work, key: PRNGKeyArray) -> int:
+def really_sent(algorithm: Algorithm, local: ClientMethod, work: Work, key: PRNGKeyArray) -> int:
     """How many bytes the frame of this member takes: it is made, and thrown away."""
     sizes = []
     carry = work.state.carry
@@ -61,8 +61,8 @@ def really_sent(algorithm: Algorithm, local: Local, work: Work, key: PRNGKeyArra
         sizes.append(len(algorithm.upload.encode(delta, key, kept_leaves(carry.mask))))
         return delta
 
-    trip = Trip(send, jnp.asarray(work.limit), work.state.kept)
-    member_half(algorithm, local, work.ground, carry, jnp.float32(work.examples), trip)
+    trip = Trip(send, jnp.asarray(work.clip_norm), work.state.client_state)
+    member_half(algorithm, local, work.shared, carry, jnp.float32(work.examples), trip)
     return sizes[0]
 
 
@@ -79,7 +79,9 @@ def sizes(algorithm: Algorithm, sent: Any, cohort: Prepared, seed: int) -> Itera
         yield codec.encoded_bytes(tree.thin(like, keep))
 
 
-def own_leaves(local: Local, like: Any, seed: int, round: int, member: int) -> list[bool] | None:
+def own_leaves(
+    local: ClientMethod, like: Any, seed: int, round: int, member: int
+) -> list[bool] | None:
     """Which leaves a member trains, where it has leaves of its own: both sides can tell."""
     if local.draw is None:
         return None

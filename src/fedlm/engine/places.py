@@ -92,7 +92,7 @@ class FlowerStarts(FlowerEngine):
                 like,
                 round=round,
                 members=tuple(self.homes[n].first for n in here),
-                limit=math.inf,
+                clip_norm=math.inf,
                 each=True,
                 numbers=tuple(here),
             )

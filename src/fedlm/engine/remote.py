@@ -27,7 +27,7 @@ from fedlm.engine.dispatch import Assignment, Frames, Quorum, RoundStats, Transp
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
-from fedlm.federation.member import within_limit
+from fedlm.federation.member import clip_again
 
 Arrived = tuple[tuple[int, ...], Update | None]
 """Members, and what arrived from them; None where it could not be used."""
@@ -67,32 +67,34 @@ class FlowerEngine:
         numbers = np.asarray(members)
         seated = []
         for seat in self.seats:
-            inside = (numbers >= seat.first) & (numbers < seat.first + seat.clients)
-            if inside.any():
-                seated.append((seat, tuple(int(n) for n in numbers[inside])))
+            here = (numbers >= seat.first) & (numbers < seat.first + seat.clients)
+            if here.any():
+                seated.append((seat, tuple(int(n) for n in numbers[here])))
         return Prepared(round, members, seated)
 
     def gather(
-        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
     ) -> Total:
         """The sum of the updates of all who answered."""
         total = Sum(update_like(self.algorithm, sent, cohort.round))
-        for members, update in self._round(sent, cohort, limit, self.by_member):
+        for members, update in self._round(sent, cohort, clip_norm, self.by_member):
             total.add(members, update, weighted=self.by_member)
             del update  # or it would be held until the next one is there
         return total.result()
 
     def collect(
-        self, sent: Any, cohort: Prepared, limit: float = math.inf, kept: Any = None
+        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
     ) -> Iterator[tuple[int, Update]]:
         """Each update of those who answered, by member."""
-        for members, update in self._round(sent, cohort, limit, True):
+        for members, update in self._round(sent, cohort, clip_norm, True):
             if update is not None:
                 yield members[0], update
 
     # ---- one round ---------------------------------------------------------------------
 
-    def _round(self, sent: Any, cohort: Prepared, limit: float, each: bool) -> Iterator[Arrived]:
+    def _round(
+        self, sent: Any, cohort: Prepared, clip_norm: float, each: bool
+    ) -> Iterator[Arrived]:
         key = key_for(self.seed, "download", round=cohort.round)
         like = update_like(self.algorithm, sent, cohort.round).delta
         asked = {
@@ -101,7 +103,7 @@ class FlowerEngine:
                 like,
                 round=cohort.round,
                 members=members,
-                limit=float(limit),
+                clip_norm=float(clip_norm),
                 each=each,
             )
             for seat, members in cohort.batches
@@ -176,7 +178,7 @@ class FlowerEngine:
         delta = tree.fill(codec.decode(frame, tree.thin(like, keep)), like, keep)
         if not math.isfinite(_norm(delta)):
             raise WireError("update is not finite.")
-        if max(sums["refused"], sums["inside"]) > len(members):
+        if max(sums["refused"], sums["unclipped"]) > len(members):
             raise WireError("update counts more members than were asked.")
         mask = None if keep is None else jnp.asarray(keep, jnp.float32)
         scalars = {name: jnp.float32(sums[name]) for name in SUMS}
@@ -184,10 +186,10 @@ class FlowerEngine:
         return update if self.algorithm.plan is None else self._bounded(update, question, members)
 
     def _bounded(self, update: Update, question: TrainRequest, members: tuple[int, ...]) -> Update:
-        """An update within the plan's limit, for each of the members it stands for."""
+        """An update within the plan's clip_norm, for each of the members it stands for."""
         if question.each:
-            update = within_limit(self.algorithm, update, jnp.float32(question.limit))
-        longest = question.limit * len(members) * SLACK
+            update = clip_again(self.algorithm, update, jnp.float32(question.clip_norm))
+        longest = question.clip_norm * len(members) * SLACK
         norm = _norm(update.delta)
         if norm > longest or update.weight > len(members):
             raise WireError(f"update has length {norm:.4g}: the plan allows {longest:.4g}.")

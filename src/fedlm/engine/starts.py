@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fedlm.core.keys import key_for
-from fedlm.core.types import Local, Members, Params, Total, Update
+from fedlm.core.types import ClientMethod, Members, Params, Total, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import LaneState, MeshEngine, Stream
 from fedlm.federation.algorithm import round_key
-from fedlm.federation.member import Kept
+from fedlm.federation.member import ClientState
 
 Starts = Callable[[int], tuple[Params, Any]]
 """A member to where it begins, and to what it remembers of its last turn, if it does."""
@@ -40,7 +40,7 @@ class LoopStarts(LoopEngine):
         for place in range(len(members)):
             one = members[place : place + 1]
             params, memory = starts(int(one[0]))
-            rows = _stack([Kept(memory, None)]) if self.algorithm.remembers else None
+            rows = _stack([ClientState(memory, None)]) if self.algorithm.remembers else None
             yield from self.collect(params, self.prepare(round, one), math.inf, rows)
 
 
@@ -68,29 +68,29 @@ class MeshStarts(MeshEngine):
         local = self.algorithm.local_of(round)
         sent = jax.device_put(_stack([params for params, _ in begin]), self._per_lane)
         keys = key_for(self.seed, "download", round=round), round_key(self.algorithm, round)
-        ground, state = self._own_lanes(local, sent, keys)
+        shared, state = self._own_lanes(local, sent, keys)
         if self.algorithm.remembers:
-            kept = _stack([Kept(memory, None) for _, memory in begin])
-            state = state._replace(kept=jax.device_put(kept, self._per_lane))
+            client_state = _stack([ClientState(memory, None) for _, memory in begin])
+            state = state._replace(client_state=jax.device_put(client_state, self._per_lane))
         rows = [self.rows_of(member) for member in group]
         for stream in self._streams(round, group, rows, self._one_each(rows)):
-            state = self._own_chunk(local, ground, state, self._to_lanes(stream))
+            state = self._own_chunk(local, shared, state, self._to_lanes(stream))
         return state
 
-    def _begin_lanes(self, local: Local, sent: Any, keys: Any) -> tuple[Any, LaneState]:
+    def _begin_lanes(self, local: ClientMethod, sent: Any, keys: Any) -> tuple[Any, LaneState]:
         """What each lane's member starts from, and lanes that have done nothing yet."""
 
         def one(params: Params) -> tuple[Any, LaneState]:
-            ground = self._make_ground(local, params, *keys)
-            lanes = self._start_lanes(local, ground)
-            return ground, jax.tree.map(lambda x: x[0], lanes)
+            shared = self._make_shared(local, params, *keys)
+            lanes = self._start_lanes(local, shared)
+            return shared, jax.tree.map(lambda x: x[0], lanes)
 
         made = jax.vmap(one)(sent)
         lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self._per_lane)
         return lanes
 
     def _run_own_chunk(
-        self, local: Local, ground: Any, state: LaneState, stream: Stream
+        self, local: ClientMethod, shared: Any, state: LaneState, stream: Stream
     ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
@@ -101,13 +101,13 @@ class MeshStarts(MeshEngine):
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(ground, state, stream)
+        done: LaneState = run(shared, state, stream)
         return done
 
     def _run_own_lane(
-        self, local: Local, ground: Any, state: LaneState, stream: Stream
+        self, local: ClientMethod, shared: Any, state: LaneState, stream: Stream
     ) -> LaneState:
-        own = jax.tree.map(lambda x: x[0], ground)
+        own = jax.tree.map(lambda x: x[0], shared)
         return self._run_lane(local, own, jnp.float32(math.inf), state, stream)
 
 
@@ -120,6 +120,6 @@ def _alone(state: LaneState, lane: int) -> Update:
     one: Total = jax.tree.map(lambda x: x[lane], state.total)
     share = np.float32(1.0) / one.weight if one.weight > 0 else np.float32(0.0)
     delta = jax.tree.map(lambda x: x * share, one.delta)
-    kept = jax.tree.map(lambda x: x[lane], state.kept)
-    counts = (one.weight, one.nats, one.tokens, one.steps, one.refused, one.inside)
-    return Update(delta, *counts, kept=kept)
+    client_state = jax.tree.map(lambda x: x[lane], state.client_state)
+    counts = (one.weight, one.nats, one.tokens, one.steps, one.refused, one.unclipped)
+    return Update(delta, *counts, client_state=client_state)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Local, Sampling, Server, Update
+from fedlm.core.types import ClientMethod, Codec, Sampling, ServerMethod, Update
 from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
 
@@ -32,28 +32,28 @@ class Algorithm:
     """
 
     sampling: Sampling
-    local: Local
+    local: ClientMethod
     upload: Codec
     download: Codec
-    server: Server
+    server: ServerMethod
     plan: PrivacyPlan | None = None
     noise: Noise = SILENT
     canaries: int = 0  # the last numbers of the population: they send a direction, for audits
-    turns: tuple[Local, ...] = ()  # where rounds differ in what is trained, instead of `local`
+    turns: tuple[ClientMethod, ...] = ()  # instead of `local` where rounds train different parts
     feedback: bool = False  # members add to an update what the codec left out of their last one
     seed: int = 0  # of what both sides derive
 
-    def local_of(self, round: int) -> Local:
+    def local_of(self, round: int) -> ClientMethod:
         """What a member does in a round."""
         return self.turns[round % len(self.turns)] if self.turns else self.local
 
     @property
     def remembers(self) -> bool:
         """Whether members keep anything between their turns."""
-        return self.feedback or self.local.blank is not None
+        return self.feedback or self.local.init_memory is not None
 
     @property
-    def spreads_first(self) -> bool:
+    def expands_first(self) -> bool:
         """Whether noise goes on the whole model, because rounds or members differ in their part."""
         return bool(self.turns) or self.local.draw is not None
 
@@ -69,9 +69,9 @@ def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
 
     def work(sent: Any) -> Update:
         key = key_for(0, "partial")  # only shapes count
-        ground = local.ground(sent, key)
-        kept = None if local.blank is None else local.blank(ground)
-        return local.finish(ground, local.init(ground, key, kept), jnp.zeros(()))
+        shared = local.shared(sent, key)
+        client_state = None if local.init_memory is None else local.init_memory(shared)
+        return local.finish(shared, local.init(shared, key, client_state), jnp.zeros(()))
 
     made: Update = jax.eval_shape(work, sent)
     return made

@@ -20,10 +20,10 @@ import numpy as np
 
 from fedlm.cohort.sampling import draw
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import History, OptState, Params, Server, Total, Update
+from fedlm.core.types import History, OptState, Params, ServerMethod, Total, Update
 from fedlm.federation import layer_attention
 from fedlm.federation.layer_attention import Key, Residual
-from fedlm.federation.round import kept_of, outgoing, private_seed, server_half
+from fedlm.federation.round import client_state_of, outgoing, private_seed, server_half
 from fedlm.federation.tree import (
     Backbone,
     Descent,
@@ -116,7 +116,7 @@ class Turn:
     def _remember(self, node: int, update: Update) -> None:
         branch = self.nodes[node]
         if branch.local is not None:
-            self.nodes[node] = eqx.tree_at(lambda b: b.local, branch, update.kept.own)
+            self.nodes[node] = eqx.tree_at(lambda b: b.local, branch, update.client_state.own)
 
     def _train_federation(self, node: int) -> None:
         """A node whose clients are members: the flat round, on its part of the clients."""
@@ -133,8 +133,8 @@ class Turn:
         members = draw(algorithm.sampling, rng, self.round, history)
         clients = np.asarray(self.rules.topology.clients[node])
         cohort = self.engine.prepare(self.round, clients[members])
-        sent, kept = outgoing(algorithm, state), kept_of(state, members)
-        total = self.engine.gather(sent, cohort, float(state.limit), kept)
+        sent, client_state = outgoing(algorithm, state), client_state_of(state, members)
+        total = self.engine.gather(sent, cohort, float(state.clip_norm), client_state)
         after = server_half(algorithm, state, total, members)
         self.done[node] = _without_change(total)
         self._trained(node, jax.device_get(after.params))
@@ -307,14 +307,14 @@ class Turn:
 
 @eqx.filter_jit
 def _step(
-    server: Server, params: Backbone, memory: OptState, change: Backbone
+    server: ServerMethod, params: Backbone, memory: OptState, change: Backbone
 ) -> tuple[Backbone, OptState]:
     return server.step(params, memory, change)
 
 
 def _without_change(done: Any) -> Any:
     """What a member tells of its work besides the change, which is as long as a model."""
-    return eqx.tree_at(lambda d: (d.delta, d.kept), done, (None, None), is_leaf=_is_none)
+    return eqx.tree_at(lambda d: (d.delta, d.client_state), done, (None, None), is_leaf=_is_none)
 
 
 def _is_none(x: Any) -> bool:

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from fedlm.core import tree
-from fedlm.core.types import Local, Params, Total, Update
+from fedlm.core.types import ClientMethod, Params, Total, Update
 from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import masked
 from fedlm.privacy.clip import clip
 
 
-class Kept(NamedTuple):
+class ClientState(NamedTuple):
     """What a member remembers between its turns."""
 
     own: Any  # as its method wants it
@@ -48,7 +48,7 @@ def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = Tr
         tokens=total.tokens + one * update.tokens,
         steps=total.steps + one * update.steps,
         refused=total.refused + one * update.refused,
-        inside=total.inside + one * update.inside,
+        unclipped=total.unclipped + one * update.unclipped,
         members=total.members + one,
         shares=None if update.mask is None else total.shares + weight * update.mask,
     )
@@ -58,40 +58,45 @@ class Trip(NamedTuple):
     """How an update gets from a member to the sum."""
 
     send: Callable[[Params], Params]  # what arrives of what is sent
-    limit: Array
-    kept: Any = None
+    clip_norm: Array
+    client_state: Any = None
 
 
 def member_half(
-    algorithm: Algorithm, local: Local, ground: Any, carry: Any, examples: Array, trip: Trip
+    algorithm: Algorithm, local: ClientMethod, shared: Any, carry: Any, examples: Array, trip: Trip
 ) -> Update:
     """What arrives of a member's work: an update, and under a plan one within the limit."""
-    update = local.finish(ground, carry, examples)
+    update = local.finish(shared, carry, examples)
     if algorithm.plan is not None:
-        update = clip(update, trip.limit)
+        update = clip(update, trip.clip_norm)
     wanted = update.delta
     if algorithm.feedback:
-        wanted = tree.add(wanted, trip.kept.residual)
+        wanted = tree.add(wanted, trip.client_state.residual)
     arrived = masked(trip.send(wanted), update.mask)
     there = eqx.tree_at(lambda u: u.delta, update, arrived)
-    return _remember(algorithm, within_limit(algorithm, there, trip.limit), wanted, trip.kept)
+    return _remember(
+        algorithm, clip_again(algorithm, there, trip.clip_norm), wanted, trip.client_state
+    )
 
 
-def within_limit(algorithm: Algorithm, arrived: Update, limit: Array) -> Update:
+def clip_again(algorithm: Algorithm, arrived: Update, clip_norm: Array) -> Update:
     """What arrived, clipped again under a plan where the codec may have made it longer."""
     if algorithm.plan is None or algorithm.upload.norm_gain == 1.0:
         return arrived
-    return eqx.tree_at(lambda u: u.inside, clip(arrived, limit), arrived.inside)
+    return eqx.tree_at(lambda u: u.unclipped, clip(arrived, clip_norm), arrived.unclipped)
 
 
-def _remember(algorithm: Algorithm, update: Update, wanted: Params, kept: Any) -> Update:
+def _remember(algorithm: Algorithm, update: Update, wanted: Params, client_state: Any) -> Update:
     if not algorithm.remembers:
         return update
     residual = None
     if algorithm.feedback:
         # A refused member sent nothing, and still has what it had.
         left = tree.sub(wanted, update.delta)
-        residual = tree.where(update.refused > 0, kept.residual, left)
+        residual = tree.where(update.refused > 0, client_state.residual, left)
     return eqx.tree_at(
-        lambda u: u.kept, update, Kept(update.kept, residual), is_leaf=lambda x: x is None
+        lambda u: u.client_state,
+        update,
+        ClientState(update.client_state, residual),
+        is_leaf=lambda x: x is None,
     )

@@ -31,13 +31,13 @@ from fedlm.core.types import (
     Update,
 )
 from fedlm.federation.algorithm import Algorithm, round_key, update_like
-from fedlm.federation.member import Kept, add_member
-from fedlm.privacy.clip import clip, next_limit
+from fedlm.federation.member import ClientState, add_member
+from fedlm.privacy.clip import clip, next_clip_norm
 from fedlm.privacy.noise import standard_normal
 from fedlm.server.aggregate import mean, over
 
 # Sums over members to which a plan adds no noise.
-UNRELEASED = ("members", "refused", "steps", "tokens", "loss", "inside")
+UNRELEASED = ("members", "refused", "steps", "tokens", "loss", "unclipped")
 
 
 class NodeState(eqx.Module):
@@ -47,11 +47,13 @@ class NodeState(eqx.Module):
     server_memory: OptState
     noise_memory: Any
     history: History
-    limit: Float[Array, ""]  # the longest update that a member may send
-    inside: Float[Array, ""]  # the noisy share of updates that were inside it, where released
+    clip_norm: Float[Array, ""]  # the longest update that a member may send
+    unclipped: Float[Array, ""]  # the noisy share of updates that were inside it, where released
     secret: UInt32[Array, "4"]  # what private draws are made from
     round: Int[Array, ""]
-    kept: Any = None  # what each client remembers, where the method has it remember anything
+    client_state: Any = (
+        None  # what each client remembers, where the method has it remember anything
+    )
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
@@ -60,7 +62,7 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
     history = no_history(algorithm.sampling)
     memory = algorithm.server.init(params)
     sent = algorithm.server.send(params, memory)
-    released = params if algorithm.spreads_first else update_like(algorithm, sent).delta
+    released = params if algorithm.expands_first else update_like(algorithm, sent).delta
     return NodeState(
         params,
         memory,
@@ -70,7 +72,7 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
         jnp.float32(math.nan),
         jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
         jnp.int32(0),
-        blank_kept(algorithm, sent),
+        init_client_state(algorithm, sent),
     )
 
 
@@ -79,7 +81,7 @@ def outgoing(algorithm: Algorithm, state: NodeState) -> Any:
     return algorithm.server.send(state.params, state.server_memory)
 
 
-def blank_kept(algorithm: Algorithm, sent: Any) -> Any:
+def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
     """What nobody remembers yet, a row a client; None where a method has nothing to remember."""
     if not algorithm.remembers:
         return None
@@ -88,15 +90,15 @@ def blank_kept(algorithm: Algorithm, sent: Any) -> Any:
     rows = algorithm.sampling.population
     local = algorithm.local
     own = None
-    if local.blank is not None:
-        own = local.blank(local.ground(sent, round_key(algorithm, 0)))
-    whole = Kept(own, tree.zeros_like(residual))
+    if local.init_memory is not None:
+        own = local.init_memory(local.shared(sent, round_key(algorithm, 0)))
+    whole = ClientState(own, tree.zeros_like(residual))
     return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
 
 
-def kept_of(state: NodeState, members: Members) -> Any:
+def client_state_of(state: NodeState, members: Members) -> Any:
     """What the members of a round remember, in their order."""
-    return tree.take(jax.tree.map(np.asarray, state.kept), np.asarray(members))
+    return tree.take(jax.tree.map(np.asarray, state.client_state), np.asarray(members))
 
 
 def private_seed(state: NodeState) -> int:
@@ -138,15 +140,17 @@ def direction(key: PRNGKeyArray, like: Params) -> Params:
 def _add_canaries(algorithm: Algorithm, state: NodeState, total: Total, members: Members) -> Total:
     for number in members[len(with_text(algorithm, members)) :] if algorithm.canaries else ():
         key = key_for(private_seed(state), "canary", member=int(number))
-        total = _add_canary(total, state.limit, key)
+        total = _add_canary(total, state.clip_norm, key)
     return total
 
 
 @jax.jit
-def _add_canary(total: Total, limit: Float[Array, ""], key: PRNGKeyArray) -> Total:
+def _add_canary(total: Total, clip_norm: Float[Array, ""], key: PRNGKeyArray) -> Total:
     one, zero = jnp.ones(()), jnp.zeros(())
-    sent = Update(tree.scale(direction(key, total.delta), limit), one, zero, zero, zero, zero, one)
-    return add_member(total, clip(sent, limit))
+    sent = Update(
+        tree.scale(direction(key, total.delta), clip_norm), one, zero, zero, zero, zero, one
+    )
+    return add_member(total, clip(sent, clip_norm))
 
 
 def server_half(
@@ -159,12 +163,15 @@ def server_half(
     round = int(state.round)
     turn = round % len(algorithm.turns) if algorithm.turns else 0
     # What members remember stays on the host: it is as large as all of them together.
-    rows, brief = total.kept, eqx.tree_at(lambda s: s.kept, state, None, is_leaf=_is_none)
-    total = eqx.tree_at(lambda t: t.kept, total, None, is_leaf=_is_none)
+    rows, brief = (
+        total.client_state,
+        eqx.tree_at(lambda s: s.client_state, state, None, is_leaf=_is_none),
+    )
+    total = eqx.tree_at(lambda t: t.client_state, total, None, is_leaf=_is_none)
     after = _server_step(algorithm, turn, brief, total, (key, round_key(algorithm, round)))
-    after = eqx.tree_at(lambda s: s.kept, after, state.kept, is_leaf=_is_none)
-    kept = History(*(jnp.asarray(part) for part in history))
-    after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(kept))
+    after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
+    client_state = History(*(jnp.asarray(part) for part in history))
+    after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(client_state))
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
 
 
@@ -180,7 +187,7 @@ def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
         held[np.asarray(members)] = np.asarray(new)
         return held
 
-    return eqx.tree_at(lambda s: s.kept, state, jax.tree.map(put, state.kept, rows))
+    return eqx.tree_at(lambda s: s.client_state, state, jax.tree.map(put, state.client_state, rows))
 
 
 def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyArray:
@@ -191,7 +198,7 @@ def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyA
     """
     if algorithm.plan is None:
         return key_for(0, "noise")
-    sum_is = int(tree.sha256((total.delta, total.inside, total.members))[:15], 16)
+    sum_is = int(tree.sha256((total.delta, total.unclipped, total.members))[:15], 16)
     return key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
 
 
@@ -203,30 +210,35 @@ def _server_step(
     total: Total,
     keys: tuple[PRNGKeyArray, PRNGKeyArray],
 ) -> NodeState:
-    plan, limit, inside, memory = algorithm.plan, state.limit, state.inside, state.noise_memory
+    plan, clip_norm, unclipped, memory = (
+        algorithm.plan,
+        state.clip_norm,
+        state.unclipped,
+        state.noise_memory,
+    )
     local, (key, shared) = algorithm.local_of(turn), keys
 
     def whole(delta: Any) -> Any:
-        return local.spread(state.params, shared, delta)
+        return local.expand(state.params, shared, delta)
 
     if plan is None:
         change = whole(mean(total))
     else:
-        first = algorithm.spreads_first
-        delta = tree.scale(whole(total.delta) if first else total.delta, 1.0 / limit)
+        first = algorithm.expands_first
+        delta = tree.scale(whole(total.delta) if first else total.delta, 1.0 / clip_norm)
         noisy, memory = algorithm.noise.add(delta, memory, jr.fold_in(key, 0))
-        mean_of = over(tree.scale(noisy, limit), plan.denominator)
+        mean_of = over(tree.scale(noisy, clip_norm), plan.denominator)
         change = mean_of if first else whole(mean_of)
         if plan.clip_quantile:
-            limit, inside = next_limit(plan, limit, total, jr.fold_in(key, 1))
+            clip_norm, unclipped = next_clip_norm(plan, clip_norm, total, jr.fold_in(key, 1))
     params, server_memory = algorithm.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,
         server_memory,
         memory,
         state.history,
-        limit,
-        inside,
+        clip_norm,
+        unclipped,
         state.secret,
         state.round + 1,
     )
@@ -247,9 +259,9 @@ def released(
         one = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)
         facts["upload_bytes"] = turns * one
         facts["download_bytes"] = turns * algorithm.download.encoded_bytes(sent)
-    facts["clip"] = float(before.limit)
+    facts["clip"] = float(before.clip_norm)
     if plan.clip_quantile:
-        facts["inside"] = float(after.inside)
+        facts["unclipped"] = float(after.unclipped)
     # The length of a round's noise over that of the longest mean change there can be.
     facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
     return facts

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-from fedlm.core.types import Engine, Members, OptState, Params, Server, Total, Update
+from fedlm.core.types import Engine, Members, OptState, Params, ServerMethod, Total, Update
 from fedlm.federation import layer_attention
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.layer_attention import Key, Residual
@@ -61,10 +61,12 @@ class TreeConfig:
     residuals: int  # how many a layer each node sends up; 0 is none
     every: int  # a federation reports to the one above it once in so many of its rounds
     order: Literal["levels", "together"]
-    servers: tuple[Server, ...]  # what each node does with its children's mean change
+    servers: tuple[ServerMethod, ...]  # what each node does with its children's mean change
     shares: tuple[float, ...]  # how much each node counts at its parent
     pooled: bool  # a node's text is one member, not a federation of clients
-    blank: Callable[[Params], Any] | None  # what an optimiser remembers at first, where it is kept
+    init_memory: (
+        Callable[[Params], Any] | None
+    )  # what an optimiser remembers at first, where it is kept
     rest: Callable[[int, Params], Params]  # where the model of a node lies when nobody uses it
     clients: int  # how many members there are below the pooled ones
     algorithms: tuple[Algorithm | None, ...]  # of nodes that are federations of clients
@@ -187,7 +189,7 @@ def _fresh(rules: TreeConfig, node: int, params: Params, secret: bytes) -> Branc
         params=params,
         memory=rules.servers[node].init(backbone) if topology.children[node] else (),
         anchor=backbone if rules.every > 1 and topology.heights[node] and node else None,
-        local=jax.device_get(rules.blank(params)) if rules.blank else None,
+        local=jax.device_get(rules.init_memory(params)) if rules.init_memory else None,
         federation=inner,
         told=dict(key_of(rules, params)) if rules.hidden else None,
     )
@@ -287,7 +289,7 @@ def received(rules: TreeConfig, state: TreeState) -> list[Params]:
 
 def join_totals(parts: Sequence[Total | Update]) -> dict[str, float]:
     """What all nodes that trained did together."""
-    names = ("refused", "steps", "tokens", "inside", "nats")
+    names = ("refused", "steps", "tokens", "unclipped", "nats")
     sums = {name: float(sum(float(getattr(p, name)) for p in parts)) for name in names}
     sums["members"] = float(sum(float(getattr(p, "members", 1.0)) for p in parts))
     return sums

@@ -1,7 +1,7 @@
 """Methods in which members send, or remember, more than a change.
 
 In:       a loss, rates, what the server sent beside its model.
-Out:      `Local`s: MimeLite, SCAFFOLD, FedDyn.
+Out:      `ClientMethod`s: MimeLite, SCAFFOLD, FedDyn.
 Promise:  each is the published rule for a member; what it sends beside the change is part of what
           it sends, so that its bytes are counted.
 Not here: what the server does with it (`server/step.py`).
@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Local, LossFn, Params, Tokens, Update
+from fedlm.core.types import ClientMethod, LossFn, Params, Tokens, Update
 from fedlm.local.train import WEIGHTS, Carry, Weigh, begin, gradient, update_of, went_on
 
 Scalar = Float[Array, ""]
@@ -31,64 +31,69 @@ def mimelite(
     base: optax.GradientTransformation,
     rate: float,
     weigh: Weigh = WEIGHTS["examples"],
-) -> Local:
+) -> ClientMethod:
     """Steps of the server's optimiser with its statistics held still (Karimireddy et al. 2020).
 
     A member gets `{"params", "statistics"}` and sends `{"params", "gradient"}`: its change, and the
     gradient of its whole text at the parameters it was sent. `base` has rate one.
     """
 
-    def init(ground: Any, key: PRNGKeyArray, kept: Any) -> Carry:
-        params = ground["params"]
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        params = shared["params"]
         like = jax.eval_shape(base.init, params)
-        frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), ground["statistics"], like)
+        frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), shared["statistics"], like)
         return begin(params, frozen, extra=tree.zeros_like(params))
 
-    def step(ground: Any, carry: Carry, tokens: Tokens) -> Carry:
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
         change, nats, count = gradient(loss, _same, carry.params, tokens)
-        full, _, _ = gradient(loss, _same, ground["params"], tokens)
+        full, _, _ = gradient(loss, _same, shared["params"], tokens)
         moved, _ = base.update(change, carry.memory, carry.params)
         params = tree.add_scaled(carry.params, moved, rate)
         # Batches differ in tokens: what is summed is the gradient of the summed loss.
         seen = tree.add_scaled(carry.extra, full, count)
         return went_on(carry, params, carry.memory, nats, count, seen)
 
-    def finish(ground: Any, carry: Carry, examples: Scalar) -> Update:
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
         delta = {
-            "params": tree.sub(carry.params, ground["params"]),
+            "params": tree.sub(carry.params, shared["params"]),
             "gradient": tree.scale(carry.extra, 1.0 / jnp.maximum(carry.tokens, 1.0)),
         }
         return update_of(carry, delta, weigh(examples, carry.tokens))
 
-    return Local(_ground, init, step, finish, _spread)
+    return ClientMethod(_make_shared_jit, init, step, finish, _spread)
 
 
-def scaffold(loss: LossFn, rate: float, weigh: Weigh = WEIGHTS["examples"]) -> Local:
+def scaffold(loss: LossFn, rate: float, weigh: Weigh = WEIGHTS["examples"]) -> ClientMethod:
     """SGD corrected by the difference of two drifts: the member's own and everybody's.
 
     (Karimireddy et al. 2020, the cheaper of the two ways to renew a member's drift.) A member gets
     and sends `{"params", "control"}`, and remembers its own control.
     """
 
-    def init(ground: Any, key: PRNGKeyArray, kept: Any) -> Carry:
-        return begin(ground["params"], (), extra=kept)
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        return begin(shared["params"], (), extra=client_state)
 
-    def step(ground: Any, carry: Carry, tokens: Tokens) -> Carry:
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
         change, nats, count = gradient(loss, _same, carry.params, tokens)
-        straight = tree.add(change, tree.sub(ground["control"], carry.extra))
+        straight = tree.add(change, tree.sub(shared["control"], carry.extra))
         params = tree.add_scaled(carry.params, straight, -rate)
         return went_on(carry, params, (), nats, count, carry.extra)
 
-    def finish(ground: Any, carry: Carry, examples: Scalar) -> Update:
-        moved = tree.sub(carry.params, ground["params"])
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+        moved = tree.sub(carry.params, shared["params"])
         pace = -1.0 / (rate * jnp.maximum(carry.steps, 1.0))
-        turn = tree.add_scaled(tree.scale(ground["control"], -1.0), moved, pace)
+        turn = tree.add_scaled(tree.scale(shared["control"], -1.0), moved, pace)
         sent = update_of(carry, {"params": moved, "control": turn}, weigh(examples, carry.tokens))
         # The turn is zero where the update was refused.
-        return replace(sent, kept=tree.add(carry.extra, sent.delta["control"]))
+        return replace(sent, client_state=tree.add(carry.extra, sent.delta["control"]))
 
-    return Local(
-        _ground, init, step, finish, _spread, lambda ground: tree.zeros_like(ground["params"])
+    return ClientMethod(
+        _make_shared_jit,
+        init,
+        step,
+        finish,
+        _spread,
+        lambda shared: tree.zeros_like(shared["params"]),
     )
 
 
@@ -97,36 +102,36 @@ def feddyn(
     optimizer: optax.GradientTransformation,
     alpha: float,
     weigh: Weigh = WEIGHTS["examples"],
-) -> Local:
+) -> ClientMethod:
     """A loss bent so that members agree where they stop (Acar et al. 2021).
 
     A member descends on its loss less <g, w> plus alpha / 2 |w - w_server|^2, sends its change, and
     remembers g, which moves against the change.
     """
 
-    def init(ground: Any, key: PRNGKeyArray, kept: Any) -> Carry:
-        return begin(ground, optimizer.init(ground), extra=kept)
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        return begin(shared, optimizer.init(shared), extra=client_state)
 
-    def step(ground: Any, carry: Carry, tokens: Tokens) -> Carry:
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
         change, nats, count = gradient(loss, _same, carry.params, tokens)
-        change = tree.add_scaled(change, tree.sub(carry.params, ground), alpha)
+        change = tree.add_scaled(change, tree.sub(carry.params, shared), alpha)
         change, memory = optimizer.update(tree.sub(change, carry.extra), carry.memory, carry.params)
         params = optax.apply_updates(carry.params, change)
         return went_on(carry, params, memory, nats, count, carry.extra)
 
-    def finish(ground: Any, carry: Carry, examples: Scalar) -> Update:
-        moved = tree.sub(carry.params, ground)
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+        moved = tree.sub(carry.params, shared)
         sent = update_of(carry, moved, weigh(examples, carry.tokens))
-        return replace(sent, kept=tree.add_scaled(carry.extra, sent.delta, -alpha))
+        return replace(sent, client_state=tree.add_scaled(carry.extra, sent.delta, -alpha))
 
-    return Local(_ground, init, step, finish, _spread, tree.zeros_like)
+    return ClientMethod(_make_shared_jit, init, step, finish, _spread, tree.zeros_like)
 
 
 def _same(params: Params) -> Params:
     return params
 
 
-def _ground(sent: Any, key: PRNGKeyArray) -> Any:
+def _make_shared_jit(sent: Any, key: PRNGKeyArray) -> Any:
     return sent
 
 

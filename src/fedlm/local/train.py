@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Local, LossFn, OptState, Params, Portion, Tokens, Update
+from fedlm.core.types import ClientMethod, LossFn, OptState, Params, Tokens, TrainablePart, Update
 
 Scalar = Float[Array, ""]
 Weigh = Callable[[Scalar, Scalar], Scalar]
@@ -31,7 +31,7 @@ WEIGHTS: dict[str, Weigh] = {
     "uniform": lambda examples, tokens: jnp.ones_like(examples),
 }
 
-ALL = Portion()
+ALL = TrainablePart()
 
 
 class Carry(NamedTuple):
@@ -51,42 +51,42 @@ def local_training(
     optimizer: optax.GradientTransformation,
     weigh: Weigh = WEIGHTS["examples"],
     *,
-    portion: Portion = ALL,
+    portion: TrainablePart = ALL,
     proximal: float = 0.0,
     remember: bool = False,
-) -> Local:
+) -> ClientMethod:
     """Gradient steps on the mean loss of each batch.
 
     `proximal` draws a member back to where it started (FedProx). `remember` keeps the optimiser's
     state from one turn of a member to the next; otherwise every turn begins with a fresh one.
     """
 
-    def init(ground: Any, key: PRNGKeyArray, kept: Any) -> Carry:
-        start = portion.start(ground)
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        start = portion.init(shared)
         mask = portion.draw(start, jr.fold_in(key, 1)) if portion.draw else None
-        return begin(start, kept if remember else optimizer.init(start), mask)
+        return begin(start, client_state if remember else optimizer.init(start), mask)
 
-    def step(ground: Any, carry: Carry, tokens: Tokens) -> Carry:
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
         change, nats, count = gradient(
-            loss, lambda trained: portion.grow(ground, trained), carry.params, tokens
+            loss, lambda trained: portion.merge(shared, trained), carry.params, tokens
         )
         if proximal:
-            away = tree.sub(carry.params, portion.start(ground))
+            away = tree.sub(carry.params, portion.init(shared))
             change = tree.add_scaled(change, away, proximal)
         change, memory = optimizer.update(change, carry.memory, carry.params)
         moved = optax.apply_updates(carry.params, masked(change, carry.mask))
         return went_on(carry, moved, memory, nats, count)
 
-    def finish(ground: Any, carry: Carry, examples: Scalar) -> Update:
-        delta = tree.sub(carry.params, portion.start(ground))
-        kept = carry.memory if remember else None
-        return update_of(carry, delta, weigh(examples, carry.tokens), kept)
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+        delta = tree.sub(carry.params, portion.init(shared))
+        client_state = carry.memory if remember else None
+        return update_of(carry, delta, weigh(examples, carry.tokens), client_state)
 
-    def blank(ground: Any) -> OptState:
-        return optimizer.init(portion.start(ground))
+    def init_memory(shared: Any) -> OptState:
+        return optimizer.init(portion.init(shared))
 
-    ground, spread, draw = portion.ground, portion.spread, portion.draw
-    return Local(ground, init, step, finish, spread, blank if remember else None, draw)
+    shared, expand, draw = portion.shared, portion.expand, portion.draw
+    return ClientMethod(shared, init, step, finish, expand, init_memory if remember else None, draw)
 
 
 def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) -> Carry:
@@ -96,12 +96,12 @@ def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) 
 
 
 def gradient(
-    loss: LossFn, grow: Callable[[Params], Params], params: Params, tokens: Tokens
+    loss: LossFn, merge: Callable[[Params], Params], params: Params, tokens: Tokens
 ) -> tuple[Params, Scalar, Scalar]:
     """The gradient of a batch's mean loss, the summed loss, and over how many tokens."""
 
     def objective(trained: Params) -> tuple[Scalar, tuple[Scalar, Scalar]]:
-        nats, count = loss(grow(trained), tokens)
+        nats, count = loss(merge(trained), tokens)
         return nats / jnp.maximum(count, 1.0), (nats, count)
 
     change, (nats, count) = jax.grad(objective, has_aux=True)(params)
@@ -132,7 +132,7 @@ def masked(change: Params, mask: Any) -> Params:
     return jax.tree.unflatten(structure, held)
 
 
-def update_of(carry: Carry, delta: Any, weight: Scalar, kept: Any = None) -> Update:
+def update_of(carry: Carry, delta: Any, weight: Scalar, client_state: Any = None) -> Update:
     """What a member sends; nothing, and counted as refused, where it is not finite."""
     # A sum of squares is finite only if every entry is, and it overflows for huge ones.
     sound = jnp.isfinite(tree.squared_norm(delta)) & jnp.isfinite(carry.nats)
@@ -143,7 +143,7 @@ def update_of(carry: Carry, delta: Any, weight: Scalar, kept: Any = None) -> Upd
         tokens=jnp.where(sound, carry.tokens, 0.0),
         steps=carry.steps,
         refused=jnp.where(sound, 0.0, 1.0),
-        inside=jnp.ones(()),
+        unclipped=jnp.ones(()),
         mask=carry.mask,
-        kept=kept,
+        client_state=client_state,
     )

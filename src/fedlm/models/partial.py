@@ -1,7 +1,7 @@
 """Which numbers of a model a member trains.
 
 In:       a model's shapes, a share, a rank, keys that both sides know.
-Out:      a `Portion`: all of it, a subset of its leaves, or low-rank factors of them.
+Out:      a `TrainablePart`: all of it, a subset of its leaves, or low-rank factors of them.
 Promise:  what is not trained keeps its bits; a subset follows from its key alone, so that no
           index travels.
 Not here: backbones and key layers (`split.py`), optimisers, bytes (`wire`).
@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Params, Portion
+from fedlm.core.types import Params, TrainablePart
 
 
 def may_freeze(params: Params) -> list[bool]:
@@ -51,36 +51,36 @@ def draw_leaves(params: Params, share: float, key: PRNGKeyArray) -> Float[Array,
     return (taken | ~jnp.asarray(free)).astype(jnp.float32)
 
 
-def subset(keep: Sequence[bool]) -> Portion:
+def subset(keep: Sequence[bool]) -> TrainablePart:
     """The leaves that `keep` names: the backward work of the others is never done."""
 
     def pick(params: Params) -> Params:
         leaves, structure = jax.tree.flatten(params)
-        kept = [x if k else None for x, k in zip(leaves, keep, strict=True)]
-        return jax.tree.unflatten(structure, kept)
+        client_state = [x if k else None for x, k in zip(leaves, keep, strict=True)]
+        return jax.tree.unflatten(structure, client_state)
 
-    def spread(params: Params, key: PRNGKeyArray, delta: Params) -> Params:
+    def expand(params: Params, key: PRNGKeyArray, delta: Params) -> Params:
         rest = iter(jax.tree.leaves(delta))
         leaves, structure = jax.tree.flatten(params)
         made = [next(rest) if k else jnp.zeros_like(x) for x, k in zip(leaves, keep, strict=True)]
         return jax.tree.unflatten(structure, made)
 
-    return Portion(
-        ground=lambda params, key: params,
-        start=pick,
-        grow=lambda ground, trained: eqx.combine(trained, ground),
-        spread=spread,
+    return TrainablePart(
+        shared=lambda params, key: params,
+        init=pick,
+        merge=lambda shared, trained: eqx.combine(trained, shared),
+        expand=expand,
     )
 
 
-def drawn_subset(params: Params, share: float, key: PRNGKeyArray) -> Portion:
+def drawn_subset(params: Params, share: float, key: PRNGKeyArray) -> TrainablePart:
     """A subset for all members, drawn once."""
     return subset([bool(x) for x in np.asarray(draw_leaves(params, share, key))])
 
 
-def own_subset(share: float) -> Portion:
+def own_subset(share: float) -> TrainablePart:
     """All leaves in one program; each member trains those that its own key draws."""
-    return Portion(draw=lambda params, key: draw_leaves(params, share, key))
+    return TrainablePart(draw=lambda params, key: draw_leaves(params, share, key))
 
 
 class Basis(NamedTuple):
@@ -90,7 +90,7 @@ class Basis(NamedTuple):
     fixed: list[Any]
 
 
-def low_rank(like: Params, rank: int) -> Portion:
+def low_rank(like: Params, rank: int) -> TrainablePart:
     """Updates of matrices as products of two factors, one drawn anew each round and known to all.
 
     For a matrix of m by n, n the smaller, members train B of m by `rank` in B A; A has nearly
@@ -99,27 +99,27 @@ def low_rank(like: Params, rank: int) -> Portion:
     """
     shapes = [x.shape for x in jax.tree.leaves(like)]
 
-    def start(ground: Basis) -> list[Any]:
-        whole = jax.tree.leaves(ground.params)
-        both = zip(whole, ground.fixed, strict=True)
+    def start(shared: Basis) -> list[Any]:
+        whole = jax.tree.leaves(shared.params)
+        both = zip(whole, shared.fixed, strict=True)
         return [x if a is None else jnp.zeros((max(x.shape), rank)) for x, a in both]
 
-    def grow(ground: Basis, trained: list[Any]) -> Params:
-        whole, structure = jax.tree.flatten(ground.params)
-        all_of = zip(whole, ground.fixed, trained, strict=True)
+    def merge(shared: Basis, trained: list[Any]) -> Params:
+        whole, structure = jax.tree.flatten(shared.params)
+        all_of = zip(whole, shared.fixed, trained, strict=True)
         made = [b if a is None else x + _product(b, a, x.shape) for x, a, b in all_of]
         return jax.tree.unflatten(structure, made)
 
-    def spread(params: Params, key: PRNGKeyArray, delta: list[Any]) -> Params:
+    def expand(params: Params, key: PRNGKeyArray, delta: list[Any]) -> Params:
         all_of = zip(shapes, _fixed_factors(shapes, rank, key), delta, strict=True)
         made = [d if a is None else _product(d, a, shape) for shape, a, d in all_of]
         return jax.tree.unflatten(jax.tree.structure(params), made)
 
-    return Portion(
-        ground=lambda params, key: Basis(params, _fixed_factors(shapes, rank, key)),
-        start=start,
-        grow=grow,
-        spread=spread,
+    return TrainablePart(
+        shared=lambda params, key: Basis(params, _fixed_factors(shapes, rank, key)),
+        init=start,
+        merge=merge,
+        expand=expand,
     )
 
 

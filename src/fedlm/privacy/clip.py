@@ -8,9 +8,9 @@ Promise:  no input, however large or malformed, leaves with a longer norm or a l
 Not here: noise (`noise.py`); gradient clipping for stability (`federation/optimizers.py`).
 
 An adaptive limit follows a quantile of the update norms (Andrew et al. 2021): how many members
-were inside, less half of how many came, is a count that one member moves by a half either way, and
-not at all if it is replaced by zero. It is released with noise of its own and moves the limit of
-the next round.
+were unclipped, less half of how many came, is a count that one member moves by a half either way,
+and not at all if it is replaced by zero. It is released with noise of its own and moves the limit
+of the next round.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ LARGEST = 2.0**125
 SHORTEST, LONGEST = 1e-12, 1e12
 
 
-def clip(update: Update, limit: Scalar) -> Update:
-    """The update, scaled down to the limit if it is longer."""
+def clip(update: Update, clip_norm: Scalar) -> Update:
+    """The update, scaled down to the clip_norm if it is longer."""
     leaves = jax.tree.leaves(update.delta)
     top = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]))
     sound = top < LARGEST  # not true of NaN either
     # Over its largest entry an update neither overflows nor vanishes when it is squared.
     unit = jax.tree.map(lambda x: x / jnp.where(top > 0, top, 1.0), update.delta)
     norm = jnp.maximum(tree.norm(unit), 1.0)
-    inside = top * norm <= HAIR * limit
-    short = tree.scale(unit, HAIR * limit / norm)
-    clipped = tree.where(inside, update.delta, short)
+    unclipped = top * norm <= HAIR * clip_norm
+    short = tree.scale(unit, HAIR * clip_norm / norm)
+    clipped = tree.where(unclipped, update.delta, short)
     return eqx.tree_at(
-        lambda u: (u.delta, u.weight, u.inside, u.refused),
+        lambda u: (u.delta, u.weight, u.unclipped, u.refused),
         update,
         (
             tree.where(sound, clipped, tree.zeros_like(clipped)),
             jnp.where(sound, 1.0, 0.0),
-            jnp.where(sound & inside, 1.0, 0.0),
+            jnp.where(sound & unclipped, 1.0, 0.0),
             jnp.maximum(update.refused, jnp.where(sound, 0.0, 1.0)),
         ),
     )
 
 
-def next_limit(
-    plan: PrivacyPlan, limit: Scalar, total: Total, key: PRNGKeyArray
+def next_clip_norm(
+    plan: PrivacyPlan, clip_norm: Scalar, total: Total, key: PRNGKeyArray
 ) -> tuple[Scalar, Scalar]:
     """The limit of the next round, and the noisy share of members inside that moved it."""
-    centred = total.inside - total.members / 2
+    centred = total.unclipped - total.members / 2
     noisy = centred + plan.clip_noise * jr.normal(key)
     share = jnp.clip(0.5 + noisy / plan.denominator, 0.0, 1.0)
-    moved = limit * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
+    moved = clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
     return jnp.clip(moved, SHORTEST, LONGEST), share

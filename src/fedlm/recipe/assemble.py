@@ -15,7 +15,7 @@ import jax.random as jr
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import key_for
-from fedlm.core.types import Local, Params, Portion, Sampling, Server
+from fedlm.core.types import ClientMethod, Params, Sampling, ServerMethod, TrainablePart
 from fedlm.federation.algorithm import SILENT, Algorithm
 from fedlm.federation.optimizers import (
     Optimizer,
@@ -62,7 +62,7 @@ def algorithm_of(
     )
 
 
-def portions_of(recipe: Recipe, like: Params) -> list[Portion]:
+def portions_of(recipe: Recipe, like: Params) -> list[TrainablePart]:
     """What is trained, one a kind of round."""
     wire, seed = recipe.wire, recipe.run.seed
     if wire.trainable == "fixed":
@@ -72,10 +72,10 @@ def portions_of(recipe: Recipe, like: Params) -> list[Portion]:
         return [drawn_subset(like, wire.trainable_fraction, k) for k in jr.split(key, wire.subsets)]
     if wire.trainable == "member":
         return [own_subset(wire.trainable_fraction)]
-    return [low_rank(like, wire.rank)] if wire.trainable == "low-rank" else [Portion()]
+    return [low_rank(like, wire.rank)] if wire.trainable == "low-rank" else [TrainablePart()]
 
 
-def local_of(recipe: Recipe, portion: Portion) -> Local:
+def local_of(recipe: Recipe, portion: TrainablePart) -> ClientMethod:
     """What a member does."""
     client, weigh = recipe.client, WEIGHTS[recipe.client.weight]
     inner = inner_of(recipe)
@@ -146,7 +146,7 @@ def base_of(recipe: Recipe) -> Optimizer:
     )
 
 
-def server_of(recipe: Recipe, sampling: Sampling) -> Server:
+def server_of(recipe: Recipe, sampling: Sampling) -> ServerMethod:
     """What the server sends, and how it steps."""
     server, client = recipe.server, recipe.client
     part = sampling.cohort / sampling.population

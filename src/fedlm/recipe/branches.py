@@ -20,7 +20,7 @@ import numpy as np
 
 from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.core.types import Engine, Params, Sampling, Server
+from fedlm.core.types import Engine, Params, Sampling, ServerMethod
 from fedlm.engine.starts import LoopStarts, MeshStarts
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.ascent import turn
@@ -90,7 +90,7 @@ class TreeExperiment(Census):
             servers=tuple(self._outer(node) for node in nodes),
             shares=tuple(self._share(node) for node in nodes),
             pooled=settings.pool_clients,
-            blank=self.algorithm.local.blank,
+            init_memory=self.algorithm.local.init_memory,
             rest=self._rest,
             clients=self.population,
             algorithms=tuple(
@@ -136,7 +136,7 @@ class TreeExperiment(Census):
     def _shelf(self) -> Shelf:
         return Shelf()
 
-    def _outer(self, node: int) -> Server:
+    def _outer(self, node: int) -> ServerMethod:
         """What a node does with its children's mean change."""
         place, depth = self.topology.places[node], self.topology.depths[node]
 

@@ -213,7 +213,7 @@ def _privacy(run: Facts) -> list[str]:
         ["who joins a round", plan["sampling"]["law"]],
         ["noise, in multiples of the clip", plan["noise_multiplier"]],
         ["clip, last round", last.get("clip", plan["clip_norm"])],
-        ["share of updates inside the clip, with noise", last.get("inside")],
+        ["share of updates within the clip, with noise", last.get("unclipped")],
         ["length of the noise over the longest mean change", last.get("noise_to_signal")],
         ["fixed denominator", plan["sampling"]["cohort"]],
         ["budget", run.header.get("privacy_budget")],

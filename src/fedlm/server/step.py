@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import optax
 
 from fedlm.core import tree
-from fedlm.core.types import OptState, Params, Server
+from fedlm.core.types import OptState, Params, ServerMethod
 
 
-def plain(optimizer: optax.GradientTransformation) -> Server:
+def plain(optimizer: optax.GradientTransformation) -> ServerMethod:
     """The outer optimiser descends along the negated change, the pseudo-gradient."""
 
     def step(params: Params, memory: OptState, change: Params) -> tuple[Params, OptState]:
         moved, memory = optimizer.update(tree.scale(change, -1.0), memory, params)
         return optax.apply_updates(params, moved), memory
 
-    return Server(optimizer.init, _params_alone, step)
+    return ServerMethod(optimizer.init, _params_alone, step)
 
 
-def mimelite(base: optax.GradientTransformation, rate: float) -> Server:
+def mimelite(base: optax.GradientTransformation, rate: float) -> ServerMethod:
     """Adds the mean change; its statistics follow the mean gradient at the old parameters."""
 
     def send(params: Params, memory: OptState) -> dict[str, Any]:
@@ -38,10 +38,10 @@ def mimelite(base: optax.GradientTransformation, rate: float) -> Server:
         _, memory = base.update(change["gradient"], memory, params)
         return tree.add_scaled(params, change["params"], rate), memory
 
-    return Server(base.init, send, step)
+    return ServerMethod(base.init, send, step)
 
 
-def scaffold(optimizer: optax.GradientTransformation, share: float) -> Server:
+def scaffold(optimizer: optax.GradientTransformation, share: float) -> ServerMethod:
     """The plain step, and a drift that moves by the mean turn of the `share` that took part."""
     outer = plain(optimizer)
 
@@ -56,17 +56,17 @@ def scaffold(optimizer: optax.GradientTransformation, share: float) -> Server:
         control = tree.add_scaled(memory["control"], change["control"], share)
         return params, {"outer": kept, "control": control}
 
-    return Server(init, send, step)
+    return ServerMethod(init, send, step)
 
 
-def feddyn(alpha: float, share: float) -> Server:
+def feddyn(alpha: float, share: float) -> ServerMethod:
     """The mean model, moved on by the drift that members have shown so far."""
 
     def step(params: Params, memory: Params, change: Params) -> tuple[Params, Params]:
         memory = tree.add_scaled(memory, change, -alpha * share)
         return tree.add_scaled(tree.add(params, change), memory, -1.0 / alpha), memory
 
-    return Server(tree.zeros_like, _params_alone, step)
+    return ServerMethod(tree.zeros_like, _params_alone, step)
 
 
 def _params_alone(params: Params, memory: OptState) -> Params:
