@@ -15,9 +15,8 @@ from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.status import read_tallies
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
-from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher
-from fedlm.train import train as simulate
+from fedlm.training import Watcher
+from fedlm.training import train as simulate
 from tests.conftest import write_tiny
 
 pytestmark = [
@@ -112,9 +111,8 @@ class Processes:
         return json.loads((self.folder / "run" / "summary.json").read_text())
 
     def simulated(self):
-        experiment = build(self.recipe(self.store, "sim.toml"), self.folder, lambda s, d: None)
-        run = RunDirectory(self.folder / "simulated")
-        return simulate(experiment, run, resume=False, watcher=Watcher())
+        recipe, out = self.recipe(self.store, "sim.toml"), self.folder / "simulated"
+        return simulate(build(recipe, self.folder, out=out))
 
 
 FLAT = ("server", "north", "south", "train")

@@ -23,9 +23,8 @@ from fedlm.deploy.supernode import Fleet, Stale
 from fedlm.deploy.workspace import Kit
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
-from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher
-from fedlm.train import train as simulate
+from fedlm.training import Watcher
+from fedlm.training import train as simulate
 from tests.conftest import write_tiny
 
 pytestmark = [
@@ -99,8 +98,8 @@ def over_the_network(folder, made, run, *changes, resume=False):
 
 def in_simulation(folder, run, *changes):
     store = next((folder / "text").iterdir())
-    experiment = build(recipe_at(folder, store, *changes), folder / "text", lambda s, d: None)
-    return simulate(experiment, RunDirectory(folder / run), resume=False, watcher=Watcher())
+    recipe = recipe_at(folder, store, *changes)
+    return simulate(build(recipe, folder / "text", out=folder / run))
 
 
 def test_a_federation_is_its_simulation(place):

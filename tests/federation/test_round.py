@@ -25,7 +25,7 @@ def loss(params, tokens):
 
 def algorithm(weight, server):
     return Algorithm(
-        sampling=Sampling(law="fixed", population=3, cohort=2),
+        participation=Sampling(law="fixed", population=3, cohort=2),
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),

@@ -20,7 +20,6 @@ from fedlm.federation.optimizers import CLIENT, client_optimizer
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
-from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.server.step import plain
 from fedlm.wire.dense import dense
@@ -39,7 +38,7 @@ def rows_of(client):
 
 def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
     return Algorithm(
-        sampling=Sampling(law="fixed", population=len(SIZES), cohort=4),
+        participation=Sampling(law="fixed", population=len(SIZES), cohort=4),
         local=local_training(loss, client_optimizer(optimizer, 0.1, clip=clip), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
@@ -52,10 +51,7 @@ def private(**changes):
     drawn = Sampling(law="poisson", population=len(SIZES), cohort=len(SIZES))
     settings = {"rounds": 4, "clip_norm": 0.03, "noise_multiplier": 0.5, "delta": 1e-5}
     plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
-    unit = dataclasses.replace(plan, clip_norm=1.0)
-    return dataclasses.replace(
-        algorithm(weight="uniform"), sampling=drawn, plan=plan, noise=for_plan(unit)
-    )
+    return dataclasses.replace(algorithm(weight="uniform"), participation=plan)
 
 
 def model(name="cifg"):

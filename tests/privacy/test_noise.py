@@ -9,7 +9,7 @@ import pytest
 
 from fedlm.core.keys import key_for
 from fedlm.privacy import correlated
-from fedlm.privacy.noise import for_plan, gaussian, silent, standard_normal
+from fedlm.privacy.noise import gaussian, noise_for, silent, standard_normal
 from tests.privacy.plans import APART, CORRELATED, PLANS, ROUNDS, factor, plan
 
 LIKE = {"w": jnp.ones((3, 2)), "b": jnp.ones((4,), jnp.bfloat16)}
@@ -34,7 +34,7 @@ def sizes(memory):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_shapes_types_and_memory_are_kept(name):
-    noise = for_plan(PLANS[name])
+    noise = noise_for(PLANS[name])
     before = noise.init(LIKE)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(before))
     out, after = stream(noise, [LIKE] * ROUNDS)
@@ -46,7 +46,7 @@ def test_shapes_types_and_memory_are_kept(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_keys_give_the_same_noise(name):
-    noise = for_plan(PLANS[name])
+    noise = noise_for(PLANS[name])
     one, two, three = (stream(noise, [LIKE] * 3, seed)[0] for seed in (0, 0, 1))
     for a, b, c in zip(one, two, three, strict=True):
         assert (a["w"] == b["w"]).all() and (a["b"] == b["b"]).all()
@@ -65,7 +65,7 @@ def unlike(rows, law):
 def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
     chosen, norm_gain = PLANS[name], 1.5
     zeros = {"a": jnp.zeros((100, 100)), "b": jnp.zeros(10_000)}
-    out, _ = stream(for_plan(chosen, norm_gain), [zeros] * ROUNDS)
+    out, _ = stream(noise_for(chosen, norm_gain), [zeros] * ROUNDS)
     rows = np.stack([np.concatenate([np.ravel(x) for x in n.values()]) for n in out]).astype(float)
     law = 2.0 * 0.5 * norm_gain * factor(chosen)
     assert unlike(rows, law) < 5
@@ -81,14 +81,14 @@ def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_no_noise_adds_nothing(name):
     quiet = plan(PLANS[name].mechanism, PLANS[name].sampling, noise_multiplier=0.0)
-    for noise in (for_plan(quiet), silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS)):
+    for noise in (noise_for(quiet), silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS)):
         for noisy in stream(noise, [LIKE] * 3)[0]:
             assert all((noisy[n] == LIKE[n]).all() for n in LIKE)
 
 
 @pytest.mark.parametrize("name", CORRELATED)
 def test_a_round_that_was_not_planned_is_not_released(name):
-    out, _ = stream(for_plan(CORRELATED[name]), [LIKE] * (ROUNDS + 1))
+    out, _ = stream(noise_for(CORRELATED[name]), [LIKE] * (ROUNDS + 1))
     assert np.isfinite(out[-2]["w"]).all() and np.isnan(out[-1]["w"]).all()
 
 
@@ -101,7 +101,7 @@ def test_memory_is_a_few_copies_of_the_model():
     assert copies(correlated.tree(1.0, rounds=2000)) == 11
     assert copies(correlated.tree(1.0, 100, rounds=2000)) == 7
     assert copies(correlated.toeplitz(1.0, rounds=2000, bands=5)) == 4
-    assert copies(for_plan(PLANS["blt"])) == 2
+    assert copies(noise_for(PLANS["blt"])) == 2
 
 
 def test_the_named_mechanisms_are_those_of_a_plan():
@@ -114,7 +114,7 @@ def test_the_named_mechanisms_are_those_of_a_plan():
     }
     for name, noise in same.items():
         for a, b in zip(
-            stream(noise, [LIKE] * 4)[0], stream(for_plan(PLANS[name]), [LIKE] * 4)[0], strict=True
+            stream(noise, [LIKE] * 4)[0], stream(noise_for(PLANS[name]), [LIKE] * 4)[0], strict=True
         ):
             assert (a["w"] == b["w"]).all()
 

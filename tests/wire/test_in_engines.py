@@ -44,7 +44,7 @@ def test_mesh_equals_loop(codec):
     """To rounding, except where two programs that differ in the last bit of an update fall on two
     sides of a threshold: then one value of one member moves by a step."""
     algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=5, cohort=5),
+        participation=Sampling(law="fixed", population=5, cohort=5),
         local=local_training(loss, client_optimizer("sgd", 0.5), WEIGHTS["examples"]),
         upload=codec,
         download=dense(),

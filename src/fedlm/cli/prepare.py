@@ -13,7 +13,7 @@ from fedlm.core.errors import require
 from fedlm.corpus import sources
 from fedlm.corpus.store import Store, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
-from fedlm.recipe.build import store_settings
+from fedlm.recipe.parts import store_settings
 from fedlm.recipe.settings import parse
 
 

@@ -25,7 +25,7 @@ from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
-from fedlm.train import check_same
+from fedlm.training import check_same
 
 app = typer.Typer(
     help="What privacy costs: epsilon of settings or of a run, noise for a target, an audit.",
@@ -180,23 +180,23 @@ def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
     """The canaries of a run, from its recipe, its weights and the secret in its checkpoint."""
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
-    experiment = build(recipe, STORES, lambda stage, done: None)
-    check_same(experiment, directory)
-    before = experiment.init_params()
+    run = build(recipe, STORES, out=directory.path)
+    check_same(run)
+    before = run.start()
     if tree.sha256(before) != header.get("start_sha256"):
         raise RecordError(
             f"{directory.path} began with another model than its recipe makes now, so how the "
             "model changed is not known."
         )
-    after = load_params(recipe.model, experiment.store.vocabulary, directory.weights)
-    state = checkpoint.load_newest(directory.checkpoints, experiment.init_node(before), note)
+    after = load_params(recipe.model, run.store.vocabulary, directory.weights)
+    state = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
     if state is None:
         raise RecordError(
             f"{directory.path} holds no checkpoint, and with it the secret is gone from which the "
             "canaries were drawn: audit a run before its checkpoints are removed."
         )
     secret = np.asarray(state.secret).astype("<u4").tobytes()
-    return look(experiment.algorithm, before, after, secret=secret, rounds=rounds)
+    return look(run.algorithm, before, after, secret=secret, rounds=rounds)
 
 
 def _show_audit(

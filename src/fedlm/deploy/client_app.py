@@ -26,11 +26,10 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
-from fedlm.deploy.local import Local, LocalPlace, check_deployable
+from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.policy import Policy
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell
 from fedlm.engine.payload_size import kept_leaves
-from fedlm.federation.tree import StartsEngine
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
 
@@ -51,7 +50,7 @@ class Worker:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.store, self.policy, self.name, self.whole, self.say = store, policy, name, whole, say
-        self._kept: dict[str, Local | LocalPlace] = {}
+        self._kept: dict[str, NodeWork] = {}
 
     @property
     def clients(self) -> int:
@@ -97,52 +96,51 @@ class Worker:
             raise WireError("the text of this node is not the one that the run began with.")
         if any(m - question.first >= self.clients for m in question.members):
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
-        experiment = self._experiment(question)
+        work = self._work(question)
         self.say(f"round {question.round}: {len(question.members)} members")
-        if isinstance(experiment, LocalPlace):
-            return _answer_place(experiment, question)
-        return _answer_members(experiment, question)
+        if work.leaf:
+            return _answer_place(work, question)
+        return _answer_members(work, question)
 
-    def _experiment(self, question: TrainRequest) -> Local | LocalPlace:
-        """The experiment of a question: checked once, then kept with its compiled programs."""
+    def _work(self, question: TrainRequest) -> NodeWork:
+        """The work of a question: checked once, then kept with its compiled programs."""
         address = f"{question.first}|{question.population}|{question.recipe}"
         if address not in self._kept:
             made = self._check(_parse(question.recipe), question)
             while len(self._kept) >= MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[address] = made
-        experiment = self._kept[address]
+        work = self._kept[address]
         for member in question.members:
-            rows = len(experiment._rows_of(member)) if self.policy.largest_steps else 0
-            policies.check_steps(self.policy, count_batches(rows, experiment.shape))
-        return experiment
+            rows = len(work.rows_of(member)) if self.policy.largest_steps else 0
+            policies.check_steps(self.policy, count_batches(rows, work.batches))
+        return work
 
-    def _check(self, recipe: Recipe, question: TrainRequest) -> Local | LocalPlace:
-        made: Local | LocalPlace
+    def _check(self, recipe: Recipe, question: TrainRequest) -> NodeWork:
+        check_deployable(recipe)
         if recipe.federation is not None:
-            made = LocalPlace(recipe, self.store)
+            made = leaf_work(recipe, self.store)
         else:
-            made = Local(
+            made = members_work(
                 recipe,
                 self.store,
                 first=question.first,
                 population=question.population,
                 whole=self.whole,
             )
-        check_deployable(recipe)
-        policies.check(self.policy, recipe, made.plan, made.parameters)
+        policies.check(self.policy, recipe, made.algorithm.plan, made.parameters)
         return made
 
 
-def _answer_members(experiment: Local, question: TrainRequest) -> TrainReply:
+def _answer_members(work: NodeWork, question: TrainRequest) -> TrainReply:
     """The sum over members, or the update of each."""
     if question.numbers:
         raise WireError("the question is one to a place of a tree: the recipe has no tree.")
-    engine, algorithm = experiment.engine, experiment.algorithm
-    sent = algorithm.download.decode(question.frames[0], experiment.sent_like)
+    engine, algorithm = work.engine, work.algorithm
+    sent = algorithm.download.decode(question.frames[0], work.sent_like)
     cohort = engine.prepare(question.round, np.asarray(question.members))
     if question.each:
-        return _each(experiment, question, engine.collect(sent, cohort, question.clip_norm))
+        return _each(work, question, engine.collect(sent, cohort, question.clip_norm))
     total = engine.gather(sent, cohort, question.clip_norm)
     frame = dense().encode(total.delta, key_for(0, "upload"))
     return TrainReply(
@@ -150,28 +148,28 @@ def _answer_members(experiment: Local, question: TrainRequest) -> TrainReply:
     )
 
 
-def _answer_place(experiment: LocalPlace, question: TrainRequest) -> TrainReply:
+def _answer_place(work: NodeWork, question: TrainRequest) -> TrainReply:
     """What all text of this node makes of the parameters that were sent for it."""
     if len(question.numbers) != 1:
         raise WireError("this node is one place of a tree: it was asked for another number.")
-    codec: Codec = experiment.algorithm.download
-    start = codec.decode(question.frames[0], experiment.sent_like)
-    engine: StartsEngine = experiment.engine  # type: ignore[assignment]
+    codec: Codec = work.algorithm.download
+    start = codec.decode(question.frames[0], work.sent_like)
+    engine: Any = work.engine
     number = np.asarray(question.numbers)
     found = engine.collect_from(lambda member: (start, None), question.round, number)
-    return _each(experiment, question, ((question.members[0], update) for _, update in found))
+    return _each(work, question, ((question.members[0], update) for _, update in found))
 
 
 def _each(
-    experiment: Local | LocalPlace, question: TrainRequest, updates: Iterable[tuple[int, Update]]
+    work: NodeWork, question: TrainRequest, updates: Iterable[tuple[int, Update]]
 ) -> TrainReply:
     """A frame for each member's update, in the order of the members."""
     frames, sums = {}, {}
     for member, update in updates:
         address = {"round": question.round, "member": member}
-        key = key_for(experiment.recipe.run.seed, "upload", **address)
+        key = key_for(work.seed, "upload", **address)
         keep = kept_leaves(update.mask)
-        frames[int(member)] = experiment.algorithm.upload.encode(update.delta, key, keep)
+        frames[int(member)] = work.algorithm.upload.encode(update.delta, key, keep)
         sums[int(member)] = _sums(update)
     return TrainReply(
         round=question.round,

@@ -48,11 +48,11 @@ def gaussian(stddev: float) -> Noise:
     return Noise(init=lambda params: (), add=add)
 
 
-def for_plan(plan: PrivacyPlan, norm_gain: float = 1.0) -> Noise:
-    """The noise that a plan asks for, when a codec may lengthen an update by `norm_gain`."""
+def noise_for(plan: PrivacyPlan) -> Noise:
+    """The noise that a plan asks for, for a sum in units of the plan's clip norm."""
     from fedlm.privacy import correlated  # it is built on this module
 
-    stddev = plan.stddev(norm_gain)
+    stddev = plan.sum_multiplier
     if stddev == 0:
         return silent()
     if plan.mechanism == "gaussian":

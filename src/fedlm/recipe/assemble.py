@@ -8,15 +8,13 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`bui
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax.random as jr
 
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import key_for
 from fedlm.core.types import ClientMethod, Params, Sampling, ServerMethod, TrainablePart
-from fedlm.federation.algorithm import SILENT, Algorithm
+from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.optimizers import (
     Optimizer,
     Rate,
@@ -28,7 +26,6 @@ from fedlm.local import methods
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
 from fedlm.models.partial import drawn_subset, low_rank, own_subset
-from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.server import step
@@ -41,20 +38,17 @@ STAYS = dense()._replace(name="stays", encoded_bytes=lambda like: 0)
 MOST_REMEMBERED = 2 << 30
 
 
-def algorithm_of(
-    recipe: Recipe, sampling: Sampling, plan: PrivacyPlan | None, like: Params
-) -> Algorithm:
+def algorithm_of(recipe: Recipe, participation: Sampling | PrivacyPlan, like: Params) -> Algorithm:
     """Everything that a round needs to know."""
+    sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check(recipe, sampling, like)
     locals_ = [local_of(recipe, portion) for portion in portions_of(recipe, like)]
     return Algorithm(
-        sampling=sampling,
+        participation=participation,
         local=locals_[0],
         upload=named("wire.upload", recipe.wire.upload),
         download=named("wire.download", recipe.wire.download),
         server=server_of(recipe, sampling),
-        plan=plan,
-        noise=SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0)),
         canaries=recipe.privacy.canaries,
         turns=tuple(locals_) if len(locals_) > 1 else (),
         feedback=recipe.wire.error_feedback,
@@ -88,7 +82,7 @@ def local_of(recipe: Recipe, portion: TrainablePart) -> ClientMethod:
     return local_training(catalog.loss, inner, weigh, portion=portion, proximal=client.proximal)
 
 
-def pooled_algorithm(recipe: Recipe, sampling: Sampling) -> Algorithm:
+def pooled_algorithm(recipe: Recipe) -> Algorithm:
     """Central training: one member that holds all text and remembers its optimiser's state."""
     client, server = recipe.client, recipe.server
     steps = client.max_steps
@@ -113,7 +107,7 @@ def pooled_algorithm(recipe: Recipe, sampling: Sampling) -> Algorithm:
     )
     local = local_training(catalog.loss, inner_of(recipe, rate), WEIGHTS["uniform"], remember=True)
     return Algorithm(
-        sampling=sampling,
+        participation=Sampling(law="fixed", population=1, cohort=1),
         local=local,
         upload=STAYS,
         download=STAYS,

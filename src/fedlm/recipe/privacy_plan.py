@@ -34,6 +34,12 @@ def sampling_of(recipe: Recipe, clients: int) -> Sampling:
     return sampling
 
 
+def participation_of(recipe: Recipe, clients: int) -> Sampling | PrivacyPlan:
+    """Who may join a round: the privacy plan, or the sampling law where nothing is promised."""
+    sampling = sampling_of(recipe, clients)
+    return plan_of(recipe, sampling) or sampling
+
+
 def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
     """The privacy plan, its noise found from a target where none is given."""
     asked = recipe.privacy

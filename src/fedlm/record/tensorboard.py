@@ -9,6 +9,7 @@ Not here: anything the journal does not have.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class Board:
     def __init__(self, folder: Path, first_round: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=first_round or None)
 
-    def add(self, round: int, facts: dict[str, Any]) -> None:
+    def add(self, round: int, facts: Mapping[str, Any]) -> None:
         for name, value in facts.items():
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self._writer.add_scalar(f"round/{name}", value, round)
