@@ -26,10 +26,10 @@ from flwr.app import Message
 from benchmarks.fedavg import fedavg
 from benchmarks.memory import Growth
 from fedlm.deploy import workspace
+from fedlm.deploy.flower.client import running
+from fedlm.deploy.flower.supernode import Fleet
 from fedlm.deploy.node import serve
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
-from fedlm.deploy.superlink_client import running
-from fedlm.deploy.supernode import Fleet
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
 from fedlm.engine.messages import SUMS, TrainReply, read_request, tell
 from fedlm.engine.remote import FlowerEngine

@@ -4,7 +4,7 @@ from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedlm.corpus.shard import deal
-from fedlm.deploy.client_app import Worker
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.engine.dispatch import Assignment, Presence
 

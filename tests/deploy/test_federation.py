@@ -14,12 +14,12 @@ from fedlm.core.errors import EngineError
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import certificates, doctor, server_app, status, workspace
-from fedlm.deploy.client_app import Worker
+from fedlm.deploy.flower.client import Operator
+from fedlm.deploy.flower.supernode import Fleet, Stale
 from fedlm.deploy.node import serve
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.superlink_client import Operator
-from fedlm.deploy.supernode import Fleet, Stale
 from fedlm.deploy.workspace import Kit
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load

@@ -9,7 +9,7 @@ from flwr.app import Message
 from fedlm.core.errors import EngineError
 from fedlm.corpus.store import Store
 from fedlm.deploy.policy import Policy
-from fedlm.deploy.relay_app import Relay
+from fedlm.deploy.relay import Relay
 from fedlm.deploy.server_app import Deployed
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import TrainReply, tell

@@ -12,10 +12,10 @@ from fedlm.core.errors import ConfigError, EngineError
 from fedlm.corpus.shard import deal_parts
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
-from fedlm.deploy.client_app import Worker
 from fedlm.deploy.local import check_deployable
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
-from fedlm.deploy.relay_app import Relay
+from fedlm.deploy.relay import Relay
 from fedlm.deploy.tree_app import DeployedTree
 from fedlm.engine.dispatch import Quorum
 from fedlm.federation.tree import backbone_of

@@ -78,7 +78,7 @@ def serve(home: HOME) -> None:
     Example: fedlm federation serve fed
     """
     needs_flower()
-    from fedlm.deploy import superlink
+    from fedlm.deploy.flower import superlink
     from fedlm.deploy.processes import follow_parent
     from fedlm.deploy.workspace import Home
 

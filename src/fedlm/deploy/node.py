@@ -16,12 +16,12 @@ from pathlib import Path
 from flwr.app import Message
 
 from fedlm.corpus.store import Store
-from fedlm.deploy.client_app import Worker
+from fedlm.deploy.flower.client import running
+from fedlm.deploy.flower.supernode import Fleet, Lost, Stale
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import load
 from fedlm.deploy.processes import follow_parent
-from fedlm.deploy.relay_app import Relay
-from fedlm.deploy.superlink_client import running
-from fedlm.deploy.supernode import Fleet, Lost, Stale
+from fedlm.deploy.relay import Relay
 from fedlm.deploy.workspace import Home, Kit
 from fedlm.engine.dispatch import Quorum
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError, RecordError, WireError
-from fedlm.deploy.client_app import HELLO
+from fedlm.deploy.node_worker import HELLO
 from fedlm.deploy.workspace import NAME
 from fedlm.engine.dispatch import Assignment, Transport, Undelivered
 from fedlm.record.checkpoint import write_atomically

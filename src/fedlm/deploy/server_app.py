@@ -19,8 +19,8 @@ from typing import Any
 
 from fedlm.core.types import Engine, Sampling
 from fedlm.deploy import registration
+from fedlm.deploy.flower.client import running
 from fedlm.deploy.local import check_deployable, redacted
-from fedlm.deploy.superlink_client import running
 from fedlm.deploy.tree_app import DeployedTree
 from fedlm.deploy.workspace import Home
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
+from fedlm.deploy.flower.client import Operator
 from fedlm.deploy.server_app import TALLIES
-from fedlm.deploy.superlink_client import Operator
 from fedlm.deploy.workspace import Home
 
 COUNTED = ("answered", "late", "away", "refused", "garbage")

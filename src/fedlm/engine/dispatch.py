@@ -14,25 +14,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
 
 from fedlm.core.errors import EngineError, WireError
-from fedlm.engine.fetching import Missing, fetch
 from fedlm.engine.messages import TrainReply, TrainRequest, ask, read_reply
-from fedlm.engine.sending import send
 
-KIND = "train.fedlm"
 LOOK_SECONDS = 1.0  # how often it is looked who is there
 LONGEST_NAP = 0.5
-# Flower's own answers for nodes that went away and messages that it no longer has.
-UNAVAILABLE = (
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-    ErrorCode.NODE_UNAVAILABLE,
-)
 
 
 class Presence(NamedTuple):
@@ -79,36 +69,6 @@ class Transport(Protocol):
     def fetch(self, message_id: str, most: int) -> Message | None: ...
 
     def presence(self) -> dict[str, Presence]: ...
-
-
-class GridTransport:
-    """A Flower grid, one message at a time."""
-
-    def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
-        self.grid, self._presence = grid, presence
-        self._asked: dict[str, int] = {}  # who may answer a message
-
-    def send(self, node_id: int, records: RecordDict, round: int) -> str:
-        return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
-
-    def send_message(self, message: Message) -> str:
-        made = send(self.grid, message)
-        self._asked[made] = message.metadata.dst_node_id
-        return made
-
-    def fetch(self, message_id: str, most: int) -> Message | None:
-        try:
-            found = fetch(self.grid, message_id, sender=self._asked[message_id], most=most)
-        except Missing:
-            raise Undelivered(message_id) from None
-        if found is not None and found.has_error() and found.error.code in UNAVAILABLE:
-            raise Undelivered(message_id)
-        if found is not None:
-            del self._asked[message_id]  # an answer is fetched once
-        return found
-
-    def presence(self) -> dict[str, Presence]:
-        return {node.name: self._presence(node) for node in self.grid.get_nodes()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ import logging
 import threading
 from typing import Any
 
+from fedlm.deploy.flower.client import CONTROL_HEADER, Operator
 from fedlm.deploy.workspace import Home
 
-CONTROL_HEADER = "fedlm-control"
 # Flower cuts objects into chunks of 5 MB; what is much larger is nothing that a node sends.
 LARGEST_REQUEST = 48 << 20
 ANSWERS = "/v1/fleet/push-messages"
@@ -146,8 +146,6 @@ def application(home: Home) -> Any:
 def serve(home: Home) -> None:
     """Serves until the process is ended."""
     import uvicorn
-
-    from fedlm.deploy.superlink_client import Operator
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     threading.Thread(target=lambda: Operator(home, patience=120.0).register(), daemon=True).start()

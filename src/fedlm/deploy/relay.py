@@ -24,7 +24,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedlm.core.errors import EngineError, FedlmError, WireError
 from fedlm.core.keys import key_for
 from fedlm.deploy import registration
-from fedlm.deploy.client_app import HELLO
+from fedlm.deploy.node_worker import HELLO
 from fedlm.deploy.registration import Hello
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats, Transport, Waiting
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell

@@ -43,10 +43,10 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.deploy import certificates
+from fedlm.deploy.flower.pull import Missing, assemble
+from fedlm.deploy.flower.push import push
 from fedlm.deploy.workspace import Kit, address
-from fedlm.engine.fetching import Missing, assemble
 from fedlm.engine.messages import LONGEST_FRAME
-from fedlm.engine.sending import push
 
 LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
 LONGEST_WAIT = 5.0  # between two attempts to reach a server that is not there

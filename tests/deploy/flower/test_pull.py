@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 
 from fedlm.core.errors import WireError
-from fedlm.engine.fetching import Missing, fetch
+from fedlm.deploy.flower.pull import Missing, fetch
 from tests.deploy.local import TaskIdentity
 
 NODE = 77

@@ -9,9 +9,9 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PushAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
 
-from fedlm.engine.fetching import assemble
+from fedlm.deploy.flower.pull import assemble
+from fedlm.deploy.flower.push import send
 from fedlm.engine.messages import TrainRequest, ask, read_request
-from fedlm.engine.sending import send
 from tests.deploy.local import TaskIdentity
 
 FRAME = np.random.default_rng(0).bytes(12_000_000)

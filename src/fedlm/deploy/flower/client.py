@@ -22,8 +22,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
-from flwr.app import Message
-from flwr.common.constant import SubStatus
+from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
@@ -50,9 +50,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedlm.core.errors import EngineError
-from fedlm.deploy.superlink import CONTROL_HEADER
+from fedlm.deploy.flower.pull import Missing, fetch
+from fedlm.deploy.flower.push import send
 from fedlm.deploy.workspace import Home, address
-from fedlm.engine.dispatch import GridTransport, Presence, Undelivered
+from fedlm.engine.dispatch import Presence, Undelivered
 
 # Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
 BUNDLE = b"""[project]
@@ -67,10 +68,19 @@ publisher = "fedlm"
 
 [tool.flwr.app.components]
 serverapp = "fedlm.deploy.server_app:app"
-clientapp = "fedlm.deploy.client_app:app"
+clientapp = "fedlm.deploy.node_worker:app"
 
 [tool.flwr.app.config]
 """
+CONTROL_HEADER = "fedlm-control"
+KIND = "train.fedlm"
+# Flower's own answers for nodes that went away and messages that it no longer has.
+UNAVAILABLE = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+)
+
 FIRST_SECONDS = 10.0  # for a server that was never seen
 PATIENCE_SECONDS = 120.0  # for one that was, and is being started again
 
@@ -228,6 +238,36 @@ def _give_back() -> None:
     threshold, at_least = -3, 1 << 18  # M_MMAP_THRESHOLD, bytes
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(threshold, at_least)
+
+
+class GridTransport:
+    """A Flower grid, one message at a time."""
+
+    def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
+        self.grid, self._presence = grid, presence
+        self._asked: dict[str, int] = {}  # who may answer a message
+
+    def send(self, node_id: int, records: RecordDict, round: int) -> str:
+        return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
+
+    def send_message(self, message: Message) -> str:
+        made = send(self.grid, message)
+        self._asked[made] = message.metadata.dst_node_id
+        return made
+
+    def fetch(self, message_id: str, most: int) -> Message | None:
+        try:
+            found = fetch(self.grid, message_id, sender=self._asked[message_id], most=most)
+        except Missing:
+            raise Undelivered(message_id) from None
+        if found is not None and found.has_error() and found.error.code in UNAVAILABLE:
+            raise Undelivered(message_id)
+        if found is not None:
+            del self._asked[message_id]  # an answer is fetched once
+        return found
+
+    def presence(self) -> dict[str, Presence]:
+        return {node.name: self._presence(node) for node in self.grid.get_nodes()}
 
 
 class LastingTransport:
