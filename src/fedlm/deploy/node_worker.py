@@ -1,11 +1,11 @@
-"""What a node does with a question: check it, train its members, answer with frames.
+"""What a node does with a request: check it, train its members, reply with frames.
 
-In:       a message from the server, the node's store and policy.
-Out:      an answer: frames of updates, or the sentence why not.
+In:       a payload from the server, the node's store and policy.
+Out:      a payload: frames of updates, or the sentence why not.
 Promise:  a recipe is carried out only if it is well-formed, fits this store and is allowed by the
-          policy; text never leaves: an answer holds frames and sums over members, nothing else;
-          the same question gives the same answer.
-Not here: fetching and sending (`fleet.py`), training itself (`engine`).
+          policy; text never leaves: a reply holds frames and sums over members, nothing else; the
+          same request gives the same reply.
+Not here: receiving and sending (`flower/supernode.py`), training itself (`engine`).
 """
 
 from __future__ import annotations
@@ -14,110 +14,89 @@ import hashlib
 import tomllib
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from typing import Any
 
 import jax
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.cohort.packing import count_batches
-from fedlm.core.errors import FedlmError, WireError
+from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.local import Local, LocalPlace, check_deployable
 from fedlm.deploy.policy import Policy
-from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell
+from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.federation.tree import StartsEngine
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
 
-HELLO = "query.fedlm"
 MOST_KEPT = 2  # experiments with compiled programs
 
 
 class Worker:
-    """A node at work on its store."""
+    """Trains the members of a store as a server asks."""
 
     def __init__(
         self,
         store: Store,
         policy: Policy,
         *,
-        name: str,
         whole: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.store, self.policy, self.name, self.whole, self.say = store, policy, name, whole, say
+        """Takes a store; if `whole`, all of it is one member, else each of its clients is one."""
+        self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self._kept: dict[str, Local | LocalPlace] = {}
 
     @property
     def clients(self) -> int:
-        """How many members this node answers for."""
+        """The number of members that this node answers for."""
         return 1 if self.whole else len(self.store.training_clients)
 
-    def __call__(self, message: Message) -> Message:
-        """The answer to a message; whatever goes wrong is an answer too."""
-        if message.metadata.message_type == HELLO:
-            return Message(RecordDict({"hello": ConfigRecord(self.hello())}), reply_to=message)
-        try:
-            question = read_request(message.content)
-        except WireError as error:
-            self.say(f"refused a message: {error}")
-            refusal = TrainReply(round=0, members=(), refusal=str(error))
-            return Message(tell(refusal), reply_to=message)
-        try:
-            answer = self.answer(question)
-        except FedlmError as error:
-            self.say(f"refused round {question.round}: {error}")
-            answer = TrainReply(round=question.round, members=question.members, refusal=str(error))
-        return Message(tell(answer), reply_to=message)
+    def __call__(self, payload: Payload) -> Payload:
+        """Returns the reply to a payload; anything that goes wrong becomes a refusal."""
+        return respond(payload, hello=self.hello, train=self.train, say=self.say)
 
-    def hello(self) -> dict[str, Any]:
-        """What the server may know of this node before it asks for work."""
-        return {
-            "name": self.name,
-            "version": version("fedlm"),
-            "clients": self.clients,
-            "tokenizer": self.store.manifest["tokenizer_sha256"],
-            "text": self.text,
-        }
+    def hello(self) -> Hello:
+        """Returns what the server may know of this node before it asks for work."""
+        tokenizer = self.store.manifest["tokenizer_sha256"]
+        return Hello(self.clients, self.text, tokenizer, version("fedlm"))
 
     @property
     def text(self) -> str:
-        """Tells whether the text is still the same, not what it is."""
+        """A fingerprint that tells whether the text is still the same, not what it is."""
         held = f"{self.whole}|{self.store.manifest['clients_sha256']}"
         return hashlib.sha256(held.encode()).hexdigest()
 
-    def answer(self, question: TrainRequest) -> TrainReply:
-        """A round, carried out."""
-        if question.text != self.text:
+    def train(self, request: TrainRequest) -> TrainReply:
+        """Carries out this node's part of a round."""
+        if request.text != self.text:
             raise WireError("the text of this node is not the one that the run began with.")
-        if any(m - question.first >= self.clients for m in question.members):
+        if any(m - request.first >= self.clients for m in request.members):
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
-        experiment = self._experiment(question)
-        self.say(f"round {question.round}: {len(question.members)} members")
+        experiment = self._experiment(request)
+        self.say(f"round {request.round}: {len(request.members)} members")
         if isinstance(experiment, LocalPlace):
-            return _answer_place(experiment, question)
-        return _answer_members(experiment, question)
+            return _train_place(experiment, request)
+        return _train_members(experiment, request)
 
-    def _experiment(self, question: TrainRequest) -> Local | LocalPlace:
-        """The experiment of a question: checked once, then kept with its compiled programs."""
-        address = f"{question.first}|{question.population}|{question.recipe}"
+    def _experiment(self, request: TrainRequest) -> Local | LocalPlace:
+        """Returns the experiment of a request: checked once, then kept with its programs."""
+        address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
-            made = self._check(_parse(question.recipe), question)
+            made = self._check(_parse(request.recipe), request)
             while len(self._kept) >= MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[address] = made
         experiment = self._kept[address]
-        for member in question.members:
+        for member in request.members:
             rows = len(experiment._rows_of(member)) if self.policy.largest_steps else 0
             policies.check_steps(self.policy, count_batches(rows, experiment.shape))
         return experiment
 
-    def _check(self, recipe: Recipe, question: TrainRequest) -> Local | LocalPlace:
+    def _check(self, recipe: Recipe, request: TrainRequest) -> Local | LocalPlace:
         made: Local | LocalPlace
         if recipe.federation is not None:
             made = LocalPlace(recipe, self.store)
@@ -125,8 +104,8 @@ class Worker:
             made = Local(
                 recipe,
                 self.store,
-                first=question.first,
-                population=question.population,
+                first=request.first,
+                population=request.population,
                 whole=self.whole,
             )
         check_deployable(recipe)
@@ -134,50 +113,50 @@ class Worker:
         return made
 
 
-def _answer_members(experiment: Local, question: TrainRequest) -> TrainReply:
-    """The sum over members, or the update of each."""
-    if question.numbers:
-        raise WireError("the question is one to a place of a tree: the recipe has no tree.")
+def _train_members(experiment: Local, request: TrainRequest) -> TrainReply:
+    """Returns the sum over members, or the update of each."""
+    if request.numbers:
+        raise WireError("the request is for a place of a tree: its recipe has no tree.")
     engine, algorithm = experiment.engine, experiment.algorithm
-    sent = algorithm.download.decode(question.frames[0], experiment.sent_like)
-    cohort = engine.prepare(question.round, np.asarray(question.members))
-    if question.each:
-        return _each(experiment, question, engine.collect(sent, cohort, question.clip_norm))
-    total = engine.gather(sent, cohort, question.clip_norm)
+    sent = algorithm.download.decode(request.frames[0], experiment.sent_like)
+    cohort = engine.prepare(request.round, np.asarray(request.members))
+    if request.each:
+        return _each(experiment, request, engine.collect(sent, cohort, request.clip_norm))
+    total = engine.gather(sent, cohort, request.clip_norm)
     frame = dense().encode(total.delta, key_for(0, "upload"))
     return TrainReply(
-        round=question.round, members=question.members, frames=(frame,), sums=(_sums(total),)
+        round=request.round, members=request.members, frames=(frame,), sums=(_sums(total),)
     )
 
 
-def _answer_place(experiment: LocalPlace, question: TrainRequest) -> TrainReply:
-    """What all text of this node makes of the parameters that were sent for it."""
-    if len(question.numbers) != 1:
+def _train_place(experiment: LocalPlace, request: TrainRequest) -> TrainReply:
+    """Returns what all text of this node makes of the parameters that were sent for it."""
+    if len(request.numbers) != 1:
         raise WireError("this node is one place of a tree: it was asked for another number.")
     codec: Codec = experiment.algorithm.download
-    start = codec.decode(question.frames[0], experiment.sent_like)
+    start = codec.decode(request.frames[0], experiment.sent_like)
     engine: StartsEngine = experiment.engine  # type: ignore[assignment]
-    number = np.asarray(question.numbers)
-    found = engine.collect_from(lambda member: (start, None), question.round, number)
-    return _each(experiment, question, ((question.members[0], update) for _, update in found))
+    number = np.asarray(request.numbers)
+    found = engine.collect_from(lambda member: (start, None), request.round, number)
+    return _each(experiment, request, ((request.members[0], update) for _, update in found))
 
 
 def _each(
-    experiment: Local | LocalPlace, question: TrainRequest, updates: Iterable[tuple[int, Update]]
+    experiment: Local | LocalPlace, request: TrainRequest, updates: Iterable[tuple[int, Update]]
 ) -> TrainReply:
-    """A frame for each member's update, in the order of the members."""
+    """Returns a frame for each member's update, in the order of the members."""
     frames, sums = {}, {}
     for member, update in updates:
-        address = {"round": question.round, "member": member}
+        address = {"round": request.round, "member": member}
         key = key_for(experiment.recipe.run.seed, "upload", **address)
         keep = kept_leaves(update.mask)
         frames[int(member)] = experiment.algorithm.upload.encode(update.delta, key, keep)
         sums[int(member)] = _sums(update)
     return TrainReply(
-        round=question.round,
-        members=question.members,
-        frames=tuple(frames[m] for m in question.members),
-        sums=tuple(sums[m] for m in question.members),
+        round=request.round,
+        members=request.members,
+        frames=tuple(frames[m] for m in request.members),
+        sums=tuple(sums[m] for m in request.members),
     )
 
 

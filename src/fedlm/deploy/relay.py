@@ -1,11 +1,11 @@
-"""A federation that looks like a node from above.
+"""A federation that looks like one node to the federation above.
 
-In:       a kit of the federation above, the folder of the federation below.
-Out:      one answer for the whole subtree: the sum of its sums, or all of its frames.
+In:       a payload from above, a transport to the nodes below.
+Out:      one reply for the whole subtree: the sum of its sums, or all of its frames.
 Promise:  a relay changes nothing but the address: members keep the numbers of the whole
-          federation, questions go down as they came, frames go up as they came or summed; what a
-          node below answered is on disk before the next one is asked, so a relay that is killed
-          asks nobody twice who had answered.
+          federation, requests go down as they came, frames go up as they came or summed; what a
+          node below replied is on disk before the next one is asked, so a relay that is killed
+          asks nobody twice who had replied.
 Not here: models and text, of which a relay knows nothing.
 """
 
@@ -19,20 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlm.core.errors import EngineError, FedlmError, WireError
+from fedlm.core.errors import EngineError, WireError
 from fedlm.core.keys import key_for
 from fedlm.deploy import registration
-from fedlm.deploy.node_worker import HELLO
-from fedlm.deploy.registration import Hello
-from fedlm.engine.dispatch import Assignment, Quorum, RoundStats, Transport, Waiting
-from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell
+from fedlm.engine.dispatch import Assignment, Dispatch, Quorum, RoundStats, Transport
+from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
-SEATS = "seats.json"
+ASSIGNMENTS = "seats.json"
 ROUNDS_KEPT = 2
 
 
@@ -42,128 +39,116 @@ class Relay:
     def __init__(
         self,
         folder: Path,
-        post: Transport,
+        transport: Transport,
         names: list[str],
-        patience: Quorum,
+        quorum: Quorum,
         *,
         name: str,
         say: Callable[[str], None],
     ) -> None:
-        self.folder, self.post, self.names = folder, post, names
-        self.patience, self.name, self.say = patience, name, say
-        self._tokenizer = ""
+        """Keeps its files in `folder`; `names` are the nodes below, `name` its own above."""
+        self.folder, self.transport, self.names = folder, transport, names
+        self.quorum, self.name, self.say = quorum, name, say
 
-    def __call__(self, message: Message) -> Message:
-        """The answer to a message from above; whatever goes wrong is an answer too."""
-        if message.metadata.message_type == HELLO:
-            facts = ConfigRecord(self.hello())
-            return Message(RecordDict({"hello": facts}), reply_to=message)
-        try:
-            question = read_request(message.content)
-        except WireError as error:
-            refusal = TrainReply(round=0, members=(), refusal=str(error))
-            return Message(tell(refusal), reply_to=message)
-        try:
-            answer = self.answer(question)
-        except FedlmError as error:
-            self.say(f"round {question.round}: {error}")
-            answer = TrainReply(round=question.round, members=(), refusal=str(error))
-        return Message(tell(answer), reply_to=message)
+    def __call__(self, payload: Payload) -> Payload:
+        """Returns the reply to a payload; anything that goes wrong becomes a refusal."""
+        return respond(payload, hello=self.hello, train=self.train, say=self.say)
 
     # ---- who is below ------------------------------------------------------------------
 
-    def hello(self) -> dict[str, Any]:
-        """The subtree as one node: seats are given out anew when a run begins above."""
+    def hello(self) -> Hello:
+        """Describes the subtree as one node, and assigns its members anew: a run begins above."""
         heard: dict[str, Hello] = {}
-        try:
-            seats = registration.seat_all(self.post, self.names, heard.__setitem__, self.say)
-            tokenizers = {hello.tokenizer for hello in heard.values()}
-            if len(tokenizers) != 1:
-                raise EngineError(f"the nodes below {self.name} have different tokenizers.")
-        except FedlmError as error:
-            return {"refusal": str(error)}
-        registration.keep(self.folder / SEATS, seats)
-        return {
-            "name": self.name,
-            "clients": sum(seat.clients for seat in seats),
-            "text": _fingerprint(seats),
-            "tokenizer": tokenizers.pop(),
-            "version": next(iter(heard.values())).version,
-            **registration.told_leaves(seats),
-        }
+        below = registration.assign_members(self.transport, self.names, heard.__setitem__, self.say)
+        tokenizers = {hello.tokenizer for hello in heard.values()}
+        if len(tokenizers) != 1:
+            raise EngineError(
+                f"the nodes below {self.name} have different tokenizers. Prepare their stores "
+                "again, with fedlm prepare --like."
+            )
+        registration.save_assignments(self.folder / ASSIGNMENTS, below)
+        return Hello(
+            clients=sum(node.clients for node in below),
+            text=_fingerprint(below),
+            tokenizer=tokenizers.pop(),
+            version=next(iter(heard.values())).version,
+            leaves=registration.leaves_below(below),
+        )
 
-    def _seats(self, question: TrainRequest) -> tuple[Assignment, ...]:
-        seats = registration.kept(self.folder / SEATS)
-        if seats is None or _fingerprint(seats) != question.text:
+    def _assignments(self, request: TrainRequest) -> tuple[Assignment, ...]:
+        below = registration.load_assignments(self.folder / ASSIGNMENTS)
+        if below is None or _fingerprint(below) != request.text:
             raise EngineError("the nodes below are not those that the run began with.")
-        return seats
+        return below
 
     # ---- a round -----------------------------------------------------------------------
 
-    def answer(self, question: TrainRequest) -> TrainReply:
-        """The subtree's answer."""
-        asked = self._questions(question)
-        if not asked:
+    def train(self, request: TrainRequest) -> TrainReply:
+        """Passes a round on to the nodes below, and joins what they reply."""
+        requests = self._requests(request)
+        if not requests:
             raise WireError("none of the members asked for lives here.")
-        there = Handover(self.folder / "handover", question)
-        missing = {name: below for name, below in asked.items() if name not in there}
+        handover = Handover(self.folder / "handover", request)
+        missing = {name: below for name, below in requests.items() if name not in handover}
         if missing:
-            self._ask(missing, there, len(asked) - len(missing), len(asked))
-        answered = [name for name in asked if name in there]
-        self.say(f"round {question.round}: {len(answered)} of {len(asked)} nodes answered")
-        return join(question, (there.read(name, asked[name]) for name in answered))
+            self._dispatch(missing, handover, of=len(requests))
+        answered = [name for name in requests if name in handover]
+        self.say(f"round {request.round}: {len(answered)} of {len(requests)} nodes answered")
+        return join(request, (handover.read(name, requests[name]) for name in answered))
 
-    def _questions(self, question: TrainRequest) -> dict[str, TrainRequest]:
-        """What each node below is asked: the same, with its own members."""
+    def _requests(self, request: TrainRequest) -> dict[str, TrainRequest]:
+        """Returns the request for each node below: the same, with its own members."""
         made = {}
-        for seat in self._seats(question):
-            first = question.first + seat.first
-            here = [i for i, m in enumerate(question.members) if first <= m < first + seat.clients]
+        for node in self._assignments(request):
+            first = request.first + node.first
+            here = [i for i, m in enumerate(request.members) if first <= m < first + node.clients]
             if here:
-                own: dict[str, Any] = {"members": tuple(question.members[i] for i in here)}
-                if question.numbers:  # then every member has a frame of its own
-                    own["numbers"] = tuple(question.numbers[i] for i in here)
-                    own["frames"] = tuple(question.frames[i] for i in here)
-                made[seat.name] = replace(question, first=first, text=seat.text, **own)
+                own: dict[str, Any] = {"members": tuple(request.members[i] for i in here)}
+                if request.numbers:  # then every member has a frame of its own
+                    own["numbers"] = tuple(request.numbers[i] for i in here)
+                    own["frames"] = tuple(request.frames[i] for i in here)
+                made[node.name] = replace(request, first=first, text=node.text, **own)
         return made
 
-    def _ask(self, missing: dict[str, TrainRequest], there: Handover, had: int, of: int) -> None:
-        least = max(1.0, self.patience.quorum * of - had)
-        patience = replace(self.patience, quorum=min(1.0, least / len(missing)))
-        tally = RoundStats(next(iter(missing.values())).round)
-        wait = Waiting(self.post, patience, missing, tally, in_order=False)  # they go to disk
-        for name, answer in wait.answers():
-            tally.answered.append(name)
-            there.write(name, answer)
-            del answer  # or it would be held until the next one is there
-        for name, reason in {**tally.refused, **tally.garbage}.items():
-            self.say(f"round {tally.round}: {name}: {reason}")
-        wait.check_quorum()
+    def _dispatch(self, missing: dict[str, TrainRequest], handover: Handover, *, of: int) -> None:
+        """Asks the nodes whose replies are missing, and hands each reply over to disk."""
+        least = max(1.0, self.quorum.quorum * of - (of - len(missing)))
+        quorum = replace(self.quorum, quorum=min(1.0, least / len(missing)))
+        stats = RoundStats(next(iter(missing.values())).round)
+        # Replies go to disk as they come: `join` reads them in order.
+        dispatch = Dispatch(self.transport, quorum, missing, stats, in_order=False)
+        for name, reply in dispatch.replies():
+            stats.answered.append(name)
+            handover.write(name, reply)
+            del reply  # or it would be held until the next one is there
+        for name, reason in {**stats.refused, **stats.garbage}.items():
+            self.say(f"round {stats.round}: {name}: {reason}")
+        dispatch.check_quorum()
 
 
-def join(question: TrainRequest, answers: Iterable[TrainReply]) -> TrainReply:
-    """Several answers as one: frames side by side, or their sum, of which one is held at a time."""
-    if question.each:
-        kept = list(answers)
-        members = sorted(m for answer in kept for m in answer.members)
-        frames = tuple(frame for answer in kept for frame in answer.frames)
-        sums = tuple(part for answer in kept for part in answer.sums)
-        return TrainReply(round=question.round, members=tuple(members), frames=frames, sums=sums)
+def join(request: TrainRequest, replies: Iterable[TrainReply]) -> TrainReply:
+    """Joins replies to one: all their frames, or the sum of them, adding one frame at a time."""
+    if request.each:
+        kept = list(replies)
+        members = sorted(m for reply in kept for m in reply.members)
+        frames = tuple(frame for reply in kept for frame in reply.frames)
+        sums = tuple(part for reply in kept for part in reply.sums)
+        return TrainReply(round=request.round, members=tuple(members), frames=frames, sums=sums)
     members, counts, total = [], dict.fromkeys(SUMS, np.float32(0.0)), None
-    for answer in answers:
-        members += answer.members
-        counts = {name: counts[name] + np.float32(answer.sums[0][name]) for name in SUMS}
-        total = added(total, answer.frames[0])
+    for reply in replies:
+        members += reply.members
+        counts = {name: counts[name] + np.float32(reply.sums[0][name]) for name in SUMS}
+        total = add_frame(total, reply.frames[0])
     return TrainReply(
-        round=question.round,
+        round=request.round,
         members=tuple(sorted(members)),
         frames=(dense().encode(total, key_for(0, "upload")),),
         sums=({name: float(count) for name, count in counts.items()},),
     )
 
 
-def added(total: np.ndarray | None, frame: bytes) -> np.ndarray:
-    """The sum of frames of plain numbers, with one more, whatever model they are of."""
+def add_frame(total: np.ndarray | None, frame: bytes) -> np.ndarray:
+    """Adds a frame of plain numbers to a sum of such frames, whatever model they are of."""
     if total is None:
         size, rest = divmod(len(frame) - overhead(dense().name), 4)
         if size < 0 or rest:
@@ -174,15 +159,15 @@ def added(total: np.ndarray | None, frame: bytes) -> np.ndarray:
 
 
 class Handover:
-    """What the nodes below answered to one question: a file each, whole or not there."""
+    """What the nodes below replied to one request: a file per frame, whole or not there."""
 
-    def __init__(self, folder: Path, question: TrainRequest) -> None:
-        self.path = folder / f"{question.round:08d}-{question.digest[:32]}"
+    def __init__(self, folder: Path, request: TrainRequest) -> None:
+        self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
         self._forget(folder)
         self.path.mkdir(parents=True, exist_ok=True)
 
     def _forget(self, folder: Path) -> None:
-        """Old rounds are not asked for again."""
+        """Deletes old rounds, which are not asked for again."""
         old = sorted(p for p in folder.glob("*") if p != self.path)[: -ROUNDS_KEPT or None]
         for path in old:
             for file in path.iterdir():
@@ -192,23 +177,23 @@ class Handover:
     def __contains__(self, name: str) -> bool:
         return (self.path / f"{name}.json").is_file()
 
-    def write(self, name: str, answer: TrainReply) -> None:
-        """The facts come last: with them the answer is there."""
-        for i, frame in enumerate(answer.frames):
+    def write(self, name: str, reply: TrainReply) -> None:
+        """Writes a reply; its facts come last, because with them it counts as there."""
+        for i, frame in enumerate(reply.frames):
             write_atomically(self.path / f"{name}.{i}", frame)
-        facts = {"members": answer.members, "sums": [dict(part) for part in answer.sums]}
+        facts = {"members": reply.members, "sums": [dict(part) for part in reply.sums]}
         write_atomically(self.path / f"{name}.json", json.dumps(facts).encode())
 
-    def read(self, name: str, question: TrainRequest) -> TrainReply:
+    def read(self, name: str, request: TrainRequest) -> TrainReply:
         facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
         frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
         return TrainReply(
-            round=question.round,
+            round=request.round,
             members=tuple(facts["members"]),
             frames=frames,
             sums=tuple(facts["sums"]),
         )
 
 
-def _fingerprint(seats: tuple[Assignment, ...]) -> str:
-    return hashlib.sha256(json.dumps([list(seat) for seat in seats]).encode()).hexdigest()
+def _fingerprint(assignments: tuple[Assignment, ...]) -> str:
+    return hashlib.sha256(json.dumps([list(node) for node in assignments]).encode()).hexdigest()

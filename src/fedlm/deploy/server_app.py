@@ -19,10 +19,10 @@ from typing import Any
 
 from fedlm.core.types import Engine, Sampling
 from fedlm.deploy import registration
-from fedlm.deploy.flower.client import running
+from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import check_deployable, redacted
 from fedlm.deploy.tree_app import DeployedTree
-from fedlm.deploy.workspace import Home
+from fedlm.deploy.workspace import Workspace
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.remote import FlowerEngine
 from fedlm.recipe import privacy_plan
@@ -69,22 +69,22 @@ class Deployed(Experiment):
 
 
 def train(
-    home: Home, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
+    home: Workspace, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
 ) -> Summary | None:
     """Trains over the nodes to the end; None if the watcher stopped it before."""
     settings = home.settings
     patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with running(home) as post:
+    with open_transport(home) as post:
         check_deployable(recipe)
         base = build_base(recipe, stores)
         goes_on = directory.claim(dump(base.recipe), resume=resume)
-        seats = registration.kept(directory.path / SEATS) if goes_on else None
+        seats = registration.load_assignments(directory.path / SEATS) if goes_on else None
         if seats is None:
             tokens = base.store.manifest["tokenizer_sha256"]
             check = registration.same_tokenizer(tokens, f"the server's store {base.store.path}")
-            seats = registration.seat_all(post, sorted(home.nodes()), check, watcher.say)
-            registration.keep(directory.path / SEATS, seats)
+            seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
+            registration.save_assignments(directory.path / SEATS, seats)
         kind = Deployed if base.recipe.federation is None else DeployedTree
         experiment = kind(
             base.recipe,
@@ -100,7 +100,7 @@ def train(
 
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Experiment:
     """The experiment of a run that was made here, to look at it: nobody is asked."""
-    base, seats = build_base(recipe, stores), registration.kept(directory.path / SEATS)
+    base, seats = build_base(recipe, stores), registration.load_assignments(directory.path / SEATS)
     kind = Deployed if recipe.federation is None else DeployedTree
     return kind(base.recipe, base.store, seats=seats or ())
 

@@ -1,7 +1,7 @@
 """Who is there, and who answered.
 
-In:       a federation's folder, and perhaps a run directory.
-Out:      a line a node.
+In:       a federation's workspace, and perhaps a run directory.
+Out:      one line per node.
 Promise:  what the server knows now and what the run recorded; nothing is guessed.
 Not here: printing (`cli`).
 """
@@ -9,27 +9,25 @@ Not here: printing (`cli`).
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
-from fedlm.deploy.flower.client import Operator
+from fedlm.deploy.flower.client import SuperLinkClient
 from fedlm.deploy.server_app import TALLIES
-from fedlm.deploy.workspace import Home
+from fedlm.deploy.workspace import Workspace
 
 COUNTED = ("answered", "late", "away", "refused", "garbage")
 
 
-def nodes_of(home: Home, run: Path | None) -> list[dict[str, Any]]:
+def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
     """Every node that may join: whether it is there, and what it did in a run."""
-    operator = Operator(home, patience=2.0)
-    try:
-        there = operator.nodes()
-    finally:
-        operator.close()
+    with closing(SuperLinkClient(workspace, timeout=2.0)) as client:
+        there = client.nodes()
     tallies = [] if run is None else read_tallies(run / TALLIES)
     lines = []
-    for name in sorted(home.nodes()):
+    for name in sorted(workspace.nodes()):
         seen = there.get(name)
         counts = {
             what: sum(name in tally[what] for tally in tallies) if tallies else None

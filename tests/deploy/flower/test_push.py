@@ -1,75 +1,41 @@
-"""What is sent arrives, and what the meeting point has is not sent again."""
-
-from types import SimpleNamespace
+"""What is sent arrives, and what the SuperLink has is not sent again."""
 
 import numpy as np
-from flwr.app import Message
 from flwr.proto.message_pb2 import PushObjectResponse
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PushAppMessagesResponse
-from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
 
 from fedlm.deploy.flower.pull import assemble
-from fedlm.deploy.flower.push import send
-from fedlm.engine.messages import TrainRequest, ask, read_request
-from tests.deploy.local import TaskIdentity
+from fedlm.deploy.flower.records import from_records
+from fedlm.engine.messages import Payload
+from tests.deploy.flower.fake import FakeSuperLink
 
 FRAME = np.random.default_rng(0).bytes(12_000_000)
 
 
-class Grid:
-    """A meeting point that takes messages; keeps their objects, and how large each push was."""
-
-    node = Node(node_id=1)
-    run = SimpleNamespace(run_id=1)
-
-    def __init__(self):
-        TaskIdentity.node_id = 1
-        self._runtime_client = self
-        self.objects, self.trees, self.sizes = {}, [], []
-
-    def PushMessages(self, request):
-        (shape,) = request.message_object_trees
-        self.trees.append(shape)
-        wanted = {part.object_id for part in iterate_object_tree(shape)} - set(self.objects)
-        return PushAppMessagesResponse(
-            message_ids=[shape.object_id], objects_to_push=sorted(wanted), session_id="s"
-        )
-
-    def PushObject(self, request):
-        assert get_object_id(request.object_content) == request.object_id
-        self.objects[request.object_id] = request.object_content
-        self.sizes.append(len(request.object_content))
-        return PushObjectResponse(stored=True)
-
-
-def message(node):
-    question = TrainRequest(
-        recipe="",
-        round=1,
-        first=node,
-        population=100,
-        text="",
-        members=(node,),
-        clip_norm=1.0,
-        each=False,
-        longest=len(FRAME),
-        frames=(FRAME,),
-    )
-    return Message(ask(question), node, "train.fedlm", group_id="1")
+def payload(node):
+    return Payload("train_request", {"node": node}, (FRAME,))
 
 
 def test_what_is_sent_arrives():
-    grid = Grid()
-    assert send(grid, message(77)) == grid.trees[0].object_id
-    found = assemble(grid.trees[0], grid.objects.__getitem__, 2 * len(FRAME)).content
-    assert read_request(found) == read_request(message(77).content)
-    assert max(grid.sizes) < len(FRAME) / 2  # in chunks
+    superlink = FakeSuperLink()
+    message_id = superlink.transport.send(77, payload(77), 5)
+    head, tree = superlink.requests[message_id]
+    assert tree.object_id == message_id
+    assert (head.metadata.dst_node_id, head.metadata.src_node_id) == (77, 1)
+    assert (head.metadata.group_id, head.metadata.message_type) == ("5", "train.fedlm")
+    found = assemble(tree, superlink.objects.__getitem__, 2 * len(FRAME))
+    assert from_records(found.content) == payload(77)
+    assert max(superlink.sizes) < len(FRAME) / 2  # in chunks
 
 
 def test_a_frame_for_many_is_sent_once():
-    grid = Grid()
+    superlink = FakeSuperLink()
     for node in (77, 78, 79):
-        send(grid, message(node))
-    assert len(FRAME) < sum(grid.sizes) < 1.1 * len(FRAME)
-    assert len({shape.object_id for shape in grid.trees}) == 3
+        superlink.transport.send(node, payload(node), 1)
+    assert len(FRAME) < sum(superlink.sizes) < 1.1 * len(FRAME)
+    assert len(superlink.requests) == 3
+
+
+def test_a_message_that_the_server_gave_up_was_not_sent():
+    superlink = FakeSuperLink()
+    superlink.PushObject = lambda request: PushObjectResponse(stored=False)
+    assert superlink.transport.send(77, payload(77), 1) == ""

@@ -1,13 +1,15 @@
-"""The operator's side of the meeting point: who may join, who is there, a run's grid.
+"""The operator's side of a SuperLink: who may join, who is there, a run's transport.
 
-In:       a federation's folder, with its control key.
-Out:      nodes by name, and a Flower grid that carries the messages of one run.
+In:       a federation's workspace, with its control key.
+Out:      nodes by name, and a transport that carries the messages of one run.
 Promise:  every request is over TLS, checked against the federation's own authority, and carries
-          the control key; a lost connection is tried again until it is back or it is said.
-Not here: what is sent (`engine/messages.py`), rounds (`server_app.py`).
+          the control key; a lost connection is tried again until it is back or an error says so.
+Not here: what is sent (`engine/messages.py`), how (`transport.py`), rounds (`server_app.py`).
 
-Written for flwr 1.41: it uses the clients that `flwr run` and `flwr-serverapp` are made of, because
-those commands would start processes and unpack programs where nothing but messages is wanted.
+Made of the clients that `flwr run` and `flwr-serverapp` are made of, because those commands would
+start processes and unpack programs where nothing but messages is wanted. Written for flwr 1.41
+(`flwr.supercore.control`, `flwr.supercore.runtime`, the protobuf requests); can go once flwr has a
+public client for runs without a program.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import httpx
-from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.common.constant import SubStatus
+from flwr.common.serde import fab_to_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
     ListRunsRequest,
@@ -37,6 +38,7 @@ from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullTaskInputRequest,
     PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
 )
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
@@ -44,16 +46,13 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.retry import RetryInvoker, exponential
-from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedlm.core.errors import EngineError
-from fedlm.deploy.flower.pull import Missing, fetch
-from fedlm.deploy.flower.push import send
-from fedlm.deploy.workspace import Home, address
-from fedlm.engine.dispatch import Presence, Undelivered
+from fedlm.deploy.flower.records import Sender
+from fedlm.deploy.flower.transport import LastingTransport, RunTransport, presence_of
+from fedlm.deploy.workspace import Workspace, address
+from fedlm.engine.dispatch import Presence
 
 # Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
 BUNDLE = b"""[project]
@@ -73,19 +72,11 @@ clientapp = "fedlm.deploy.node_worker:app"
 [tool.flwr.app.config]
 """
 CONTROL_HEADER = "fedlm-control"
-KIND = "train.fedlm"
-# Flower's own answers for nodes that went away and messages that it no longer has.
-UNAVAILABLE = (
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-    ErrorCode.NODE_UNAVAILABLE,
-)
-
-FIRST_SECONDS = 10.0  # for a server that was never seen
-PATIENCE_SECONDS = 120.0  # for one that was, and is being started again
+FIRST_TIMEOUT = 10.0  # seconds for a server that was never reached
+LOST_TIMEOUT = 120.0  # seconds for one that was, and is being started again
 
 
-class _Key:
+class _ControlKey:
     """Shows the control key with every request."""
 
     def __init__(self, secret: str) -> None:
@@ -96,56 +87,63 @@ class _Key:
         return call_next(context)
 
 
-class _Taken(Exception):
-    """It is there already, or no longer."""
+class _Conflict(Exception):
+    """The server says that what was asked for is there already, or no longer."""
 
 
-class Operator:
-    """A connection to the meeting point, with the control key."""
+class SuperLinkClient:
+    """A connection to a SuperLink with the control key."""
 
-    def __init__(self, home: Home, *, patience: float = FIRST_SECONDS) -> None:
-        self.home = home
-        settings = home.settings
+    def __init__(self, workspace: Workspace, *, timeout: float = FIRST_TIMEOUT) -> None:
+        """Connects to a federation's server, which must answer within `timeout` seconds."""
+        self.workspace = workspace
+        settings = workspace.settings
         local = settings.bind in ("0.0.0.0", "::", "127.0.0.1")
         host = "127.0.0.1" if local else settings.host
         self.address = address(host, settings.port)
-        self.control = self._client(ControlHttpClient, patience=patience)
+        self.control = self._client(ControlHttpClient, timeout=timeout)
 
-    def _client(self, kind: Any, *more: Any, patience: float = PATIENCE_SECONDS) -> Any:
+    def _client(self, kind: Any, *more: Any, timeout: float = LOST_TIMEOUT) -> Any:
+        """Returns a Flower client that shows the control key; a timeout of 0 tries once."""
         return kind.from_server_address(
             self.address,
             False,
-            self.home.authority.read_bytes(),
-            [_Key(self.home.control_key.read_text(encoding="ascii")), *more],
-            retry_invoker=_retries(patience),
+            self.workspace.authority.read_bytes(),
+            [_ControlKey(self.workspace.control_key.read_text(encoding="ascii")), *more],
+            retry_invoker=_retries(timeout) if timeout else None,
         )
 
-    def register(self) -> None:
-        """Lets the nodes of the folder join, and nobody else."""
-        there = {node.public_key: node for node in self._nodes()}
-        wanted = self.home.nodes()
-        for key, node in there.items():
-            if key not in wanted.values():
-                self._ask("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id))
-        for name, key in wanted.items():
-            if key not in there:
-                with suppress(_Taken):  # by another process that registers the same nodes
-                    self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
+    def close(self) -> None:
+        self.control.close()
 
-    def _nodes(self) -> list[Any]:
-        found = self._ask("ListNodes", ListNodesRequest()).nodes_info
-        return [node for node in found if node.status != "unregistered"]
+    # ---- nodes -------------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Lets the nodes of the workspace join, and nobody else."""
+        registered = {node.public_key: node for node in self._nodes()}
+        wanted = self.workspace.nodes()
+        for key, node in registered.items():
+            if key not in wanted.values():
+                self._call("UnregisterNode", UnregisterNodeRequest(node_id=node.node_id))
+        for name, key in wanted.items():
+            if key not in registered:
+                with suppress(_Conflict):  # another process registers the same nodes
+                    self._call("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
 
     def nodes(self) -> dict[str, Presence]:
-        """The registered nodes by name: whether they are there, and since when."""
-        return {node.name: presence(node) for node in self._nodes()}
+        """Returns the presence of each registered node by name."""
+        return {node.name: presence_of(node) for node in self._nodes()}
 
-    def _ask(self, verb: str, request: Any) -> Any:
+    def _nodes(self) -> list[Any]:
+        found = self._call("ListNodes", ListNodesRequest()).nodes_info
+        return [node for node in found if node.status != "unregistered"]
+
+    def _call(self, verb: str, request: Any) -> Any:
         try:
             return getattr(self.control, verb)(request)
         except httpx.HTTPStatusError as error:
             if error.response.status_code == 412:
-                raise _Taken from None
+                raise _Conflict from None
             raise EngineError(
                 f"the server at {self.address} refused {verb}: {error.response.status_code}. Is it "
                 "the server of this federation?"
@@ -155,185 +153,92 @@ class Operator:
                 f"no connection to {self.address}: {error}. Is fedlm federation serve running?"
             ) from None
 
+    # ---- a run -------------------------------------------------------------------------
+
     @contextmanager
-    def run(self) -> Iterator[HttpGrid]:
-        """A new run on the link, and its grid; runs that were left over are stopped first."""
-        for left in self._ask("ListRuns", ListRunsRequest()).run_dict.values():
+    def run(self) -> Iterator[RunTransport]:
+        """Starts a run on the SuperLink for as long as the block lasts, and ends all others."""
+        for left in self._call("ListRuns", ListRunsRequest()).run_dict.values():
             if left.finished_at == "":
-                with suppress(_Taken):
-                    self._ask("StopRun", StopRunRequest(run_id=left.run_id))
+                with suppress(_Conflict):
+                    self._call("StopRun", StopRunRequest(run_id=left.run_id))
         bundle = _bundle()
         fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
-        self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
-        client = self._client(RuntimeHttpClient)
-        try:
-            task = client.AcquireTask(
-                AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-            )
-        finally:
-            client.close()
-        if not task.token:
+        self._call("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
+        with self._transport(self._acquire_token()) as transport:
+            yield transport
+
+    def _acquire_token(self) -> str:
+        """Takes over the server's task of the run that was just started."""
+        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        with closing(self._client(RuntimeHttpClient)) as client:
+            token: str = client.AcquireTask(request).token
+        if not token:
             raise EngineError(f"the server at {self.address} gave this run to somebody else.")
-        with self._grid(task.token) as grid:
-            yield grid
+        return token
 
     @contextmanager
-    def _grid(self, token: str) -> Iterator[HttpGrid]:
-        client = self._client(
-            RuntimeHttpClient,
-            RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
-            RuntimeTokenHttpInterceptor(token=token),
-        )
-        grid = HttpGrid(self.address, False, self.home.authority.read_bytes(), token=token)
-        grid._client = client  # its own would not show the control key
-        given = client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id = given.task_id
-        TaskIdentity.run_id = given.run.run_id
-        TaskIdentity.node_id = given.context.node_id
-        grid.set_run(run_from_proto(given.run))
-        beat = HeartbeatSender(_beat(client))
-        beat.start()
-        ended = SubStatus.FAILED
-        try:
-            yield grid
-            ended = SubStatus.COMPLETED
-        finally:
-            beat.stop()
-            grid._client = self._client(RuntimeHttpClient, RuntimeTokenHttpInterceptor(token=token))
-            grid._client._retry_invoker = None  # who leaves does not wait
-            with _forgiven():
-                grid._client.PushTaskOutput(PushTaskOutputRequest(sub_status=ended, details=""))
-            client.close()
-            grid.close()
+    def _transport(self, token: str) -> Iterator[RunTransport]:
+        """Yields the transport of a run, and says at the end how it went."""
+        shows_token = RuntimeTokenHttpInterceptor(token=token)
+        version = RuntimeVersionHttpInterceptor(component_name="flwr-serverapp")
+        with closing(self._client(RuntimeHttpClient, version, shows_token)) as client:
+            given = client.PullTaskInput(PullTaskInputRequest())
+            heartbeat = HeartbeatSender(_heartbeat(client))
+            heartbeat.start()
+            status = SubStatus.FAILED
+            try:
+                sender = Sender(given.run.run_id, given.context.node_id, given.task_id)
+                yield RunTransport(client, sender)
+                status = SubStatus.COMPLETED
+            finally:
+                heartbeat.stop()
+                self._end_run(status, shows_token)
 
-    def close(self) -> None:
-        self.control.close()
+    def _end_run(self, status: str, shows_token: Any) -> None:
+        """Says how a run went, without waiting for a server that is gone."""
+        request = PushTaskOutputRequest(sub_status=status, details="")
+        client = self._client(RuntimeHttpClient, shows_token, timeout=0)
+        with closing(client), suppress(httpx.HTTPError):
+            client.PushTaskOutput(request)
 
 
 @contextmanager
-def _forgiven() -> Iterator[None]:
-    with suppress(httpx.HTTPError):
-        yield
+def open_transport(workspace: Workspace) -> Iterator[LastingTransport]:
+    """Yields a transport to a federation's nodes, and says in words what goes wrong meanwhile."""
+    _return_freed_memory()
+    with _locked(workspace), _network_errors(), closing(SuperLinkClient(workspace)) as client:
+        client.register()
+        with LastingTransport(client.run) as transport:
+            yield transport
 
 
-@contextmanager
-def running(home: Home) -> Iterator[LastingTransport]:
-    """A run of a federation, for as long as the block lasts; what goes wrong is said in words."""
-    _give_back()
-    with _alone(home), _sentences():
-        operator = Operator(home)
-        try:
-            operator.register()
-            with LastingTransport(operator) as post:
-                yield post
-        finally:
-            operator.close()
+def _return_freed_memory() -> None:
+    """Makes glibc return large pieces of memory as soon as they are free.
 
-
-def _give_back() -> None:
-    """Has large pieces of memory returned as soon as they are free.
-
-    glibc would keep those of all requests of a round, a payload in sum.
+    It would keep those of all requests of a round, a whole payload in sum.
     """
     threshold, at_least = -3, 1 << 18  # M_MMAP_THRESHOLD, bytes
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(threshold, at_least)
 
 
-class GridTransport:
-    """A Flower grid, one message at a time."""
-
-    def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
-        self.grid, self._presence = grid, presence
-        self._asked: dict[str, int] = {}  # who may answer a message
-
-    def send(self, node_id: int, records: RecordDict, round: int) -> str:
-        return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
-
-    def send_message(self, message: Message) -> str:
-        made = send(self.grid, message)
-        self._asked[made] = message.metadata.dst_node_id
-        return made
-
-    def fetch(self, message_id: str, most: int) -> Message | None:
-        try:
-            found = fetch(self.grid, message_id, sender=self._asked[message_id], most=most)
-        except Missing:
-            raise Undelivered(message_id) from None
-        if found is not None and found.has_error() and found.error.code in UNAVAILABLE:
-            raise Undelivered(message_id)
-        if found is not None:
-            del self._asked[message_id]  # an answer is fetched once
-        return found
-
-    def presence(self) -> dict[str, Presence]:
-        return {node.name: self._presence(node) for node in self.grid.get_nodes()}
-
-
-class LastingTransport:
-    """A grid that outlives its run on the link.
-
-    A link that was away for a minute ends the run there. Then another one is begun; what was sent
-    before is lost, and everybody counts as having come anew, so that they are asked again.
-    """
-
-    def __init__(self, operator: Operator) -> None:
-        self.operator, self.runs = operator, 0
-        self._sent: set[str] = set()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> LastingTransport:
-        self._post = GridTransport(self._stack.enter_context(self.operator.run()), presence)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.__exit__(*error)  # type: ignore[arg-type]
-
-    def send(self, node_id: int, records: Any, round: int) -> str:
-        return self._keep(self._try(lambda: self._post.send(node_id, records, round), ""))
-
-    def send_message(self, message: Message) -> str:
-        return self._keep(self._try(lambda: self._post.send_message(message), ""))
-
-    def fetch(self, message_id: str, most: int) -> Message | None:
-        if message_id not in self._sent:
-            raise Undelivered(message_id)
-        found: Message | None = self._try(lambda: self._post.fetch(message_id, most), None)
-        return found
-
-    def presence(self) -> dict[str, Presence]:
-        found: dict[str, Presence] = self._try(self._post.presence, {})
-        return {n: p._replace(since=f"{self.runs} {p.since}") for n, p in found.items()}
-
-    def _keep(self, message_id: str) -> str:
-        self._sent.add(message_id)
-        return message_id
-
-    def _try(self, ask: Callable[[], Any], lost: Any) -> Any:
-        try:
-            return ask()
-        except (httpx.HTTPStatusError, RunNotRunningException):
-            self._stack.close()
-            self._sent.clear()
-            self.runs += 1
-            self.__enter__()  # where this fails too, the server has another reason, and says it
-            return lost
-
-
 @contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """One run at a time: two would take each other's nodes."""
-    with open(home.path / "server" / "train.lock", "w") as file:
+def _locked(workspace: Workspace) -> Iterator[None]:
+    """Allows one run at a time: two would take each other's nodes."""
+    with open(workspace.path / "server" / "train.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise EngineError(f"another run of {home.path} is going on here.") from None
+            raise EngineError(
+                f"another run of {workspace.path} is going on here. Wait for its end, or stop it."
+            ) from None
         yield
 
 
 @contextmanager
-def _sentences() -> Iterator[None]:
-    """What the network says, in words."""
+def _network_errors() -> Iterator[None]:
+    """Converts errors of the connection to sentences with a way out."""
     try:
         yield
     except httpx.TransportError as error:
@@ -349,7 +254,7 @@ def _sentences() -> Iterator[None]:
 
 
 def _bundle() -> bytes:
-    """The file that Flower wants: a zip archive with a list of what is in it."""
+    """Returns the file that Flower wants: a zip archive with a list of what is in it."""
     digest = hashlib.sha256(BUNDLE).hexdigest()
     content = f"pyproject.toml,{digest},{8 * len(BUNDLE)}"
     made = io.BytesIO()
@@ -359,18 +264,11 @@ def _bundle() -> bytes:
     return made.getvalue()
 
 
-def presence(node: Any) -> Presence:
-    """What Flower knows of a node."""
-    return Presence(
-        node_id=node.node_id,
-        online=node.status == "online",
-        since=node.last_activated_at,
-        until=node.online_until,
-    )
+def _heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
+    """Returns a function that renews a run's lease and tells whether that worked.
 
-
-def _beat(client: RuntimeHttpClient) -> Any:
-    from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+    Flower's own ends the process where the SuperLink has forgotten the run.
+    """
 
     def send() -> bool:
         try:
@@ -382,12 +280,12 @@ def _beat(client: RuntimeHttpClient) -> Any:
     return send
 
 
-def _retries(patience: float) -> RetryInvoker:
+def _retries(timeout: float) -> RetryInvoker:
     """Tries again while the server cannot be reached; anything that it says is final."""
     return RetryInvoker(
         wait_gen_factory=lambda: exponential(base_delay=0.2, max_delay=2),
         recoverable_exceptions=(httpx.TransportError,),
         max_tries=None,
-        max_time=patience,
+        max_time=timeout,
         should_giveup=lambda error: "certificate" in str(error).lower(),
     )
