@@ -29,7 +29,7 @@ from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
-ASSIGNMENTS = "seats.json"
+ASSIGNMENTS = "seats.json"  # as relays have always called it: a resumed run looks for it
 ROUNDS_KEPT = 2
 
 

@@ -22,15 +22,15 @@ COUNTED = ("answered", "late", "away", "refused", "garbage")
 
 
 def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
-    """Every node that may join: whether it is there, and what it did in a run."""
+    """Returns for every node that may join whether it is there, and what it did in a run."""
     with closing(SuperLinkClient(workspace, timeout=2.0)) as client:
         there = client.nodes()
-    tallies = [] if run is None else read_tallies(run / TALLIES)
+    rounds = [] if run is None else read_rounds(run / TALLIES)
     lines = []
     for name in sorted(workspace.nodes()):
         seen = there.get(name)
         counts = {
-            what: sum(name in tally[what] for tally in tallies) if tallies else None
+            what: sum(name in stats[what] for stats in rounds) if rounds else None
             for what in COUNTED
         }
         lines.append(
@@ -39,25 +39,25 @@ def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
                 "there": "yes" if seen and seen.online else "no",
                 "since": seen.since[:19] if seen and seen.since else None,
                 **counts,
-                "last": _last_words(name, tallies),
+                "last": _last_words(name, rounds),
             }
         )
     return lines
 
 
-def _last_words(name: str, tallies: list[dict[str, Any]]) -> str | None:
-    """Why a node's latest answer could not be used."""
-    for tally in reversed(tallies):
-        if name in tally["answered"]:
+def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
+    """Returns why a node's latest reply could not be used."""
+    for stats in reversed(rounds):
+        if name in stats["answered"]:
             return None
-        said = {**tally["refused"], **tally["garbage"]}
+        said = {**stats["refused"], **stats["garbage"]}
         if name in said:
-            return f"round {tally['round']}: {said[name]}"
+            return f"round {stats['round']}: {said[name]}"
     return None
 
 
-def read_tallies(file: Path) -> list[dict[str, Any]]:
-    """A run's lines on who answered; of a round that was run again the latest counts."""
+def read_rounds(file: Path) -> list[dict[str, Any]]:
+    """Reads a run's `RoundStats` by round; of a round that was run again the latest counts."""
     if not file.is_file():
         raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
     rounds: dict[int, dict[str, Any]] = {}
