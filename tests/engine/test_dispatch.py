@@ -113,12 +113,12 @@ def test_who_is_late_is_left_out_after_the_deadline():
 
 def test_refusals_and_garbage_are_told_apart():
     def broken(payload):
-        raise WireError("no frame.")
+        raise WireError("no\x1b frame.")
 
     nodes = Nodes(a=lambda payload: encode_refusal("not allowed."), b=broken)
     order, stats = answered(nodes, Quorum(quorum=0.3))
     assert order == ["c"]
-    assert stats.refused == {"a": "not allowed."} and stats.garbage == {"b": "no frame."}
+    assert stats.refused == {"a": "not allowed."} and stats.garbage == {"b": "no  frame."}
     with pytest.raises(EngineError, match=r"1 of 3 nodes answered, 3 must.*a refused: not allowed"):
         answered(nodes)
 

@@ -24,6 +24,7 @@ from fedlm.engine.messages import (
     TrainReply,
     TrainRequest,
     encode_request,
+    printable,
     read_reply,
 )
 
@@ -183,7 +184,7 @@ class Dispatch:
         except Refused as refusal:
             self.stats.refused[name] = str(refusal)
         except WireError as error:
-            self.stats.garbage[name] = str(error)
+            self.stats.garbage[name] = printable(str(error))
         else:
             self.stats.up_bytes += sum(map(len, reply.frames))
             self.buffered[name] = reply

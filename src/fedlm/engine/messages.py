@@ -275,11 +275,20 @@ def encode_refusal(reason: str) -> Payload:
 
 
 def _check_refusal(payload: Payload) -> None:
-    """Raises `Refused` where a payload is a refusal, without what could move a terminal."""
+    """Raises `Refused` where a payload is a refusal."""
     if payload.kind == REFUSAL:
         reason = _facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
         _check_frames(payload, 0)
-        raise Refused("".join(c if c.isprintable() else " " for c in reason))
+        raise Refused(printable(reason))
+
+
+def printable(text: str) -> str:
+    """Returns text of a peer without characters that could control a terminal.
+
+    >>> printable("no\\x1b[31m")
+    'no [31m'
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 # ---- checks --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse, PushAppMessagesRespo
 from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
 
 from fedlm.deploy.flower.push import push
-from fedlm.deploy.flower.records import Sender, to_records
+from fedlm.deploy.flower.records import Sender, to_records, with_message_id
 from fedlm.deploy.flower.transport import RunTransport
 
 
@@ -64,8 +64,7 @@ class FakeSuperLink:
         """Leaves a payload, records or an error; `sender` is inside, `says` outside."""
         asked = metadata_from_proto(self.requests[message_id][0].metadata)
         asked.dst_node_id = sender or asked.dst_node_id
-        if to is not None:
-            asked.__dict__["_message_id"] = to
+        asked = with_message_id(asked, to or message_id)
         content = to_records(content) if hasattr(content, "kind") else content
         made = Message(content, reply_to=make_message(asked, RecordDict()))
 
