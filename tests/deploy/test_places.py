@@ -6,17 +6,17 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError
 from fedlm.corpus.shard import deal_parts
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
-from fedlm.deploy.client_app import Worker
 from fedlm.deploy.local import check_deployable
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
-from fedlm.deploy.relay_app import Relay
+from fedlm.deploy.relay import Relay
 from fedlm.deploy.tree_app import DeployedTree
+from fedlm.engine import messages
 from fedlm.engine.dispatch import Quorum
 from fedlm.federation.tree import backbone_of
 from fedlm.recipe.branches import TreeExperiment
@@ -26,7 +26,7 @@ from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import read
 from fedlm.train import Watcher, train
 from tests.conftest import write_tiny
-from tests.deploy.local import LocalPost
+from tests.deploy.local import LocalTransport
 
 TOWNS = ("town-0", "town-1", "town-2", "town-3")
 SIDES = {"south side": ("town-0", "town-2"), "north side": ("town-1", "town-3")}
@@ -70,7 +70,7 @@ def parts(store, folder):
 
 @pytest.fixture
 def workers(parts):
-    return {town: Worker(parts[town], Policy(), name=town) for town in TOWNS}
+    return {town: Worker(parts[town], Policy()) for town in TOWNS}
 
 
 def recipe_of(folder, *changes, table=TREE):
@@ -85,7 +85,7 @@ def simulated(folder, store, *changes, table=TREE):
 
 
 def relay(folder, name, nodes):
-    post = LocalPost(nodes)
+    post = LocalTransport(nodes)
     path = folder / name
     path.mkdir(parents=True)
     return Relay(path, post, sorted(nodes), Quorum(), name=name, say=lambda text: None)
@@ -93,9 +93,9 @@ def relay(folder, name, nodes):
 
 def networked(recipe, parts, nodes, post=None, **more):
     """The tree over what is there: nodes, relays, or both."""
-    post = post or LocalPost(nodes)
-    seats = registration.seat_all(
-        LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda text: None
+    post = post or LocalTransport(nodes)
+    seats = registration.assign_members(
+        LocalTransport(nodes), sorted(nodes), lambda n, h: None, lambda text: None
     )
     held = parts["server"]
     return DeployedTree(resolve(recipe, held), held, post=post, seats=seats, **more)
@@ -180,7 +180,7 @@ def same(a, b):
 
 def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
     plain = ("federation.optimizer=fedavg", "federation.learning_rate=1.0")
-    post, tallies = LocalPost(workers), []
+    post, tallies = LocalTransport(workers), []
     more = {"patience": Quorum(quorum=0.25, deadline=5.0), "tell": tallies.append}
     over = networked(recipe_of(folder, *plain), parts, workers, post, **more)
     before, _ = rounds(over, 1)
@@ -205,7 +205,7 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
 
 def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, workers):
     """Asked together, so that a quorum is one of all nodes."""
-    post, patience = LocalPost(workers), Quorum(quorum=0.5)
+    post, patience = LocalTransport(workers), Quorum(quorum=0.5)
     recipe = recipe_of(folder, "federation.order=together", table=MIXED)
     over = networked(recipe, parts, workers, post, patience=patience)
     before, _ = rounds(over, 1)
@@ -224,7 +224,7 @@ def test_a_round_in_levels_is_one_line(folder, parts, workers):
 
 
 def test_too_few_nodes_end_the_run(folder, parts, workers):
-    refusing = {**workers, "town-1": Worker(parts["town-1"], Policy(smallest_cohort=2), name="x")}
+    refusing = {**workers, "town-1": Worker(parts["town-1"], Policy(smallest_cohort=2))}
     with pytest.raises(EngineError, match=r"town-1 refused: .*at least 2"):
         rounds(networked(recipe_of(folder), parts, refusing), 1)
 
@@ -305,50 +305,19 @@ def test_what_only_a_simulation_can_do_is_refused(folder, change, words):
         check_deployable(recipe_of(folder, change))
 
 
-HELLO = {"clients": 3, "text": "t", "tokenizer": "t", "version": "1"}
+def test_a_node_that_makes_no_sense_is_named():
+    told = messages.encode_hello(messages.Hello(3, "t", "t", "1", (("a", 1),)))
+    with pytest.raises(EngineError, match="node r did not say who it is: it has 3 clients"):
+        registration.hello_of("r", told)
+    with pytest.raises(EngineError, match="node r: no room"):
+        registration.hello_of("r", messages.encode_refusal("no room"))
 
 
-def hello(**more):
-    facts = ConfigRecord({**HELLO, **more})
-    asked = Message(RecordDict(), 2, "query.fedlm")
-    asked.metadata.__dict__["_message_id"] = "m"
-    return registration.read_hello("r", Message(RecordDict({"hello": facts}), reply_to=asked))
-
-
-def test_a_relay_tells_the_nodes_below_it():
-    assert hello().leaves == ()
-    assert hello(leaves=["a", "b/c"], counts=[1, 2]).leaves == (("a", 1), ("b/c", 2))
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"leaves": ["a"]},
-        {"counts": [3]},
-        {"leaves": [], "counts": []},
-        {"leaves": ["a", "b"], "counts": [3]},
-        {"leaves": ["a", "b"], "counts": [1, 1]},
-        {"leaves": ["a", "a"], "counts": [1, 2]},
-        {"leaves": ["a", "b"], "counts": [3, 0]},
-        {"leaves": ["a", "b"], "counts": [4, -1]},
-        {"leaves": ["a", "../b"], "counts": [1, 2]},
-        {"leaves": ["a", ""], "counts": [1, 2]},
-        {"leaves": ["a", "b" * 5000], "counts": [1, 2]},
-        {"leaves": [1, 2], "counts": [1, 2]},
-        {"leaves": ["a", "b"], "counts": [1.0, 2.0]},
-        {"leaves": "ab", "counts": [1, 2]},
-    ],
-)
-def test_a_relay_that_tells_nonsense_is_refused(told):
-    with pytest.raises(EngineError, match="node r"):
-        hello(**told)
-
-
-def test_seats_are_kept_with_the_nodes_below(tmp_path, parts, workers):
+def test_assignments_are_kept_with_the_nodes_below(tmp_path, parts, workers):
     nodes = nested(tmp_path, workers)
-    seats = registration.seat_all(
-        LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda t: None
+    seats = registration.assign_members(
+        LocalTransport(nodes), sorted(nodes), lambda n, h: None, lambda t: None
     )
     assert [p for p, _ in seats[0].leaves] == ["inner/town-1", "inner/town-2", "town-3"]
-    registration.keep(tmp_path / "seats.json", seats)
-    assert registration.kept(tmp_path / "seats.json") == seats
+    registration.save_assignments(tmp_path / "seats.json", seats)
+    assert registration.load_assignments(tmp_path / "seats.json") == seats

@@ -32,7 +32,7 @@ BY_MEMBER = (
 )
 PLACE = '[[federation.node]]\nname = "{}"\n'
 TREE = (
-    '\n[federation]\nkey = "last 0.5"\n'
+    '\n[federation]\npersonal_layers = "last 0.5"\n'
     + PLACE.format("world")
     + "".join(PLACE.format(side) + 'parent = "world"\n' for side in ("north", "south"))
     + "".join(

@@ -21,7 +21,8 @@ from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store
 from fedlm.deploy import server_app, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.workspace import NAME, Home
+from fedlm.deploy.workspace import Workspace
+from fedlm.engine.messages import NODE_NAME
 from fedlm.federation.topology import Topology
 from fedlm.inference import load_params
 from fedlm.recipe.build import build
@@ -122,11 +123,11 @@ def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[R
     for place in topology.with_text:
         fed, held = topology.places[place].groups, list(topology.clients[place])
         require(
-            len(fed) == 1 and NAME.fullmatch(fed[0]) is not None,
+            len(fed) == 1 and NODE_NAME.fullmatch(fed[0]) is not None,
             "federation.node.groups",
             list(fed),
-            "one group a place, whose name can be that of a node: small letters, digits, dots and "
-            "hyphens",
+            "one group per place, whose name can be that of a node: small letters, digits, dots "
+            "and hyphens",
         )
         parts[fed[0]] = training[held]
     left = people.size - sum(map(len, parts.values()))
@@ -165,20 +166,20 @@ def _with_store(asked: Recipe, path: Path) -> Recipe:
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 
-def _start(folder: Path, name: str, network: Network, start: Start) -> Home:
+def _start(folder: Path, name: str, network: Network, start: Start) -> Workspace:
     """A federation with its nodes, and those below its relays."""
     port = free_port()
     path = folder / "federations" / name
-    home = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
+    made = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
     wait_for_port(port, start(["federation", "serve", str(path)], f"{name}-server"))
     for node, below in network.items():
-        kit = str(home.kit(node).path)
+        kit = str(made.kit(node).path)
         if isinstance(below, Path):
             start(["node", "join", kit, "--store", str(below)], f"{name}-{node}")
         else:
             inner = _start(folder, node, below, start)
             start(["node", "relay", kit, "--home", str(inner.path)], f"{node}-relay")
-    return home
+    return made
 
 
 def difference(one: Path, other: Path, run: Run) -> float:

@@ -3,7 +3,7 @@
 In:       a federation's folder, or a node's kit.
 Out:      checks: what was looked at, whether it is well, what to do.
 Promise:  looks and changes nothing; every finding names its way out.
-Not here: making things (`home.py`).
+Not here: making things (`workspace.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cryptography import x509
 
 from fedlm.deploy import certificates
-from fedlm.deploy.workspace import Home, Kit
+from fedlm.deploy.workspace import Kit, Workspace
 
 FLOWER = "1.41."
 # Flower refuses what was signed more than this ahead of its clock; behind it is more patient.
@@ -45,10 +45,10 @@ def examine(path: Path) -> list[Check]:
         settings = kit.settings
         checks = [*_kit(kit), *_reach(settings.host, settings.port, kit.authority)]
     else:
-        home = Home.existing(path)
-        settings_ = home.settings
-        authority = home.authority.read_bytes()
-        checks = [*_home(home), *_reach(settings_.host, settings_.port, authority)]
+        workspace = Workspace.existing(path)
+        settings_ = workspace.settings
+        authority = workspace.authority.read_bytes()
+        checks = [*_workspace(workspace), *_reach(settings_.host, settings_.port, authority)]
     return [_flower(), *checks]
 
 
@@ -71,17 +71,22 @@ def _kit(kit: Kit) -> Iterator[Check]:
     yield _lifetime("authority", kit.authority)
 
 
-def _home(home: Home) -> Iterator[Check]:
-    for path in (home.certificate_key, home.control_key, home.path / "authority" / "ca.key"):
+def _workspace(workspace: Workspace) -> Iterator[Check]:
+    for path in (
+        workspace.certificate_key,
+        workspace.control_key,
+        workspace.path / "authority" / "ca.key",
+    ):
         if path.exists():
             yield _private(path)
-    certificate, authority = home.certificate.read_bytes(), home.authority.read_bytes()
+    certificate = workspace.certificate.read_bytes()
+    authority = workspace.authority.read_bytes()
     yield _lifetime("authority", authority)
     yield _lifetime("certificate", certificate)
     signed = certificates.signed_by(certificate, authority)
     way_out = "the authority was changed: make the federation anew"
     yield Check("signature", signed, "by the authority" if signed else "by another", way_out)
-    yield named(certificate, home.settings.host)
+    yield named(certificate, workspace.settings.host)
 
 
 def named(certificate: bytes, host: str) -> Check:

@@ -5,7 +5,7 @@ Out:      the recipe as it is sent; what a node needs to train its members, or a
           leaf of a tree.
 Promise:  the members' programs, shuffles and keys are those of the simulation; a recipe that works
           only where all members are in one place is refused with the way out.
-Not here: whether the node allows it (`policy.py`), messages (`client_app.py`).
+Not here: whether the node allows it (`policy.py`), messages (`node_worker.py`).
 """
 
 from __future__ import annotations

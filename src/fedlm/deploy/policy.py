@@ -4,7 +4,7 @@ In:       a policy file, and a recipe that a server would like to have carried o
 Out:      nothing, or a `Refusal` with the sentence that the server is told.
 Promise:  a recipe is carried out only if every line of the policy allows it; an unknown line is
           an error and not a permission.
-Not here: training (`client_app.py`), what a plan claims (`privacy`).
+Not here: training (`node_worker.py`), what a plan claims (`privacy`).
 """
 
 from __future__ import annotations

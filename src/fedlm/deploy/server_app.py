@@ -20,10 +20,10 @@ from fedlm.core.types import Engine
 from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
+from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import check_deployable, redacted
-from fedlm.deploy.superlink_client import running
 from fedlm.deploy.tree_app import networked_tree
-from fedlm.deploy.workspace import Home
+from fedlm.deploy.workspace import Workspace
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.remote import FlowerEngine
 from fedlm.federation.algorithm import Algorithm
@@ -40,23 +40,23 @@ SEATS, TALLIES = "seats.json", "nodes.jsonl"
 
 
 def train(
-    home: Home, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
+    home: Workspace, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
 ) -> Summary | None:
     """Trains over the nodes to the end; None if the watcher stopped it before."""
     settings = home.settings
     patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with running(home) as post:
+    with open_transport(home) as post:
         check_deployable(recipe)
         store = parts.open_store(recipe.data, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
-        seats = registration.kept(directory.path / SEATS) if goes_on else None
+        seats = registration.load_assignments(directory.path / SEATS) if goes_on else None
         if seats is None:
             tokens = store.manifest["tokenizer_sha256"]
             check = registration.same_tokenizer(tokens, f"the server's store {store.path}")
-            seats = registration.seat_all(post, sorted(home.nodes()), check, watcher.say)
-            registration.keep(directory.path / SEATS, seats)
+            seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
+            registration.save_assignments(directory.path / SEATS, seats)
 
         def stats(tally: RoundStats) -> None:
             _record(directory, tally, watcher.say)
@@ -68,7 +68,7 @@ def train(
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
     """The run that was made here, to look at it: nobody is asked."""
     store = parts.open_store(recipe.data, stores)
-    seats = registration.kept(directory.path / SEATS) or ()
+    seats = registration.load_assignments(directory.path / SEATS) or ()
     return networked_run(parts.resolve(recipe, store), store, seats, directory.path)
 
 

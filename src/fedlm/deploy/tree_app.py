@@ -4,7 +4,7 @@ In:       a recipe with a `[federation]` table, the seats of a run.
 Out:      the run of a tree whose text is at nodes.
 Promise:  the root computes the tree as a simulation does, with the same numbers; each place that
           holds text is trained at exactly one node, wherever relays put it.
-Not here: asking (`engine/places.py`), what a node does (`client_app.py`).
+Not here: asking (`engine/places.py`), what a node does (`node_worker.py`).
 
 Over a network the groups of a node are its name, and before it those of the relays through which it
 is reached: `groups = ["oslo"]` names the node oslo, and `levels` grows the tree that relays make.
