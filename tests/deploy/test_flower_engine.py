@@ -11,11 +11,12 @@ from fedlm.core.errors import EngineError
 from fedlm.corpus.store import Store
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
-from fedlm.deploy.server_app import Deployed
+from fedlm.deploy.server_app import networked_run
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import TrainReply, encode_reply
 from fedlm.federation.round import outgoing
-from fedlm.recipe.build import Experiment, build, resolve
+from fedlm.recipe.build import build, flat_run
+from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
 from tests.conftest import write_tiny
 from tests.deploy.local import LocalTransport, workers
@@ -43,11 +44,11 @@ def nodes(store, folder):
 
 def simulated(folder, store, *changes):
     recipe = load(folder / "tiny.toml", ("run.engine=loop", *changes))
-    return Experiment(resolve(recipe, store), store)
+    return flat_run(resolve(recipe, store), store, out=folder)
 
 
 def deployed(whole, post, seats, **more):
-    return Deployed(whole.recipe, whole.store, post=post, seats=seats, **more)
+    return networked_run(whole.recipe, whole.store, seats, whole.record.path, post=post, **more)
 
 
 def round_of(experiment, state, clip_norm=np.inf):
@@ -85,7 +86,7 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store, *CASES[name])
     over = deployed(whole, LocalTransport(made), seats)
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     clip_norm = float(state.clip_norm)
     here, there = round_of(whole, state, clip_norm), round_of(over, state, clip_norm)
     if over.engine.by_member:  # the same programs, and sums in the same order
@@ -105,7 +106,7 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
 def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, *changes)
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     flat = round_of(deployed(whole, LocalTransport(made), seats), state)
     below = LocalTransport({n: made[n] for n in "bc"})
     relay = Relay(tmp_path, below, ["b", "c"], Quorum(), name="r", say=lambda text: None)
@@ -125,7 +126,7 @@ def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_pat
 def test_a_policy_refuses_and_the_server_is_told(folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path, policy=Policy(smallest_cohort=100))
     whole = simulated(folder, store)
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     with pytest.raises(EngineError, match=r"north refused: server\.cohort = 4"):
         round_of(deployed(whole, LocalTransport(made), seats), state)
 
@@ -133,7 +134,7 @@ def test_a_policy_refuses_and_the_server_is_told(folder, store, tmp_path):
 def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store)
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     only = round_of(
         deployed(whole, LocalTransport(made), seats[:1]), state
     )  # north's members alone
@@ -159,7 +160,7 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
 def test_a_node_that_came_back_is_asked_again(folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store)
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     post = LocalTransport(made, slow=["south"])  # it lost the question when it was killed
     looks = []
     see = post.presence
@@ -181,7 +182,7 @@ def test_no_update_counts_beyond_its_bound(folder, store, nodes):
     """Nodes that do not keep to the limit they are told."""
     made, seats, _ = nodes
     whole = simulated(folder, store, *CASES["private"][:-1])
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     loud = {name: TooLong(worker) for name, worker in made.items()}
     tallies = []
     over = deployed(whole, LocalTransport(loud), seats, tell=tallies.append)
@@ -203,7 +204,7 @@ class TooLong:
 def test_who_was_away_for_a_while_is_added_in_its_place(folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, "wire.upload=uniform-8")
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     wanted = round_of(whole, state)
     post, looks = LocalTransport(made, away=["a"]), []
     see = post.presence

@@ -62,7 +62,7 @@ def flat_run(
     engine: Callable[[Algorithm], Engine] | None = None,
 ) -> Run:
     """A flat federation of the store's clients, or of `members` that an `engine` reaches."""
-    rows = client_rows(recipe, store, training_clients(recipe, store))
+    rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     algorithm = algorithm_of(recipe, privacy_plan.participation_of(recipe, people.size), shapes)

@@ -142,11 +142,14 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
 # ---- the parts of a run --------------------------------------------------------------------
 
 
-def training_clients(recipe: Recipe, store: Store) -> np.ndarray:
-    """The clients to learn from: all of the store, or those of the groups that are named."""
+def training_clients(recipe: Recipe, store: Store, *, needed: bool = True) -> np.ndarray:
+    """The clients to learn from: all of the store, or those of the groups that are named.
+
+    A server whose members live at nodes needs none here.
+    """
     found = _of_groups(recipe, store, store.training_clients)
     require(
-        len(found) > 0,
+        len(found) > 0 or not needed,
         "data.groups",
         list(recipe.data.groups),
         "groups of this store that have training clients",

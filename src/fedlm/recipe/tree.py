@@ -63,7 +63,8 @@ def tree_run(
 ) -> Run:
     """A tree over the store's clients, or over `members` that an `engine` reaches."""
     settings = settings_of(recipe)
-    rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
+    clients = parts.training_clients(recipe, store, needed=members is None)
+    rows = parts.client_rows(recipe, store, clients)
     people = members or population.of_store(store, rows.clients)
     topology = topology_of(settings, people.group_paths())
     algorithm = tree_algorithm(recipe, store, topology)
