@@ -33,7 +33,7 @@ from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
 from fedlm.record.directory import difference
 from fedlm.record.journal import Journal, dumps
-from fedlm.record.tensorboard import Board
+from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
 
 Summary = dict[str, Any]
@@ -66,6 +66,7 @@ def play(
     watcher: Watcher = Watcher(),  # noqa: B008
 ) -> Iterator[Played]:
     """Begins or resumes a run and plays its rounds; each is on record before it is yielded."""
+    check_installed(run.recipe.run.trackers)
     compare_processes(run)
     directory = run.record
     goes_on = directory.claim(dump(run.recipe), resume=resume)
@@ -256,7 +257,8 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
     if entries.rounds:
         so_far = {name: entries.rounds[-1][name] for name in SUMMED}
     journal = Journal(directory.journal)
-    board = Board(directory.tensorboard, first) if run.recipe.run.tensorboard else None
+    context = _tracker_context(run, first, entries.rounds)
+    trackers = Trackers(run.recipe.run.trackers, context, watcher.say)
 
     def record(told: Releasable) -> Releasable:
         more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
@@ -265,8 +267,7 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
             more["epsilon"] = account.spent(run.plan, told["round"] + 1).epsilon
         told = extend(run.plan, told, more)
         journal.append(told)
-        if board is not None:
-            board.add(told["round"], told)
+        trackers.log(told["round"], told)
         watcher.round(told)
         return told
 
@@ -286,8 +287,19 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
     try:
         yield from rounds(run, state, hooks)
     finally:
-        if board is not None:
-            board.close()
+        trackers.close()
+
+
+def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:
+    # As a journal writes it: infinity has no place in JSON.
+    recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
+    return TrackerContext(
+        directory=run.record.path,
+        name=run.record.path.resolve().name,
+        first_round=first,
+        recipe=recipe,
+        earlier=earlier,
+    )
 
 
 # ---- the end -------------------------------------------------------------------------------

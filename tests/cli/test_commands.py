@@ -95,7 +95,7 @@ def test_reported_bytes_are_real_bytes(trained, run, tmp_path):
 
 
 def test_train_ends_in_a_table_and_takes_a_new_directory(run_cli, tiny_recipe, tmp_path):
-    changes = ("--set", "server.rounds=2", "--set", "run.tensorboard=true")
+    changes = ("--set", "server.rounds=2", "--set", "run.trackers=['tensorboard']")
     for name in ("tiny", "tiny-2"):
         done = good(run_cli("train", tiny_recipe, *changes))
         for words in ("trigram, counted", "trained, held-out clients", "2 rounds", "the cat ..."):

@@ -54,7 +54,7 @@ def recipe(source: str = "sotu") -> Recipe:
             },  # SI-CIFG would amplify rounding
             "client": {"batch_size": 16, "max_examples": 64},
             "server": {"rounds": 5, "cohort": 6, "evaluate_every": 5, "evaluate_rows": 500},
-            "run": {"tensorboard": False, "baselines": False},
+            "run": {"trackers": (), "baselines": False},
         }
     )
 
