@@ -72,7 +72,7 @@ def evaluate(
 
 
 def _experiment(recipe: Recipe, directory: RunDirectory) -> Experiment:
-    """That of the run; over a network it had the nodes that its seats name."""
+    """Returns the experiment of a run; over a network its nodes are those it was begun with."""
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, lambda stage, done: None)
     needs_flower()
