@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 
 def examine(path: Path) -> list[Check]:
-    """All checks of a federation's folder or of a kit."""
+    """Runs all checks of a federation's workspace or of a kit."""
     if (path / "node.toml").is_file():
         kit = Kit.existing(path)
         settings = kit.settings
@@ -90,7 +90,7 @@ def _workspace(workspace: Workspace) -> Iterator[Check]:
 
 
 def named(certificate: bytes, host: str) -> Check:
-    """Whether a certificate is good for the name by which nodes reach the server."""
+    """Checks that a certificate is good for the name by which nodes reach the server."""
     names = certificates.names_of(certificate)
     way_out = f"fedlm federation init with --host {host}, or reach it by one of its names"
     return Check("name", host in names, f"{host} in {', '.join(names) or 'nothing'}", way_out)
@@ -116,7 +116,7 @@ def _lifetime(what: str, pem: bytes) -> Check:
 
 
 def _reach(host: str, port: int, authority: bytes) -> Iterator[Check]:
-    """The server as this machine sees it: port, certificate, clock."""
+    """Checks the server as this machine sees it: port, certificate, clock."""
     try:
         with socket.create_connection((host, port), TIMEOUT):
             yield Check("port", True, f"{host}:{port} answers")
@@ -135,7 +135,7 @@ def _reach(host: str, port: int, authority: bytes) -> Iterator[Check]:
 
 
 def handshake(host: str, port: int, authority: bytes) -> tuple[list[Check], str | None]:
-    """The certificate that the server shows, checked as a node would; and its date."""
+    """Checks the certificate that the server shows as a node would, and returns its date."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=authority.decode("ascii"))
     try:
@@ -174,7 +174,7 @@ def _date(answer: str) -> str | None:
 
 
 def clock(date: str, now: dt.datetime) -> Check:
-    """Whether this machine's clock is near enough to the server's for signatures to hold."""
+    """Checks that this machine's clock is near enough to the server's for signatures to hold."""
     there = email.utils.parsedate_to_datetime(date)
     ahead = (now - there).total_seconds()
     # The server tells whole seconds.

@@ -37,7 +37,7 @@ class Refusal(FedlmError):
 
 
 class Policy(Table):
-    """`policy.toml`."""
+    """The settings of `policy.toml`."""
 
     smallest_cohort: Annotated[int, Field(ge=1)] | None = None
     require_privacy: bool = False
@@ -48,7 +48,7 @@ class Policy(Table):
 
 
 def load(path: Path | None) -> Policy:
-    """A node's policy; without a file everything is allowed."""
+    """Reads a node's policy; without a file everything is allowed."""
     return Policy() if path is None or not path.is_file() else read(path, Policy)
 
 

@@ -32,7 +32,7 @@ from fedlm.recipe.settings import Table
 
 
 class Federation(Table):
-    """`federation.toml`."""
+    """The settings of `federation.toml`."""
 
     name: str
     host: str  # the name by which nodes reach the server
@@ -43,7 +43,7 @@ class Federation(Table):
 
 
 class Node(Table):
-    """`node.toml`, in the kit of a node."""
+    """The settings of `node.toml`, in the kit of a node."""
 
     federation: str
     name: str
@@ -53,7 +53,7 @@ class Node(Table):
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder of a federation."""
+    """The folder of a federation: settings, certificates, keys and the kits of its nodes."""
 
     path: Path
 
@@ -82,7 +82,7 @@ class Workspace:
         return self.path / "server" / "link.db"
 
     def nodes(self) -> dict[str, bytes]:
-        """The public keys of the nodes that may join, by name."""
+        """Returns the public keys of the nodes that may join, by name."""
         folder = self.path / "nodes"
         kits = sorted(folder.iterdir()) if folder.is_dir() else []
         return {k.name: (k / "node.pub").read_bytes() for k in kits if (k / "node.pub").is_file()}
@@ -103,7 +103,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Kit:
-    """What a node was given."""
+    """The folder that a node was given: its settings, its key and the authority that it trusts."""
 
     path: Path
 
@@ -145,7 +145,7 @@ class Kit:
 def init(
     path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
 ) -> Workspace:
-    """A new federation: authority, server certificate, a kit for each node."""
+    """Creates a federation: authority, server certificate, one kit per node."""
     require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
     require(len(set(nodes)) == len(nodes) > 0, "--nodes", ",".join(nodes), "different names")
     for node in nodes:
@@ -174,7 +174,7 @@ def init(
 
 
 def add_node(workspace: Workspace, settings: Federation, name: str) -> Kit:
-    """A kit for one more node."""
+    """Creates the kit of one more node."""
     kit = workspace.kit(name)
     require(not kit.path.exists(), "--nodes", name, "a name that is not taken")
     kit.path.mkdir(parents=True)
@@ -189,12 +189,12 @@ def add_node(workspace: Workspace, settings: Federation, name: str) -> Kit:
 
 
 def _loopback(hosts: Sequence[str]) -> list[str]:
-    """Whoever runs the server also talks to it from the same machine."""
+    """Returns the names of loopback: who runs the server also reaches it from the same machine."""
     return [name for name in ("localhost", "127.0.0.1") if name not in hosts]
 
 
 def address(host: str, port: int) -> str:
-    """`host:port`, in brackets where the host is an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     try:
         return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
     except ValueError:
