@@ -21,6 +21,7 @@ from fedlm.core.errors import require
 from fedlm.core.types import Engine, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
+from fedlm.methods.catalog import METHODS, names
 from fedlm.models import catalog
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.branches import TreeExperiment
@@ -82,11 +83,11 @@ class LocalPlace(TreeExperiment):
 def check_deployable(recipe: Recipe) -> None:
     """Refuses what works only where all members are in one place."""
     require(
-        recipe.client.method in ("fedavg", "mimelite") and not recipe.wire.error_feedback,
+        METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
         "client.method",
         recipe.client.method,
-        "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
-        "between their turns is not kept at nodes",
+        f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
+        "what members remember between their turns is not kept at nodes",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:

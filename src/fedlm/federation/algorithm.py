@@ -4,7 +4,7 @@ In:       the parts that a recipe chose.
 Out:      an `Algorithm`; the key and the shapes that server and members derive alike.
 Promise:  engines and the loop read it and add nothing.
 Not here: what a member does with it (`member.py`), what the server does (`round.py`), which parts
-          have which names (`algorithms.py`).
+          have which names (`methods`).
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ from fedlm.core.types import Engine, Params, Sampling, ServerMethod
 from fedlm.engine.starts import LoopStarts, MeshStarts
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.ascent import turn
-from fedlm.federation.optimizers import schedule, server_optimizer
 from fedlm.federation.round import UNRELEASED
 from fedlm.federation.tree import TreeConfig, TreeState, init_tree
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import schedule, server_optimizer
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
 from fedlm.privacy import account
@@ -37,7 +38,6 @@ from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.build import Experiment
 from fedlm.recipe.census import Census
 from fedlm.record.mmap_cache import Shelf
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 Facts = dict[str, Any]
@@ -144,7 +144,7 @@ class TreeExperiment(Census):
             return place.setting(name, self.settings.at_depth(name, depth))
 
         server = self.recipe.server
-        return plain(
+        return fedavg.server(
             server_optimizer(
                 said("optimizer"),
                 said("learning_rate"),
