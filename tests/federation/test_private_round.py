@@ -28,8 +28,9 @@ from fedlm.federation.round import (
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
 from fedlm.methods.optimizers import SERVER_OPTIMIZERS, server_optimizer
+from fedlm.privacy.catalog import noise_for
 from fedlm.privacy.clip import clip
-from fedlm.privacy.noise import for_plan, silent
+from fedlm.privacy.noise import silent
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.wire.dense import dense
 from tests.privacy.plans import plan as plan_of
@@ -55,7 +56,7 @@ def algorithm(weight="uniform", server=None, canaries=0, **changes):
         download=dense(),
         server=fedavg.server(server or optax.sgd(1.0)),
         plan=plan,
-        noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)),
+        noise=noise_for(plan),
         canaries=canaries,
     )
 
@@ -222,7 +223,7 @@ def test_an_adaptive_clip_tells_the_noisy_share_and_not_the_count():
 def test_who_came_and_the_memory_of_the_noise_are_in_the_state():
     plan = plan_of("tree")
     chosen = dataclasses.replace(algorithm(), sampling=plan.sampling, plan=plan)
-    chosen = dataclasses.replace(chosen, noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)))
+    chosen = dataclasses.replace(chosen, noise=noise_for(plan))
     state = init_node(chosen, WIDE, SECRET)
     choose, total, met = CohortSampler(chosen, 0, state), sum_of(WIDE), []
     for r in range(4):

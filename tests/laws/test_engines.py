@@ -21,7 +21,7 @@ from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, client_optimizer
 from fedlm.models import catalog
-from fedlm.privacy.noise import for_plan
+from fedlm.privacy.catalog import noise_for
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.wire.dense import dense
 
@@ -52,9 +52,8 @@ def private(**changes):
     drawn = Sampling(law="poisson", population=len(SIZES), cohort=len(SIZES))
     settings = {"rounds": 4, "clip_norm": 0.03, "noise_multiplier": 0.5, "delta": 1e-5}
     plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
-    unit = dataclasses.replace(plan, clip_norm=1.0)
     return dataclasses.replace(
-        algorithm(weight="uniform"), sampling=drawn, plan=plan, noise=for_plan(unit)
+        algorithm(weight="uniform"), sampling=drawn, plan=plan, noise=noise_for(plan)
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedlm.core.errors import require
+from fedlm.core.errors import either, require
 from fedlm.methods import fedavg, feddyn, mimelite, scaffold
 from fedlm.methods.method import Method
 
@@ -61,7 +61,7 @@ def check(name: str, related: RelatedSettings) -> None:
 
 def names(has: Callable[[Method], bool]) -> str:
     """List the methods that have a property, for an error: `'fedavg' or 'mimelite'`."""
-    return " or ".join(repr(name) for name, method in METHODS.items() if has(method))
+    return either(repr(name) for name, method in METHODS.items() if has(method))
 
 
 def _check_proximal(name: str, method: Method, proximal: float) -> None:

@@ -8,8 +8,6 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`bui
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax.random as jr
 import optax
 
@@ -32,7 +30,7 @@ from fedlm.methods.optimizers import (
 )
 from fedlm.models import catalog
 from fedlm.models.partial import drawn_subset, low_rank, own_subset
-from fedlm.privacy.noise import for_plan
+from fedlm.privacy.catalog import noise_for
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
@@ -57,7 +55,7 @@ def algorithm_of(
         download=named("wire.download", recipe.wire.download),
         server=server,
         plan=plan,
-        noise=SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0)),
+        noise=SILENT if plan is None else noise_for(plan),
         canaries=recipe.privacy.canaries,
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
