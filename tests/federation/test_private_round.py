@@ -14,7 +14,6 @@ from fedlm.core.types import BatchSpec, Loss, Sampling, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.member import add_member, empty_total
-from fedlm.federation.optimizers import SERVER, server_optimizer
 from fedlm.federation.round import (
     CohortSampler,
     _noise_key,
@@ -26,9 +25,10 @@ from fedlm.federation.round import (
     with_text,
 )
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fedlm.privacy.clip import clip
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 from tests.privacy.plans import plan as plan_of
 
@@ -51,7 +51,7 @@ def algorithm(weight="uniform", server=None, canaries=0, **changes):
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=plain(server or optax.sgd(1.0)),
+        server=fedavg.server(server or optax.sgd(1.0)),
         canaries=canaries,
     )
 
@@ -94,7 +94,7 @@ def test_the_denominator_is_fixed_however_many_came():
         assert float(after.params["w"]) == pytest.approx(members * 0.25 / 4)
 
 
-@pytest.mark.parametrize("name", sorted(SERVER))
+@pytest.mark.parametrize("name", sorted(SERVER_OPTIMIZERS))
 def test_noise_enters_before_any_server_optimiser(name):
     """Every rule ends where it ends when it is fed, without a plan, the mean with its noise."""
     outer = server_optimizer(name, 0.3, momentum=0.9, beta2=0.99, epsilon=1e-3)

@@ -19,6 +19,7 @@ from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Rows, Sampling
 from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
+from fedlm.methods.catalog import METHODS, names
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
 from fedlm.recipe.assemble import algorithm_of
@@ -91,11 +92,11 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 def check_deployable(recipe: Recipe) -> None:
     """Refuses what works only where all members are in one place."""
     require(
-        recipe.client.method in ("fedavg", "mimelite") and not recipe.wire.error_feedback,
+        METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
         "client.method",
         recipe.client.method,
-        "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
-        "between their turns is not kept at nodes",
+        f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
+        "what members remember between their turns is not kept at nodes",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:

@@ -19,8 +19,9 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core.keys import key_for
 from fedlm.core.types import ClientMethod, Codec, Sampling, ServerMethod, Update
-from fedlm.privacy.noise import Noise, noise_for, silent
-from fedlm.privacy.plan import PrivacyPlan, check
+from fedlm.privacy.catalog import check, noise_for
+from fedlm.privacy.noise import Noise, silent
+from fedlm.privacy.plan import PrivacyPlan
 
 
 @dataclass(frozen=True, kw_only=True)

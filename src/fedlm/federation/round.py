@@ -4,7 +4,7 @@ In:       an `Algorithm`, a `NodeState`, a seed.
 Out:      members; what they are sent; the next `NodeState`.
 Promise:  the same functions in every engine; what survives a round is in `NodeState`.
 Not here: loops over rounds (`run.py`), a member's half (`member.py`), named choices
-          (`algorithms.py`).
+          (`methods`).
 """
 
 from __future__ import annotations

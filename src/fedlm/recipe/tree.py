@@ -25,12 +25,13 @@ from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
 from fedlm.engine.starts import LoopStarts, MeshStarts
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.optimizers import schedule, server_optimizer
 from fedlm.federation.topology import Topology, feed
 from fedlm.federation.tree import TreeConfig
 from fedlm.federation.tree_evaluation import TreeEvaluation
 from fedlm.federation.tree_rounds import TreeRound
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import schedule, server_optimizer
 from fedlm.models import catalog
 from fedlm.models.split import key_layers
 from fedlm.privacy import account, release
@@ -41,7 +42,6 @@ from fedlm.recipe.federation import Federation, topology_of
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 # An epsilon beyond this bounds a likelihood ratio by more than twenty thousand: nothing.
@@ -230,7 +230,7 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
     def said(name: str) -> Any:
         return place.setting(name, settings.at_depth(name, depth))
 
-    return plain(
+    return fedavg.server(
         server_optimizer(
             said("optimizer"),
             said("learning_rate"),
