@@ -25,6 +25,7 @@ from flwr.app import Message
 
 from benchmarks.fedavg import fedavg
 from benchmarks.memory import Growth
+from fedlm.core.types import Start
 from fedlm.deploy import workspace
 from fedlm.deploy.node import serve
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
@@ -32,7 +33,7 @@ from fedlm.deploy.superlink_client import running
 from fedlm.deploy.supernode import Fleet
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
 from fedlm.engine.messages import SUMS, TrainReply, read_request, tell
-from fedlm.engine.remote import FlowerEngine
+from fedlm.engine.remote import RemoteEngine
 from fedlm.wire.dense import dense
 
 
@@ -46,10 +47,10 @@ def idle(message: Message) -> Message:
     return Message(tell(answer), reply_to=message)
 
 
-def engine_of(post: Transport, names: list[str]) -> FlowerEngine:
+def engine_of(post: Transport, names: list[str]) -> RemoteEngine:
     """The engine of a run over the network, with a client a node."""
     seats = [Assignment(name, place, 1) for place, name in enumerate(names)]
-    return FlowerEngine(
+    return RemoteEngine(
         fedavg(len(names)), post, seats, recipe="", seed=0, exact=dense(), patience=Quorum()
     )
 
@@ -69,13 +70,15 @@ def another(sent: jax.Array) -> jax.Array:
     return sent + 1.0
 
 
-def rounds(engine: FlowerEngine, sent: jax.Array, count: int) -> list[float]:
+def rounds(engine: RemoteEngine, sent: jax.Array, count: int) -> list[float]:
     """Seconds of each round; the sum must be what it is."""
     members = np.arange(len(engine.seats))
     seconds = []
     for number in range(count):
         began = time.perf_counter()
-        total = jax.block_until_ready(engine.gather(sent, engine.prepare(number, members)))
+        total = jax.block_until_ready(
+            engine.total(Start(sent), engine.prepare(number, members)).total
+        )
         seconds.append(time.perf_counter() - began)
         if not np.allclose(total.delta[:1000], len(members) * sent[:1000], rtol=1e-5):
             raise SystemExit("the sum is another one.")

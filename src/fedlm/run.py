@@ -22,15 +22,14 @@ import numpy as np
 
 from fedlm.cohort.prefetch import prefetch
 from fedlm.core.errors import DivergenceError
-from fedlm.core.types import Engine, Members, Params, Prepared, Total
+from fedlm.core.types import Cohort, Engine, Gathered, Members, Params
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import (
     CohortSampler,
     NodeState,
-    client_state_of,
-    outgoing,
     released,
     server_half,
+    start_of_round,
     with_text,
 )
 
@@ -82,7 +81,7 @@ def run(
     rounds = range(int(state.round), cadence.rounds)
     choose = CohortSampler(algorithm, seed, state)
 
-    def ready(r: int) -> tuple[Members, Prepared]:
+    def ready(r: int) -> tuple[Members, Cohort]:
         members = choose(r)
         return members, engine.prepare(r, with_text(algorithm, members))
 
@@ -91,10 +90,9 @@ def run(
     def turn(r: int, state: NodeState) -> tuple[NodeState, Facts, Facts]:
         members, cohort = next(cohorts)
         began = time.perf_counter()
-        sent, client_state = outgoing(algorithm, state), client_state_of(state, cohort.members)
-        total = engine.gather(sent, cohort, float(state.clip_norm), client_state)
-        after = server_half(algorithm, state, total, members)
-        facts = _facts(r, total, engine, time.perf_counter() - began)
+        gathered = engine.total(start_of_round(algorithm, state, cohort.members), cohort)
+        after = server_half(algorithm, state, gathered.total, members)
+        facts = _facts(r, gathered, time.perf_counter() - began)
         return after, facts, released(algorithm, facts, state, after)
 
     with contextlib.closing(cohorts):
@@ -123,11 +121,11 @@ def loop(turn: Turn, state: Any, *, cadence: Cadence, hooks: Hooks, vocabulary: 
     return state
 
 
-def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
-    """What happened in a round; reading the sums waits for the device."""
+def _facts(round: int, gathered: Gathered, seconds: float) -> Facts:
+    """Return what happened in a round; reading the sums waits for the device."""
     began = time.perf_counter()
     read = {
-        name: float(np.asarray(getattr(total, name)))
+        name: float(np.asarray(getattr(gathered.total, name)))
         for name in ("members", "refused", "steps", "tokens", "unclipped", "nats")
     }
     nats = read.pop("nats")
@@ -135,8 +133,8 @@ def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
         "round": round,
         **{name: int(value) for name, value in read.items()},
         "loss": nats / read["tokens"] if read["tokens"] else math.inf if read["refused"] else 0.0,
-        "upload_bytes": engine.upload_bytes,
-        "download_bytes": engine.download_bytes,
+        "upload_bytes": gathered.upload_bytes,
+        "download_bytes": gathered.download_bytes,
         "seconds": seconds + time.perf_counter() - began,
     }
 

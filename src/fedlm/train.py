@@ -222,13 +222,15 @@ def _rounds(
 ) -> NodeState:
     recipe, first = experiment.recipe, int(state.round)
     entries = report.facts_of(directory.path)
-    if entries.rounds:
-        experiment.engine.upload_bytes = entries.rounds[-1]["upload_bytes"]
-        experiment.engine.download_bytes = entries.rounds[-1]["download_bytes"]
+    last = entries.rounds[-1] if entries.rounds else {}
+    moved = {way: last.get(way, 0) for way in ("upload_bytes", "download_bytes")}
     journal = Journal(directory.journal)
     board = Board(directory.tensorboard, first) if recipe.run.tensorboard else None
 
     def record(facts: Facts) -> None:
+        # A round tells its own bytes; the journal's are those of all rounds so far.
+        moved.update({way: so_far + facts[way] for way, so_far in moved.items()})
+        facts = {**facts, **moved}
         if experiment.plan is not None and "perplexity" in facts:
             facts["epsilon"] = account.spent(experiment.plan, facts["round"] + 1).epsilon
         journal.append("round", **facts)

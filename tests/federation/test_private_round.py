@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from fedlm.core import tree
-from fedlm.core.types import BatchSpec, Loss, Sampling, Update
+from fedlm.core.types import BatchSpec, Loss, Sampling, Start, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.member import add_member, empty_total
@@ -83,7 +83,8 @@ def test_a_member_with_much_text_moves_the_mean_by_no_more_than_clip_over_cohort
     ends = []
     for members in (np.arange(3), np.arange(1, 3)):
         state = init_node(chosen, {"w": jnp.float32(0.0)}, SECRET)
-        total = engine.gather(state.params, engine.prepare(0, members), float(state.clip_norm))
+        start = Start(state.params, float(state.clip_norm))
+        total = engine.total(start, engine.prepare(0, members)).total
         assert float(total.weight) == len(members)
         ends.append(float(server_half(chosen, state, total, members).params["w"]))
     moved = abs(ends[0] - ends[1])
@@ -204,7 +205,7 @@ def test_a_private_round_tells_no_sum_without_noise():
     assert not {"refused", "steps", "tokens", "loss", "unclipped"} & told.keys()
     # How many were expected, not how many came; so too for bytes.
     assert told["members"] == 4
-    assert told["upload_bytes"] == 3 * 4 * dense().encoded_bytes(WIDE)
+    assert told["upload_bytes"] == 4 * dense().encoded_bytes(WIDE)
     assert told["clip"] == CLIP and told["noise_to_signal"] > 0
     revealed = algorithm(noise_multiplier=1.0, reveal=True)
     assert released(revealed, dict(FACTS), state, state).items() >= FACTS.items()

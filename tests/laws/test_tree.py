@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedlm.core.types import Start
 from fedlm.recipe.build import Experiment, build
 from fedlm.recipe.settings import dump, load
 from fedlm.record.directory import RunDirectory
@@ -155,7 +156,8 @@ def test_a_tree_of_leaves_with_no_key_layers_is_federated_averaging(experiment):
     state, told = rounds(made, 1)
     params, engine = made.init_params(), made.engine
     members = np.asarray([made.rules.clients + n for n in made.topology.with_text])
-    changes = [u.delta for _, u in engine.collect(params, engine.prepare(0, members))]
+    arrived = engine.updates(Start(params), engine.prepare(0, members))
+    changes = [update.delta for _, update, *_ in arrived]
     wanted = jax.tree.map(lambda p, *d: p + np.mean(d, axis=0), params, *changes)
     close(state.nodes[0].params, wanted, 1e-6)
     assert told[0]["members"] == len(members) == 4

@@ -23,14 +23,13 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedlm.cohort.packing import count_batches
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Total, Update
+from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.local import Local, LocalPlace, check_deployable
 from fedlm.deploy.policy import Policy
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest, read_request, tell
 from fedlm.engine.payload_size import kept_leaves
-from fedlm.federation.tree import StartsEngine
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
 
@@ -140,10 +139,11 @@ def _answer_members(experiment: Local, question: TrainRequest) -> TrainReply:
         raise WireError("the question is one to a place of a tree: the recipe has no tree.")
     engine, algorithm = experiment.engine, experiment.algorithm
     sent = algorithm.download.decode(question.frames[0], experiment.sent_like)
+    start = Start(sent, question.clip_norm)
     cohort = engine.prepare(question.round, np.asarray(question.members))
     if question.each:
-        return _each(experiment, question, engine.collect(sent, cohort, question.clip_norm))
-    total = engine.gather(sent, cohort, question.clip_norm)
+        return _each(experiment, question, engine.updates(start, cohort))
+    total = engine.total(start, cohort).total
     frame = dense().encode(total.delta, key_for(0, "upload"))
     return TrainReply(
         round=question.round, members=question.members, frames=(frame,), sums=(_sums(total),)
@@ -156,18 +156,17 @@ def _answer_place(experiment: LocalPlace, question: TrainRequest) -> TrainReply:
         raise WireError("this node is one place of a tree: it was asked for another number.")
     codec: Codec = experiment.algorithm.download
     start = codec.decode(question.frames[0], experiment.sent_like)
-    engine: StartsEngine = experiment.engine  # type: ignore[assignment]
-    number = np.asarray(question.numbers)
-    found = engine.collect_from(lambda member: (start, None), question.round, number)
-    return _each(experiment, question, ((question.members[0], update) for _, update in found))
+    cohort = Cohort(question.round, np.asarray(question.numbers))
+    found = experiment.engine.updates([Start(start)], cohort)
+    return _each(experiment, question, (a._replace(member=question.members[0]) for a in found))
 
 
 def _each(
-    experiment: Local | LocalPlace, question: TrainRequest, updates: Iterable[tuple[int, Update]]
+    experiment: Local | LocalPlace, question: TrainRequest, updates: Iterable[Arrived]
 ) -> TrainReply:
     """A frame for each member's update, in the order of the members."""
     frames, sums = {}, {}
-    for member, update in updates:
+    for member, update, *_ in updates:
         address = {"round": question.round, "member": member}
         key = key_for(experiment.recipe.run.seed, "upload", **address)
         keep = kept_leaves(update.mask)

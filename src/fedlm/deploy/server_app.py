@@ -24,7 +24,7 @@ from fedlm.deploy.superlink_client import running
 from fedlm.deploy.tree_app import DeployedTree
 from fedlm.deploy.workspace import Home
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.remote import FlowerEngine
+from fedlm.engine.remote import RemoteEngine
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.build import Experiment, open_store, resolve
 from fedlm.recipe.settings import Recipe, dump
@@ -52,7 +52,7 @@ class Deployed(Experiment):
     @cached_property
     def engine(self) -> Engine:
         noise = None if self.plan is None else self.plan.noise_multiplier
-        return FlowerEngine(
+        return RemoteEngine(
             self.algorithm,
             self.post,
             self.seats,

@@ -4,7 +4,7 @@ In:       a recipe with a `[federation]` table, the seats of a run.
 Out:      what `TreeExperiment` is, with nodes in the places that hold text.
 Promise:  the root computes the tree as a simulation does, with the same numbers; each place that
           holds text is trained at exactly one node, wherever relays put it.
-Not here: asking (`engine/places.py`), what a node does (`client_app.py`).
+Not here: asking (`engine/remote.py`), what a node does (`client_app.py`).
 
 Over a network the groups of a node are its name, and before it those of the relays through which it
 is reached: `groups = ["oslo"]` names the node oslo, and `levels` grows the tree that relays make.
@@ -22,7 +22,7 @@ from fedlm.core.types import Engine
 from fedlm.deploy.local import redacted
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.messages import MOST_MEMBERS
-from fedlm.engine.places import FlowerStarts, Leaf, leaves_of
+from fedlm.engine.remote import Leaf, RemoteEngine, leaves_of
 from fedlm.federation.topology import EVERYBODY, Topology
 from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.federation import topology_of
@@ -95,7 +95,7 @@ class DeployedTree(TreeExperiment):
 
     @cached_property
     def engine(self) -> Engine:
-        return FlowerStarts(
+        return RemoteEngine(
             self.algorithm,
             self.post,
             self.seats,

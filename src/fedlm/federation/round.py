@@ -27,6 +27,7 @@ from fedlm.core.types import (
     Members,
     OptState,
     Params,
+    Start,
     Total,
     Update,
 )
@@ -99,6 +100,12 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
 def client_state_of(state: NodeState, members: Members) -> Any:
     """What the members of a round remember, in their order."""
     return tree.take(jax.tree.map(np.asarray, state.client_state), np.asarray(members))
+
+
+def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> Start:
+    """Return what all members of a round begin from."""
+    sent, client_state = outgoing(algorithm, state), client_state_of(state, members)
+    return Start(sent, float(state.clip_norm), client_state)
 
 
 def private_seed(state: NodeState) -> int:
@@ -254,11 +261,11 @@ def released(
     if not plan.reveal:
         facts = {k: v for k, v in facts.items() if k not in UNRELEASED}
         # How many came is a sum over members too: what is told is how many were expected.
-        facts["members"] = plan.sampling.cohort
-        turns, sent = plan.sampling.cohort * (facts["round"] + 1), outgoing(algorithm, before)
-        one = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)
-        facts["upload_bytes"] = turns * one
-        facts["download_bytes"] = turns * algorithm.download.encoded_bytes(sent)
+        expected, sent = plan.sampling.cohort, outgoing(algorithm, before)
+        update = update_like(algorithm, sent).delta
+        facts["members"] = expected
+        facts["upload_bytes"] = expected * algorithm.upload.encoded_bytes(update)
+        facts["download_bytes"] = expected * algorithm.download.encoded_bytes(sent)
     facts["clip"] = float(before.clip_norm)
     if plan.clip_quantile:
         facts["unclipped"] = float(after.unclipped)

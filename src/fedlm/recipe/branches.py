@@ -20,8 +20,7 @@ import numpy as np
 
 from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.core.types import Engine, Params, Sampling, ServerMethod
-from fedlm.engine.starts import LoopStarts, MeshStarts
+from fedlm.core.types import Params, Sampling, ServerMethod
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.ascent import turn
 from fedlm.federation.optimizers import schedule, server_optimizer
@@ -215,15 +214,15 @@ class TreeExperiment(Census):
     def turn(self, round: int, state: TreeState) -> tuple[TreeState, Facts, Facts]:
         """One round: the state after it, what happened, and what may be told."""
         began = time.perf_counter()
-        state, facts = turn(self.rules, self.engine, state)  # type: ignore[arg-type]
+        state, facts = turn(self.rules, self.engine, state)
         sums = facts.pop("sums")
         nats, tokens = sums.pop("nats"), sums["tokens"]
         facts = {
             "round": round,
             **{name: int(value) for name, value in sums.items()},
             "loss": nats / tokens if tokens else math.inf if sums["refused"] else 0.0,
-            "upload_bytes": self.engine.upload_bytes,
-            "download_bytes": self.engine.download_bytes,
+            "upload_bytes": facts["upload_bytes"],
+            "download_bytes": facts["download_bytes"],
             "seconds": time.perf_counter() - began,
             **facts,
         }
@@ -245,14 +244,10 @@ class TreeExperiment(Census):
         edges = [(n["up_bytes"], n["down_bytes"]) for n in facts["nodes"].values()]
         for place, way in enumerate(("upload", "download")):
             codec = getattr(self.algorithm, way)
-            each = turns * codec.encoded_bytes(shapes) + sum(e[place] for e in edges)
-            told[f"{way}_bytes"] = each * (facts["round"] + 1)
+            told[f"{way}_bytes"] = turns * codec.encoded_bytes(shapes) + sum(
+                e[place] for e in edges
+            )
         return told
-
-    @cached_property
-    def engine(self) -> Engine:
-        kind = {"mesh": MeshStarts, "loop": LoopStarts}[self.recipe.run.engine]
-        return kind(self.algorithm, self._rows_of, self.shape, self.recipe.run.seed)
 
     def _rows_of(self, member: int) -> np.ndarray:
         """A client's rows; beyond the clients, those of a node with all its text."""
