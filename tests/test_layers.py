@@ -86,7 +86,7 @@ def test_a_room_imports_only_what_it_may(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_files_and_functions_stay_small(path):
     text = path.read_text(encoding="utf8")
-    assert text.count("\n") <= 400
+    assert text.count("\n") <= 500
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body

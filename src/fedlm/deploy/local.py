@@ -79,7 +79,7 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
     rows_of = parts.pooled_rows(rows)
     return NodeWork(
         algorithm=algorithm,
-        engine=tree_parts.engine_of(recipe, algorithm, rows_of),
+        engine=parts.engine_of(recipe, algorithm, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=spec.shapes(),

@@ -29,12 +29,14 @@ from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import (
+    Cohort,
     Engine,
+    Gathered,
     History,
     Members,
     OptState,
     Params,
-    Prepared,
+    Start,
     Total,
     Update,
 )
@@ -107,6 +109,12 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
 def client_state_of(state: NodeState, members: Members) -> Any:
     """What the members of a round remember, in their order."""
     return tree.take(jax.tree.map(np.asarray, state.client_state), np.asarray(members))
+
+
+def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> Start:
+    """Return what all members of a round begin from."""
+    sent, client_state = outgoing(algorithm, state), client_state_of(state, members)
+    return Start(sent, float(state.clip_norm), client_state)
 
 
 def private_seed(state: NodeState) -> int:
@@ -307,21 +315,16 @@ class FlatRound:
         algorithm, engine = self.algorithm, self.engine
         choose = CohortSampler(algorithm, self.seed, state)
 
-        def ready(round: int) -> tuple[Members, Prepared]:
+        def ready(round: int) -> tuple[Members, Cohort]:
             members = choose(round)
             return members, engine.prepare(round, with_text(algorithm, members))
 
         with contextlib.closing(prefetch(ready, rounds)) as cohorts:
             for round, (members, cohort) in zip(rounds, cohorts, strict=True):
                 began = time.perf_counter()
-                sent = outgoing(algorithm, state)
-                remembered = client_state_of(state, cohort.members)
-                up, down = engine.upload_bytes, engine.download_bytes
-                total = engine.gather(sent, cohort, float(state.clip_norm), remembered)
-                after = server_half(algorithm, state, total, members)
-                metrics = metrics_of(
-                    round, total, engine.upload_bytes - up, engine.download_bytes - down, began
-                )
+                gathered = engine.total(start_of_round(algorithm, state, cohort.members), cohort)
+                after = server_half(algorithm, state, gathered.total, members)
+                metrics = metrics_of(round, gathered, began)
                 yield Played(after, metrics, told(algorithm, metrics, state, after))
                 state = after
 
@@ -338,17 +341,17 @@ class FlatRound:
         return {}
 
 
-def metrics_of(round: int, total: Total, up: int, down: int, began: float) -> Metrics:
+def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
     """What happened in a round; reading the sums waits for the device."""
     names = ("members", "refused", "steps", "tokens", "unclipped", "nats")
-    read = {name: float(np.asarray(getattr(total, name))) for name in names}
+    read = {name: float(np.asarray(getattr(gathered.total, name))) for name in names}
     nats = read.pop("nats")
     return {
         "round": round,
         **{name: int(value) for name, value in read.items()},
         "loss": mean_loss(nats, read["tokens"], read["refused"]),
-        "upload_bytes": up,
-        "download_bytes": down,
+        "upload_bytes": gathered.upload_bytes,
+        "download_bytes": gathered.download_bytes,
         "seconds": time.perf_counter() - began,
     }
 
