@@ -11,7 +11,7 @@ from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, figures, perplexity_of, total
 
-ROWS = np.array([[1, 5, 6, EOS, PAD], [1, OOV, 5, 5, EOS], [1, 6, EOS, PAD, PAD]], dtype=np.uint16)
+ROWS = np.array([[1, 5, 6, EOS, PAD], [1, OOV, 5, 5, EOS], [1, 6, EOS, PAD, PAD]], dtype=np.int16)
 
 
 def score(params, rows):

@@ -16,8 +16,10 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-# Token numbers that every tokenizer keeps; PAD is zero so that padding is zero-filled memory.
-PAD, BOS, EOS, OOV = 0, 1, 2, 3
+# A place of a row that holds no token. It is no number of any vocabulary, so that every entry of a
+# vocabulary can be a target; an array looked up at it gives its last entry, which nothing may use.
+PAD = -1
+BOS, EOS, OOV = 1, 2, 3
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<oov>")
 
 Params = Any

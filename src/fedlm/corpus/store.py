@@ -5,7 +5,7 @@ Out:      a folder with `clients.arrow`, `tokenizer.json` and `store.json`.
 Promise:  the same text and settings give the same bytes; opening costs the same for ten
           clients and for a million; reading a client costs its own size; a store is either
           whole or not there.
-Not here: rows and batches (`cohort/packing.py`).
+Not here: rows (`rows.py`), batches (`cohort/packing.py`).
 
 Columns of `clients.arrow`: client, groups, train (tokens to learn from), held (tokens kept
 back: the tail of a training client, everything of a test client), test, held_bytes.

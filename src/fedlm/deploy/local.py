@@ -59,7 +59,7 @@ class Local(Experiment):
     def _rows_of(self, member: int) -> np.ndarray:
         if self.whole:
             return self._all_rows
-        return self._cut(self.store.train(int(self.training[member - self.first])))
+        return self.rows.train(member - self.first)
 
 
 @dataclass(frozen=True)

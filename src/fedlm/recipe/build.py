@@ -18,12 +18,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedlm.cohort.packing import cut
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import BatchSpec, Engine, Params, Sampling
 from fedlm.corpus import sources
 from fedlm.corpus.concat import JoinedStore
+from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import Progress, Store, StoreSettings, write
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
@@ -251,14 +251,16 @@ class Experiment:
     def _rows_of(self, member: int) -> np.ndarray:
         if self.pooled:
             return self._all_rows
-        return self._cut(self.store.train(int(self.training[member])))
+        return self.rows.train(member)
 
     @cached_property
     def _all_rows(self) -> np.ndarray:
-        return np.concatenate([self._cut(self.store.train(int(n))) for n in self.training])
+        return np.concatenate([self.rows.train(m) for m in range(len(self.training))])
 
-    def _cut(self, tokens: np.ndarray, context: int = 1) -> np.ndarray:
-        return cut(tokens, self.recipe.data.sequence_length, self.recipe.data.layout, context)
+    @cached_property
+    def rows(self) -> ClientRows:
+        data = self.recipe.data
+        return ClientRows(self.store, self.training, data.sequence_length, data.layout)
 
     # ---- evaluation --------------------------------------------------------------------
 
@@ -274,11 +276,11 @@ class Experiment:
         """All rows of a split, and the client number of each."""
         parts, owners = [], []
         for number in self.owners(split):
-            rows = self._cut(self.store.held(int(number)), context)
+            rows = self.rows.held(int(number), context)
             parts.append(rows)
             owners.append(np.full(len(rows), number))
         if not parts:
-            return np.zeros((0, self.recipe.data.sequence_length + context), np.uint16), np.zeros(
+            return np.zeros((0, self.recipe.data.sequence_length + context), np.int16), np.zeros(
                 0, int
             )
         return np.concatenate(parts), np.concatenate(owners)
@@ -352,7 +354,7 @@ class Experiment:
         """What counting on the same training tokens reaches on the same targets."""
         if self.store.manifest["train_tokens"] > MOST_COUNTED_TOKENS:
             return {}
-        learned = (self._cut(self.store.train(int(n)), 2) for n in self.training)
+        learned = (self.rows.train(m, 2) for m in range(len(self.training)))
         counts = NGrams(learned, self.store.vocabulary)
         return {split: counts.perplexities(self.held_rows(split, 2)[0]) for split in splits}
 

@@ -64,8 +64,8 @@ class Census(Experiment):
             held = feed(self.topology.places, groups)
             found[split] = {}
             for node in self.topology.with_text:
-                parts = [self._cut(self.store.held(int(owners[c]))) for c in held[node]]
-                rows = np.concatenate(parts) if parts else np.zeros((0, 1), np.uint16)
+                parts = [self.rows.held(int(owners[c])) for c in held[node]]
+                rows = np.concatenate(parts) if parts else np.zeros((0, 1), np.int16)
                 if most and len(rows) > most:
                     rng = generator_for(0, "evaluate", member=node)
                     rows = rows[np.sort(rng.choice(len(rows), most, replace=False))]
