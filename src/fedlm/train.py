@@ -23,6 +23,7 @@ import jax
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.types import Params
+from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import NodeState, init_node
 from fedlm.inference import predict
@@ -39,6 +40,7 @@ from fedlm.run import Cadence, Facts, Hooks, loop, run
 
 Summary = dict[str, Any]
 VERSIONS = ("fedlm", "jax", "equinox", "optax", "tokenizers", "numpy")
+STORE = ("clients_sha256", "tokenizer_sha256", "special_tokens")  # decide what a run learns from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ def _compare(experiment: Experiment) -> None:
     ):
         recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
     manifest = experiment.store.manifest
-    recipe["store"] = {f: manifest[f] for f in ("clients_sha256", "tokenizer_sha256")}
+    recipe["store"] = {f: manifest[f] for f in STORE}
     recipe["version"] = {name: _version(name) for name in VERSIONS}
     there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
     if there != recipe:
@@ -143,6 +145,8 @@ def _state(
         directory.journal.unlink(missing_ok=True)
         tokenizer = (experiment.store.path / "tokenizer.json").read_bytes()
         checkpoint.write_atomically(directory.tokenizer, tokenizer)
+        named = special_tokens_map(experiment.store.tokenizer)
+        checkpoint.write_atomically(directory.special_tokens, named)
         journal.append("header", **_header(experiment, directory, fresh))
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
@@ -169,7 +173,7 @@ def check_same(experiment: Experiment, directory: RunDirectory) -> None:
             "on with the versions that its journal names."
         )
     store = experiment.store.manifest
-    if any(header["store"][f] != store[f] for f in ("clients_sha256", "tokenizer_sha256")):
+    if any(header["store"].get(f, store[f]) != store[f] for f in STORE):
         raise RecordError(
             f"{directory.path} was begun on another text than {experiment.store.path} holds now: "
             "undo the change, or begin another run."

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlm.cohort.packing import batch_up, spread
-from fedlm.core.types import BOS, PAD, BatchSpec
+from fedlm.core.types import PAD, BatchSpec
 
 shapes = st.builds(
     BatchSpec,
@@ -17,7 +17,7 @@ shapes = st.builds(
 
 def numbered_rows(count):
     """Rows that say who they are, in their first target."""
-    rows = np.full((count, 4), BOS, np.int16)
+    rows = np.full((count, 4), 1, np.int16)
     rows[:, 1:] = np.arange(4, count + 4)[:, None]
     return rows
 

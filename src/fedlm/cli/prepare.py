@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tokenizers import Tokenizer
 
 from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
 from fedlm.corpus.store import Store, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
+from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.recipe.build import store_settings
 from fedlm.recipe.settings import parse
 
@@ -79,7 +79,7 @@ def prepare(
     note(f"Train on it with data.store = {str(out)!r}.")
 
 
-def _tokenizer_of(like: Path, asked: dict[str, Any]) -> Tokenizer:
+def _tokenizer_of(like: Path, asked: dict[str, Any]) -> TextTokenizer:
     """The tokenizer of a store; what was asked for beside it gives way to its settings."""
     store = Store(like)
     for name in ("tokenizer", "vocabulary", "lowercase"):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Integer
 
-from fedlm.core.types import BOS, EOS, PAD
+from fedlm.core.types import PAD, SpecialTokens
 from fedlm.corpus.store import Store
 
 Layout = Literal["lines", "windows"]
@@ -35,6 +35,8 @@ def cut(
     tokens: Integer[np.ndarray, " n"],
     length: int,
     layout: Layout,
+    special: SpecialTokens,
+    *,
     context: int = 1,
     dtype: Any = np.int32,
 ) -> TokenRows:
@@ -43,9 +45,10 @@ def cut(
     `lines`: one row per line, which begins with BOS and is cut off at `length`. `windows`: the text
     as one stream, every token the target of exactly one row, with the tokens before it as context.
 
-    >>> cut(np.array([5, 6, EOS, 7, EOS]), 3, "lines").tolist()
+    >>> special = SpecialTokens(bos=1, eos=2, oov=None, reserved=(1, 2))
+    >>> cut(np.array([5, 6, 2, 7, 2]), 3, "lines", special).tolist()
     [[1, 5, 6, 2], [1, 7, 2, -1]]
-    >>> cut(np.array([5, 6, EOS, 7, EOS]), 3, "windows").tolist()
+    >>> cut(np.array([5, 6, 2, 7, 2]), 3, "windows", special).tolist()
     [[1, 5, 6, 2], [2, 7, 2, -1]]
     """
     if len(tokens) == 0:
@@ -53,16 +56,16 @@ def cut(
     if layout == "windows":
         count = -(-len(tokens) // length)
         stream = np.full(count * length + context, PAD, dtype)
-        stream[:context] = BOS
+        stream[:context] = special.bos
         stream[context : context + len(tokens)] = tokens
         return np.lib.stride_tricks.sliding_window_view(stream, context + length)[::length]
-    ends = np.flatnonzero(tokens == EOS) + 1
+    ends = np.flatnonzero(tokens == special.eos) + 1
     if len(ends) == 0 or ends[-1] != len(tokens):
         ends = np.append(ends, len(tokens))
     starts = np.concatenate([[0], ends[:-1]])
     sizes = np.minimum(ends - starts, length)
     rows = np.full((len(starts), context + length), PAD, dtype)
-    rows[:, :context] = BOS
+    rows[:, :context] = special.bos
     column = np.arange(length)
     real = column < sizes[:, None]
     rows[:, context:][real] = tokens[(starts[:, None] + column)[real]]
@@ -87,5 +90,6 @@ class ClientRows:
         return self._cut(self.store.held(client), context)
 
     def _cut(self, tokens: Integer[np.ndarray, " n"], context: int) -> TokenRows:
+        length, special = self.sequence_length, self.store.special
         dtype = row_dtype(self.store.vocabulary)
-        return cut(tokens, self.sequence_length, self.layout, context, dtype)
+        return cut(tokens, length, self.layout, special, context=context, dtype=dtype)

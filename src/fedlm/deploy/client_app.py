@@ -81,7 +81,7 @@ class Worker:
             "name": self.name,
             "version": version("fedlm"),
             "clients": self.clients,
-            "tokenizer": self.store.manifest["tokenizer_sha256"],
+            "tokenizer": self.store.tokens_sha256,
             "text": self.text,
         }
 

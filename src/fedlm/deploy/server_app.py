@@ -81,7 +81,7 @@ def train(
         goes_on = directory.claim(dump(base.recipe), resume=resume)
         seats = registration.kept(directory.path / SEATS) if goes_on else None
         if seats is None:
-            tokens = base.store.manifest["tokenizer_sha256"]
+            tokens = base.store.tokens_sha256
             check = registration.same_tokenizer(tokens, f"the server's store {base.store.path}")
             seats = registration.seat_all(post, sorted(home.nodes()), check, watcher.say)
             registration.keep(directory.path / SEATS, seats)

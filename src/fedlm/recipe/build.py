@@ -24,7 +24,7 @@ from fedlm.core.types import BatchSpec, Engine, Params, Sampling
 from fedlm.corpus import sources
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
-from fedlm.corpus.store import Progress, Store, StoreSettings, write
+from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.evaluate.clients import client_figures, group_figures
@@ -97,7 +97,7 @@ def _short_name(source: str) -> str:
 
 def _identity(source: str, settings: StoreSettings) -> str:
     """Names a prepared store by its text and settings, so that a changed text is prepared anew."""
-    digest = hashlib.sha256(repr((source, settings)).encode())
+    digest = hashlib.sha256(repr((FORMAT, source, settings)).encode())
     path = Path(source)
     if source not in sources.CORPORA and path.exists():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -266,7 +266,7 @@ class Experiment:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(catalog.score)
+        return Evaluator(catalog.score, self.store.special)
 
     def owners(self, split: str) -> np.ndarray:
         """Clients with held-out text in a split."""
@@ -355,7 +355,7 @@ class Experiment:
         if self.store.manifest["train_tokens"] > MOST_COUNTED_TOKENS:
             return {}
         learned = (self.rows.train(m, 2) for m in range(len(self.training)))
-        counts = NGrams(learned, self.store.vocabulary)
+        counts = NGrams(learned, self.store.vocabulary, self.store.special)
         return {split: counts.perplexities(self.held_rows(split, 2)[0]) for split in splits}
 
 
