@@ -23,6 +23,7 @@ import jax
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.types import Params
+from fedlm.corpus.tokenizer import kind_of
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import NodeState, init_node
@@ -109,6 +110,7 @@ def _compare(experiment: Experiment) -> None:
         ("model", "init_from"),
     ):
         recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
+    recipe["data"]["tokenizer"] = kind_of(recipe["data"]["tokenizer"])
     manifest = experiment.store.manifest
     recipe["store"] = {f: manifest[f] for f in STORE}
     recipe["version"] = {name: _version(name) for name in VERSIONS}

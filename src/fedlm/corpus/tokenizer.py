@@ -11,6 +11,7 @@ Not here: which text (`split.py` decides what is training text); tokenizers made
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from fedlm.corpus.split import LINE_END
 # The first entries of every vocabulary that is fitted here. No text and no row holds <pad>: it
 # stays so that words keep their numbers.
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<oov>")
+KINDS = ("words", "bpe", "bytes")
+FILE = "file"  # what a store says of a tokenizer that was made elsewhere
 OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
 
 # A word with inner apostrophes or hyphens, or one other mark.
@@ -44,6 +47,15 @@ class TextTokenizer:
     def vocabulary(self) -> int:
         """The largest token number and one: numbers may have gaps."""
         return max(self.library.get_vocab().values(), default=-1) + 1
+
+
+def kind_of(setting: str) -> str:
+    """Name the kind of tokenizer that a setting asks for; the path of a file is of the kind `file`.
+
+    >>> kind_of("bpe"), kind_of("gpt2/tokenizer.json")
+    ('bpe', 'file')
+    """
+    return FILE if setting.endswith(".json") else setting
 
 
 def token_dtype(vocabulary: int) -> Any:
@@ -120,6 +132,19 @@ def _bytes(vocabulary: int) -> tuple[Tokenizer, Any]:
 _MAKERS = {"words": _words, "bpe": _bpe, "bytes": _bytes}
 
 
+@contextlib.contextmanager
+def library_errors(what: str, way_out: str) -> Iterator[None]:
+    """Turn what the library raises into one sentence: what is wrong, the reason, the way out."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust code is no Exception, so that nobody catches it by chance.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CorpusError(f"{what} ({reason}). {way_out}") from None
+
+
 def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:
     """Encode a client's text as one array: each line that is not blank, ended by EOS."""
     library, special = tokenizer.library, tokenizer.special
@@ -128,8 +153,10 @@ def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:
     library.encode_special_tokens = True
     barred = frozenset(special.reserved) - {special.oov}
     lines = [line for line in LINE_END.split(text) if line.strip()]
+    with library_errors("the tokenizer cannot encode this text", "Take another tokenizer."):
+        coded_lines = library.encode_batch_fast(lines, add_special_tokens=False)
     parts: list[list[int]] = []
-    for coded in library.encode_batch_fast(lines, add_special_tokens=False):
+    for coded in coded_lines:
         ids = coded.ids
         if not barred.isdisjoint(ids):
             ids = [token for token in ids if token not in barred]

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models
 
 from fedlm.core.errors import CorpusError
 from fedlm.core.types import SpecialTokens
-from fedlm.corpus.tokenizer import TextTokenizer
+from fedlm.corpus.tokenizer import TextTokenizer, library_errors
 
 USUAL = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|im_start|>", "<|endoftext|>"),
@@ -45,7 +45,11 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> TextToke
         raise CorpusError(f"tokenizer {path} is not readable: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise CorpusError(f"tokenizer {path} is not a tokenizer.json: not valid UTF-8.") from None
-    with _panics_told(path), _silent():
+    what = f"tokenizer {path} is not one that the tokenizers library can use"
+    with (
+        library_errors(what, "Save it again with Tokenizer.save, or take another file."),
+        _silent(),
+    ):
         library = _always_the_same(Tokenizer.from_str(text))
         library.decode(library.encode(TRIAL, add_special_tokens=False).ids)
     numbers = library.get_vocab().values()
@@ -77,22 +81,6 @@ def _always_the_same(library: Tokenizer) -> Tokenizer:
     if getattr(library.model, "dropout", None) is not None:
         library.model.dropout = None
     return library
-
-
-@contextlib.contextmanager
-def _panics_told(path: Path) -> Iterator[None]:
-    """Turn whatever the library raises into one sentence."""
-    try:
-        yield
-    except BaseException as error:
-        # A panic of Rust code is no Exception, so that nobody catches it by chance.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise CorpusError(
-            f"tokenizer {path} is not one that the tokenizers library can use ({reason}). Save it "
-            "again with Tokenizer.save, or take another file."
-        ) from None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import numpy as np
 
 from fedlm.core.errors import require
 from fedlm.core.types import Engine, Sampling
+from fedlm.corpus.tokenizer import kind_of
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.models import catalog
@@ -137,7 +138,12 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
         recipe.model_copy(
             update={
                 "data": recipe.data.model_copy(
-                    update={"source": None, "store": None, "stores": ()}
+                    update={
+                        "source": None,
+                        "store": None,
+                        "stores": (),
+                        "tokenizer": kind_of(recipe.data.tokenizer),
+                    }
                 ),
                 "model": recipe.model.model_copy(update={"init_from": None}),
                 "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),

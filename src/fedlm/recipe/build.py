@@ -21,15 +21,16 @@ import numpy as np
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import BatchSpec, Engine, Params, Sampling
-from fedlm.corpus import sources
+from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
+from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
-from fedlm.evaluate.perplexity import Evaluator, figures
+from fedlm.evaluate.perplexity import Evaluator, Sums, figures
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import NodeState, init_node
 from fedlm.models import catalog
@@ -43,12 +44,37 @@ from fedlm.record.checkpoint import from_bytes
 MOST_COUNTED_TOKENS = 50_000_000
 
 
-def store_settings(data: Data) -> StoreSettings:
-    """The part of `[data]` that decides a store's bytes."""
+def given_tokenizer(
+    data: Data, bos: str | None = None, eos: str | None = None
+) -> TextTokenizer | None:
+    """Read the tokenizer file that `[data]` names; None if a tokenizer is to be fitted."""
+    if kind_of(data.tokenizer) != FILE:
+        return None
+    require(
+        data.tokenizer != FILE,
+        "data.tokenizer",
+        data.tokenizer,
+        "'words', 'bpe', 'bytes' or 'PATH/tokenizer.json' for text",
+    )
+    made = tokenizer_file.load(Path(data.tokenizer), bos, eos)
+    for name, value in (("vocabulary", made.vocabulary), ("lowercase", False)):
+        asked = getattr(data, name)
+        require(
+            name not in data.model_fields_set or asked == value,
+            f"data.{name}",
+            asked,
+            f"nothing beside data.tokenizer = {data.tokenizer!r}, which decides it: {value}",
+            "Leave the setting out.",
+        )
+    return made
+
+
+def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSettings:
+    """The part of `[data]` that decides a store's bytes; of a tokenizer file, what it decides."""
     return StoreSettings(
-        tokenizer=data.tokenizer,
-        vocabulary=data.vocabulary,
-        lowercase=data.lowercase,
+        tokenizer=kind_of(data.tokenizer),
+        vocabulary=data.vocabulary if given is None else given.vocabulary,
+        lowercase=data.lowercase if given is None else False,
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
@@ -68,12 +94,13 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         store = Store(paths[0]) if data.store else JoinedStore(paths)
         _check_store(store, data)
         return store
-    settings = store_settings(data)
-    path = cache / f"{_short_name(data.source)}-{_identity(data.source, settings)}"
+    given = given_tokenizer(data)
+    settings = store_settings(data, given)
+    path = cache / f"{_short_name(data.source)}-{_identity(data.source, settings, given)}"
     if path.exists():
         return Store(path)
     try:
-        return write(sources.read(data.source), path, settings, progress)
+        return write(sources.read(data.source), path, settings, progress, given)
     except CorpusError:
         if not path.exists():
             raise
@@ -95,9 +122,11 @@ def _short_name(source: str) -> str:
     return Path(source).name.split(".")[0] or "text"
 
 
-def _identity(source: str, settings: StoreSettings) -> str:
+def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None) -> str:
     """Names a prepared store by its text and settings, so that a changed text is prepared anew."""
     digest = hashlib.sha256(repr((FORMAT, source, settings)).encode())
+    if given is not None:
+        digest.update(f"{given.library.to_str()}{given.special}".encode())
     path = Path(source)
     if source not in sources.CORPORA and path.exists():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -112,9 +141,10 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
-    data = recipe.data
-    if data.source is None:
-        data = data.model_copy(update=vars(store.settings))
+    data, decided = recipe.data, vars(store.settings)
+    if data.source is not None:
+        decided = {**decided, "tokenizer": data.tokenizer}  # the path of a file, not that it is one
+    data = data.model_copy(update=decided)
     return recipe.model_copy(
         update={
             "data": data,
@@ -337,18 +367,18 @@ class Experiment:
         deepest = max((len(p) for p in paths.values()), default=0)
         return {
             **figures(sums),
-            **self._bits_per_byte(split, float(np.sum(sums.nats))),
+            **self._bits_per_byte(split, sums),
             "clients": client_figures(sums, owners),
             "groups": [group_figures(sums, groups, depth) for depth in range(deepest)],
         }
 
-    def _bits_per_byte(self, split: str, nats: float) -> dict[str, float]:
+    def _bits_per_byte(self, split: str, sums: Sums) -> dict[str, float]:
         """Comparable over tokenizers; only where every byte of the text is in some target."""
-        data = self.recipe.data
-        if data.tokenizer == "words" or data.layout != "windows":
+        data, all_known = self.recipe.data, np.array_equal(sums.known, sums.tokens)
+        if data.tokenizer == "words" or data.layout != "windows" or not all_known:
             return {}
         size = sum(self.store.held_bytes(int(n)) for n in self.owners(split))
-        return {"bits_per_byte": nats / math.log(2) / size} if size else {}
+        return {"bits_per_byte": float(np.sum(sums.nats)) / math.log(2) / size} if size else {}
 
     def baselines(self, splits: Iterable[str]) -> dict[str, dict[str, float]]:
         """What counting on the same training tokens reaches on the same targets."""
