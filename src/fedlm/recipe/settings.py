@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.corpus.sources import CORPORA
+from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
 from fedlm.models.catalog import NAMED
 from fedlm.recipe.federation import Federation, Node
 from fedlm.record.trackers import TRACKERS
@@ -60,6 +62,14 @@ RENAMED = {
 }
 
 
+def _tokenizer(value: str) -> str:
+    """Accept a kind of tokenizer, or the path of a file that holds one."""
+    if kind_of(value) not in (*KINDS, FILE):
+        wanted = "'words', 'bpe', 'bytes' or 'PATH/tokenizer.json'"
+        raise PydanticCustomError("literal_error", "Input should be {wanted}", {"wanted": wanted})
+    return value
+
+
 class Table(BaseModel):
     """One table of a recipe."""
 
@@ -72,7 +82,8 @@ class Data(Table):
     source: str | None = None  # a corpus name, a file or a folder
     store: str | None = None  # a store made by `fedlm prepare`
     stores: tuple[str, ...] = ()  # or several; a store's name is a group of its clients
-    tokenizer: Literal["words", "bpe", "bytes"] = "words"
+    # words, bpe or bytes are fitted to the text; or the path of a tokenizer.json made elsewhere
+    tokenizer: Annotated[str, AfterValidator(_tokenizer)] = "words"
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = 10_000
     lowercase: bool = True
     layout: Literal["lines", "windows"] = "lines"
@@ -309,6 +320,8 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
         for name, value in (("source", data.source), ("store", data.store))
         if value is not None and not (name == "source" and value in CORPORA)
     }
+    if data.tokenizer.endswith(".json"):
+        changed["tokenizer"] = _absolute(data.tokenizer, folder)
     if data.stores:
         changed["stores"] = tuple(_absolute(path, folder) for path in data.stores)
     # Built from what was written, so that it stays known which settings were given.
