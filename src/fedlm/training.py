@@ -220,6 +220,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
         "parameters": run.model.parameters,
         **_promised(run),
+        **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
         "start_sha256": tree.sha256(fresh.params),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
@@ -31,7 +32,7 @@ from fedlm.engine.mesh import MeshEngine
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog
-from fedlm.models.catalog import ModelSpec
+from fedlm.models.catalog import ModelSpec, ScoreFn
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
@@ -215,13 +216,19 @@ def pooled_rows(rows: ClientRows) -> Rows:
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
     """The architecture and the sizes that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
-    return ModelSpec(named.architecture, dimensions(recipe.model, vocabulary))
+    size = dimensions(recipe.model, vocabulary)
+    return ModelSpec(named.architecture, size, recipe.model.name)
+
+
+def start_key(recipe: Recipe) -> PRNGKeyArray:
+    """The key of a fresh model."""
+    return key_for(recipe.run.seed, "init")
 
 
 def start_of(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
     """The model before training: another run's, or fresh and the same for the same seed."""
     if recipe.model.init_from is None:
-        return spec.init(key_for(recipe.run.seed, "init"))
+        return spec.init(start_key(recipe))
     path = Path(recipe.model.init_from)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
@@ -282,7 +289,12 @@ def owners_of(recipe: Recipe, store: Store, clients: np.ndarray) -> dict[str, np
 
 
 def evaluation_of(
-    recipe: Recipe, rows: ClientRows, plan: PrivacyPlan | None, *, count: bool
+    recipe: Recipe,
+    rows: ClientRows,
+    plan: PrivacyPlan | None,
+    *,
+    count: bool,
+    score: ScoreFn = catalog.score,
 ) -> HeldOutEvaluation:
     """Held-out text here, of splits that may be told; `count` n-grams on the training text."""
     store = rows.store
@@ -294,7 +306,7 @@ def evaluation_of(
         return (rows.train(member, 2) for member in range(len(rows.clients)))
 
     return HeldOutEvaluation(
-        score=catalog.score,
+        score=score,
         special=store.special,
         text={split: held_out_text(recipe, rows, owners[split]) for split in told},
         vocabulary=store.vocabulary,
