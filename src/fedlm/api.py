@@ -428,8 +428,8 @@ def _lanes(count: int) -> None:
     except ConfigError:
         if count or jax.device_count() == 1:
             warnings.warn(
-                f"JAX already runs with {jax.device_count()} device(s) in this process. To train in "
-                "as many lanes as there are cores, call fedlm.use_devices() before JAX is first "
-                "used (in a notebook: restart the kernel).",
+                f"JAX already runs with {jax.device_count()} device(s) in this process. Call "
+                "fedlm.use_devices() before JAX is first used, to train in a lane per core "
+                "(in a notebook: restart the kernel).",
                 stacklevel=3,
             )

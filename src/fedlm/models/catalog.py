@@ -3,13 +3,14 @@
 In:       a name and its dimensions.
 Out:      a model, or its parameter count.
 Promise:  a count is the number of values in the model that the same arguments make, found
-          without allocating one; a named size has the count that was published for it.
+          without allocating one; a named size has the count that was published for it; one line
+          in `ARCHITECTURES` adds an architecture or a recurrent cell.
 Not here: the architectures (one file a family).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,18 @@ ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 
 
-def _recurrent(cell: Callable[[Dimensions], Cell]) -> Maker:
+@dataclass(frozen=True)
+class Architecture:
+    """How a model is made, and its sizes where a recipe leaves them out."""
+
+    make: Maker
+    size: Dimensions = Dimensions()
+    attends: bool = False  # with heads, whose number must divide the embedding
+
+
+def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
+    """Make the architecture whose layers repeat a recurrent cell."""
+
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         return recurrent(
             cell(size),
@@ -64,7 +76,7 @@ def _recurrent(cell: Callable[[Dimensions], Cell]) -> Maker:
             key=key,
         )
 
-    return make
+    return Architecture(make)
 
 
 def _si_cifg(size: Dimensions) -> Cell:
@@ -77,7 +89,9 @@ def _si_cifg(size: Dimensions) -> Cell:
     )
 
 
-def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Maker:
+def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Architecture:
+    """Make the architecture of a decoder that reads `options` of the sizes and has `fixed` ones."""
+
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
         read["row_floor"] = size.si_row_floor
@@ -85,24 +99,21 @@ def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Make
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
 
-    return make
+    return Architecture(make, SMALL_DECODER, attends=True)
 
 
+SMALL_DECODER = Dimensions(embedding_size=96, hidden_size=384, layers=3, heads=8)
 _PLACED = ("positions", "length")
-ARCHITECTURES: dict[str, Maker] = {
-    "lstm": _recurrent(lambda size: Lstm(size.cell_layer_norm)),
-    "cifg": _recurrent(lambda size: Cifg(size.cell_layer_norm)),
-    "si-cifg": _recurrent(_si_cifg),
-    "transformer": _decoder(transformer, *_PLACED),
-    "si-transformer": _decoder(transformer, *_PLACED, invariant=True),
-    "conformer": _decoder(conformer, *_PLACED, "kernel_size"),
-    "si-conformer": _decoder(conformer, *_PLACED, "kernel_size", invariant=True),
-    "mpt": _decoder(transformer, positions="alibi", bias=False),
+ARCHITECTURES: dict[str, Architecture] = {
+    "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
+    "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
+    "si-cifg": from_cell(_si_cifg),
+    "transformer": decoder(transformer, *_PLACED),
+    "si-transformer": decoder(transformer, *_PLACED, invariant=True),
+    "conformer": decoder(conformer, *_PLACED, "kernel_size"),
+    "si-conformer": decoder(conformer, *_PLACED, "kernel_size", invariant=True),
+    "mpt": decoder(transformer, positions="alibi", bias=False),
 }
-
-
-# Those that look back with heads, whose number must divide the embedding.
-ATTENTIVE = frozenset(ARCHITECTURES) - {"lstm", "cifg", "si-cifg"}
 
 
 @dataclass(frozen=True)
@@ -118,18 +129,9 @@ def _named(architecture: str, published: Any = None, **size: Any) -> Named:
     return Named(architecture, Dimensions(**size), published)
 
 
-_SMALL = {"embedding_size": 96, "hidden_size": 384, "layers": 3, "heads": 8}
 _GBOARD = {"embedding_size": 96, "hidden_size": 670}
 _MPT75 = {"embedding_size": 896, "hidden_size": 3584, "layers": 3, "heads": 16}
-NAMED: dict[str, Named] = {
-    "lstm": _named("lstm"),
-    "cifg": _named("cifg"),
-    "si-cifg": _named("si-cifg"),
-    "transformer": _named("transformer", **_SMALL),
-    "si-transformer": _named("si-transformer", **_SMALL),
-    "conformer": _named("conformer", **_SMALL),
-    "si-conformer": _named("si-conformer", **_SMALL),
-    "mpt": _named("mpt", **_SMALL),
+PUBLISHED: dict[str, Named] = {
     "gboard-cifg-10k": _named("cifg", "1.4M", vocab=10_000, **_GBOARD),
     "gboard-cifg-20k": _named("cifg", "2.4M", vocab=20_000, **_GBOARD),
     "gboard-cifg-30k": _named("cifg", "3.3M", vocab=30_000, **_GBOARD),
@@ -155,9 +157,27 @@ NAMED: dict[str, Named] = {
 }
 
 
+class _Names(Mapping[str, Named]):
+    """Every name of a model: the architectures, then the published sizes."""
+
+    def __getitem__(self, name: str) -> Named:
+        if name in ARCHITECTURES:
+            return Named(name, ARCHITECTURES[name].size)
+        return PUBLISHED[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**ARCHITECTURES, **PUBLISHED})
+
+    def __len__(self) -> int:
+        return len({**ARCHITECTURES, **PUBLISHED})
+
+
+NAMED = _Names()
+
+
 def make(architecture: str, size: Dimensions, key: PRNGKeyArray) -> Params:
     """A fresh model."""
-    return ARCHITECTURES[architecture](size, key)
+    return ARCHITECTURES[architecture].make(size, key)
 
 
 def shapes(architecture: str, size: Dimensions) -> Params:

@@ -13,7 +13,8 @@ the sum of sizes nearer to the share asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -137,3 +138,47 @@ def _fixed_factors(shapes: list[tuple[int, ...]], rank: int, key: PRNGKeyArray) 
 def _product(trained: Array, fixed: Array, shape: tuple[int, ...]) -> Array:
     change = trained @ fixed
     return change if shape[0] >= shape[1] else change.T
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions:
+    """What a kind of part may be made from; each kind reads what it needs."""
+
+    fraction: float = 1.0  # of what may be held still, how much trains
+    subsets: int = 4  # that take turns
+    rank: int = 8  # of a matrix's update
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartKind:
+    """A kind of part: `make(shapes, options, key)` returns those that rounds train in turn."""
+
+    make: Callable[[Params, PartOptions, PRNGKeyArray], tuple[TrainablePart, ...]]
+    takes_fraction: bool = False
+    takes_feedback: bool = False  # what a codec left out of an update is trained again next time
+    by_member: bool = False  # members train leaves of their own, so codecs must take leaf by leaf
+    may_be_private: bool = True  # the clip bounds what the noise is added to
+
+
+def _in_turn(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[TrainablePart, ...]:
+    keys = jr.split(key, options.subsets)
+    return tuple(drawn_subset(like, options.fraction, k) for k in keys)
+
+
+TRAINABLE: dict[str, PartKind] = {
+    "all": PartKind(make=lambda like, options, key: (TrainablePart(),), takes_feedback=True),
+    "fixed": PartKind(
+        make=lambda like, options, key: (drawn_subset(like, options.fraction, key),),
+        takes_fraction=True,
+        takes_feedback=True,
+    ),
+    "round": PartKind(make=_in_turn, takes_fraction=True),
+    "member": PartKind(
+        make=lambda like, options, key: (own_subset(options.fraction),),
+        takes_fraction=True,
+        by_member=True,
+    ),
+    "low-rank": PartKind(
+        make=lambda like, options, key: (low_rank(like, options.rank),), may_be_private=False
+    ),
+}

@@ -8,11 +8,12 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`bui
 
 from __future__ import annotations
 
-import jax.random as jr
+from collections.abc import Callable
+
 import optax
 
 from fedlm.core import tree
-from fedlm.core.errors import require
+from fedlm.core.errors import either, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import Params, Sampling, TrainablePart
 from fedlm.federation.algorithm import Algorithm
@@ -29,7 +30,7 @@ from fedlm.methods.optimizers import (
     server_optimizer,
 )
 from fedlm.models import catalog
-from fedlm.models.partial import drawn_subset, low_rank, own_subset
+from fedlm.models.partial import TRAINABLE, PartKind, PartOptions
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
@@ -85,15 +86,9 @@ def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOp
 
 def parts_of(recipe: Recipe, like: Params) -> tuple[TrainablePart, ...]:
     """Make the parts of the model that rounds train in turn."""
-    wire, key = recipe.wire, key_for(recipe.run.seed, "partial")
-    if wire.trainable == "fixed":
-        return (drawn_subset(like, wire.trainable_fraction, key),)
-    if wire.trainable == "round":
-        keys = jr.split(key, wire.subsets)
-        return tuple(drawn_subset(like, wire.trainable_fraction, k) for k in keys)
-    if wire.trainable == "member":
-        return (own_subset(wire.trainable_fraction),)
-    return (low_rank(like, wire.rank),) if wire.trainable == "low-rank" else (TrainablePart(),)
+    wire = recipe.wire
+    options = PartOptions(fraction=wire.trainable_fraction, subsets=wire.subsets, rank=wire.rank)
+    return TRAINABLE[wire.trainable].make(like, options, key_for(recipe.run.seed, "partial"))
 
 
 def pooled_algorithm(recipe: Recipe) -> Algorithm:
@@ -193,28 +188,34 @@ def related_to_method(recipe: Recipe) -> RelatedSettings:
 
 
 def _check_wire(recipe: Recipe) -> None:
-    wire = recipe.wire
+    wire, kind = recipe.wire, TRAINABLE[recipe.wire.trainable]
     upload = named("wire.upload", wire.upload)
     named("wire.download", wire.download)
-    partly = wire.trainable in ("fixed", "round", "member")
     require(
-        partly == (wire.trainable_fraction < 1),
+        kind.takes_fraction == (wire.trainable_fraction < 1),
         "wire.trainable_fraction",
         wire.trainable_fraction,
-        "below 1 with wire.trainable = 'fixed', 'round' or 'member', and 1 otherwise",
+        f"below 1 with wire.trainable = {_kinds(lambda k: k.takes_fraction)}, and 1 otherwise",
     )
     require(
-        wire.trainable != "member" or upload.by_leaf,
+        upload.by_leaf or not kind.by_member,
         "wire.upload",
         wire.upload,
-        "a codec that takes leaf by leaf with wire.trainable = 'member': drive mixes all leaves",
+        f"a codec that takes leaf by leaf with wire.trainable = {wire.trainable!r}: drive mixes "
+        "all leaves",
     )
     require(
-        not wire.error_feedback or wire.trainable in ("all", "fixed"),
+        kind.takes_feedback or not wire.error_feedback,
         "wire.error_feedback",
         True,
-        "wire.trainable = 'all' or 'fixed': what was left out must be trained next time",
+        f"wire.trainable = {_kinds(lambda k: k.takes_feedback)}: what was left out must be trained "
+        "next time",
     )
+
+
+def _kinds(has: Callable[[PartKind], bool]) -> str:
+    """List the trainable parts that have a property, for an error."""
+    return either(repr(name) for name, kind in TRAINABLE.items() if has(kind))
 
 
 def _check_private(recipe: Recipe) -> None:
@@ -225,9 +226,9 @@ def _check_private(recipe: Recipe) -> None:
         "off under a privacy plan: a client's text would enter later rounds than its own",
     )
     require(
-        recipe.wire.trainable != "low-rank",
+        TRAINABLE[recipe.wire.trainable].may_be_private,
         "wire.trainable",
-        "low-rank",
+        recipe.wire.trainable,
         "another part under a privacy plan: the bound is on the factors, noise on the matrices",
     )
     require(

@@ -27,8 +27,7 @@ from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
-from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import MeshEngine
+from fedlm.engine.catalog import ENGINES
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog
@@ -43,7 +42,6 @@ from fedlm.run import Cadence
 
 # Counting n-grams holds a few numbers per training token in memory; beyond this it is skipped.
 MOST_COUNTED_TOKENS = 50_000_000
-ENGINES = {"mesh": MeshEngine, "loop": LoopEngine}
 
 
 def given_tokenizer(
@@ -162,7 +160,8 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
     named = catalog.NAMED[model.name]
     size = replace(named.size, vocab=vocab, **said)
     require(
-        named.architecture not in catalog.ATTENTIVE or size.embedding_size % size.heads == 0,
+        not catalog.ARCHITECTURES[named.architecture].attends
+        or size.embedding_size % size.heads == 0,
         "model.heads",
         size.heads,
         f"a divisor of model.embedding_size, which is {size.embedding_size}",
