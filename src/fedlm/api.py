@@ -400,17 +400,20 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     plan = algorithm.plan
     shared = parts.shared_parts(recipe, store, plan, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
+    round = FlatRound(
+        algorithm=algorithm,
+        engine=engine,
+        seed=recipe.run.seed,
+        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+    )
     return Run(
         population=people,
         algorithm=algorithm,
         engine=engine,
-        round=FlatRound(
-            algorithm=algorithm,
-            engine=engine,
-            seed=recipe.run.seed,
-            secret=lambda: privacy_plan.secret_of(recipe.privacy),
+        round=round,
+        evaluation=parts.evaluation_of(
+            recipe, rows, plan, round.models, count=False, score=spec.score
         ),
-        evaluation=parts.evaluation_of(recipe, rows, plan, count=False, score=spec.score),
         plans=() if plan is None else (plan,),
         **{
             **shared,

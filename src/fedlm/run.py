@@ -57,6 +57,9 @@ class Round(Protocol):
     def models(self, state: Any) -> dict[str, Params]:
         """The models of a state by name."""
 
+    def params(self, state: Any) -> Params:
+        """All parameters of a state, for fingerprints."""
+
     def header(self) -> Metrics:
         """What a journal's header says of the federation's shape."""
 

@@ -1,6 +1,7 @@
 """From the tables of a recipe to an `Algorithm`.
 
-In:       a recipe, the sampling law, a privacy plan, the shapes of the model.
+In:       a recipe, the sampling law, a privacy plan, the shapes of the model, and how it is made
+          where a part of it is held still for the whole run.
 Out:      an `Algorithm`.
 Promise:  a combination that would not do what it says is refused with the reason.
 Not here: what settings are allowed (`settings.py`), stores and evaluation (`build.py`).
@@ -9,6 +10,7 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`bui
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import optax
 
@@ -30,7 +32,7 @@ from fedlm.methods.optimizers import (
     server_optimizer,
 )
 from fedlm.models import catalog
-from fedlm.models.partial import TRAINABLE, PartKind, PartOptions
+from fedlm.models.partial import ON_BASE, TRAINABLE, PartKind, PartOptions, leaves_by_fraction
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
@@ -42,11 +44,23 @@ STAYS = dense()._replace(name="stays", encoded_bytes=lambda like: 0)
 MOST_REMEMBERED = 2 << 30
 
 
-def algorithm_of(recipe: Recipe, participation: Sampling | PrivacyPlan, like: Params) -> Algorithm:
-    """Everything that a round needs to know."""
+def algorithm_of(
+    recipe: Recipe,
+    participation: Sampling | PrivacyPlan,
+    like: Params,
+    start: Callable[[], Params] | None = None,
+) -> Algorithm:
+    """Make everything that a round needs to know.
+
+    With `start`, which makes the model before training, what is never trained is the algorithm's
+    base. Without it the server holds whole models, as the nodes of a tree do, whose models differ.
+    """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check(recipe, sampling, like)
-    clients, server = METHODS[recipe.client.method].build(method_options(recipe, sampling, like))
+    keep = trained_leaves(recipe, like) if start else None
+    parts = parts_of(recipe, like) if keep is None else (ON_BASE,)
+    options = method_options(recipe, sampling, parts)
+    clients, server = METHODS[recipe.client.method].build(options)
     return Algorithm(
         participation=participation,
         local=clients[0],
@@ -57,10 +71,27 @@ def algorithm_of(recipe: Recipe, participation: Sampling | PrivacyPlan, like: Pa
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
         seed=recipe.run.seed,
+        make_base=_base_maker(start, keep) if start and keep else None,
     )
 
 
-def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOptions:
+def trained_leaves(recipe: Recipe, like: Params) -> list[bool] | None:
+    """Return which leaves train in every round, if they are always the same; else None."""
+    wire = recipe.wire
+    if wire.trainable != "fixed":
+        return None
+    key = key_for(recipe.run.seed, "partial")
+    return leaves_by_fraction(like, wire.trainable_fraction, key)
+
+
+def _base_maker(start: Callable[[], Params], keep: list[bool]) -> Callable[[], Params]:
+    # Kept here: an algorithm with other codecs, as a node makes one, has the same base.
+    return cache(lambda: tree.split(start(), keep)[1])
+
+
+def method_options(
+    recipe: Recipe, sampling: Sampling, parts: tuple[TrainablePart, ...]
+) -> MethodOptions:
     """Make what a federated method is built from."""
     client, server = recipe.client, recipe.server
     rate = schedule(
@@ -78,7 +109,7 @@ def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOp
         client_learning_rate=client.learning_rate,
         server_learning_rate=server.learning_rate,
         weigh=WEIGHTS[client.weight],
-        parts=parts_of(recipe, like),
+        parts=parts,
         proximal=client.proximal,
         participation=sampling.cohort / sampling.population,
     )

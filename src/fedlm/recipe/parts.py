@@ -10,7 +10,7 @@ Not here: what settings are allowed (`settings.py`), how parts become a run (`bu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -244,6 +244,17 @@ def start_of(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
     return from_bytes(file.read_bytes(), spec.shapes(), f"model.init_from = {str(path)!r}")
 
 
+def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
+    """Return how to make the model before training; it is made once where a part is held still."""
+    spec = model_spec(recipe, store.vocabulary)
+
+    def start() -> Params:
+        return start_of(recipe, store, spec)
+
+    # The base of a run and its first state are then the same arrays, in memory once.
+    return cache(start) if recipe.wire.trainable == "fixed" else start
+
+
 def batch_spec(recipe: Recipe) -> BatchSpec:
     """How a member's rows become batches."""
     client = recipe.client
@@ -291,11 +302,15 @@ def evaluation_of(
     recipe: Recipe,
     rows: ClientRows,
     plan: PrivacyPlan | None,
+    models: Callable[[Any], Mapping[str, Params]],
     *,
     count: bool,
     score: ScoreFn = catalog.score,
 ) -> HeldOutEvaluation:
-    """Held-out text here, of splits that may be told; `count` n-grams on the training text."""
+    """Held-out text here, of splits that may be told, for the `models` of a state.
+
+    With `count`, n-grams are counted on the training text.
+    """
     store = rows.store
     owners = owners_of(recipe, store, rows.clients)
     told = release.splits(plan, list(owners))
@@ -307,6 +322,7 @@ def evaluation_of(
     return HeldOutEvaluation(
         score=score,
         special=store.special,
+        models=models,
         text={split: held_out_text(recipe, rows, owners[split]) for split in told},
         vocabulary=store.vocabulary,
         watch_split=("validation", "test"),
@@ -318,10 +334,9 @@ def evaluation_of(
 
 def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Path) -> Any:
     """The parts that flat runs and trees have alike, by name."""
-    spec, server = model_spec(recipe, store.vocabulary), recipe.server
+    server = recipe.server
     return {
-        "model": spec,
-        "start": lambda: start_of(recipe, store, spec),
+        "model": model_spec(recipe, store.vocabulary),
         "store": store,
         "record": RunDirectory(out),
         "recipe": recipe,
