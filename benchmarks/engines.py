@@ -54,7 +54,7 @@ class Workload(NamedTuple):
         if self.label == "leaf":
             sizes = np.full(2, 4 * self.shape.batch_size)
         width = self.shape.sequence_length + 1
-        return [rng.integers(4, self.vocab, (n, width)).astype(np.uint16) for n in sizes]
+        return [rng.integers(4, self.vocab, (n, width)).astype(np.int16) for n in sizes]
 
 
 WORKLOADS = [

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.probe import machine, matmul_gflops
 from fedlm.core.keys import key_for
+from fedlm.core.types import PAD
 from fedlm.models import catalog
 from fedlm.models.loss import cross_entropy
 from fedlm.models.packing import pack
@@ -37,7 +38,7 @@ def batches(vocab: int) -> dict[str, jnp.ndarray]:
     rows = rng.integers(4, vocab, (BATCH, LENGTH + 1))
     place = np.arange(LENGTH + 1)
     return {
-        case: jnp.asarray(np.where(place <= longest[:, None], rows, 0) * (longest[:, None] > 0))
+        case: jnp.asarray(np.where((place <= longest[:, None]) & (longest[:, None] > 0), rows, PAD))
         for case, longest in lengths.items()
     }
 
@@ -61,7 +62,7 @@ def parts(model: catalog.Params, tokens: jnp.ndarray) -> dict[str, tuple[float, 
     columns = BATCH * LENGTH
     inputs = 0.1 * jnp.ones((columns, embed))
     features, targets = 0.01 * jnp.ones((columns, embed)), tokens[:, 1:].reshape(-1)
-    real, used = float(jnp.sum(targets != 0)), float(packing.size)
+    real, used = float(jnp.sum(targets != PAD)), float(packing.size)
     weights = layer.w_x.size + layer.w_h.size + layer.project.size
 
     def through(layer):  # type: ignore[no-untyped-def]

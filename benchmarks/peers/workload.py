@@ -7,8 +7,8 @@ Not here: training.
 
 `params.npz`   the start, one array a leaf, named as in fedlm (README.md has the shapes).
 `batches.npz`  one array a member: steps x batch x (length + 1), int32. Column t predicts column
-               t + 1; a target of 0 (PAD) does not count; rows of PAD fill up the last batch.
-`rows.npz`     the same members before shuffling, for fedlm's engines.
+               t + 1; a target of 0 does not count, and rows of zeros fill up the last batch.
+`rows.npz`     the same members before shuffling, for fedlm's engines, which pad with -1.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedlm.cohort.packing import batch_up, cut
+from fedlm.cohort.packing import batch_up
 from fedlm.cohort.sampling import draw, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import BatchSpec, Sampling
+from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import Store
 from fedlm.models import catalog
 from fedlm.recipe.build import open_store
@@ -85,9 +86,9 @@ def store_for(plan: Plan, source: str, cache: Path) -> Store:
 def cohort(plan: Plan, store: Store) -> Iterator[tuple[int, np.ndarray]]:
     """The members of a round and their rows: a line a row, as in the Stack Overflow task."""
     law = Sampling(law="fixed", population=len(store.training_clients), cohort=plan.members)
+    rows = ClientRows(store, store.training_clients, plan.length, "lines")
     for member in draw(law, generator_for(plan.seed, "cohort"), 0, no_history(law)):
-        tokens = store.train(int(store.training_clients[member]))
-        yield int(member), cut(tokens, plan.length, "lines")
+        yield int(member), rows.train(int(member))
 
 
 def batched(plan: Plan, member: int, rows: np.ndarray) -> np.ndarray:
@@ -102,7 +103,8 @@ def write(plan: Plan, store: Store, folder: Path) -> dict[str, int]:
     rows = {f"{member:08d}": found for member, found in cohort(plan, store)}
     batches = {}
     for name, found in rows.items():
-        batches[name] = batched(plan, int(name), found)
+        # Zero, which no text has, where fedlm has -1: contenders look up every number.
+        batches[name] = np.maximum(batched(plan, int(name), found), 0)
     params = catalog.make(plan.architecture, plan.size, key_for(plan.seed, "init"))
     leaves = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(params).items()}
     work = {

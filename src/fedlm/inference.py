@@ -8,19 +8,24 @@ Not here: training (`train.py`), how a word is found (`evaluate/generate.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import decoders
 
-from fedlm.core.types import OOV, SPECIALS, Params
+from fedlm.core.types import Params
 from fedlm.corpus import tokenizer as tok
+from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.models import catalog
 from fedlm.recipe.parts import dimensions
 from fedlm.recipe.settings import Model
 from fedlm.record import checkpoint
+
+# A byte of a letter that the vocabulary lacks, as SentencePiece writes it.
+LETTER_BYTE = re.compile("<0x[89A-F][0-9A-F]>")
 
 
 def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
@@ -44,24 +49,30 @@ def room_for(tokens: Sequence[int], further: int = 0) -> int:
 
 
 def predict(
-    params: Params, tokenizer: Tokenizer, prompt: str, count: int = 5
+    params: Params, tokenizer: TextTokenizer, prompt: str, count: int = 5
 ) -> list[dict[str, Any]]:
     """The likeliest next words after a prompt, with their probabilities."""
     tokens = tok.encode_prompt(tokenizer, prompt)
-    found = next_words(speak(params, room_for(tokens)), tokens, count, _goes_on(tokenizer))
+    model, special = speak(params, room_for(tokens)), tokenizer.special
+    found = next_words(model, tokens, count, special, _goes_on(tokenizer))
     return [
         {"word": tok.decode(tokenizer, word).strip(), "probability": chance}
         for word, chance in found
     ]
 
 
-def _goes_on(tokenizer: Tokenizer) -> Callable[[int], bool]:
-    """Whether a token continues a word: subwords mark the beginning of one with a blank."""
-    if tokenizer.token_to_id(SPECIALS[OOV]) is None or tokenizer.decoder is None:
+def _goes_on(tokenizer: TextTokenizer) -> Callable[[int], bool]:
+    """Tell whether a token continues a word: most subwords mark the first one with a blank."""
+    library, reserved = tokenizer.library, frozenset(tokenizer.special.reserved)
+    if library.decoder is None:
         return lambda token: False
+    marked = library.decoder.prefix if isinstance(library.decoder, decoders.WordPiece) else None
 
     def goes_on(token: int) -> bool:
-        piece = tokenizer.id_to_token(token) or ""
-        return token >= len(SPECIALS) and not piece.startswith("Ġ") and piece.isalpha()
+        piece = library.id_to_token(token) or ""
+        if marked is not None:
+            return piece.startswith(marked)
+        letters = piece.isalpha() or LETTER_BYTE.fullmatch(piece) is not None
+        return letters and token not in reserved and not piece.startswith(("Ġ", "▁"))
 
     return goes_on

@@ -24,6 +24,8 @@ from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Params
+from fedlm.corpus.tokenizer import kind_of
+from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
@@ -38,6 +40,7 @@ from fedlm.run import Hooks, Run, rounds
 
 Summary = dict[str, Any]
 VERSIONS = ("fedlm", "jax", "equinox", "optax", "tokenizers", "numpy")
+STORE = ("clients_sha256", "tokenizer_sha256", "special_tokens")  # decide what a run learns from
 SUMMED = ("upload_bytes", "download_bytes")
 
 
@@ -136,8 +139,8 @@ def compare_processes(run: Run) -> None:
         ("model", "init_from"),
     ):
         recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
-    manifest = run.store.manifest
-    recipe["store"] = {f: manifest[f] for f in ("clients_sha256", "tokenizer_sha256")}
+    recipe["data"]["tokenizer"] = kind_of(recipe["data"]["tokenizer"])
+    recipe["store"] = {f: run.store.manifest[f] for f in STORE}
     recipe["version"] = {name: _version(name) for name in VERSIONS}
     there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
     if there != recipe:
@@ -174,6 +177,8 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
         directory.journal.unlink(missing_ok=True)
         tokenizer = (run.store.path / "tokenizer.json").read_bytes()
         checkpoint.write_atomically(directory.tokenizer, tokenizer)
+        named = special_tokens_map(run.store.tokenizer)
+        checkpoint.write_atomically(directory.special_tokens, named)
         journal.append(release(run.plan, "header", header_of(run, fresh)))
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
@@ -200,7 +205,7 @@ def check_same(run: Run) -> None:
             "versions that its journal names."
         )
     store = run.store.manifest
-    if any(header["store"][f] != store[f] for f in ("clients_sha256", "tokenizer_sha256")):
+    if any(header["store"].get(f, store[f]) != store[f] for f in STORE):
         raise RecordError(
             f"{path} was begun on another text than {run.store.path} holds now: undo the change, "
             "or begin another run."
@@ -215,6 +220,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
         "parameters": run.model.parameters,
         **_promised(run),
+        **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
         "start_sha256": tree.sha256(fresh.params),

@@ -1,3 +1,4 @@
+import json
 import resource
 import shutil
 import time
@@ -8,12 +9,11 @@ import pyarrow as pa
 import pytest
 
 from fedlm.core.errors import CorpusError
-from fedlm.core.types import OOV
 from fedlm.corpus import store as stores
 from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
 from fedlm.corpus.store import Store, StoreSettings, write, write_tokens
-from fedlm.corpus.tokenizer import encode, fit
+from fedlm.corpus.tokenizer import OWN, encode, fit
 
 SETTINGS = StoreSettings(test_clients=0.25, validation=0.2, split_seed=1)
 LETTERS = [
@@ -74,24 +74,25 @@ def test_the_manifest_counts_what_is_there(store):
     assert (m["clients"], m["train_clients"], m["test_clients"]) == (12, 9, 3)
     assert m["train_tokens"] == sum(len(store.train(n)) for n in numbers)
     assert m["held_tokens"] == sum(len(store.held(n)) for n in numbers)
-    assert store.vocabulary == store.tokenizer.get_vocab_size()
+    assert store.vocabulary == store.tokenizer.library.get_vocab_size()
+    assert store.special == store.tokenizer.special == OWN
     assert store.settings == SETTINGS
 
 
 def test_the_vocabulary_knows_training_text_only(store):
-    known = store.tokenizer.get_vocab()
+    known = store.tokenizer.library.get_vocab()
     for number, letter in enumerate(LETTERS):
         trains = letter.client not in TEST
         assert (f"first{number}" in known) == trains
         assert f"last{number}" not in known
-        assert OOV in store.held(number) and OOV not in store.train(number)
+        assert OWN.oov in store.held(number) and OWN.oov not in store.train(number)
 
 
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path):
     text = "\n".join(" ".join(f"w{i * 100 + j}" for j in range(100)) for i in range(700))
     settings = StoreSettings(vocabulary=100_000, validation=0)
     wide = write([Document("a", (), text)], tmp_path / "s", settings)
-    assert wide.train(0).dtype == np.int32
+    assert wide.train(0).dtype == np.uint32
     assert wide.train(0).max() == wide.vocabulary - 1
 
 
@@ -165,10 +166,37 @@ def test_a_store_without_training_text_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"format": 99}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', '{"format": 99}', "\xff"])
 def test_a_damaged_manifest_is_refused(text, store):
     (store.path / "store.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorpusError, match=r"store\.json is damaged|has format 99"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        None,
+        {},
+        {"bos": 1, "eos": 2, "oov": 3},
+        {"bos": 1, "eos": 2, "oov": 3, "reserved": [0, 10_000]},
+        {"bos": -1, "eos": 2, "oov": 3, "reserved": [0]},
+        {"bos": 1, "eos": "2", "oov": 3, "reserved": [0]},
+        {"bos": 1, "eos": 2, "oov": 3, "reserved": [0], "pad": 0},
+    ],
+)
+def test_damaged_special_tokens_are_refused(damage, store):
+    manifest = {**store.manifest, "special_tokens": damage}
+    (store.path / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match=r"store\.json is damaged \(special_tokens\)"):
+        Store(store.path)
+
+
+def test_a_store_of_an_older_format_is_to_be_prepared_again(store):
+    manifest = {**store.manifest, "format": 1}
+    del manifest["special_tokens"]
+    (store.path / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match=r"has format 1: this fedlm reads 2\. Prepare it again"):
         Store(store.path)
 
 

@@ -8,7 +8,6 @@ import pytest
 import scipy.stats
 
 from fedlm.core.errors import ConfigError, CorpusError
-from fedlm.core.types import EOS, OOV, SPECIALS
 from fedlm.corpus import synthetic
 from fedlm.corpus.store import StoreSettings
 from fedlm.corpus.synthetic import (
@@ -19,8 +18,9 @@ from fedlm.corpus.synthetic import (
     word_chances,
     write_synthetic,
 )
-from fedlm.corpus.tokenizer import decode, encode
+from fedlm.corpus.tokenizer import OWN, SPECIALS, decode, encode
 
+EOS, OOV = OWN.eos, OWN.oov
 LAWS = POPULATIONS["stackoverflow"]
 SETTINGS = StoreSettings(vocabulary=300, test_clients=0.2, validation=0.1, split_seed=3)
 WORDS = 996
@@ -114,7 +114,7 @@ def test_tokens_decode_to_words_that_encode_to_the_tokens(store):
         lines = [line.strip() for line in text.split("\n")]
         assert store.held_bytes(number) == len("\n".join(lines).encode())
     assert store.vocabulary == 300
-    assert [store.tokenizer.id_to_token(i) for i in range(4)] == list(SPECIALS)
+    assert [store.tokenizer.library.id_to_token(i) for i in range(4)] == list(SPECIALS)
 
 
 def test_made_up_words_are_distinct_and_short_ones_come_first():

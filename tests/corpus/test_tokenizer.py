@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fedlm.core.errors import CorpusError
-from fedlm.core.types import EOS, OOV, PAD, SPECIALS
-from fedlm.corpus.tokenizer import decode, encode, fit
+from fedlm.corpus.tokenizer import OWN, SPECIALS, TextTokenizer, decode, encode, fit
 
+EOS, OOV = OWN.eos, OWN.oov
 KINDS = ("words", "bpe", "bytes")
 TEXTS = [
     "The cat sat on the mat.\nThe dog didn't, it seems.",
@@ -26,20 +26,21 @@ lines = st.text(known, max_size=40).filter(str.strip)
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_the_first_four_entries_are_the_specials(kind, lowercase):
     tokenizer = fit(TEXTS, kind, 300, lowercase)
-    assert [tokenizer.id_to_token(i) for i in range(4)] == list(SPECIALS)
-    assert [tokenizer.token_to_id(s) for s in SPECIALS] == [0, 1, 2, 3]
+    assert [tokenizer.library.id_to_token(i) for i in range(4)] == list(SPECIALS)
+    assert [tokenizer.library.token_to_id(s) for s in SPECIALS] == [0, 1, 2, 3]
+    assert tokenizer.special == OWN
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fitting_the_same_text_gives_the_same_file(kind):
     texts = [f"w{i % 97} w{i % 89} und {i}" for i in range(2000)]
     first, second = (fit(texts, kind, 500, lowercase=True) for _ in range(2))
-    assert first.to_str(pretty=True) == second.to_str(pretty=True)
+    assert first.library.to_str(pretty=True) == second.library.to_str(pretty=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_tokenizer_encodes_alike(kind):
-    again = Tokenizer.from_str(FITTED[kind].to_str())
+    again = TextTokenizer(Tokenizer.from_str(FITTED[kind].library.to_str()), OWN)
     text = "The cat wrote <eos>\non a mat"
     expected = encode(FITTED[kind], text, np.int32)
     np.testing.assert_array_equal(encode(again, text, np.int32), expected)
@@ -69,7 +70,7 @@ def test_every_line_that_is_not_blank_ends_in_eos_and_nothing_else_does(kind, te
     kept = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
     alone = [encode(FITTED[kind], line, np.uint16) for line in kept]
     assert all(a[-1] == EOS and EOS not in a[:-1] and len(a) > 1 for a in alone)
-    assert PAD not in tokens
+    assert not np.isin(tokens, [0, OWN.bos]).any()
     np.testing.assert_array_equal(tokens, np.concatenate([np.zeros(0, np.uint16), *alone]))
 
 
@@ -100,14 +101,14 @@ def test_a_written_special_is_plain_text():
 def test_a_vocabulary_of_words_holds_the_most_frequent_within_the_asked_size(size):
     texts = [" ".join(f"w{i}" for i in range(n)) for n in range(1, 51)]
     tokenizer = fit(texts, "words", size, lowercase=True)
-    assert tokenizer.get_vocab_size() == min(size, 50 + len(SPECIALS))
+    assert tokenizer.vocabulary == min(size, 50 + len(SPECIALS))
     words = {f"w{i}" for i in range(min(size - len(SPECIALS), 50))}
-    assert set(tokenizer.get_vocab()) == words | set(SPECIALS)
+    assert set(tokenizer.library.get_vocab()) == words | set(SPECIALS)
 
 
 def test_bpe_keeps_to_the_asked_size_once_the_bytes_fit():
-    assert FITTED["bpe"].get_vocab_size() == 300
-    assert FITTED["bytes"].get_vocab_size() == 256 + len(SPECIALS)
+    assert FITTED["bpe"].vocabulary == 300
+    assert FITTED["bytes"].vocabulary == 256 + len(SPECIALS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +122,7 @@ def test_lowercase_folds_case_and_its_absence_does_not(kind):
 
 def test_words_keep_inner_apostrophes_and_hyphens_and_part_from_marks():
     tokenizer = fit(["Didn't the cat-flap, it's «naïve» 3rd?"], "words", 100, lowercase=True)
-    found = set(tokenizer.get_vocab()) - set(SPECIALS)
+    found = set(tokenizer.library.get_vocab()) - set(SPECIALS)
     assert found == {*["didn't", "the", "cat-flap", "it's", "naïve", "3rd"], *",«»?"}
 
 

@@ -12,7 +12,7 @@ import pytest
 from fedlm.cohort.packing import batch_up
 from fedlm.core import tree
 from fedlm.core.keys import key_for
-from fedlm.core.types import BatchSpec, Cohort, Loss, Sampling, Start
+from fedlm.core.types import PAD, BatchSpec, Cohort, Loss, Sampling, Start
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
@@ -31,8 +31,8 @@ MEMBERS = np.arange(len(SIZES))
 
 def rows_of(client):
     rng = np.random.default_rng(client)
-    rows = rng.integers(4, 30, (SIZES[client], 7)).astype(np.uint16)
-    rows[rng.random(SIZES[client]) < 0.3, 4:] = 0
+    rows = rng.integers(4, 30, (SIZES[client], 7)).astype(np.int16)
+    rows[rng.random(SIZES[client]) < 0.3, 4:] = PAD
     return rows
 
 
@@ -262,7 +262,7 @@ def test_padding_is_inert():
     params = model()
     small = batch_up(rows, BatchSpec(batch_size=4, sequence_length=6), np.random.default_rng(0))[0]
     large = batch_up(rows, BatchSpec(batch_size=8, sequence_length=6), np.random.default_rng(0))[0]
-    wide = np.pad(large, ((0, 0), (0, 5)))
+    wide = np.pad(large, ((0, 0), (0, 5)), constant_values=PAD)
     grads = [
         jax.jit(jax.grad(lambda p, t: catalog.loss(p, t).nats))(params, jnp.asarray(t, jnp.int32))
         for t in (small, large, wide)

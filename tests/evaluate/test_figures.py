@@ -6,12 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedlm.core.types import EOS, OOV, PAD
+from fedlm.core.types import PAD, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, figures, perplexity_of, total
 
-ROWS = np.array([[1, 5, 6, EOS, PAD], [1, OOV, 5, 5, EOS], [1, 6, EOS, PAD, PAD]], dtype=np.uint16)
+OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
+EOS, OOV = OWN.eos, OWN.oov
+ROWS = np.array([[1, 5, 6, EOS, PAD], [1, OOV, 5, 5, EOS], [1, 6, EOS, PAD, PAD]], dtype=np.int16)
 
 
 def score(params, rows):
@@ -20,8 +22,8 @@ def score(params, rows):
     return params * jnp.ones(targets.shape), targets == 5
 
 
-def sums(batch=2):
-    return Evaluator(score, batch=batch)(jnp.float32(0.5), ROWS)
+def sums(batch=2, special=OWN):
+    return Evaluator(score, special, batch=batch)(jnp.float32(0.5), ROWS)
 
 
 def test_figures_by_hand():
@@ -31,6 +33,12 @@ def test_figures_by_hand():
     assert found["accuracy"] == pytest.approx(3 / 9)
     assert found["accuracy_no_oov_eos"] == pytest.approx(3 / 5)
     assert found["perplexity_no_oov"] == pytest.approx(math.exp(0.5))
+
+
+def test_without_a_token_for_unknown_words_all_are_known():
+    found = figures(sums(special=SpecialTokens(bos=2, eos=2, oov=None, reserved=(2,))))
+    assert found["perplexity_no_oov"] == found["perplexity"]
+    assert found["accuracy_no_oov_eos"] == pytest.approx(3 / 6)
 
 
 def test_the_batch_of_evaluation_changes_nothing():
@@ -61,7 +69,7 @@ def counted():
     rng = np.random.default_rng(0)
     rows = rng.integers(4, 12, (50, 9))
     rows[:, :2] = 1
-    return NGrams([rows], vocab=12), rows
+    return NGrams([rows], 12, OWN), rows
 
 
 def test_probabilities_of_every_context_sum_to_one(counted):
@@ -74,14 +82,22 @@ def test_probabilities_of_every_context_sum_to_one(counted):
             assert (chances > 0).all()
 
 
+def test_the_uniform_law_is_over_all_tokens_that_can_be_targets():
+    rows = np.random.default_rng(0).integers(0, 12, (50, 9))
+    rows[:, :2] = 11
+    model = NGrams([rows], 12, SpecialTokens(bos=11, eos=11, oov=None, reserved=(11,)))
+    for chances in model.probabilities(*(np.full(12, 11),) * 2, np.arange(12)).values():
+        assert chances.sum() == pytest.approx(1.0)
+
+
 def test_the_unigram_is_the_counted_share():
     rows = np.array([[1, 1, 4, 4, 4, 5]])
-    chance = NGrams([rows], vocab=6).probabilities(*(np.array([v]) for v in (1, 1, 4)))["unigram"]
+    chance = NGrams([rows], 6, OWN).probabilities(*(np.array([v]) for v in (1, 1, 4)))["unigram"]
     # Four tokens, 4 three times: discount n1 / (n1 + 2 n2) = 1, spread over the four real tokens.
     assert chance[0] == pytest.approx((3 - 1) / 4 + (2 / 4) * (1 / 4))
 
 
 def test_more_context_helps_where_there_is_structure():
     rows = np.tile(np.array([[1, 1, 4, 5, 6, 4, 7, 8, 4, 5]]), (20, 1))
-    found = NGrams([rows], vocab=10).perplexities(rows)
+    found = NGrams([rows], 10, OWN).perplexities(rows)
     assert found["trigram"] < found["bigram"] < found["unigram"]

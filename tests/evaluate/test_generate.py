@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from fedlm.core.types import BOS, EOS
+from fedlm.core.types import SpecialTokens
 from fedlm.evaluate.generate import next_words, read, sample, speaker
 
 VOCAB = 10
+OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
 
 
 def parrot():
@@ -24,28 +25,37 @@ def parrot():
 
 
 def test_a_prompt_costs_one_step_a_token():
-    state, _ = read(parrot(), [4, 5, 6])
+    state, _ = read(parrot(), [4, 5, 6], OWN.bos)
     assert int(state) == 4  # BOS and three tokens
 
 
 def test_the_likeliest_word_comes_first_and_specials_never():
-    words = next_words(parrot(), [4, 5], count=20)
+    words = next_words(parrot(), [4, 5], 20, OWN)
     assert words[0][0] == [6]
     assert words[0][1] == max(chance for _, chance in words)
     assert {w[0] for w, _ in words} == set(range(4, VOCAB))
-    after_bos = next_words(parrot(), [], count=20)
-    assert BOS + 1 == EOS and all(w[0] >= 4 for w, _ in after_bos)
+    after_bos = next_words(parrot(), [], 20, OWN)
+    assert OWN.bos + 1 == OWN.eos and all(w[0] >= 4 for w, _ in after_bos)
 
 
 def test_subwords_are_put_together():
-    (word, chance), *_ = next_words(parrot(), [4], count=1, goes_on=lambda t: t in (6, 7))
+    (word, chance), *_ = next_words(parrot(), [4], 1, OWN, lambda t: t in (6, 7))
     assert word == [5, 6, 7]
     likely = np.exp(5.0) / (np.exp(5.0) + VOCAB - 1)
     np.testing.assert_allclose(chance, likely**3, rtol=1e-5)
 
 
 def test_greedy_is_the_likeliest_and_sampling_follows_its_key():
-    assert sample(parrot(), [4], 3, temperature=0.0, key=jr.key(0)) == [5, 6, 7]
-    draws = [sample(parrot(), [4], 12, temperature=3.0, key=jr.key(k)) for k in (0, 0, 1)]
+    assert sample(parrot(), [4], 3, OWN, temperature=0.0, key=jr.key(0)) == [5, 6, 7]
+    draws = [sample(parrot(), [4], 12, OWN, temperature=3.0, key=jr.key(k)) for k in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
-    assert all(t >= 4 or t == EOS for t in draws[0] + draws[2])
+    assert all(t >= 4 or t == OWN.eos for t in draws[0] + draws[2])
+
+
+def test_any_tokens_can_be_special():
+    """The first one begins a text, the last is reserved, the others are words."""
+    special = SpecialTokens(bos=0, eos=VOCAB - 1, oov=None, reserved=(0, VOCAB - 1))
+    assert next_words(parrot(), [], 1, special)[0][0] == [1]
+    assert {w[0] for w, _ in next_words(parrot(), [], 20, special)} == set(range(1, VOCAB - 1))
+    said = sample(parrot(), [7], 2, special, temperature=0.0, key=jr.key(0))
+    assert said == [8, 9]

@@ -96,6 +96,16 @@ def test_padding_is_inert(name):
 
 
 @each_gradient
+def test_padding_gives_no_gradient_to_any_word(name):
+    """An array looked up at -1 gives its last entry: no row of the embedding may notice."""
+    model = fresh(name, SIZE)
+    for batch in (3, 16):  # rows as they are, and packed
+        nothing = jnp.full((batch, 13), PAD).at[:, 0].set(4)
+        grad = jax.jit(jax.grad(lambda m, t: catalog.loss(m, t).nats))(model, nothing)
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(grad))
+
+
+@each_gradient
 def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name):
     model, traces = fresh(name, SIZE), []
     tokens = 4 + (jnp.arange(10)[None, :] + jnp.arange(8)[:, None]) % 5

@@ -13,7 +13,7 @@ from fedlm.models.loss import cross_entropy, plain_cross_entropy, scores, token_
 def example(rows=23, embed=8, vocab=31, pads=5, scale=1.0):
     features = scale * jr.normal(jr.key(0), (rows, embed))
     readout = jr.normal(jr.key(1), (vocab, embed))
-    targets = jr.randint(jr.key(2), (rows,), 1, vocab).at[:pads].set(PAD)
+    targets = jr.randint(jr.key(2), (rows,), 0, vocab).at[:pads].set(PAD)
     return features, readout, targets
 
 
@@ -55,6 +55,20 @@ def test_padding_is_inert():
     )
     grad = jax.grad(cross_entropy)(more, readout, longer)
     np.testing.assert_array_equal(grad[-7:], 0.0)
+
+
+@pytest.mark.parametrize("rows", [23, 200])
+def test_padding_gives_no_gradient_to_the_last_word(rows):
+    """An array looked up at -1 gives its last entry: that word must not notice."""
+    features, readout, targets = example(rows=rows, pads=rows)
+    d_features, d_readout = jax.grad(cross_entropy, (0, 1))(features, readout, targets)
+    np.testing.assert_array_equal(d_features, 0.0)
+    np.testing.assert_array_equal(d_readout, 0.0)
+
+
+def test_every_word_of_a_vocabulary_counts():
+    features, readout, _ = example(rows=31, vocab=31)
+    assert float(token_loss(features, readout, jnp.arange(31)).tokens) == 31
 
 
 def test_a_batch_counts_its_real_targets():

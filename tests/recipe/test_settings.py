@@ -225,6 +225,10 @@ def test_paths_are_looked_for_beside_the_recipe_then_here(tmp_path, monkeypatch,
     found = recipe("[data]\nsource = 'other.jsonl'").data.source
     assert found == str(tmp_path / "here" / "other.jsonl")
     assert recipe("[data]\nsource = 'sotu'").data.source == "sotu"  # a name, not a path
+    (tmp_path / "gpt2.json").touch()
+    made = recipe("[data]\nsource = 'sotu'\ntokenizer = 'gpt2.json'").data
+    assert made.tokenizer == str(tmp_path / "gpt2.json")
+    assert recipe("[data]\ntokenizer = 'bpe'").data.tokenizer == "bpe"
 
 
 @pytest.mark.parametrize("data", [{}, {"source": "sotu", "store": "stores/sotu"}])
@@ -273,7 +277,7 @@ def values_of(kind, metadata=()):
     return st.text(min_size=1)
 
 
-PATHS = ("source", "store", "stores", "init_from")  # made absolute when read
+PATHS = ("source", "store", "stores", "tokenizer", "init_from")  # made absolute when read
 
 
 def some(table):

@@ -31,7 +31,7 @@ def loss(params, tokens):
 
 
 def rows_of(client):
-    return np.random.default_rng(client).integers(4, 20, (3 + client, 7)).astype(np.uint16)
+    return np.random.default_rng(client).integers(4, 20, (3 + client, 7)).astype(np.int16)
 
 
 # One in every run of the tests, all with `make test-all`.

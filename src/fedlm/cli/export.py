@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tokenizers import Tokenizer
 
 from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.corpus import tokenizer_file
 from fedlm.inference import load_params
 from fedlm.models import catalog
 from fedlm.recipe.settings import load
@@ -40,18 +40,20 @@ def export(
     directory = RunDirectory.existing(run).finished()
     target = folder or directory.path / "export"
     recipe = load(directory.recipe)
+    tokenizer = tokenizer_file.load(directory.tokenizer)
     file = target / f"model.{kind.value}"
     target.mkdir(parents=True, exist_ok=True)
     if kind is Format.safetensors:
         write_atomically(file, directory.weights.read_bytes())
     else:
-        vocabulary = Tokenizer.from_file(str(directory.tokenizer)).get_vocab_size()
-        params = load_params(recipe.model, vocabulary, directory.weights)
+        params = load_params(recipe.model, tokenizer.vocabulary, directory.weights)
         with talk.status("converting"):
             write_onnx(
                 lambda tokens: catalog.logits(params, tokens), recipe.data.sequence_length, file
             )
     write_atomically(target / "tokenizer.json", directory.tokenizer.read_bytes())
+    named = tokenizer_file.special_tokens_map(tokenizer)
+    write_atomically(target / directory.special_tokens.name, named)
     if as_json:
         emit(
             {

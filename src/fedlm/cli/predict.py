@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tokenizers import Tokenizer
 
 from fedlm.cli.console import AsJson, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
+from fedlm.corpus import tokenizer_file
 from fedlm.evaluate.generate import sample
 from fedlm.inference import load_params, room_for, speak
 from fedlm.inference import predict as next_words
@@ -38,10 +38,8 @@ def predict(
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
     directory = RunDirectory.existing(run).finished()
-    tokenizer = Tokenizer.from_file(str(directory.tokenizer))
-    params = load_params(
-        load(directory.recipe).model, tokenizer.get_vocab_size(), directory.weights
-    )
+    tokenizer = tokenizer_file.load(directory.tokenizer)
+    params = load_params(load(directory.recipe).model, tokenizer.vocabulary, directory.weights)
 
     def answer(prompt: str) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -52,7 +50,8 @@ def predict(
             tokens = tok.encode_prompt(tokenizer, prompt)
             model = speak(params, room_for(tokens, length))
             key = key_for(seed, "generate")
-            said = sample(model, tokens, length, temperature=temperature, key=key)
+            special = tokenizer.special
+            said = sample(model, tokens, length, special, temperature=temperature, key=key)
             found["continuation"] = tok.decode(tokenizer, said)
         return found
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tokenizers import Tokenizer
 
 from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
 from fedlm.corpus.store import Store, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
-from fedlm.recipe.parts import store_settings
+from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.recipe.parts import given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
 
 
@@ -23,9 +23,21 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option("--out", help="Where the store goes; must not exist.")],
     *,
-    tokenizer: Annotated[str, typer.Option(help="words, bpe or bytes.")] = "words",
-    vocabulary: Annotated[int, typer.Option(help="Entries, specials included.")] = 10_000,
-    lowercase: Annotated[bool, typer.Option(help="Fold case.")] = True,
+    tokenizer: Annotated[
+        str, typer.Option(help="words, bpe or bytes; or the path of a tokenizer.json.")
+    ] = "words",
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Entries, specials included; 10000 by default.")
+    ] = None,
+    lowercase: Annotated[
+        bool | None, typer.Option("--lowercase/--no-lowercase", help="Fold case; by default it is.")
+    ] = None,
+    bos: Annotated[
+        str | None, typer.Option(help="The token of a tokenizer.json that begins a text.")
+    ] = None,
+    eos: Annotated[
+        str | None, typer.Option(help="The token of a tokenizer.json that ends a line.")
+    ] = None,
     test_clients: Annotated[float, typer.Option(help="Share of clients held out whole.")] = 0.1,
     validation: Annotated[float, typer.Option(help="Share of each client's text held out.")] = 0.1,
     split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = 0,
@@ -41,6 +53,8 @@ def prepare(
 
     Example: fedlm prepare letters.jsonl.gz --out stores/letters --vocabulary 4000
 
+    With a tokenizer made elsewhere: fedlm prepare letters/ --out store --tokenizer tokenizer.json
+
     For tests of scale: fedlm prepare synthetic:stackoverflow --out stores/many --clients 10000
     """
     asked = {
@@ -51,8 +65,11 @@ def prepare(
         "validation": validation,
         "split_seed": split_seed,
     }
-    fitted = None if like is None else _tokenizer_of(like, asked)
-    settings = store_settings(parse({"data": asked}).data)
+    _only_file(tokenizer, {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos)
+    taken = None if like is None else _tokenizer_of(like, asked)
+    data = parse({"data": {k: v for k, v in asked.items() if v is not None}}).data
+    given = given_tokenizer(data, bos, eos) if taken is None else None
+    settings = store_settings(data, given)
     with talk.status("reading") as status:
 
         def progress(stage: str, done: int) -> None:
@@ -62,7 +79,7 @@ def prepare(
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
-            store = write(sources.read(source), out, settings, progress, fitted)
+            store = write(sources.read(source), out, settings, progress, taken or given)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -79,12 +96,24 @@ def prepare(
     note(f"Train on it with data.store = {str(out)!r}.")
 
 
-def _tokenizer_of(like: Path, asked: dict[str, Any]) -> Tokenizer:
+def _tokenizer_of(like: Path, asked: dict[str, Any]) -> TextTokenizer:
     """The tokenizer of a store; what was asked for beside it gives way to its settings."""
     store = Store(like)
     for name in ("tokenizer", "vocabulary", "lowercase"):
         asked[name] = getattr(store.settings, name)
     return store.tokenizer
+
+
+def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: str | None) -> None:
+    """Refuse options of fitted tokenizers beside a file, and options of files without one."""
+    if kind_of(tokenizer) == FILE:
+        for name, value in fitted.items():
+            wanted = f"nothing beside --tokenizer {tokenizer}, which decides it"
+            require(value is None, name, value, wanted, "Leave the option out.")
+        return
+    for name, value in (("--bos", bos), ("--eos", eos)):
+        wanted = "nothing without --tokenizer PATH/tokenizer.json: other tokenizers have their own"
+        require(value is None, name, value, wanted)
 
 
 def _only_synthetic(clients: int | None, groups: str) -> None:

@@ -1,60 +1,25 @@
-"""Ragged clients into batches, and batches into even streams.
+"""Rows of ragged clients into batches, and batches into even streams.
 
-In:       a client's tokens; the `BatchSpec` of local work; a generator for the order.
-Out:      rows, batches, and a plan that spreads the batches of many members over lanes.
-Promise:  every target token appears once an epoch; padding is PAD and nothing else; the
-          loads of two lanes differ by no more than the longest member.
-Not here: storage (`corpus/store.py`), the choice of members (`sample.py`).
+In:       a client's rows; the `BatchSpec` of local work; a generator for the order.
+Out:      batches, and a plan that spreads the batches of many members over lanes.
+Promise:  every row appears once an epoch; padding is PAD and nothing else; the loads of two
+          lanes differ by no more than the longest member.
+Not here: rows (`corpus/rows.py`), the choice of members (`sampling.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
 
-from fedlm.core.types import BOS, EOS, PAD, BatchSpec
+from fedlm.core.types import PAD, BatchSpec
 
-Layout = Literal["lines", "windows"]
 TokenRows = Integer[np.ndarray, "rows width"]
 Batches = Integer[np.ndarray, "steps batch width"]
-
-
-def cut(
-    tokens: Integer[np.ndarray, " n"], length: int, layout: Layout, context: int = 1
-) -> TokenRows:
-    """Rows of `context + length` tokens whose last `length` are targets.
-
-    `lines`: one row a line, begun with BOS and cut off at `length`. `windows`: the text as one
-    stream, every token the target of exactly one row, with the tokens before it as context.
-
-    >>> cut(np.array([5, 6, EOS, 7, EOS]), 3, "lines").tolist()
-    [[1, 5, 6, 2], [1, 7, 2, 0]]
-    >>> cut(np.array([5, 6, EOS, 7, EOS]), 3, "windows").tolist()
-    [[1, 5, 6, 2], [2, 7, 2, 0]]
-    """
-    if len(tokens) == 0:
-        return np.full((0, context + length), PAD, tokens.dtype)
-    if layout == "windows":
-        count = -(-len(tokens) // length)
-        stream = np.full(count * length + context, PAD, tokens.dtype)
-        stream[:context] = BOS
-        stream[context : context + len(tokens)] = tokens
-        return np.lib.stride_tricks.sliding_window_view(stream, context + length)[::length]
-    ends = np.flatnonzero(tokens == EOS) + 1
-    if len(ends) == 0 or ends[-1] != len(tokens):
-        ends = np.append(ends, len(tokens))
-    starts = np.concatenate([[0], ends[:-1]])
-    sizes = np.minimum(ends - starts, length)
-    rows = np.full((len(starts), context + length), PAD, tokens.dtype)
-    rows[:, :context] = BOS
-    column = np.arange(length)
-    real = column < sizes[:, None]
-    rows[:, context:][real] = tokens[(starts[:, None] + column)[real]]
-    return rows
 
 
 def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Batches:

@@ -17,9 +17,9 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-# Token numbers that every tokenizer keeps; PAD is zero so that padding is zero-filled memory.
-PAD, BOS, EOS, OOV = 0, 1, 2, 3
-SPECIALS = ("<pad>", "<bos>", "<eos>", "<oov>")
+# A place of a row that holds no token. It is no number of any vocabulary, so that every entry of a
+# vocabulary can be a target; an array looked up at it gives its last entry, which nothing may use.
+PAD = -1
 
 Params = Any
 """A model: an `eqx.Module` whose leaves are float arrays."""
@@ -28,6 +28,18 @@ Tokens = Int[Array, "batch seq_plus_one"]
 """Rows of tokens; column t predicts column t + 1, and a target of PAD does not count."""
 
 OptState = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """The tokens of a vocabulary that stand for something else than text."""
+
+    bos: int  # before the first token of a text
+    eos: int  # after the last token of a line
+    oov: (
+        int | None
+    )  # in place of what the vocabulary has no token for; None if it has no such token
+    reserved: tuple[int, ...]  # never offered as a word: those above, and all others like them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class JoinedStore(Store):
                     f"two stores are called {name!r}: a store is known by the name of its folder. "
                     "Rename one."
                 )
-            if part.manifest["tokenizer_sha256"] != first.manifest["tokenizer_sha256"]:
+            if part.tokens_sha256 != first.tokens_sha256:
                 raise CorpusError(
                     f"store {part.path} has another tokenizer than {first.path}: its tokens mean "
                     "other words. Prepare it again, with fedlm prepare --like."

@@ -5,7 +5,7 @@ Out:      a folder with `clients.arrow`, `tokenizer.json` and `store.json`.
 Promise:  the same text and settings give the same bytes; opening costs the same for ten
           clients and for a million; reading a client costs its own size; a store is either
           whole or not there.
-Not here: rows and batches (`cohort/packing.py`).
+Not here: rows (`rows.py`), batches (`cohort/packing.py`).
 
 Columns of `clients.arrow`: client, groups, train (tokens to learn from), held (tokens kept
 back: the tail of a training client, everything of a test client), test, held_bytes.
@@ -30,11 +30,21 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from fedlm.core.errors import CorpusError
+from fedlm.core.types import SpecialTokens
 from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
+from fedlm.corpus.tokenizer import TextTokenizer
 
-FORMAT = 1
+FORMAT = 2  # raised when a store written before can no longer be read
+MANIFEST = (
+    "settings",
+    "vocabulary",
+    "special_tokens",
+    "clients",
+    "tokenizer_sha256",
+    "clients_sha256",
+)
 CLIENTS_A_BATCH = 4096
 # Arrow's offsets are 32 bits wide: a batch of long clients is closed long before 2**31 tokens.
 TOKENS_A_BATCH = 1 << 26
@@ -45,7 +55,7 @@ Progress = Callable[[str, int], None]
 class StoreSettings:
     """Everything that decides a store's bytes besides the text."""
 
-    tokenizer: tok.Kind = "words"
+    tokenizer: str = "words"  # a kind that fedlm fits, or `file`: a tokenizer made elsewhere
     vocabulary: int = 10_000
     lowercase: bool = True
     test_clients: float = 0.1
@@ -74,7 +84,7 @@ def write(
     out: Path,
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TextTokenizer | None = None,
 ) -> Store:
     """Prepares a store and opens it; with a tokenizer that is given, or one fitted to the text."""
     clients = gather_clients(documents)
@@ -90,7 +100,7 @@ def write(
             settings.vocabulary,
             settings.lowercase,
         )
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+    dtype = tok.token_dtype(tokenizer.vocabulary)
     made = tokenizer
 
     def coded() -> Iterator[dict[str, Any]]:
@@ -111,7 +121,7 @@ def write(
 def write_tokens(
     rows: Iterable[dict[str, Any]],
     out: Path,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     settings: StoreSettings,
     dtype: Any,
     *,
@@ -132,11 +142,12 @@ def write_tokens(
         totals = _write_arrow(work / "clients.arrow", rows, dtype)
         if learns and totals["train_clients"] == 0:
             raise CorpusError("no client is left to train on: lower data.test_clients.")
-        tokenizer.save(str(work / "tokenizer.json"))
+        tokenizer.library.save(str(work / "tokenizer.json"))
         manifest = {
             "format": FORMAT,
             "settings": asdict(settings),
-            "vocabulary": tokenizer.get_vocab_size(),
+            "vocabulary": tokenizer.vocabulary,
+            "special_tokens": asdict(tokenizer.special),
             **totals,
             "tokenizer_sha256": _file_sha256(work / "tokenizer.json"),
             "clients_sha256": _file_sha256(work / "clients.arrow"),
@@ -197,6 +208,16 @@ def _record_batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBat
     return pa.record_batch(columns, schema=schema)
 
 
+def _special_tokens(manifest: dict[str, Any]) -> SpecialTokens:
+    """The special tokens of a manifest, which may hold anything."""
+    told = manifest["special_tokens"]
+    made = SpecialTokens(**{**told, "reserved": tuple(told["reserved"])})
+    numbers = [made.bos, made.eos, *made.reserved, *([] if made.oov is None else [made.oov])]
+    if not all(type(n) is int and 0 <= n < manifest["vocabulary"] for n in numbers):
+        raise ValueError("a token is not in the vocabulary")
+    return made
+
+
 def _file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -234,13 +255,21 @@ class Store:
             raise CorpusError(f"{file} is damaged ({error}). Prepare the store again.") from None
         if not isinstance(manifest, dict):
             raise CorpusError(f"{file} is damaged (not an object). Prepare the store again.")
-        if manifest.get("format") != FORMAT:
+        written = manifest.get("format")
+        if written != FORMAT:
             raise CorpusError(
-                f"store {self.path} has format {manifest.get('format')}: this fedlm reads {FORMAT}."
+                f"store {self.path} has format {written}: this fedlm reads {FORMAT}. Prepare it "
+                "again, with fedlm prepare."
             )
-        for key in ("settings", "vocabulary", "clients", "tokenizer_sha256", "clients_sha256"):
+        for key in MANIFEST:
             if key not in manifest:
                 raise CorpusError(f"{file} is damaged (no {key!r}). Prepare the store again.")
+        try:
+            _special_tokens(manifest)
+        except (KeyError, TypeError, ValueError):
+            raise CorpusError(
+                f"{file} is damaged (special_tokens). Prepare the store again."
+            ) from None
         return manifest
 
     def __len__(self) -> int:
@@ -255,7 +284,18 @@ class Store:
         return StoreSettings(**self.manifest["settings"])
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def special(self) -> SpecialTokens:
+        """The tokens of this store that are not text."""
+        return _special_tokens(self.manifest)
+
+    @property
+    def tokens_sha256(self) -> str:
+        """The hash of all that decides what a token means: the tokenizer and its special tokens."""
+        told = [self.manifest[name] for name in ("tokenizer_sha256", "special_tokens")]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
         """The tokenizer that made the tokens."""
         file = self.path / "tokenizer.json"
         if not file.is_file() or _file_sha256(file) != self.manifest["tokenizer_sha256"]:
@@ -263,7 +303,7 @@ class Store:
                 f"store {self.path}: tokenizer.json is not the one that made its tokens. "
                 "Prepare the store again."
             )
-        return Tokenizer.from_file(str(file))
+        return TextTokenizer(Tokenizer.from_file(str(file)), self.special)
 
     def _column(self, number: int, column: str) -> pa.Scalar:
         batch = bisect.bisect_right(self._starts, number) - 1

@@ -26,10 +26,10 @@ import numpy as np
 
 from fedlm.core.errors import CorpusError, nearest, require
 from fedlm.core.keys import generator_for
-from fedlm.core.types import EOS, SPECIALS
 from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.split import held_out_clients
 from fedlm.corpus.store import Progress, Store, StoreSettings, write_tokens
+from fedlm.corpus.tokenizer import OWN, SPECIALS
 
 PREFIX = "synthetic:"
 # Clients that are drawn together: their tokens are a few hundred thousand numbers.
@@ -101,7 +101,7 @@ def write_synthetic(
     )
     words = made_up_words(settings.vocabulary - len(SPECIALS))
     tokenizer = tok.from_words(words, settings.lowercase)
-    dtype = np.uint16 if settings.vocabulary <= 1 << 16 else np.int32
+    dtype = tok.token_dtype(settings.vocabulary)
     rows = _rows(laws, words, settings, dtype, progress)
     return write_tokens(rows, out, tokenizer, settings, dtype)
 
@@ -147,7 +147,7 @@ def draw_block(laws: Population, summed: np.ndarray, seed: int, number: int) -> 
     ends = np.cumsum(lengths + 1) - 1
     tokens = np.searchsorted(summed, rng.random(int(ends[-1]) + 1), side="right")
     tokens += len(SPECIALS)
-    tokens[ends] = EOS
+    tokens[ends] = OWN.eos
     return Block(sentences, lengths, tokens, paths)
 
 

@@ -1,49 +1,90 @@
 """Text to token numbers and back.
 
 In:       text to fit on; lines to encode; numbers to decode.
-Out:      a vocabulary whose first four entries are pad, bos, eos, oov; numbers; text.
-Promise:  fitting the same text gives the same vocabulary; `bytes` and `bpe` represent any text.
-Not here: which text (`split.py` decides what is training text); a unigram model, because the
-          library's trainer sums in hash order and gives another vocabulary each time.
+Out:      a `TextTokenizer`: a vocabulary and its special tokens; numbers; text.
+Promise:  fitting the same text gives the same vocabulary, whose first four entries are special;
+          `bytes` and `bpe` represent any text; what a client typed never becomes a special token.
+Not here: which text (`split.py` decides what is training text); tokenizers made elsewhere
+          (`tokenizer_file.py`); a unigram model, because the library's trainer sums in hash order
+          and gives another vocabulary each time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from fedlm.core.errors import CorpusError
-from fedlm.core.types import EOS, OOV, SPECIALS
+from fedlm.core.types import SpecialTokens
 from fedlm.corpus.split import LINE_END
 
-Kind = Literal["words", "bpe", "bytes"]
+# The first entries of every vocabulary that is fitted here. No text and no row holds <pad>: it
+# stays so that words keep their numbers.
+SPECIALS = ("<pad>", "<bos>", "<eos>", "<oov>")
+KINDS = ("words", "bpe", "bytes")
+FILE = "file"  # what a store says of a tokenizer that was made elsewhere
+OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
 
 # A word with inner apostrophes or hyphens, or one other mark.
 WORD = r"[\p{L}\p{M}\p{N}_]+(?:['’\-][\p{L}\p{M}\p{N}_]+)*|[^\s\p{L}\p{M}\p{N}_]"
 
 
-def fit(texts: Iterable[str], kind: Kind, vocabulary: int, lowercase: bool) -> Tokenizer:
-    """A tokenizer of at most `vocabulary` entries, specials included."""
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer of the `tokenizers` library, and which of its tokens are not text."""
+
+    library: Tokenizer
+    special: SpecialTokens
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The largest token number and one: numbers may have gaps."""
+        return max(self.library.get_vocab().values(), default=-1) + 1
+
+
+def kind_of(setting: str) -> str:
+    """Name the kind of tokenizer that a setting asks for; the path of a file is of the kind `file`.
+
+    >>> kind_of("bpe"), kind_of("gpt2/tokenizer.json")
+    ('bpe', 'file')
+    """
+    return FILE if setting.endswith(".json") else setting
+
+
+def token_dtype(vocabulary: int) -> Any:
+    """Choose the narrowest unsigned integer that holds every token.
+
+    >>> token_dtype(65_536).__name__, token_dtype(65_537).__name__
+    ('uint16', 'uint32')
+    """
+    return np.uint16 if vocabulary <= 1 << 16 else np.uint32
+
+
+def fit(texts: Iterable[str], kind: str, vocabulary: int, lowercase: bool) -> TextTokenizer:
+    """Fit `words`, `bpe` or `bytes` with at most `vocabulary` entries, specials included."""
     tokenizer, trainer = _MAKERS[kind](vocabulary)
     tokenizer.normalizer = _normalizer(lowercase)
     if trainer is not None:
         tokenizer.train_from_iterator(_pieces(texts), trainer)
     if tokenizer.get_vocab_size() <= len(SPECIALS):
         raise CorpusError("no word was found in the training text: the vocabulary is empty.")
-    return tokenizer
+    return TextTokenizer(tokenizer, OWN)
 
 
-def from_words(words: Sequence[str], lowercase: bool) -> Tokenizer:
-    """A tokenizer of exactly these words, numbered in their order after the specials."""
+def from_words(words: Sequence[str], lowercase: bool) -> TextTokenizer:
+    """Make a tokenizer of exactly these words, numbered in their order after the specials."""
     vocab = {name: i for i, name in enumerate([*SPECIALS, *words])}
     tokenizer, _ = _words(len(vocab), vocab)
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.normalizer = _normalizer(lowercase)
-    return tokenizer
+    return TextTokenizer(tokenizer, OWN)
 
 
 def _normalizer(lowercase: bool) -> Any:
@@ -58,7 +99,7 @@ def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _words(vocabulary: int, vocab: dict[str, int] | None = None) -> tuple[Tokenizer, Any]:
     vocab = vocab or {name: i for i, name in enumerate(SPECIALS)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=SPECIALS[OOV]))
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<oov>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
     trainer = trainers.WordLevelTrainer(
         vocab_size=vocabulary, special_tokens=list(SPECIALS), show_progress=False
@@ -91,29 +132,56 @@ def _bytes(vocabulary: int) -> tuple[Tokenizer, Any]:
 _MAKERS = {"words": _words, "bpe": _bpe, "bytes": _bytes}
 
 
-def encode(tokenizer: Tokenizer, text: str, dtype: Any) -> np.ndarray:
-    """A client's text as one array: each line that is not blank, ended by EOS."""
-    # A client that writes "<pad>" means five letters.
-    tokenizer.encode_special_tokens = True
+@contextlib.contextmanager
+def library_errors(what: str, way_out: str) -> Iterator[None]:
+    """Turn what the library raises into one sentence: what is wrong, the reason, the way out."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust code is no Exception, so that nobody catches it by chance.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CorpusError(f"{what} ({reason}). {way_out}") from None
+
+
+def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:
+    """Encode a client's text as one array: each line that is not blank, ended by EOS."""
+    library, special = tokenizer.library, tokenizer.special
+    # A client that writes "<pad>" means five letters; where the vocabulary has a word of those
+    # letters all the same, it is left out.
+    library.encode_special_tokens = True
+    barred = frozenset(special.reserved) - {special.oov}
     lines = [line for line in LINE_END.split(text) if line.strip()]
-    parts = []
-    for coded in tokenizer.encode_batch_fast(lines, add_special_tokens=False):
-        if coded.ids:
-            parts += [coded.ids, [EOS]]
+    with library_errors("the tokenizer cannot encode this text", "Take another tokenizer."):
+        coded_lines = library.encode_batch_fast(lines, add_special_tokens=False)
+    parts: list[list[int]] = []
+    for coded in coded_lines:
+        ids = coded.ids
+        if not barred.isdisjoint(ids):
+            ids = [token for token in ids if token not in barred]
+        if ids:
+            parts += [ids, [special.eos]]
     return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The beginning of a text, whose last line is not at its end."""
+def encode_prompt(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """Encode the beginning of a text, whose last line is not at its end."""
     return [int(token) for token in encode(tokenizer, text, np.int64)[:-1]]
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Readable text; line ends where EOS stood, an out-of-vocabulary word as <oov>."""
-    if tokenizer.decoder is None:
-        words = [tokenizer.id_to_token(t) or "" for t in tokens]
-        text = " ".join("\n" if t == EOS else w for t, w in zip(tokens, words, strict=True))
-        return re.sub(r" ([.,;:!?%)])", r"\1", text)
-    line_end = tokenizer.token_to_id("Ċ") or EOS  # the newline of the byte-level alphabet
-    tokens = [line_end if t == EOS else t for t in tokens]
-    return str(tokenizer.decode([t for t in tokens if t >= len(SPECIALS)]))
+def decode(tokenizer: TextTokenizer, tokens: Sequence[int]) -> str:
+    """Decode to readable text: a line end in place of EOS, and OOV by its name."""
+    library, special = tokenizer.library, tokenizer.special
+    hidden = frozenset(special.reserved) - {special.eos, special.oov}
+    tokens = [token for token in tokens if token not in hidden]
+    if library.decoder is None:
+        words = ("\n" if t == special.eos else library.id_to_token(t) or "" for t in tokens)
+        return re.sub(r" ([.,;:!?%)])", r"\1", " ".join(words))
+    lines: list[list[int]] = [[]]
+    for token in tokens:
+        if token == special.eos:
+            lines.append([])
+        else:
+            lines[-1].append(token)
+    return "\n".join(library.decode(line, skip_special_tokens=False) for line in lines)

@@ -18,7 +18,7 @@ from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.corpus.population import of_store
 from fedlm.corpus.shard import deal, deal_parts
-from fedlm.corpus.store import Store
+from fedlm.corpus.store import Store, StoreSettings
 from fedlm.deploy import server_app, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.workspace import Workspace
@@ -161,8 +161,8 @@ def _written(settings: Federation, topology: Topology) -> Federation:
 
 def _with_store(asked: Recipe, path: Path) -> Recipe:
     data = {**asked.data.model_dump(exclude_none=True), "store": str(path)}
-    data.pop("source", None)
-    data.pop("stores", None)
+    for name in ("source", "stores", *vars(StoreSettings())):  # the store decides the last ones
+        data.pop(name, None)
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 

@@ -18,6 +18,7 @@ import jax
 from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Rows, Sampling
 from fedlm.corpus.store import Store
+from fedlm.corpus.tokenizer import kind_of
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS, names
 from fedlm.recipe import parts, privacy_plan
@@ -147,7 +148,12 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
         recipe.model_copy(
             update={
                 "data": recipe.data.model_copy(
-                    update={"source": None, "store": None, "stores": ()}
+                    update={
+                        "source": None,
+                        "store": None,
+                        "stores": (),
+                        "tokenizer": kind_of(recipe.data.tokenizer),
+                    }
                 ),
                 "model": recipe.model.model_copy(update={"init_from": None}),
                 "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),

@@ -60,8 +60,7 @@ class Worker:
 
     def hello(self) -> Hello:
         """Returns what the server may know of this node before it asks for work."""
-        tokenizer = self.store.manifest["tokenizer_sha256"]
-        return Hello(self.clients, self.text, tokenizer, version("fedlm"))
+        return Hello(self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
 
     @property
     def text(self) -> str:

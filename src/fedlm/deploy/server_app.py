@@ -53,7 +53,7 @@ def train(
         goes_on = directory.claim(dump(resolved), resume=resume)
         seats = registration.load_assignments(directory.path / SEATS) if goes_on else None
         if seats is None:
-            tokens = store.manifest["tokenizer_sha256"]
+            tokens = store.tokens_sha256
             check = registration.same_tokenizer(tokens, f"the server's store {store.path}")
             seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
             registration.save_assignments(directory.path / SEATS, seats)

@@ -1,6 +1,6 @@
 """What the model would say next.
 
-In:       a model's two verbs (start, advance), a prompt of tokens.
+In:       a model's two verbs (start, advance), a prompt of tokens, the special tokens.
 Out:      the most likely next words, or a sampled continuation.
 Promise:  one step of the model a token; specials are never offered as words; the same key
           gives the same continuation.
@@ -18,7 +18,7 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedlm.core.types import BOS, EOS, SPECIALS
+from fedlm.core.types import SpecialTokens
 
 State = Any
 LONGEST_WORD = 12  # tokens
@@ -42,9 +42,9 @@ def speaker(start: Callable[[int], State], advance: Callable[[State, Array], Any
     return Speaker(lambda: start(1), one)
 
 
-def read(model: Speaker, prompt: Sequence[int]) -> tuple[State, Float[Array, " vocab"]]:
+def read(model: Speaker, prompt: Sequence[int], bos: int) -> tuple[State, Float[Array, " vocab"]]:
     """State and logits after BOS and the prompt."""
-    state, logits = model.advance(model.start(), BOS)
+    state, logits = model.advance(model.start(), bos)
     for token in prompt:
         state, logits = model.advance(state, token)
     return state, logits
@@ -54,6 +54,7 @@ def next_words(
     model: Speaker,
     prompt: Sequence[int],
     count: int,
+    special: SpecialTokens,
     goes_on: Callable[[int], bool] = lambda token: False,
 ) -> list[tuple[list[int], float]]:
     """The likeliest next words and their probabilities.
@@ -61,10 +62,11 @@ def next_words(
     A word is one token, and further ones for as long as the likeliest next token `goes_on`
     with the same word (never, for a vocabulary of whole words).
     """
-    state, logits = read(model, prompt)
+    state, logits = read(model, prompt, special.bos)
     chances = np.asarray(jax.nn.softmax(logits))
-    order = [t for t in np.argsort(-chances, kind="stable") if t >= len(SPECIALS)][:count]
-    return [_finish_word(model, state, int(t), float(chances[t]), goes_on) for t in order]
+    order = np.argsort(-chances, kind="stable")
+    words = order[~np.isin(order, special.reserved)][:count]
+    return [_finish_word(model, state, int(t), float(chances[t]), goes_on) for t in words]
 
 
 def _finish_word(model: Speaker, state: State, token: int, chance: float, goes_on: Any) -> Any:
@@ -81,12 +83,18 @@ def _finish_word(model: Speaker, state: State, token: int, chance: float, goes_o
 
 
 def sample(
-    model: Speaker, prompt: Sequence[int], length: int, *, temperature: float, key: PRNGKeyArray
+    model: Speaker,
+    prompt: Sequence[int],
+    length: int,
+    special: SpecialTokens,
+    *,
+    temperature: float,
+    key: PRNGKeyArray,
 ) -> list[int]:
     """A continuation, token by token; a temperature of zero always takes the likeliest."""
-    state, logits = read(model, prompt)
-    barred = jnp.arange(logits.shape[0]) < len(SPECIALS)
-    barred = barred.at[EOS].set(False)
+    state, logits = read(model, prompt, special.bos)
+    barred = jnp.zeros(logits.shape[0], bool).at[jnp.asarray(special.reserved)].set(True)
+    barred = barred.at[special.eos].set(False)
     said: list[int] = []
     for k in jr.split(key, length):
         open_ = jnp.where(barred, -jnp.inf, logits)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import Params
+from fedlm.core.types import Params, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, ScoreFn, figures
@@ -40,6 +40,7 @@ class HeldOutEvaluation:
     """Scores the model of a flat federation."""
 
     score: ScoreFn
+    special: SpecialTokens
     text: Mapping[str, HeldOutText]  # by split: those whose figures may be told
     vocabulary: int
     watch_split: tuple[str, ...]  # where to look on the way, in order of preference
@@ -49,7 +50,7 @@ class HeldOutEvaluation:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.score)
+        return Evaluator(self.score, self.special)
 
     def splits(self) -> list[str]:
         """The splits that hold text, the headline first."""
@@ -85,7 +86,8 @@ class HeldOutEvaluation:
         groups = [paths[int(n)] for n in owners]
         deepest = max((len(p) for p in paths.values()), default=0)
         found: dict[str, Any] = dict(figures(sums))
-        if text.bytes:  # comparable over tokenizers
+        # Comparable over tokenizers, unless some bytes are hidden in tokens that are unknown.
+        if text.bytes and np.array_equal(sums.known, sums.tokens):
             found["bits_per_byte"] = float(np.sum(sums.nats)) / math.log(2) / text.bytes
         return {
             **found,
@@ -97,5 +99,5 @@ class HeldOutEvaluation:
         """What counting on the same training tokens reaches on the same targets."""
         if self.training is None:
             return {}
-        counts = NGrams(iter(self.training()), self.vocabulary)
+        counts = NGrams(iter(self.training()), self.vocabulary, self.special)
         return {split: counts.perplexities(self.text[split].rows(2)[0]) for split in splits}

@@ -1,6 +1,7 @@
 """What counting can do: unigram, bigram and trigram models with Kneser-Ney smoothing.
 
-In:       rows of training and of held-out tokens, each with two tokens of context.
+In:       rows of training and of held-out tokens, each with two tokens of context; which tokens
+          are special.
 Out:      perplexity of each order on exactly the targets the model is scored on.
 Promise:  probabilities of every context sum to one over the vocabulary; PAD never counts.
 Not here: neural models.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from fedlm.core.types import PAD
+from fedlm.core.types import PAD, SpecialTokens
 from fedlm.evaluate.perplexity import perplexity_of
 
 Ints = Int[np.ndarray, " n"]
@@ -73,8 +74,10 @@ def _interpolate(level: Level, contexts: Ints, targets: Ints, below: np.ndarray,
 class NGrams:
     """Counts of a training corpus up to order three."""
 
-    def __init__(self, blocks: Iterable[Rows], vocab: int) -> None:
+    def __init__(self, blocks: Iterable[Rows], vocab: int, special: SpecialTokens) -> None:
         self.vocab = vocab
+        # Of all special tokens only these two can be targets; the uniform law is over targets.
+        self.targets = vocab - len(set(special.reserved) - {special.eos, special.oov})
         parts = [_triples(rows) for rows in blocks]
         first, second, third = (np.concatenate(p) for p in zip(*parts, strict=True))
         pairs = second * vocab + third
@@ -91,8 +94,7 @@ class NGrams:
         """Probability of each target given the two tokens before it, by order."""
         v = self.vocab
         none = np.zeros_like(targets)
-        # PAD and BOS are never targets, so the uniform law is over the rest.
-        floor = np.full(len(targets), 1.0 / (v - 2))
+        floor = np.full(len(targets), 1.0 / self.targets)
         lowest = _interpolate(self.unigram_kinds, none, targets, floor, v)
         return {
             "unigram": _interpolate(self.unigram, none, targets, floor, v),

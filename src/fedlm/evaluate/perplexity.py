@@ -1,6 +1,6 @@
 """Perplexity and accuracy on held-out rows.
 
-In:       parameters and rows of tokens.
+In:       parameters, rows of tokens, and which tokens are special.
 Out:      sums per row, and the figures made of them.
 Promise:  perplexity is exp(nats / targets); PAD never counts; batching changes nothing.
 Not here: which rows (`recipe/build.py` cuts them), per-client figures (`clients.py`).
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fedlm.core.types import EOS, OOV, PAD, Params
+from fedlm.core.types import PAD, Params, SpecialTokens
 
 ScoreFn = Callable[[Params, Int[Array, "batch width"]], tuple[Array, Array]]
 """Parameters and rows to the nats of each target and whether it was the most likely token."""
@@ -37,13 +37,15 @@ class Sums(NamedTuple):
     known: Any
 
 
-def row_sums(score: ScoreFn, params: Params, rows: Int[Array, "batch width"]) -> Sums:
+def row_sums(
+    score: ScoreFn, special: SpecialTokens, params: Params, rows: Int[Array, "batch width"]
+) -> Sums:
     """The sums of each row."""
     targets = rows[:, 1:]
     nats, right = score(params, rows)
     real = targets != PAD
-    word = real & (targets != OOV) & (targets != EOS)
-    known = real & (targets != OOV)
+    known = real if special.oov is None else real & (targets != special.oov)
+    word = known & (targets != special.eos)
 
     def count(x: Array) -> Float[Array, " batch"]:
         return jnp.sum(x, axis=1, dtype=jnp.float32)
@@ -62,13 +64,13 @@ def row_sums(score: ScoreFn, params: Params, rows: Int[Array, "batch width"]) ->
 class Evaluator:
     """Scores rows in equal batches, spread over this process's devices, with one program."""
 
-    def __init__(self, score: ScoreFn, *, batch: int = 32) -> None:
+    def __init__(self, score: ScoreFn, special: SpecialTokens, *, batch: int = 32) -> None:
         devices = jax.local_devices()
         self._batch = -(-batch // len(devices)) * len(devices)
         mesh = Mesh(np.array(devices), ("rows",))
         self._rows, self._shared = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
         block = jax.shard_map(
-            lambda params, rows: row_sums(score, params, rows.astype(jnp.int32)),
+            lambda params, rows: row_sums(score, special, params, rows.astype(jnp.int32)),
             mesh=mesh,
             in_specs=(P(), P("rows")),
             out_specs=P("rows"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlm.core.types import Params
+from fedlm.core.types import Params, SpecialTokens
 from fedlm.evaluate.perplexity import Evaluator, ScoreFn, Sums, figures, perplexity_of, total
 from fedlm.federation.tree import TreeConfig, TreeState, received
 
@@ -30,6 +30,7 @@ class TreeEvaluation:
     """Scores every node of a tree on the held-out text below it."""
 
     score: ScoreFn
+    special: SpecialTokens
     config: TreeConfig
     split: (
         str | None
@@ -39,7 +40,7 @@ class TreeEvaluation:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.score)
+        return Evaluator(self.score, self.special)
 
     def splits(self) -> list[str]:
         """The one split that every leaf has, if its figures may be told."""

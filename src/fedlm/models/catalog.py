@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Loss, Params, Tokens
+from fedlm.core.types import PAD, Loss, LossFn, Params, Tokens
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Positions
@@ -49,6 +50,7 @@ class Dimensions:
     si_row_floor: float = 0.1
 
 
+ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 
 
@@ -198,19 +200,99 @@ class ModelSpec:
 
     architecture: str
     size: Dimensions
+    name: str = ""  # as the recipe's `model.name`; empty: the architecture's
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """A fresh model."""
+        """Returns a fresh model."""
         return make(self.architecture, self.size, key)
 
     def shapes(self) -> Params:
-        """The model with shapes in place of values."""
+        """Returns the model with shapes in place of values."""
         return shapes(self.architecture, self.size)
 
     @property
     def parameters(self) -> int:
         """How many parameters the model has."""
         return count(self.architecture, self.size)
+
+    @property
+    def loss(self) -> LossFn:
+        """The next-token loss of a batch."""
+        return loss
+
+    @property
+    def score(self) -> ScoreFn:
+        """Nats of each target, and whether it was the likeliest token in its place."""
+        return score
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the recipe's `[model]` table."""
+        named = NAMED[self.name or self.architecture].size
+        sizes = {f: v for f, v in vars(self.size).items() if v != getattr(named, f)}
+        return {"name": self.name or self.architecture, **_known(sizes)}
+
+
+def _known(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what a store decides."""
+    return {name: value for name, value in sizes.items() if name not in ("vocab", "length")}
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """A user's own equinox module as a model: `module(tokens[batch, seq]) -> logits`.
+
+    All of its floating-point arrays are trained; whatever else it holds stays as it is.
+    """
+
+    module: Any
+
+    def _split(self) -> tuple[Params, Any]:
+        return eqx.partition(self.module, eqx.is_inexact_array)
+
+    def init(self, key: PRNGKeyArray) -> Params:
+        """Returns the arrays of the module; it was initialised by its maker."""
+        return self._split()[0]
+
+    def shapes(self) -> Params:
+        """Returns the arrays with shapes in place of values."""
+        return eqx.filter_eval_shape(lambda: self._split()[0])
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the module has."""
+        return tree.size(self._split()[0])
+
+    def _logits(self, params: Params, tokens: Int[Array, "batch seq"]) -> Array:
+        return eqx.combine(params, self._split()[1])(tokens)
+
+    @property
+    def loss(self) -> LossFn:
+        """The next-token loss of a batch."""
+
+        def of(params: Params, tokens: Tokens) -> Loss:
+            nats, _ = self.score(params, tokens)
+            count = jnp.sum(tokens[:, 1:] != PAD).astype(nats.dtype)
+            return Loss(jnp.sum(nats), count)
+
+        return of
+
+    @property
+    def score(self) -> ScoreFn:
+        """Nats of each target, and whether it was the likeliest token in its place."""
+
+        def of(params: Params, tokens: Tokens) -> tuple[Array, Array]:
+            targets = tokens[:, 1:]
+            logits = self._logits(params, jnp.maximum(tokens[:, :-1], 0))
+            logs = jax.nn.log_softmax(logits)
+            taken = jnp.take_along_axis(logs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+            right = jnp.argmax(logits, -1) == targets
+            return jnp.where(targets != PAD, -taken, 0.0), right
+
+        return of
+
+    def settings(self) -> dict[str, Any]:
+        """Returns nothing: a recipe cannot name a module."""
+        return {}
 
 
 def listing() -> list[dict[str, Any]]:

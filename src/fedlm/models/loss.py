@@ -99,7 +99,8 @@ def scores(
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
     total = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)
     nats = jnp.log(total) + top - at_target
-    return jnp.where(targets != PAD, nats, 0.0), at_target >= top
+    real = targets != PAD
+    return jnp.where(real, nats, 0.0), real & (at_target >= top)
 
 
 def token_loss(

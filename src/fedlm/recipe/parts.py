@@ -17,19 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import BatchSpec, Engine, Params, Rows
-from fedlm.corpus import sources
+from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
-from fedlm.corpus.store import Progress, Store, StoreSettings, write
+from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
+from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
 from fedlm.engine.catalog import ENGINES
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog
-from fedlm.models.catalog import ModelSpec
+from fedlm.models.catalog import ModelSpec, ScoreFn
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
@@ -42,12 +44,37 @@ from fedlm.run import Cadence
 MOST_COUNTED_TOKENS = 50_000_000
 
 
-def store_settings(data: Data) -> StoreSettings:
-    """The part of `[data]` that decides a store's bytes."""
+def given_tokenizer(
+    data: Data, bos: str | None = None, eos: str | None = None
+) -> TextTokenizer | None:
+    """Read the tokenizer file that `[data]` names; None if a tokenizer is to be fitted."""
+    if kind_of(data.tokenizer) != FILE:
+        return None
+    require(
+        data.tokenizer != FILE,
+        "data.tokenizer",
+        data.tokenizer,
+        "'words', 'bpe', 'bytes' or 'PATH/tokenizer.json' for text",
+    )
+    made = tokenizer_file.load(Path(data.tokenizer), bos, eos)
+    for name, value in (("vocabulary", made.vocabulary), ("lowercase", False)):
+        asked = getattr(data, name)
+        require(
+            name not in data.model_fields_set or asked == value,
+            f"data.{name}",
+            asked,
+            f"nothing beside data.tokenizer = {data.tokenizer!r}, which decides it: {value}",
+            "Leave the setting out.",
+        )
+    return made
+
+
+def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSettings:
+    """The part of `[data]` that decides a store's bytes; of a tokenizer file, what it decides."""
     return StoreSettings(
-        tokenizer=data.tokenizer,
-        vocabulary=data.vocabulary,
-        lowercase=data.lowercase,
+        tokenizer=kind_of(data.tokenizer),
+        vocabulary=data.vocabulary if given is None else given.vocabulary,
+        lowercase=data.lowercase if given is None else False,
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
@@ -67,12 +94,13 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         store = Store(paths[0]) if data.store else JoinedStore(paths)
         _check_store(store, data)
         return store
-    settings = store_settings(data)
-    path = cache / f"{_short_name(data.source)}-{_identity(data.source, settings)}"
+    given = given_tokenizer(data)
+    settings = store_settings(data, given)
+    path = cache / f"{_short_name(data.source)}-{_identity(data.source, settings, given)}"
     if path.exists():
         return Store(path)
     try:
-        return write(sources.read(data.source), path, settings, progress)
+        return write(sources.read(data.source), path, settings, progress, given)
     except CorpusError:
         if not path.exists():
             raise
@@ -94,9 +122,11 @@ def _short_name(source: str) -> str:
     return Path(source).name.split(".")[0] or "text"
 
 
-def _identity(source: str, settings: StoreSettings) -> str:
+def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None) -> str:
     """Names a prepared store by its text and settings, so that a changed text is prepared anew."""
-    digest = hashlib.sha256(repr((source, settings)).encode())
+    digest = hashlib.sha256(repr((FORMAT, source, settings)).encode())
+    if given is not None:
+        digest.update(f"{given.library.to_str()}{given.special}".encode())
     path = Path(source)
     if source not in sources.CORPORA and path.exists():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -111,9 +141,10 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
-    data = recipe.data
-    if data.source is None:
-        data = data.model_copy(update=vars(store.settings))
+    data, decided = recipe.data, vars(store.settings)
+    if data.source is not None:
+        decided = {**decided, "tokenizer": data.tokenizer}  # the path of a file, not that it is one
+    data = data.model_copy(update=decided)
     return recipe.model_copy(
         update={
             "data": data,
@@ -168,9 +199,7 @@ def _of_groups(recipe: Recipe, store: Store, clients: np.ndarray) -> np.ndarray:
 def client_rows(recipe: Recipe, store: Store, clients: np.ndarray) -> ClientRows:
     """The text of clients, in rows of the recipe's width."""
     data = recipe.data
-    return ClientRows(
-        store=store, clients=clients, sequence_length=data.sequence_length, layout=data.layout
-    )
+    return ClientRows(store, clients, data.sequence_length, data.layout)
 
 
 def pooled_rows(rows: ClientRows) -> Rows:
@@ -186,13 +215,19 @@ def pooled_rows(rows: ClientRows) -> Rows:
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
     """The architecture and the sizes that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
-    return ModelSpec(named.architecture, dimensions(recipe.model, vocabulary))
+    size = dimensions(recipe.model, vocabulary)
+    return ModelSpec(named.architecture, size, recipe.model.name)
+
+
+def start_key(recipe: Recipe) -> PRNGKeyArray:
+    """The key of a fresh model."""
+    return key_for(recipe.run.seed, "init")
 
 
 def start_of(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
     """The model before training: another run's, or fresh and the same for the same seed."""
     if recipe.model.init_from is None:
-        return spec.init(key_for(recipe.run.seed, "init"))
+        return spec.init(start_key(recipe))
     path = Path(recipe.model.init_from)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
@@ -235,7 +270,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
     def cut(context: int) -> tuple[np.ndarray, np.ndarray]:
         parts = [rows.held(int(number), context) for number in owners]
         if not parts:
-            return np.zeros((0, data.sequence_length + context), np.uint16), np.zeros(0, int)
+            return np.zeros((0, data.sequence_length + context), np.int16), np.zeros(0, int)
         sizes = [len(part) for part in parts]
         return np.concatenate(parts), np.repeat(owners, sizes)
 
@@ -253,7 +288,12 @@ def owners_of(recipe: Recipe, store: Store, clients: np.ndarray) -> dict[str, np
 
 
 def evaluation_of(
-    recipe: Recipe, rows: ClientRows, plan: PrivacyPlan | None, *, count: bool
+    recipe: Recipe,
+    rows: ClientRows,
+    plan: PrivacyPlan | None,
+    *,
+    count: bool,
+    score: ScoreFn = catalog.score,
 ) -> HeldOutEvaluation:
     """Held-out text here, of splits that may be told; `count` n-grams on the training text."""
     store = rows.store
@@ -265,7 +305,8 @@ def evaluation_of(
         return (rows.train(member, 2) for member in range(len(rows.clients)))
 
     return HeldOutEvaluation(
-        score=catalog.score,
+        score=score,
+        special=store.special,
         text={split: held_out_text(recipe, rows, owners[split]) for split in told},
         vocabulary=store.vocabulary,
         watch_split=("validation", "test"),

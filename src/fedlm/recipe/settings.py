@@ -166,6 +166,8 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
         for name, value in (("source", data.source), ("store", data.store))
         if value is not None and not (name == "source" and value in CORPORA)
     }
+    if data.tokenizer.endswith(".json"):
+        changed["tokenizer"] = _absolute(data.tokenizer, folder)
     if data.stores:
         changed["stores"] = tuple(_absolute(path, folder) for path in data.stores)
     # Built from what was written, so that it stays known which settings were given.

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
-from fedlm.cohort.packing import Layout
 from fedlm.cohort.sampling import LAWS
-from fedlm.corpus.tokenizer import Kind
+from fedlm.core.errors import either
+from fedlm.corpus.rows import Layout
+from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
 from fedlm.engine.catalog import ENGINES
 from fedlm.local.train import WEIGHTS
 from fedlm.methods.catalog import METHODS
@@ -35,6 +37,14 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _tokenizer(value: str) -> str:
+    """Accept a kind of tokenizer, or the path of a file that holds one."""
+    if kind_of(value) in (*KINDS, FILE):
+        return value
+    wanted = either(map(repr, (*KINDS, "PATH/tokenizer.json")))
+    raise PydanticKnownError("literal_error", {"expected": wanted})
 
 
 class Table(BaseModel):
@@ -57,8 +67,10 @@ class Data(Table):
         description="Several stores with one tokenizer (`fedlm prepare --like`), in place of "
         "`store`. The name of a store's folder becomes the first group of its clients.",
     )
-    tokenizer: Kind = Field(
-        default="words", description="What a token is: a word, a BPE piece or a byte."
+    tokenizer: Annotated[str, AfterValidator(_tokenizer)] = Field(
+        default="words",
+        description="`words`, `bpe` or `bytes`, fitted to the training text; or the path of a "
+        "`tokenizer.json` made elsewhere.",
     )
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = Field(
         default=10_000, description="The most entries of the vocabulary, special tokens included."

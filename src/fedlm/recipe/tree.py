@@ -326,6 +326,7 @@ def _evaluation(
     split = whole[0] if whole else None
     return TreeEvaluation(
         score=catalog.score,
+        special=rows.store.special,
         config=config,
         split=split,
         held={} if split is None else held[split],
@@ -340,7 +341,7 @@ def _held(
     fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
     for node in topology.with_text:
         parts = [rows.held(int(owners[c])) for c in fed[node]]
-        here = np.concatenate(parts) if parts else np.zeros((0, 1), np.uint16)
+        here = np.concatenate(parts) if parts else np.zeros((0, 1), np.int16)
         if most and len(here) > most:
             rng = generator_for(0, "evaluate", member=node)
             here = here[np.sort(rng.choice(len(here), most, replace=False))]

@@ -51,6 +51,11 @@ class RunDirectory:
         return self.path / "tokenizer.json"
 
     @property
+    def special_tokens(self) -> Path:
+        """The names of the tokenizer's special tokens, in a file that Hugging Face reads too."""
+        return self.path / "special_tokens_map.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -1,0 +1,169 @@
+"""A tokenizer made elsewhere: a `tokenizer.json` of the `tokenizers` library.
+
+In:       the path of the file; perhaps the names of its bos and eos tokens.
+Out:      a `TextTokenizer`, or one sentence about what is wrong with the file.
+Promise:  whatever is in the file, the library's panics included, ends in a tokenizer that encodes
+          and decodes text, the same each time, or in a `CorpusError`.
+Not here: encoding (`tokenizer.py`).
+
+Special tokens are found in this order: the names that were given; `bos_token`, `eos_token` and
+`unk_token` of a `tokenizer_config.json` or `special_tokens_map.json` beside the file; the usual
+names among the file's own special tokens. Without a bos token, rows begin with eos.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, models
+
+from fedlm.core.errors import CorpusError
+from fedlm.core.types import SpecialTokens
+from fedlm.corpus.tokenizer import TextTokenizer, library_errors
+
+USUAL = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|im_start|>", "<|endoftext|>"),
+    "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|endoftext|>"),
+}
+# What Hugging Face keeps beside a tokenizer; the first file that names a token decides.
+SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")
+FEWEST, MOST = 5, 1_000_000
+# Several scripts, a tab, and a sign beyond 16 bits.
+TRIAL = "Hello, wörld 12 привет 日本\t🙂"
+
+
+def load(path: Path, bos: str | None = None, eos: str | None = None) -> TextTokenizer:
+    """Read a tokenizer file and find its special tokens; `bos` and `eos` are names of tokens."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise CorpusError(f"tokenizer {path} is not readable: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise CorpusError(f"tokenizer {path} is not a tokenizer.json: not valid UTF-8.") from None
+    what = f"tokenizer {path} is not one that the tokenizers library can use"
+    with (
+        library_errors(what, "Save it again with Tokenizer.save, or take another file."),
+        _silent(),
+    ):
+        library = _always_the_same(Tokenizer.from_str(text))
+        library.decode(library.encode(TRIAL, add_special_tokens=False).ids)
+    numbers = library.get_vocab().values()
+    size = max(numbers, default=-1) + 1
+    if not FEWEST <= size <= MOST:
+        raise CorpusError(
+            f"tokenizer {path} has a vocabulary of {size} entries: expected between {FEWEST} and "
+            f"{MOST:,}. Take another file."
+        )
+    gaps = set(range(size)) - set(numbers)
+    return TextTokenizer(library, _special(path, library, {"bos": bos, "eos": eos}, gaps))
+
+
+def special_tokens_map(tokenizer: TextTokenizer) -> bytes:
+    """Name the special tokens in JSON as Hugging Face does, to be kept beside the file."""
+    special = tokenizer.special
+    named = {"bos_token": special.bos, "eos_token": special.eos, "unk_token": special.oov}
+    names = {
+        name: None if number is None else tokenizer.library.id_to_token(number)
+        for name, number in named.items()
+    }
+    return (json.dumps(names, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _always_the_same(library: Tokenizer) -> Tokenizer:
+    """Switch off what would drop text, add tokens, or draw at random."""
+    library.no_padding()
+    library.no_truncation()
+    if getattr(library.model, "dropout", None) is not None:
+        library.model.dropout = None
+    return library
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep a panic from printing its stack: the sentence is enough."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # nobody listens
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _special(
+    path: Path, library: Tokenizer, given: dict[str, str | None], gaps: set[int]
+) -> SpecialTokens:
+    """Find the special tokens; numbers without a token are reserved as well."""
+    own = {n: t.content for n, t in library.get_added_tokens_decoder().items() if t.special}
+    names = {role: _first(usual, own.values()) for role, usual in USUAL.items()}
+    names |= _beside(path)
+    names |= {role: name for role, name in given.items() if name is not None}
+    bos, eos = (_number(path, library, role, names[role]) for role in ("bos", "eos"))
+    if eos is None:
+        known = ", ".join(sorted(own.values())[:8]) or "none"
+        raise CorpusError(
+            f"tokenizer {path} does not say which token ends a line (its special tokens: {known}). "
+            "Name it with fedlm prepare --eos TOKEN, and --bos TOKEN if another one begins a text."
+        )
+    bos = eos if bos is None else bos
+    oov = _unknown(library, names.get("unk"))
+    oov = None if oov in (bos, eos) else oov
+    reserved = {number for number in (bos, eos, oov, *own, *gaps) if number is not None}
+    return SpecialTokens(bos=bos, eos=eos, oov=oov, reserved=tuple(sorted(reserved)))
+
+
+def _first(names: Iterable[str], known: Collection[str]) -> str | None:
+    return next((name for name in names if name in known), None)
+
+
+def _number(path: Path, library: Tokenizer, role: str, name: str | None) -> int | None:
+    """The number of a token that has a role; None if no token has it."""
+    if name is None:
+        return None
+    number: int | None = library.token_to_id(name)
+    if number is None:
+        raise CorpusError(
+            f"tokenizer {path} has no token {name!r}, which is said to be its {role} token. Name "
+            f"one of its tokens with fedlm prepare --{role} TOKEN."
+        )
+    return number
+
+
+def _beside(path: Path) -> dict[str, str | None]:
+    """The names of tokens in files beside a tokenizer; None where one says that there is none."""
+    found: dict[str, str | None] = {}
+    for sibling in SIBLINGS:
+        file = path.parent / sibling
+        if not file.is_file():
+            continue
+        try:
+            told = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CorpusError(f"{file}, beside tokenizer {path}, is not JSON ({error}).") from None
+        for role in ("bos", "eos", "unk"):
+            if isinstance(told, dict) and f"{role}_token" in told:
+                value = told[f"{role}_token"]
+                content = value.get("content") if isinstance(value, dict) else value
+                found.setdefault(role, content if isinstance(content, str) else None)
+    return found
+
+
+def _unknown(library: Tokenizer, name: str | None) -> int | None:
+    """The token in place of what the vocabulary has no token for, if there is one."""
+    if isinstance(library.model, models.Unigram):  # it keeps a number, and shows it nowhere else
+        number: int | None = json.loads(library.to_str())["model"]["unk_id"]
+        return number
+    name = name or getattr(library.model, "unk_token", None)
+    return None if name is None else library.token_to_id(name)
