@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticKnownError
 
 from fedlm.cohort.sampling import LAWS
+from fedlm.core.errors import either
 from fedlm.corpus.rows import Layout
 from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
 from fedlm.engine.catalog import ENGINES
@@ -40,10 +41,10 @@ Count = Annotated[int, Field(ge=1)]
 
 def _tokenizer(value: str) -> str:
     """Accept a kind of tokenizer, or the path of a file that holds one."""
-    if kind_of(value) not in (*KINDS, FILE):
-        wanted = "'words', 'bpe', 'bytes' or 'PATH/tokenizer.json'"
-        raise PydanticCustomError("literal_error", "Input should be {wanted}", {"wanted": wanted})
-    return value
+    if kind_of(value) in (*KINDS, FILE):
+        return value
+    wanted = either(map(repr, (*KINDS, "PATH/tokenizer.json")))
+    raise PydanticKnownError("literal_error", {"expected": wanted})
 
 
 class Table(BaseModel):
@@ -68,8 +69,8 @@ class Data(Table):
     )
     tokenizer: Annotated[str, AfterValidator(_tokenizer)] = Field(
         default="words",
-        description="What a token is: `words`, `bpe` pieces or `bytes`, fitted to the text; or the "
-        "path of a `tokenizer.json` made elsewhere.",
+        description="`words`, `bpe` or `bytes`, fitted to the training text; or the path of a "
+        "`tokenizer.json` made elsewhere.",
     )
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = Field(
         default=10_000, description="The most entries of the vocabulary, special tokens included."
