@@ -27,7 +27,8 @@ from fedlm.federation.audit import look
 from fedlm.federation.round import CohortSampler, init_node, server_half, with_text
 from fedlm.privacy import account
 from fedlm.privacy.audit import Audit, audit
-from fedlm.privacy.noise import for_plan, silent
+from fedlm.privacy.catalog import noise_for
+from fedlm.privacy.noise import silent
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import Experiment, build
 from fedlm.recipe.settings import parse
@@ -46,7 +47,7 @@ TABLES = {
 def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
     """The federation, with noise one; all other noises are made from it."""
     server = {"optimizer": "fedavg", "learning_rate": 1.0, "rounds": rounds}
-    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 1.0, "delta": DELTA}
+    privacy = {"mechanism": mechanism, "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": DELTA}
     privacy["canaries"] = canaries
     # How many clients there are is known only once the store is open.
     people = build(parse({**TABLES, "server": {"cohort": 1}}), STORES, lambda *a: None)
@@ -64,8 +65,8 @@ def noisy(made: Experiment, noise: float, share: float) -> Algorithm:
     """The algorithm with a plan of some noise, of which only a share is really added."""
     assert made.plan is not None
     plan = replace(made.plan, noise_multiplier=noise)
-    added = replace(plan, clip_norm=1.0, noise_multiplier=share * noise)
-    return replace(made.algorithm, plan=plan, noise=for_plan(added) if share else silent())
+    added = replace(plan, noise_multiplier=share * noise)
+    return replace(made.algorithm, plan=plan, noise=noise_for(added) if share else silent())
 
 
 def one_run(made: Experiment, algorithm: Algorithm) -> Audit:

@@ -13,8 +13,8 @@ import optax
 from fedlm.core.types import Sampling
 from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import local_training
+from fedlm.methods.fedavg import server as server_half
 from fedlm.models import catalog
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 
@@ -24,5 +24,5 @@ def fedavg(clients: int, rate: float = 0.1) -> Algorithm:
         local=local_training(catalog.loss, optax.sgd(rate)),
         upload=dense(),
         download=dense(),
-        server=plain(optax.sgd(1.0)),
+        server=server_half(optax.sgd(1.0)),
     )

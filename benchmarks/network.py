@@ -4,7 +4,7 @@
     python -m benchmarks.network --nodes 16 --megabytes 100 --rounds 1
 
 Nodes answer at once with the frame they were sent, and the server sums them as in a run. Nodes
-share a process, the meeting point has one of its own, and everything goes over TLS on loopback.
+share a process, the SuperLink has one of its own, and everything goes over TLS on loopback.
 Memory is the peak of a process during the rounds, less what it held before them.
 """
 
@@ -21,36 +21,40 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flwr.app import Message
 
 from benchmarks.fedavg import fedavg
 from benchmarks.memory import Growth
 from fedlm.deploy import workspace
-from fedlm.deploy.node import serve
+from fedlm.deploy.flower.client import open_transport
+from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
-from fedlm.deploy.superlink_client import running
-from fedlm.deploy.supernode import Fleet
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
-from fedlm.engine.messages import SUMS, TrainReply, read_request, tell
+from fedlm.engine.messages import SUMS, Payload, TrainReply, encode_reply, read_request
 from fedlm.engine.remote import FlowerEngine
 from fedlm.wire.dense import dense
 
 
-def idle(message: Message) -> Message:
-    """Answers with the frame that was sent: the right size, and no work."""
-    question = read_request(message.content)
+def idle(payload: Payload) -> Payload:
+    """Replies with the frame that was sent: the right size, and no work."""
+    request = read_request(payload)
     sums = (dict.fromkeys(SUMS, 1.0),)
-    answer = TrainReply(
-        round=question.round, members=question.members, frames=question.frames, sums=sums
+    reply = TrainReply(
+        round=request.round, members=request.members, frames=request.frames, sums=sums
     )
-    return Message(tell(answer), reply_to=message)
+    return encode_reply(reply)
 
 
-def engine_of(post: Transport, names: list[str]) -> FlowerEngine:
-    """The engine of a run over the network, with a client a node."""
-    seats = [Assignment(name, place, 1) for place, name in enumerate(names)]
+def engine_of(transport: Transport, names: list[str]) -> FlowerEngine:
+    """The engine of a run over the network, with one client per node."""
+    assignments = [Assignment(name, place, 1) for place, name in enumerate(names)]
     return FlowerEngine(
-        fedavg(len(names)), post, seats, recipe="", seed=0, exact=dense(), patience=Quorum()
+        fedavg(len(names)),
+        transport,
+        assignments,
+        recipe="",
+        seed=0,
+        exact=dense(),
+        patience=Quorum(),
     )
 
 
@@ -80,17 +84,17 @@ def rounds(engine: FlowerEngine, sent: jax.Array, count: int) -> list[float]:
         if not np.allclose(total.delta[:1000], len(members) * sent[:1000], rtol=1e-5):
             raise SystemExit("the sum is another one.")
         del total
-        sent = another(sent)  # or the meeting point would have the frame already
+        sent = another(sent)  # or the SuperLink would have the frame already
     return seconds
 
 
-def be_idle(home: workspace.Home) -> None:
+def be_idle(made: workspace.Workspace) -> None:
     """All nodes of a federation, in this process, until it is ended."""
     said = lambda text: print(text, flush=True)  # noqa: E731
     work = {"say": said, "stop": lambda: False}
     nodes = [
-        threading.Thread(target=serve, args=(Fleet(home.kit(name), said), idle), kwargs=work)
-        for name in home.nodes()
+        threading.Thread(target=serve, args=(SuperNode(made.kit(name), said), idle), kwargs=work)
+        for name in made.nodes()
     ]
     for node in nodes:
         node.start()
@@ -98,19 +102,19 @@ def be_idle(home: workspace.Home) -> None:
         node.join()
 
 
-def measure(made: workspace.Home, link: int, sizes: list[float], count: int) -> None:
-    """Prints a row a payload size."""
+def measure(made: workspace.Workspace, superlink: int, sizes: list[float], count: int) -> None:
+    """Prints a row per payload size."""
     names = sorted(made.nodes())
-    head = ["nodes", "MB each way", "s a round", "server, MB more", "payloads", "meeting point, MB"]
+    head = ["nodes", "MB each way", "s a round", "server, MB more", "payloads", "SuperLink, MB"]
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
-    with running(made) as post:
-        while not all(p.online for p in post.presence().values()) or not post.presence():
+    with open_transport(made) as transport:
+        while not (nodes := transport.presence()) or not all(p.online for p in nodes.values()):
             time.sleep(0.2)
-        engine = engine_of(post, names)
+        engine = engine_of(transport, names)
         rounds(engine, jnp.ones(1000), 1)
         for size in sizes:
             sent = parameters(int(size * 1e6 / 4))
-            here, there = Growth(), Growth(link)
+            here, there = Growth(), Growth(superlink)
             taken = rounds(engine, sent, count)
             low, high = f"{min(taken):.2f}", f"{max(taken):.2f}"
             print(
@@ -129,7 +133,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.idle:
         follow_parent()
-        be_idle(workspace.Home(asked.idle))
+        be_idle(workspace.Workspace(asked.idle))
         return
     names = [f"n{i:03d}" for i in range(asked.nodes)]
     with tempfile.TemporaryDirectory() as folder, children() as started:

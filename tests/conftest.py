@@ -50,7 +50,7 @@ evaluate_every = 2
 [run]
 devices = 2
 checkpoint_every = 2
-tensorboard = false
+trackers = []
 prompts = ["the cat"]
 """
 

@@ -22,19 +22,41 @@ STATIONS = {
 MAY_IMPORT = {
     "core": {"core"},
     **{room: {"core", room} for room in STATIONS},
+    "methods": {"core", "local", "methods"},
     "federation": {"core", "cohort", "local", "privacy", "server", "federation"},
     "engine": {"core", "cohort", "federation", "engine"},
-    "recipe": {"core", "federation", "engine", "recipe"} | STATIONS,
+    "recipe": {"core", "methods", "federation", "engine", "recipe"} | STATIONS,
     "run.py": {"core", "cohort", "federation"},
-    "__init__.py": {"core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
+    "__init__.py": {"core", "methods", "federation", "engine", "recipe", "run", "train"} | STATIONS,
     # `train` and `sweep` carry a recipe out; above them are only the doors.
     "inference.py": {"core", "recipe"} | STATIONS,
     "train.py": {"inference", "core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
     "sweep.py": {"core", "recipe", "record", "train"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"inference", "core", "federation", "engine", "recipe", "run", "train", "deploy"}
+    "deploy": {
+        "inference",
+        "core",
+        "methods",
+        "federation",
+        "engine",
+        "recipe",
+        "run",
+        "train",
+        "deploy",
+    }
     | STATIONS,
-    "cli": {"core", "federation", "engine", "recipe", "run", "train", "sweep", "deploy", "cli"}
+    "cli": {
+        "core",
+        "methods",
+        "federation",
+        "engine",
+        "recipe",
+        "run",
+        "train",
+        "sweep",
+        "deploy",
+        "cli",
+    }
     | {"inference"}
     | STATIONS,
 }

@@ -26,8 +26,8 @@ from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import local_training
+from fedlm.methods import fedavg
 from fedlm.models import catalog
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 
@@ -58,7 +58,7 @@ def main() -> None:
         local=local_training(catalog.loss, optax.sgd(said["rate"])),
         upload=dense(),
         download=dense(),
-        server=plain(optax.sgd(1.0)),
+        server=fedavg.server(optax.sgd(1.0)),
     )
     shape = BatchSpec(
         batch_size=said["batch"], sequence_length=said["length"], max_examples=said["max_examples"]

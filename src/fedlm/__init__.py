@@ -22,7 +22,6 @@ from fedlm.engine.loop import LoopEngine as LoopEngine
 from fedlm.engine.mesh import MeshEngine as MeshEngine
 from fedlm.federation.algorithm import Algorithm as Algorithm
 from fedlm.federation.round import NodeState as NodeState
-from fedlm.recipe.build import Experiment as Experiment
 from fedlm.recipe.build import build as build
 from fedlm.recipe.settings import Recipe as Recipe
 from fedlm.recipe.settings import load as load
@@ -37,7 +36,6 @@ __all__ = [
     "CorpusError",
     "DivergenceError",
     "Engine",
-    "Experiment",
     "FedlmError",
     "load",
     "LoopEngine",

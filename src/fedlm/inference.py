@@ -20,7 +20,7 @@ from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.models import catalog
-from fedlm.recipe.build import dimensions
+from fedlm.recipe.parts import dimensions
 from fedlm.recipe.settings import Model
 from fedlm.record import checkpoint
 

@@ -1,42 +1,38 @@
-"""The loop.
+"""A run: its parts, and the loop over rounds.
 
-In:       an algorithm, an engine, a state, and what to do on the way.
+In:       population, algorithm, engine, round, evaluation and record, put together once.
 Out:      the state after the last round.
 Promise:  deterministic given recipe and seed; interrupted anywhere and resumed, it ends in the
-          same state, to the byte.
-Not here: how a round works (`federation/round.py`), what is evaluated (handed in).
+          same state, to the byte. Simulation, server, tree and pretraining are the same record
+          with other parts.
+Not here: how a round works (`federation`), how parts are made (`recipe`), start and end of a run
+          in its directory (`training.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedlm.cohort.prefetch import prefetch
 from fedlm.core.errors import DivergenceError
-from fedlm.core.types import Engine, Members, Params, Prepared, Total
+from fedlm.core.releasable import Releasable
+from fedlm.core.types import Engine, Params
+from fedlm.corpus.population import Population
+from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.round import (
-    CohortSampler,
-    NodeState,
-    client_state_of,
-    outgoing,
-    released,
-    server_half,
-    with_text,
-)
+from fedlm.federation.round import Metrics, Played
+from fedlm.models.catalog import ModelSpec
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import extend
+from fedlm.record.directory import RunDirectory
 
-Facts = dict[str, Any]
-
-# A model worse than guessing by three nats a token, five rounds in a row, does not come back.
+# A model worse than guessing by three nats per token, five rounds in a row, does not recover.
 RUNAWAY_NATS = 3.0
 RUNAWAY_ROUNDS = 5
 CAUSES = (
@@ -45,119 +41,152 @@ CAUSES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What a run tells others, and when it asks them."""
+class Round(Protocol):
+    """Flat rounds or rounds of a tree: states, what happened, what may be told."""
 
-    evaluate: Callable[[Any], Facts]  # of a state
-    record: Callable[[Facts], None]
-    keep: Callable[[Any], None]
-    stop: Callable[[], bool] = lambda: False
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the models that a state holds; the federation's own is ''."""
+
+    def init(self, params: Params) -> Any:
+        """The state before the first round."""
+
+    def play(self, state: Any, rounds: range) -> Generator[Played, None, None]:
+        """Plays rounds one after the other."""
+
+    def models(self, state: Any) -> dict[str, Params]:
+        """The models of a state by name."""
+
+    def header(self) -> Metrics:
+        """What a journal's header says of the federation's shape."""
+
+    def closing(self, rounds: int) -> Metrics:
+        """What a journal's last line says besides figures."""
+
+
+class Evaluation(Protocol):
+    """How well models predict held-out text."""
+
+    def splits(self) -> list[str]:
+        """The splits whose figures may be told, the headline first."""
+
+    def watch(self, state: Any) -> Metrics:
+        """The figures of a state while the run goes on."""
+
+    def final(self, state: Any, split: str) -> Metrics:
+        """All figures of a state on one split."""
+
+    def of_models(self, models: Mapping[str, Params], split: str) -> Metrics:
+        """All figures of models that were saved by name."""
+
+    def baselines(self, splits: list[str]) -> Metrics:
+        """What n-gram models, counted on the training text, reach on the same targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """How long, and how often."""
+    """How many rounds are run, and how often something else happens."""
 
     rounds: int
-    evaluate_every: int
-    checkpoint_every: int
+    evaluate_every: int = 10
+    checkpoint_every: int = 10
 
 
-Turn = Callable[[int, Any], tuple[Any, Facts, Facts]]
-"""A round: its number and a state to the state after it, what happened, and what may be told."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that a training run is made of.
+
+    A run is composed, never inherited: what differs between a simulation, a server whose members
+    live at nodes, a tree and pretraining is which parts are passed.
+    """
+
+    population: Population  # who may take part
+    algorithm: Algorithm  # what a member and the server do
+    engine: Engine  # how the sum over members is made
+    round: Round  # flat, or a tree
+    evaluation: Evaluation  # on which text, by whom
+    record: RunDirectory  # where facts and states go
+    model: ModelSpec
+    start: Callable[[], Params]  # the model before the first round
+    store: Store  # the tokenizer, and whatever text is here
+    cadence: Cadence
+    recipe: Any  # the resolved settings: a value for the header, which nobody acts on
+    command: str = "train"  # that goes on with this run
+    plans: tuple[PrivacyPlan, ...] = ()  # of every federation of clients; empty without privacy
+
+    @property
+    def plan(self) -> PrivacyPlan | None:
+        """The plan that the run claims, or None where nothing is promised."""
+        return self.plans[0] if self.plans else None
 
 
-def run(
-    algorithm: Algorithm,
-    engine: Engine,
-    state: NodeState,
-    *,
-    seed: int,
-    cadence: Cadence,
-    hooks: Hooks,
-    vocabulary: int,
-) -> NodeState:
-    """Rounds from where `state` is to the end, or to a polite stop."""
-    rounds = range(int(state.round), cadence.rounds)
-    choose = CohortSampler(algorithm, seed, state)
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What the loop calls after a round."""
 
-    def ready(r: int) -> tuple[Members, Prepared]:
-        members = choose(r)
-        return members, engine.prepare(r, with_text(algorithm, members))
-
-    cohorts = prefetch(ready, rounds)
-
-    def turn(r: int, state: NodeState) -> tuple[NodeState, Facts, Facts]:
-        members, cohort = next(cohorts)
-        began = time.perf_counter()
-        sent, client_state = outgoing(algorithm, state), client_state_of(state, cohort.members)
-        total = engine.gather(sent, cohort, float(state.clip_norm), client_state)
-        after = server_half(algorithm, state, total, members)
-        facts = _facts(r, total, engine, time.perf_counter() - began)
-        return after, facts, released(algorithm, facts, state, after)
-
-    with contextlib.closing(cohorts):
-        done: NodeState = loop(turn, state, cadence=cadence, hooks=hooks, vocabulary=vocabulary)
-    return done
+    record: Callable[[Releasable], Releasable]  # what was written, with sums over rounds
+    keep: Callable[[Any], None]
+    evaluate: Callable[[Any], Metrics]
+    stop: Callable[[], bool] = lambda: False
 
 
-def loop(turn: Turn, state: Any, *, cadence: Cadence, hooks: Hooks, vocabulary: int) -> Any:
-    """Rounds of any kind: checked, evaluated, recorded and kept when it is time."""
-    high = 0
-    for r in range(int(state.round), cadence.rounds):
-        state, facts, told = turn(r, state)
-        high = high + 1 if facts["loss"] > math.log(vocabulary) + RUNAWAY_NATS else 0
-        _check(facts, high)
-        last = r + 1 == cadence.rounds
-        if last or (r + 1) % cadence.evaluate_every == 0:
-            told.update(hooks.evaluate(state))
-        hooks.record(told)
-        stopping = hooks.stop()
-        # While the loss runs away nothing is client_state, so that the last good checkpoint stays.
-        if last or stopping or ((r + 1) % cadence.checkpoint_every == 0 and not high):
-            _check_params(r, state.params)
-            hooks.keep(state)
-        if stopping:
-            break
+def loop(run: Run, state: Any, hooks: Hooks) -> Any:
+    """Plays rounds from where `state` is to the end, or to a polite stop."""
+    for played in rounds(run, state, hooks):
+        state = played.state
     return state
 
 
-def _facts(round: int, total: Total, engine: Engine, seconds: float) -> Facts:
-    """What happened in a round; reading the sums waits for the device."""
-    began = time.perf_counter()
-    read = {
-        name: float(np.asarray(getattr(total, name)))
-        for name in ("members", "refused", "steps", "tokens", "unclipped", "nats")
-    }
-    nats = read.pop("nats")
-    return {
-        "round": round,
-        **{name: int(value) for name, value in read.items()},
-        "loss": nats / read["tokens"] if read["tokens"] else math.inf if read["refused"] else 0.0,
-        "upload_bytes": engine.upload_bytes,
-        "download_bytes": engine.download_bytes,
-        "seconds": seconds + time.perf_counter() - began,
-    }
+def rounds(run: Run, state: Any, hooks: Hooks) -> Iterator[Played]:
+    """Plays, checks, evaluates and records rounds; each is on record before it is yielded."""
+    play: Generator[Played, None, None] = run.round.play(
+        state, range(int(state.round), run.cadence.rounds)
+    )
+    with contextlib.closing(play):
+        yield from _watched(run, play, hooks)
 
 
-def _check(facts: Facts, high: int) -> None:
-    number = facts["round"]
-    if facts["members"] and facts["refused"] == facts["members"]:
+def _watched(run: Run, play: Iterator[Played], hooks: Hooks) -> Iterator[Played]:
+    cadence, high = run.cadence, 0
+    guessing = math.log(run.store.vocabulary)
+    for played in play:
+        state, metrics, told = played
+        number = metrics["round"]
+        high = high + 1 if metrics["loss"] > guessing + RUNAWAY_NATS else 0
+        _check(metrics, told, high)
+        last = number + 1 == cadence.rounds
+        if last or (number + 1) % cadence.evaluate_every == 0:
+            told = extend(run.plan, told, hooks.evaluate(state))
+        told = hooks.record(told)
+        stopping = hooks.stop()
+        # While the loss runs away nothing is kept, so that the last good checkpoint stays.
+        if last or stopping or ((number + 1) % cadence.checkpoint_every == 0 and not high):
+            _check_params(number, state.params)
+            hooks.keep(state)
+        yield played._replace(told=told)
+        if stopping:
+            return
+
+
+def _check(metrics: Metrics, told: Releasable, high: int) -> None:
+    number = metrics["round"]
+    if metrics["members"] and metrics["refused"] == metrics["members"]:
         raise DivergenceError(
             f"round {number}: no member sent a finite update; training stopped. {CAUSES}"
         )
-    if not math.isfinite(facts["loss"]):
+    if not math.isfinite(metrics["loss"]):
         raise DivergenceError(f"round {number}: the loss is not finite; training stopped. {CAUSES}")
     if high >= RUNAWAY_ROUNDS:
+        # Under a privacy plan the exact loss is not told, also not by an error.
+        loss = f" to {told['loss']:.1f} nats per token" if "loss" in told else ""
         raise DivergenceError(
-            f"round {number}: the loss ran away to {facts['loss']:.1f} nats a token, far above "
-            f"guessing; training stopped. {CAUSES}"
+            f"round {number}: the loss ran away{loss}, far above guessing; training stopped. "
+            f"{CAUSES}"
         )
 
 
 def _check_params(round: int, params: Params) -> None:
-    """Finite updates can still add up to a model that is not; such a model is never kept."""
+    """Refuses parameters that are not finite: finite updates can still add up to such a model."""
     if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params)):
         raise DivergenceError(
             f"round {round}: the parameters are not finite; training stopped. {CAUSES}"

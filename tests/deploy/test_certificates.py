@@ -27,7 +27,7 @@ def test_a_name_that_is_none_is_refused():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    path = tmp_path_factory.mktemp("home") / "fed"
+    path = tmp_path_factory.mktemp("workspace") / "fed"
     return workspace.init(path, "fed", ["fed.example.org"], 9443, ["north", "south"])
 
 

@@ -12,12 +12,11 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import workspace
 from fedlm.deploy.demo import demo
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.status import read_tallies
+from fedlm.deploy.status import read_rounds
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
-from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher
-from fedlm.train import train as simulate
+from fedlm.training import Watcher
+from fedlm.training import train as simulate
 from tests.conftest import write_tiny
 
 pytestmark = [
@@ -54,34 +53,37 @@ class Processes:
 
     def found(self, relayed=False, **more):
         names = ("north", "relay") if relayed else ("north", "south")
-        self.homes = {"server": self._home("fed", names, **more)}
-        self.kits = {name: self.homes["server"].kit(name) for name in names}
+        self.workspaces = {"server": self._workspace("fed", names, **more)}
+        self.kits = {name: self.workspaces["server"].kit(name) for name in names}
         if relayed:
-            self.homes["below"] = self._home("below", ("south",), **more)
-            self.kits["south"] = self.homes["below"].kit("south")
+            self.workspaces["below"] = self._workspace("below", ("south",), **more)
+            self.kits["south"] = self.workspaces["below"].kit("south")
 
-    def _home(self, name, nodes, **more):
+    def _workspace(self, name, nodes, **more):
         options = {"bind": "127.0.0.1", **more}
         return workspace.init(
             self.folder / name, name, ["127.0.0.1"], free_port(), nodes, **options
         )
 
     def start(self, role):
-        fed = str(self.homes["server"].path)
+        fed = str(self.workspaces["server"].path)
         arguments = {
             "train": ["federation", "train", fed, "at.toml", "--out", "run", "--resume"],
-            **{name: ["federation", "serve", str(made.path)] for name, made in self.homes.items()},
+            **{
+                name: ["federation", "serve", str(made.path)]
+                for name, made in self.workspaces.items()
+            },
         }.get(role)
         if role == "relay":
-            below = str(self.homes["below"].path)
+            below = str(self.workspaces["below"].path)
             arguments = ["node", "relay", str(self.kits[role].path), "--home", below]
         if arguments is None:
             kit, store = str(self.kits[role].path), str(self.folder / "stores" / role)
             arguments = ["node", "join", kit, "--store", store, "--devices", "1"]
         self.roles[role] = Child(arguments, self.folder / f"{role}.log", self.folder)
         self.started.append(self.roles[role])
-        if role in self.homes:
-            wait_for_port(self.homes[role].settings.port, self.roles[role], LONGEST)
+        if role in self.workspaces:
+            wait_for_port(self.workspaces[role].settings.port, self.roles[role], LONGEST)
 
     def recipe(self, store, name="at.toml", rounds=8):
         text = (self.folder / "tiny.toml").read_text()
@@ -112,9 +114,8 @@ class Processes:
         return json.loads((self.folder / "run" / "summary.json").read_text())
 
     def simulated(self):
-        experiment = build(self.recipe(self.store, "sim.toml"), self.folder, lambda s, d: None)
-        run = RunDirectory(self.folder / "simulated")
-        return simulate(experiment, run, resume=False, watcher=Watcher())
+        recipe, out = self.recipe(self.store, "sim.toml"), self.folder / "simulated"
+        return simulate(build(recipe, self.folder, out=out))
 
 
 FLAT = ("server", "north", "south", "train")
@@ -141,7 +142,7 @@ def test_an_absent_node_is_passed_over_and_used_again(world):
         world.start(role)
     world.wait(lambda: world.rounds() >= 1, "a round")
     world.roles["south"].kill()
-    tallies = lambda: read_tallies(world.folder / "run" / "nodes.jsonl")  # noqa: E731
+    tallies = lambda: read_rounds(world.folder / "run" / "nodes.jsonl")  # noqa: E731
     world.wait(lambda: any(t["away"] == ["south"] for t in tallies()), "it is missed")
     missed = min(t["round"] for t in tallies() if "south" in t["away"])
     world.start("south")

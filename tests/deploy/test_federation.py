@@ -3,29 +3,29 @@
 import shutil
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import Metadata
+from flwr.proto.node_pb2 import Node
 
 from fedlm.core.errors import EngineError
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import certificates, doctor, server_app, status, workspace
-from fedlm.deploy.client_app import Worker
-from fedlm.deploy.node import serve
+from fedlm.deploy.flower.client import SuperLinkClient
+from fedlm.deploy.flower.supernode import Stale, SuperNode, serve
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.superlink_client import Operator
-from fedlm.deploy.supernode import Fleet, Stale
 from fedlm.deploy.workspace import Kit
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
-from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher
-from fedlm.train import train as simulate
+from fedlm.training import Watcher
+from fedlm.training import train as simulate
 from tests.conftest import write_tiny
 
 pytestmark = [
@@ -55,16 +55,16 @@ def place(tmp_path_factory):
 
 
 @contextmanager
-def joined(folder: Path, made: workspace.Home, wrap=None):
+def joined(folder: Path, made: workspace.Workspace, wrap=None):
     """Both nodes at work, each in a thread: what they do is the same, and one import serves."""
     stop, threads = threading.Event(), []
     for name in NODES:
-        worker = Worker(Store(folder / "stores" / name), Policy(), name=name)
+        worker = Worker(Store(folder / "stores" / name), Policy())
         answer = wrap(worker) if wrap and name == "south" else worker
-        fleet = Fleet(made.kit(name))
-        fleet.join(stop.is_set, patient=True)
+        node = SuperNode(made.kit(name))
+        node.join(stop.is_set, patient=True)
         work = {"say": lambda text: None, "stop": stop.is_set}
-        threads.append(threading.Thread(target=serve, args=(fleet, answer), kwargs=work))
+        threads.append(threading.Thread(target=serve, args=(node, answer), kwargs=work))
         threads[-1].start()
     try:
         yield
@@ -99,8 +99,8 @@ def over_the_network(folder, made, run, *changes, resume=False):
 
 def in_simulation(folder, run, *changes):
     store = next((folder / "text").iterdir())
-    experiment = build(recipe_at(folder, store, *changes), folder / "text", lambda s, d: None)
-    return simulate(experiment, RunDirectory(folder / run), resume=False, watcher=Watcher())
+    recipe = recipe_at(folder, store, *changes)
+    return simulate(build(recipe, folder / "text", out=folder / run))
 
 
 def test_a_federation_is_its_simulation(place):
@@ -119,10 +119,10 @@ def test_a_federation_is_its_simulation(place):
 
 def turned_away(kit):
     """The sentence with which a node is not let in."""
-    fleet = Fleet(Kit(kit))
+    node = SuperNode(Kit(kit))
     with pytest.raises(EngineError) as error:
-        fleet.join(lambda: False, patient=False)
-    fleet.leave()
+        node.join(lambda: False, patient=False)
+    node.leave()
     return str(error.value)
 
 
@@ -147,25 +147,24 @@ def test_nobody_runs_the_federation_without_its_key(place, tmp_path):
     _, made = place
     shutil.copytree(made.path, tmp_path / "fed", ignore=shutil.ignore_patterns("link.db*"))
     (tmp_path / "fed" / "server" / "control.key").write_text("0" * 64)
-    operator = Operator(workspace.Home(tmp_path / "fed"), patience=1.0)
+    client = SuperLinkClient(workspace.Workspace(tmp_path / "fed"), timeout=1.0)
     with pytest.raises(EngineError, match="403"):
-        operator.register()
-    operator.close()
+        client.register()
+    client.close()
 
 
 def test_a_node_answers_for_itself_alone(place):
     """As another node, or as the server that puts questions to others: flwr would believe it."""
     _, made = place
-    fleet = Fleet(made.kit("north"))
-    fleet.join(lambda: False, patient=True)
-    for sender, answers in ((fleet._node.node_id + 1, "question"), (1, "")):
+    node = SuperNode(made.kit("north"))
+    node.join(lambda: False, patient=True)
+    own = Node(node_id=node.node_id)
+    for sender, answers in ((node.node_id + 1, "question"), (1, "")):
         head = Metadata(src_node_id=sender, reply_to_message_id=answers)
         message = ProtoMessage(metadata=head)
         with pytest.raises(Stale, match="403"):
-            fleet._ask(
-                "PushMessages", PushMessagesRequest(node=fleet._node, messages_list=[message])
-            )
-    fleet.leave()
+            node.call("PushMessages", PushMessagesRequest(node=own, messages_list=[message]))
+    node.leave()
 
 
 def test_the_doctor_finds_a_healthy_federation_healthy(place):
@@ -178,14 +177,10 @@ def test_a_tampered_frame_is_counted_and_not_used(place):
     folder, made = place
 
     def tampering(worker):
-        def answer(message):
-            reply = worker(message)
-            if "frames" in reply.content:
-                array = reply.content["frames"]["0"]
-                data = bytearray(array.data)
-                data[-1] ^= 1
-                array.data = bytes(data)
-            return reply
+        def answer(payload):
+            reply = worker(payload)
+            flipped = tuple(frame[:-1] + bytes([frame[-1] ^ 1]) for frame in reply.frames)
+            return replace(reply, frames=flipped)
 
         return answer
 

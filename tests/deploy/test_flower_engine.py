@@ -1,23 +1,25 @@
 """The networked engine returns what the loop engine returns, through nodes that are called."""
 
+from dataclasses import replace
+
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from flwr.app import Message
 
 from fedlm.core.errors import EngineError
 from fedlm.corpus.store import Store
 from fedlm.deploy.policy import Policy
-from fedlm.deploy.relay_app import Relay
-from fedlm.deploy.server_app import Deployed
+from fedlm.deploy.relay import Relay
+from fedlm.deploy.server_app import networked_run
 from fedlm.engine.dispatch import Quorum
-from fedlm.engine.messages import TrainReply, tell
+from fedlm.engine.messages import TrainReply, encode_reply
 from fedlm.federation.round import outgoing
-from fedlm.recipe.build import Experiment, build, resolve
+from fedlm.recipe.build import build, flat_run
+from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
 from tests.conftest import write_tiny
-from tests.deploy.local import LocalPost, workers
+from tests.deploy.local import LocalTransport, workers
 
 MEMBERS = np.array([1, 2, 8, 9, 15])
 
@@ -42,11 +44,11 @@ def nodes(store, folder):
 
 def simulated(folder, store, *changes):
     recipe = load(folder / "tiny.toml", ("run.engine=loop", *changes))
-    return Experiment(resolve(recipe, store), store)
+    return flat_run(resolve(recipe, store), store, out=folder)
 
 
 def deployed(whole, post, seats, **more):
-    return Deployed(whole.recipe, whole.store, post=post, seats=seats, **more)
+    return networked_run(whole.recipe, whole.store, seats, whole.record.path, post=post, **more)
 
 
 def round_of(experiment, state, clip_norm=np.inf):
@@ -83,8 +85,8 @@ LONG = {"lossy both ways", "leaves of their own", "sums"}
 def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store, *CASES[name])
-    over = deployed(whole, LocalPost(made), seats)
-    state = whole.init_node(whole.init_params())
+    over = deployed(whole, LocalTransport(made), seats)
+    state = whole.round.init(whole.start())
     clip_norm = float(state.clip_norm)
     here, there = round_of(whole, state, clip_norm), round_of(over, state, clip_norm)
     if over.engine.by_member:  # the same programs, and sums in the same order
@@ -104,17 +106,17 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
 def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, *changes)
-    state = whole.init_node(whole.init_params())
-    flat = round_of(deployed(whole, LocalPost(made), seats), state)
-    below = LocalPost({n: made[n] for n in "bc"})
+    state = whole.round.init(whole.start())
+    flat = round_of(deployed(whole, LocalTransport(made), seats), state)
+    below = LocalTransport({n: made[n] for n in "bc"})
     relay = Relay(tmp_path, below, ["b", "c"], Quorum(), name="r", say=lambda text: None)
     hello = relay.hello()
     above = (
         seats[0],
-        seats[0]._replace(name="r", first=seats[0].clients, clients=hello["clients"]),
+        seats[0]._replace(name="r", first=seats[0].clients, clients=hello.clients),
     )
-    above = (above[0], above[1]._replace(text=hello["text"]))
-    over = deployed(whole, LocalPost({"a": made["a"], "r": relay}), above)
+    above = (above[0], above[1]._replace(text=hello.text))
+    over = deployed(whole, LocalTransport({"a": made["a"], "r": relay}), above)
     assert apart(round_of(over, state), flat) < 1e-6
     asked = len(below.asked)
     assert apart(round_of(over, state), flat) < 1e-6  # asked again, after a kill, it remembers
@@ -124,28 +126,29 @@ def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_pat
 def test_a_policy_refuses_and_the_server_is_told(folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path, policy=Policy(smallest_cohort=100))
     whole = simulated(folder, store)
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     with pytest.raises(EngineError, match=r"north refused: server\.cohort = 4"):
-        round_of(deployed(whole, LocalPost(made), seats), state)
+        round_of(deployed(whole, LocalTransport(made), seats), state)
 
 
 def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store)
-    state = whole.init_node(whole.init_params())
-    only = round_of(deployed(whole, LocalPost(made), seats[:1]), state)  # north's members alone
+    state = whole.round.init(whole.start())
+    only = round_of(
+        deployed(whole, LocalTransport(made), seats[:1]), state
+    )  # north's members alone
     tallies = []
 
-    def nonsense(message):
+    def nonsense(payload):
         frames = (b"FLM1 and what not",)
         sums = ({n: 1.0 for n in ("weight", "nats", "tokens", "steps", "refused", "unclipped")},)
-        answer = TrainReply(round=1, members=(9, 15), frames=frames, sums=sums)
-        return Message(tell(answer), reply_to=message)
+        return encode_reply(TrainReply(round=1, members=(9, 15), frames=frames, sums=sums))
 
     for what, post in {
-        "away": LocalPost(made, away=["south"]),
-        "late": LocalPost(made, slow=["south"]),
-        "garbage": LocalPost({**made, "south": nonsense}),
+        "away": LocalTransport(made, away=["south"]),
+        "late": LocalTransport(made, slow=["south"]),
+        "garbage": LocalTransport({**made, "south": nonsense}),
     }.items():
         more = {"patience": Quorum(quorum=0.5, deadline=0.3), "tell": tallies.append}
         total = round_of(deployed(whole, post, seats, **more), state)
@@ -157,8 +160,8 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
 def test_a_node_that_came_back_is_asked_again(folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store)
-    state = whole.init_node(whole.init_params())
-    post = LocalPost(made, slow=["south"])  # it lost the question when it was killed
+    state = whole.round.init(whole.start())
+    post = LocalTransport(made, slow=["south"])  # it lost the question when it was killed
     looks = []
     see = post.presence
 
@@ -179,10 +182,10 @@ def test_no_update_counts_beyond_its_bound(folder, store, nodes):
     """Nodes that do not keep to the limit they are told."""
     made, seats, _ = nodes
     whole = simulated(folder, store, *CASES["private"][:-1])
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     loud = {name: TooLong(worker) for name, worker in made.items()}
     tallies = []
-    over = deployed(whole, LocalPost(loud), seats, tell=tallies.append)
+    over = deployed(whole, LocalTransport(loud), seats, tell=tallies.append)
     with pytest.raises(EngineError, match=r"plan allows 0\.003"):
         round_of(over, state, 1e-3)
     assert set(tallies[0].garbage) == {"north", "south"}
@@ -194,18 +197,16 @@ class TooLong:
     def __init__(self, worker):
         self.worker = worker
 
-    def __call__(self, message):
-        facts = message.content["question"]
-        facts["clip_norm"] = 50.0
-        return self.worker(message)
+    def __call__(self, payload):
+        return self.worker(replace(payload, facts={**payload.facts, "clip_norm": 50.0}))
 
 
 def test_who_was_away_for_a_while_is_added_in_its_place(folder, store, tmp_path):
     made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, "wire.upload=uniform-8")
-    state = whole.init_node(whole.init_params())
+    state = whole.round.init(whole.start())
     wanted = round_of(whole, state)
-    post, looks = LocalPost(made, away=["a"]), []
+    post, looks = LocalTransport(made, away=["a"]), []
     see = post.presence
 
     def presence():

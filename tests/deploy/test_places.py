@@ -1,32 +1,33 @@
 """A tree over nodes is its simulation: directly, through relays, and with nodes that are away."""
 
 import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlm.core.errors import ConfigError, EngineError
 from fedlm.corpus.shard import deal_parts
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
-from fedlm.deploy.client_app import Worker
 from fedlm.deploy.local import check_deployable
+from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
-from fedlm.deploy.relay_app import Relay
-from fedlm.deploy.tree_app import DeployedTree
+from fedlm.deploy.relay import Relay
+from fedlm.deploy.server_app import networked_run
+from fedlm.engine import messages
 from fedlm.engine.dispatch import Quorum
 from fedlm.federation.tree import backbone_of
-from fedlm.recipe.branches import TreeExperiment
-from fedlm.recipe.build import build, resolve
+from fedlm.recipe.build import build
+from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
-from fedlm.record.directory import RunDirectory
+from fedlm.recipe.tree import tree_run
 from fedlm.record.journal import read
-from fedlm.train import Watcher, train
+from fedlm.training import Watcher, train
 from tests.conftest import write_tiny
-from tests.deploy.local import LocalPost
+from tests.deploy.local import LocalTransport
 
 TOWNS = ("town-0", "town-1", "town-2", "town-3")
 SIDES = {"south side": ("town-0", "town-2"), "north side": ("town-1", "town-3")}
@@ -70,7 +71,7 @@ def parts(store, folder):
 
 @pytest.fixture
 def workers(parts):
-    return {town: Worker(parts[town], Policy(), name=town) for town in TOWNS}
+    return {town: Worker(parts[town], Policy()) for town in TOWNS}
 
 
 def recipe_of(folder, *changes, table=TREE):
@@ -79,26 +80,26 @@ def recipe_of(folder, *changes, table=TREE):
     return load(path, (*SMALL, "run.engine=loop", *changes))
 
 
-def simulated(folder, store, *changes, table=TREE):
+def simulated(folder, store, *changes, table=TREE, out=Path()):
     recipe = recipe_of(folder, *changes, table=table)
-    return TreeExperiment(resolve(recipe, store), store).checked()
+    return tree_run(resolve(recipe, store), store, out=out)
 
 
 def relay(folder, name, nodes):
-    post = LocalPost(nodes)
+    post = LocalTransport(nodes)
     path = folder / name
     path.mkdir(parents=True)
     return Relay(path, post, sorted(nodes), Quorum(), name=name, say=lambda text: None)
 
 
-def networked(recipe, parts, nodes, post=None, **more):
+def networked(recipe, parts, nodes, post=None, out=Path(), **more):
     """The tree over what is there: nodes, relays, or both."""
-    post = post or LocalPost(nodes)
-    seats = registration.seat_all(
-        LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda text: None
+    post = post or LocalTransport(nodes)
+    seats = registration.assign_members(
+        LocalTransport(nodes), sorted(nodes), lambda n, h: None, lambda text: None
     )
     held = parts["server"]
-    return DeployedTree(resolve(recipe, held), held, post=post, seats=seats, **more)
+    return networked_run(resolve(recipe, held), held, seats, out, post=post, **more)
 
 
 def direct(folder, workers):
@@ -121,10 +122,11 @@ def nested(folder, workers):
 
 def rounds(experiment, count=2, state=None):
     """The state after some rounds, and what each told."""
-    state, told = state or experiment.init_node(experiment.init_params()), []
-    for _ in range(count):
-        state, _, facts = experiment.turn(int(state.round), state)
-        told.append({k: v for k, v in facts.items() if k != "seconds"})
+    state, told = state or experiment.round.init(experiment.start()), []
+    first = int(state.round)
+    for played in experiment.round.play(state, range(first, first + count)):
+        state = played.state
+        told.append({k: v for k, v in played.told.items() if k != "seconds"})
     return state, told
 
 
@@ -164,7 +166,7 @@ def test_the_tree_may_be_that_of_the_relays(folder, parts, workers, tmp_path):
         parts,
         relayed(tmp_path, workers),
     )
-    assert over.topology.names == (
+    assert over.round.config.topology.names == (
         *("root", "north", "town-1", "town-3"),
         *("south", "town-0", "town-2"),
     )
@@ -180,13 +182,13 @@ def same(a, b):
 
 def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
     plain = ("federation.optimizer=fedavg", "federation.learning_rate=1.0")
-    post, tallies = LocalPost(workers), []
+    post, tallies = LocalTransport(workers), []
     more = {"patience": Quorum(quorum=0.25, deadline=5.0), "tell": tallies.append}
     over = networked(recipe_of(folder, *plain), parts, workers, post, **more)
     before, _ = rounds(over, 1)
     post.away |= {"town-0", "town-2", "town-1"}
     after, (facts,) = rounds(over, 1, before)
-    number = {name: i for i, name in enumerate(over.topology.names)}
+    number = {name: i for i, name in enumerate(over.round.config.topology.names)}
     gone = ("south side", "the town-0", "the town-2", "the town-1")
     for name in gone:  # a federation of which nobody came is away too
         assert facts["nodes"][name]["missed"] and same(
@@ -194,7 +196,9 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
         )
     assert not any(facts["nodes"][n].get("missed") for n in number if n not in gone)
     # Of whom nothing came does not count: the mean of one is that one.
-    backbones = [backbone_of(over.rules, after.params[number[n]]) for n in ("world", "north side")]
+    backbones = [
+        backbone_of(over.round.config, after.params[number[n]]) for n in ("world", "north side")
+    ]
     for a, b in zip(*backbones, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     assert not same(after.params[0], before.params[0])
@@ -205,7 +209,7 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
 
 def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, workers):
     """Asked together, so that a quorum is one of all nodes."""
-    post, patience = LocalPost(workers), Quorum(quorum=0.5)
+    post, patience = LocalTransport(workers), Quorum(quorum=0.5)
     recipe = recipe_of(folder, "federation.order=together", table=MIXED)
     over = networked(recipe, parts, workers, post, patience=patience)
     before, _ = rounds(over, 1)
@@ -213,7 +217,7 @@ def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, worke
     after, (facts,) = rounds(over, 1, before)
     assert facts["members"] == 3 and facts["nodes"]["a"]["missed"]
     assert "loss" not in facts["nodes"]["a"] and "agreement" in facts["nodes"]["a"]
-    assert not same(after.params[over.topology.names.index("a")], before.params[1])
+    assert not same(after.params[over.round.config.topology.names.index("a")], before.params[1])
 
 
 def test_a_round_in_levels_is_one_line(folder, parts, workers):
@@ -224,7 +228,7 @@ def test_a_round_in_levels_is_one_line(folder, parts, workers):
 
 
 def test_too_few_nodes_end_the_run(folder, parts, workers):
-    refusing = {**workers, "town-1": Worker(parts["town-1"], Policy(smallest_cohort=2), name="x")}
+    refusing = {**workers, "town-1": Worker(parts["town-1"], Policy(smallest_cohort=2))}
     with pytest.raises(EngineError, match=r"town-1 refused: .*at least 2"):
         rounds(networked(recipe_of(folder), parts, refusing), 1)
 
@@ -234,18 +238,13 @@ def test_too_few_nodes_end_the_run(folder, parts, workers):
 
 @pytest.mark.slow
 def test_a_run_leaves_what_its_simulation_leaves(folder, store, parts, workers, tmp_path):
-    whole = train(
-        simulated(folder, store),
-        RunDirectory(tmp_path / "simulated"),
-        resume=False,
-        watcher=Watcher(),
-    )
+    whole = train(simulated(folder, store, out=tmp_path / "simulated"))
     seen = []
 
     def run(**watch):
-        over = networked(recipe_of(folder), parts, relayed(tmp_path / str(len(seen)), workers))
-        directory = RunDirectory(tmp_path / "networked")
-        return train(over, directory, resume=bool(seen), watcher=Watcher(**watch))
+        nodes = relayed(tmp_path / str(len(seen)), workers)
+        over = networked(recipe_of(folder), parts, nodes, out=tmp_path / "networked")
+        return train(over, resume=bool(seen), watcher=Watcher(**watch))
 
     assert run(round=seen.append, stop=lambda: len(seen) == 2) is None
     done = run()
@@ -273,21 +272,18 @@ def test_a_run_leaves_what_its_simulation_leaves(folder, store, parts, workers, 
 
 def test_a_place_needs_exactly_one_node(folder, parts, workers):
     table = "\n[federation]\n" + place("world") + place("all", "world", *TOWNS)
-    over = networked(recipe_of(folder, table=table), parts, workers)
     with pytest.raises(ConfigError, match=r"'all' is fed by the nodes town-0, town-1.*exactly one"):
-        _ = over.engine
+        networked(recipe_of(folder, table=table), parts, workers)
     table = "\n[federation]\n" + place("world") + place("all", "world", "town-9")
-    over = networked(recipe_of(folder, table=table), parts, workers)
     with pytest.raises(ConfigError, match=r"'town-9', which is no node here"):
-        _ = over.engine
+        networked(recipe_of(folder, table=table), parts, workers)
 
 
 def test_every_place_needs_held_out_text_at_the_server(folder, store, parts, workers, tmp_path):
     few = [n for n in store.training_clients if "town-2" not in store.groups(int(n))]
     here = deal_parts(store, {"few": np.array(few)}, tmp_path)
-    over = networked(recipe_of(folder), {"server": here["few"]}, workers)
     with pytest.raises(ConfigError, match=r"no held-out text of the town-2.*name of one of its"):
-        over.splits()
+        networked(recipe_of(folder), {"server": here["few"]}, workers)
 
 
 @pytest.mark.parametrize(
@@ -305,50 +301,19 @@ def test_what_only_a_simulation_can_do_is_refused(folder, change, words):
         check_deployable(recipe_of(folder, change))
 
 
-HELLO = {"clients": 3, "text": "t", "tokenizer": "t", "version": "1"}
+def test_a_node_that_makes_no_sense_is_named():
+    told = messages.encode_hello(messages.Hello(3, "t", "t", "1", (("a", 1),)))
+    with pytest.raises(EngineError, match="node r did not say who it is: it has 3 clients"):
+        registration.hello_of("r", told)
+    with pytest.raises(EngineError, match="node r: no room"):
+        registration.hello_of("r", messages.encode_refusal("no room"))
 
 
-def hello(**more):
-    facts = ConfigRecord({**HELLO, **more})
-    asked = Message(RecordDict(), 2, "query.fedlm")
-    asked.metadata.__dict__["_message_id"] = "m"
-    return registration.read_hello("r", Message(RecordDict({"hello": facts}), reply_to=asked))
-
-
-def test_a_relay_tells_the_nodes_below_it():
-    assert hello().leaves == ()
-    assert hello(leaves=["a", "b/c"], counts=[1, 2]).leaves == (("a", 1), ("b/c", 2))
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"leaves": ["a"]},
-        {"counts": [3]},
-        {"leaves": [], "counts": []},
-        {"leaves": ["a", "b"], "counts": [3]},
-        {"leaves": ["a", "b"], "counts": [1, 1]},
-        {"leaves": ["a", "a"], "counts": [1, 2]},
-        {"leaves": ["a", "b"], "counts": [3, 0]},
-        {"leaves": ["a", "b"], "counts": [4, -1]},
-        {"leaves": ["a", "../b"], "counts": [1, 2]},
-        {"leaves": ["a", ""], "counts": [1, 2]},
-        {"leaves": ["a", "b" * 5000], "counts": [1, 2]},
-        {"leaves": [1, 2], "counts": [1, 2]},
-        {"leaves": ["a", "b"], "counts": [1.0, 2.0]},
-        {"leaves": "ab", "counts": [1, 2]},
-    ],
-)
-def test_a_relay_that_tells_nonsense_is_refused(told):
-    with pytest.raises(EngineError, match="node r"):
-        hello(**told)
-
-
-def test_seats_are_kept_with_the_nodes_below(tmp_path, parts, workers):
+def test_assignments_are_kept_with_the_nodes_below(tmp_path, parts, workers):
     nodes = nested(tmp_path, workers)
-    seats = registration.seat_all(
-        LocalPost(nodes), sorted(nodes), lambda n, h: None, lambda t: None
+    seats = registration.assign_members(
+        LocalTransport(nodes), sorted(nodes), lambda n, h: None, lambda t: None
     )
     assert [p for p, _ in seats[0].leaves] == ["inner/town-1", "inner/town-2", "town-3"]
-    registration.keep(tmp_path / "seats.json", seats)
-    assert registration.kept(tmp_path / "seats.json") == seats
+    registration.save_assignments(tmp_path / "seats.json", seats)
+    assert registration.load_assignments(tmp_path / "seats.json") == seats

@@ -12,8 +12,8 @@ from fedlm.inference import load_params
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher
-from fedlm.train import train as simulate
+from fedlm.training import Watcher
+from fedlm.training import train as simulate
 from tests.conftest import write_tiny
 
 pytestmark = [
@@ -32,7 +32,7 @@ BY_MEMBER = (
 )
 PLACE = '[[federation.node]]\nname = "{}"\n'
 TREE = (
-    '\n[federation]\nkey = "last 0.5"\n'
+    '\n[federation]\npersonal_layers = "last 0.5"\n'
     + PLACE.format("world")
     + "".join(PLACE.format(side) + 'parent = "world"\n' for side in ("north", "south"))
     + "".join(
@@ -47,10 +47,10 @@ TREE = (
 )
 
 
-def largest(experiment, run):
+def largest(made, run):
     """The largest parameter of a run."""
     weights = RunDirectory(run).weights
-    params = load_params(experiment.recipe.model, experiment.store.vocabulary, weights)
+    params = load_params(made.recipe.model, made.store.vocabulary, weights)
     return max(float(np.max(np.abs(x))) for x in jax.tree.leaves(params))
 
 
@@ -65,11 +65,10 @@ def test_one_recipe_four_ways(tmp_path):
     prints = {way["params_sha256"] for way in ways}
     assert len(prints) == 1
     meshed = load(tmp_path / "tiny.toml", (*SMALL, *BY_MEMBER))
-    experiment = build(meshed, tmp_path / "text", lambda stage, done: None)
-    run = RunDirectory(tmp_path / "mesh")
-    simulate(experiment, run, resume=False, watcher=Watcher())
-    apart = difference(run.path, tmp_path / "tree" / "networked", experiment)
-    assert apart <= 1e-6 * largest(experiment, run.path)
+    made = build(meshed, tmp_path / "text", out=tmp_path / "mesh")
+    simulate(made)
+    apart = difference(tmp_path / "mesh", tmp_path / "tree" / "networked", made)
+    assert apart <= 1e-6 * largest(made, tmp_path / "mesh")
 
 
 def test_a_tree_of_places_over_relays(tmp_path):
@@ -88,9 +87,8 @@ def test_a_tree_of_places_over_relays(tmp_path):
 
 def judged_again(directory, nodes):
     """The run's models, evaluated without a node."""
-    experiment = again(load(directory.recipe), directory, directory.path)
-    paths = [directory.weights_of(name) for name in experiment.topology.names]
-    size = experiment.store.vocabulary
-    models = [load_params(experiment.recipe.model, size, path) for path in paths]
-    found = experiment.judge_models(models)["nodes"]
+    made = again(load(directory.recipe), directory, directory.path)
+    size, names = made.store.vocabulary, made.round.names
+    models = {n: load_params(made.recipe.model, size, directory.weights_of(n)) for n in names}
+    found = made.evaluation.of_models(models, made.evaluation.splits()[0])["nodes"]
     assert [n["perplexity"] for n in found] == pytest.approx([n["perplexity"] for n in nodes])

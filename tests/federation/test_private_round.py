@@ -14,23 +14,21 @@ from fedlm.core.types import BatchSpec, Loss, Sampling, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.member import add_member, empty_total
-from fedlm.federation.optimizers import SERVER, server_optimizer
 from fedlm.federation.round import (
-    UNRELEASED,
     CohortSampler,
     _noise_key,
     canary,
     init_node,
     private_seed,
-    released,
     server_half,
+    told,
     with_text,
 )
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fedlm.privacy.clip import clip
-from fedlm.privacy.noise import for_plan, silent
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 from tests.privacy.plans import plan as plan_of
 
@@ -49,13 +47,11 @@ def algorithm(weight="uniform", server=None, canaries=0, **changes):
     settings = {"rounds": 8, "clip_norm": CLIP, "noise_multiplier": 0.0, "delta": 1e-5}
     plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
     return Algorithm(
-        sampling=drawn,
+        participation=plan,
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=plain(server or optax.sgd(1.0)),
-        plan=plan,
-        noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)),
+        server=fedavg.server(server or optax.sgd(1.0)),
         canaries=canaries,
     )
 
@@ -98,7 +94,7 @@ def test_the_denominator_is_fixed_however_many_came():
         assert float(after.params["w"]) == pytest.approx(members * 0.25 / 4)
 
 
-@pytest.mark.parametrize("name", sorted(SERVER))
+@pytest.mark.parametrize("name", sorted(SERVER_OPTIMIZERS))
 def test_noise_enters_before_any_server_optimiser(name):
     """Every rule ends where it ends when it is fed, without a plan, the mean with its noise."""
     outer = server_optimizer(name, 0.3, momentum=0.9, beta2=0.99, epsilon=1e-3)
@@ -159,9 +155,9 @@ def test_the_same_sum_has_the_same_noise_and_any_other_sum_other_noise():
 
 
 def test_cohorts_under_a_plan_follow_the_secret_and_not_the_seed():
-    chosen = dataclasses.replace(
-        algorithm(), sampling=Sampling(law="poisson", population=200, cohort=20)
-    )
+    base = algorithm()
+    many = Sampling(law="poisson", population=200, cohort=20)
+    chosen = dataclasses.replace(base, participation=dataclasses.replace(base.plan, sampling=many))
 
     def drawn(seed, secret):
         choose = CohortSampler(chosen, seed, init_node(chosen, WIDE, secret))
@@ -194,35 +190,36 @@ def test_canaries_are_the_last_of_the_population_and_send_a_clipped_direction():
 # ---- what is told, and what is remembered ----------------------------------------------
 
 FACTS = {"round": 2, "seconds": 1.0, "upload_bytes": 5, "download_bytes": 6}
+UNRELEASED = ("members", "refused", "steps", "tokens", "loss", "unclipped", "anything_new")
 FACTS |= dict.fromkeys(UNRELEASED, 3)
 
 
 def test_a_private_round_tells_no_sum_without_noise():
     chosen = algorithm(noise_multiplier=1.0)
     state = init_node(chosen, WIDE, SECRET)
-    told = released(chosen, dict(FACTS), state, state)
-    assert not {"refused", "steps", "tokens", "loss", "unclipped"} & told.keys()
+    said = told(chosen, dict(FACTS), state, state)
+    hidden = {"refused", "steps", "tokens", "loss", "unclipped", "anything_new"}
+    assert not hidden & said.keys()
     # How many were expected, not how many came; so too for bytes.
-    assert told["members"] == 4
-    assert told["upload_bytes"] == 3 * 4 * dense().encoded_bytes(WIDE)
-    assert told["clip"] == CLIP and told["noise_to_signal"] > 0
+    assert said["members"] == 4
+    assert said["upload_bytes"] == 4 * dense().encoded_bytes(WIDE)
+    assert said["clip_norm"] == CLIP and said["noise_to_signal"] > 0
     revealed = algorithm(noise_multiplier=1.0, reveal=True)
-    assert released(revealed, dict(FACTS), state, state).items() >= FACTS.items()
-    open_ = dataclasses.replace(chosen, plan=None, noise=silent())
-    assert released(open_, dict(FACTS), state, state) == FACTS
+    assert dict(told(revealed, dict(FACTS), state, state)).items() >= FACTS.items()
+    open_ = dataclasses.replace(chosen, participation=chosen.sampling)
+    assert dict(told(open_, dict(FACTS), state, state)) == FACTS
 
 
 def test_an_adaptive_clip_tells_the_noisy_share_and_not_the_count():
     chosen = algorithm(noise_multiplier=1.0, clip_quantile=0.5, clip_noise=1.0)
     state = init_node(chosen, WIDE, SECRET)
     after = server_half(chosen, state, sum_of(WIDE, WIDE), np.arange(2))
-    assert released(chosen, dict(FACTS), state, after)["unclipped"] == float(after.unclipped)
+    assert told(chosen, dict(FACTS), state, after)["unclipped_share"] == float(after.unclipped)
 
 
 def test_who_came_and_the_memory_of_the_noise_are_in_the_state():
     plan = plan_of("tree")
-    chosen = dataclasses.replace(algorithm(), sampling=plan.sampling, plan=plan)
-    chosen = dataclasses.replace(chosen, noise=for_plan(dataclasses.replace(plan, clip_norm=1.0)))
+    chosen = dataclasses.replace(algorithm(), participation=plan)
     state = init_node(chosen, WIDE, SECRET)
     choose, total, met = CohortSampler(chosen, 0, state), sum_of(WIDE), []
     for r in range(4):

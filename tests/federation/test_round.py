@@ -11,7 +11,7 @@ from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import CohortSampler, init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
-from fedlm.server.step import plain
+from fedlm.methods import fedavg
 from fedlm.wire.dense import dense
 from tests.oracle import quadratic_descent
 
@@ -25,11 +25,11 @@ def loss(params, tokens):
 
 def algorithm(weight, server):
     return Algorithm(
-        sampling=Sampling(law="fixed", population=3, cohort=2),
+        participation=Sampling(law="fixed", population=3, cohort=2),
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=plain(server),
+        server=fedavg.server(server),
     )
 
 

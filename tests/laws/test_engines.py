@@ -16,13 +16,12 @@ from fedlm.core.types import PAD, BatchSpec, Loss, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.optimizers import CLIENT, client_optimizer
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, client_optimizer
 from fedlm.models import catalog
-from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.server.step import plain
 from fedlm.wire.dense import dense
 
 SIZES = (1, 9, 4, 30, 2, 17, 4, 5)
@@ -39,11 +38,11 @@ def rows_of(client):
 
 def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
     return Algorithm(
-        sampling=Sampling(law="fixed", population=len(SIZES), cohort=4),
+        participation=Sampling(law="fixed", population=len(SIZES), cohort=4),
         local=local_training(loss, client_optimizer(optimizer, 0.1, clip=clip), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=plain(optax.sgd(1.0)),
+        server=fedavg.server(optax.sgd(1.0)),
     )
 
 
@@ -52,10 +51,7 @@ def private(**changes):
     drawn = Sampling(law="poisson", population=len(SIZES), cohort=len(SIZES))
     settings = {"rounds": 4, "clip_norm": 0.03, "noise_multiplier": 0.5, "delta": 1e-5}
     plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
-    unit = dataclasses.replace(plan, clip_norm=1.0)
-    return dataclasses.replace(
-        algorithm(weight="uniform"), sampling=drawn, plan=plan, noise=for_plan(unit)
-    )
+    return dataclasses.replace(algorithm(weight="uniform"), participation=plan)
 
 
 def model(name="cifg"):
@@ -73,7 +69,11 @@ def assert_same(a, b, rtol=2e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, scale))
 
 
-PAIRS = [*((o, "examples") for o in sorted(CLIENT)), ("sgd", "tokens"), ("sgd", "uniform")]
+PAIRS = [
+    *((o, "examples") for o in sorted(CLIENT_OPTIMIZERS)),
+    ("sgd", "tokens"),
+    ("sgd", "uniform"),
+]
 
 
 @pytest.mark.parametrize(

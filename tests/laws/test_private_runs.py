@@ -162,7 +162,7 @@ def test_a_private_run_tells_what_the_plan_releases(private):
     told = facts_of(private / "one")
     for entry in told.rounds:
         assert not {"loss", "tokens", "refused", "steps", "unclipped"} & entry.keys()
-        assert entry["members"] == 2 and entry["clip"] == pytest.approx(0.1)
+        assert entry["members"] == 2 and entry["clip_norm"] == pytest.approx(0.1)
     # Held-out text of training clients, and counts of their words, are theirs.
     assert "test" in told.final and "validation" not in told.final
     assert told.final["baselines"] == {}
@@ -173,10 +173,8 @@ def test_a_private_run_tells_what_the_plan_releases(private):
 
 def test_epsilon_is_that_of_the_rounds_that_ran(private):
     told, summary = facts_of(private / "one"), summary_of(private / "one")
-    experiment = build(
-        load(private / "one/recipe.toml"), private / ".fedlm/stores", lambda *a: None
-    )
-    claim = spent(experiment.plan, 6)
+    made = build(load(private / "one/recipe.toml"), private / ".fedlm/stores", lambda *a: None)
+    claim = spent(made.plan, 6)
     assert summary["epsilon"] == told.final["privacy"]["epsilon"] == claim.epsilon
     assert summary["delta"] == claim.delta == 1e-6
     shown = [entry["epsilon"] for entry in told.rounds if "epsilon" in entry]

@@ -14,9 +14,8 @@ import pytest
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
-from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import Journal, read
-from fedlm.train import Watcher, train
+from fedlm.training import Watcher, train
 
 
 def facts(run):
@@ -57,13 +56,12 @@ def stopped(tiny_recipe, tmp_path):
     """`stopped(k)`: a run of the tiny recipe that was asked to stop in round k."""
 
     def start(rounds, resume=False):
-        experiment = build(load(tiny_recipe), tmp_path / "stores", lambda stage, done: None)
+        made = build(load(tiny_recipe), tmp_path / "stores", out=tmp_path / "run")
         seen = []
         watcher = Watcher(round=seen.append, stop=lambda: len(seen) == rounds)
-        run = RunDirectory(tmp_path / "run")
-        assert train(experiment, run, resume=resume, watcher=watcher) is None
+        assert train(made, resume=resume, watcher=watcher) is None
         assert len(seen) == rounds
-        return run.path
+        return made.record.path
 
     return start
 

@@ -13,13 +13,12 @@ from fedlm.core.keys import key_for
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import update_like
-from fedlm.federation.optimizers import client_optimizer, server_optimizer
 from fedlm.federation.round import client_state_of, init_node, outgoing, server_half
-from fedlm.local import methods
 from fedlm.local.train import ALL, WEIGHTS, local_training
+from fedlm.methods import feddyn, mimelite, scaffold
+from fedlm.methods.optimizers import client_optimizer, server_optimizer
 from fedlm.models import catalog
 from fedlm.models.partial import drawn_subset, low_rank, own_subset
-from fedlm.server import step
 from fedlm.wire.catalog import codec
 from tests.laws.test_engines import MEMBERS, SHAPE, SIZES, algorithm, assert_same, model, rows_of
 
@@ -29,9 +28,9 @@ RATE = 0.1
 BASE = server_optimizer("fedadagrad", 1.0, momentum=0.9, beta2=0.99, epsilon=1e-3)
 
 
-def trains(portion=ALL, optimizer="sgd", **options):
+def trains(part=ALL, optimizer="sgd", **options):
     inner = client_optimizer(optimizer, RATE)
-    return local_training(catalog.loss, inner, WEIGHTS["examples"], portion=portion, **options)
+    return local_training(catalog.loss, inner, WEIGHTS["examples"], part=part, **options)
 
 
 def changed(**parts):
@@ -55,14 +54,14 @@ ALGORITHMS = {
     "deflated": lambda: changed(upload=codec("uniform", bits=6, deflate=True)),
     "remembering": lambda: changed(local=trains(optimizer="momentum", remember=True)),
     "mimelite": lambda: changed(
-        local=methods.mimelite(catalog.loss, BASE, RATE), server=step.mimelite(BASE, 1.0)
+        local=mimelite.client(catalog.loss, BASE, RATE), server=mimelite.server(BASE, 1.0)
     ),
     "scaffold": lambda: changed(
-        local=methods.scaffold(catalog.loss, RATE), server=step.scaffold(optax.sgd(1.0), 0.5)
+        local=scaffold.client(catalog.loss, RATE), server=scaffold.server(optax.sgd(1.0), 0.5)
     ),
     "feddyn": lambda: changed(
-        local=methods.feddyn(catalog.loss, client_optimizer("sgd", RATE), 0.1),
-        server=step.feddyn(0.1, 0.5),
+        local=feddyn.client(catalog.loss, client_optimizer("sgd", RATE), 0.1),
+        server=feddyn.server(0.1, 0.5),
     ),
 }
 

@@ -1,19 +1,20 @@
 """Law 2: a tree with one branch is the flat federation. Laws 1, 3 and 8 for trees."""
 
+import dataclasses
 import json
 import math
+from pathlib import Path
 
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
 
-from fedlm.recipe.build import Experiment, build
+from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.settings import dump, load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import read
-from fedlm.run import Cadence, Hooks, run
-from fedlm.train import Watcher, train
+from fedlm.training import Watcher, train
 from tests.conftest import write_tiny
 
 # The recurrent layer is key, the embedding is backbone; a leaf is one member.
@@ -104,10 +105,10 @@ def tree_of(experiment):
 
 def rounds(experiment, count=2):
     """The state after some rounds, and what each told."""
-    state, told = experiment.init_node(experiment.init_params()), []
-    for r in range(count):
-        state, _, facts = experiment.turn(r, state)
-        told.append(facts)
+    state, told = experiment.round.init(experiment.start()), []
+    for played in experiment.round.play(state, range(count)):
+        state = played.state
+        told.append(dict(played.told))
     return state, told
 
 
@@ -116,17 +117,9 @@ def flat(experiment):
     """The parameters of the same clients after two rounds without a tree."""
     plain = experiment("federation.levels=[]", *FLAT, table=BARE)
     recipe = plain.recipe.model_copy(update={"federation": None})
-    one, found = Experiment(recipe, plain.store), {}
-    run(
-        one.algorithm,
-        one.engine,
-        one.init_node(one.init_params()),
-        seed=recipe.run.seed,
-        cadence=Cadence(rounds=2, evaluate_every=2, checkpoint_every=2),
-        hooks=Hooks(evaluate=lambda s: {}, record=lambda f: None, keep=lambda s: found.update(s=s)),
-        vocabulary=one.store.vocabulary,
-    )
-    return jax.tree.map(np.asarray, found["s"].params)
+    one = flat_run(recipe, plain.store, out=Path())
+    state, _ = rounds(one)
+    return jax.tree.map(np.asarray, state.params)
 
 
 def close(a, b, tolerance):
@@ -153,8 +146,10 @@ def test_a_tree_of_leaves_with_no_key_layers_is_federated_averaging(experiment):
     """By hand: every leaf's text from the same parameters, and the mean of what they became."""
     made = experiment("federation.levels=[1]", "federation.personal_layers=none", *FLAT[1:])
     state, told = rounds(made, 1)
-    params, engine = made.init_params(), made.engine
-    members = np.asarray([made.rules.clients + n for n in made.topology.with_text])
+    params, engine = made.start(), made.engine
+    members = np.asarray(
+        [made.round.config.clients + n for n in made.round.config.topology.with_text]
+    )
     changes = [u.delta for _, u in engine.collect(params, engine.prepare(0, members))]
     wanted = jax.tree.map(lambda p, *d: p + np.mean(d, axis=0), params, *changes)
     close(state.nodes[0].params, wanted, 1e-6)
@@ -175,17 +170,17 @@ def test_key_layers_are_personal_at_temperature_zero_and_do_not_travel(tree_of):
     assert 0 < own[-1]["upload_bytes"] < shared[-1]["upload_bytes"] and not own[-1]["routes"]
     made, state, alone = tree_of("federation.temperature=0", "federation.personal_layers=all")
     assert alone[-1]["upload_bytes"] == alone[-1]["download_bytes"] == 0
-    leaves = [state.nodes[n].params.embedding for n in made.topology.with_text]
+    leaves = [state.nodes[n].params.embedding for n in made.round.config.topology.with_text]
     assert len({np.asarray(leaf).tobytes() for leaf in leaves}) == len(leaves)
 
 
 def test_a_federation_that_reports_every_other_round_moves_the_root_only_then(experiment):
     made = experiment("federation.sync_every=2", "federation.personal_layers=none")
-    state, seen = made.init_node(made.init_params()), []
+    state, seen = made.round.init(made.start()), []
     for r in range(4):
-        state, _, _ = made.turn(r, state)
+        state = next(made.round.play(state, range(r, r + 1))).state
         seen.append(np.asarray(state.nodes[0].params.embedding))
-    assert np.array_equal(seen[0], made.init_params().embedding)
+    assert np.array_equal(seen[0], made.start().embedding)
     assert not np.array_equal(seen[0], seen[1]) and np.array_equal(seen[1], seen[2])
     assert not np.array_equal(seen[2], seen[3])
 
@@ -203,7 +198,7 @@ def test_a_place_with_children_may_hold_text(tree_of, order):
 def test_residuals_wait_at_the_root_and_go_to_another_subtree(tree_of):
     made, _, told = tree_of()
     assert told[0]["routes"] == [] and told[1]["routes"]
-    parents = {p.name: p.parent for p in made.topology.places}
+    parents = {p.name: p.parent for p in made.round.config.topology.places}
     for way in told[1]["routes"]:
         assert way["to"] not in (way["from"], parents[way["from"]])
         assert way["likeness"][way["to"]] == max(way["likeness"].values())
@@ -216,7 +211,7 @@ def test_nothing_but_clipped_and_noisy_changes_leaves_a_leaf(experiment):
     made = experiment(*HIDDEN, "federation.levels=[1]", "federation.personal_layers=none")
     (state, _), (again, _) = rounds(made, 1), rounds(made, 1)
     assert eqx.tree_equal(state, again)
-    before = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(made.init_params())])
+    before = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(made.start())])
     leaf, root = (
         np.concatenate([x.ravel() for x in jax.tree.leaves(state.nodes[n].params)]) - before
         for n in (1, 0)
@@ -230,7 +225,7 @@ def test_nothing_but_clipped_and_noisy_changes_leaves_a_leaf(experiment):
 
 def test_private_key_layers_stay_and_others_see_noisy_ones(tree_of):
     made, state, _ = tree_of(*HIDDEN)
-    leaf = state.nodes[made.topology.with_text[0]]
+    leaf = state.nodes[made.round.config.topology.with_text[0]]
     own = np.asarray(leaf.params.layers[0].project).ravel()
     assert not np.any(np.isin(own, leaf.told["layers.0"]))
 
@@ -239,7 +234,9 @@ def test_private_key_layers_stay_and_others_see_noisy_ones(tree_of):
 def test_users_of_a_leaf_are_protected_by_a_plan(tree_of):
     made, _, told = tree_of(*FLAT, "federation.levels=[0]", *PLAN)
     assert "loss" not in told[-1] and all("loss" not in n for n in told[-1]["nodes"].values())
-    held = [len(made.topology.clients[n]) for n in made.topology.with_text]
+    held = [
+        len(made.round.config.topology.clients[n]) for n in made.round.config.topology.with_text
+    ]
     assert made.plan.sampling.population == min(held)
 
 
@@ -253,7 +250,7 @@ def test_an_optimizer_that_is_kept_goes_on_where_it_stopped(tree_of):
         *KEPT,
     )
     made, state, _ = tree_of(*alone)
-    leaf = made.topology.with_text[0]
+    leaf = made.round.config.topology.with_text[0]
     counts = [x for x in jax.tree.leaves(state.nodes[leaf].local) if np.ndim(x) == 0]
     assert counts and all(int(c) == 2 for c in counts)
     step = [jax.tree.leaves(s.nodes[leaf].params)[0] for s in (state, tree_of(*alone[:-1])[1])]
@@ -299,7 +296,8 @@ def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes)
         seen = []
         watcher = Watcher(round=seen.append, stop=lambda: len(seen) == stop_after)
         made = experiment(*changes, "run.checkpoint_every=1")
-        return train(made, RunDirectory(tmp_path / name), resume=resume, watcher=watcher)
+        made = dataclasses.replace(made, record=RunDirectory(tmp_path / name))
+        return train(made, resume=resume, watcher=watcher)
 
     whole = carry_out("whole")
     assert carry_out("broken", stop_after=2) is None
@@ -313,4 +311,4 @@ def test_a_flat_recipe_knows_nothing_of_trees(tiny_recipe, tmp_path):
     """The resolved recipe of a flat run, and with it everything else, has not changed."""
     made = build(load(tiny_recipe), tmp_path / "stores", lambda s, d: None)
     assert "federation" not in dump(made.recipe)
-    assert made.shape_facts() == {} and type(made) is Experiment
+    assert made.round.header() == {} and made.round.names == ("",)

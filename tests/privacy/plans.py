@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from fedlm.core.types import Sampling
+from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.privacy.strategy import strategy_for
 
 ROUNDS = 8
 APART = Sampling(law="spaced", population=60, cohort=10, min_separation=2)
@@ -79,17 +79,22 @@ def tree_factor(rounds, restart_every=0):
     return np.diff(running, axis=0)
 
 
+def strategy_of(chosen):
+    """The matrix of a plan's noise, as few numbers."""
+    return MECHANISMS[chosen.mechanism].strategy(chosen)
+
+
 def factor(chosen):
     """The noise of all rounds is this matrix times independent standard normals."""
     if chosen.mechanism == "gaussian":
         return np.eye(chosen.rounds)
     if chosen.mechanism == "tree":
         return tree_factor(chosen.rounds, chosen.restart_every)
-    return np.linalg.inv(strategy_for(chosen).matrix())
+    return np.linalg.inv(strategy_of(chosen).matrix())
 
 
 def strategy(chosen):
     """What is released, up to noise of the same size everywhere."""
     if chosen.mechanism == "tree":
         return tree_strategy(chosen.rounds, chosen.restart_every)
-    return strategy_for(chosen).matrix()
+    return strategy_of(chosen).matrix()

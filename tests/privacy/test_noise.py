@@ -1,5 +1,7 @@
 """Noise has the stated law, and a wrong law is noticed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -8,8 +10,9 @@ import optax
 import pytest
 
 from fedlm.core.keys import key_for
-from fedlm.privacy import correlated
-from fedlm.privacy.noise import for_plan, gaussian, silent, standard_normal
+from fedlm.privacy import correlated, strategy
+from fedlm.privacy.catalog import MECHANISMS, noise_for
+from fedlm.privacy.noise import gaussian, silent, standard_normal
 from tests.privacy.plans import APART, CORRELATED, PLANS, ROUNDS, factor, plan
 
 LIKE = {"w": jnp.ones((3, 2)), "b": jnp.ones((4,), jnp.bfloat16)}
@@ -34,7 +37,7 @@ def sizes(memory):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_shapes_types_and_memory_are_kept(name):
-    noise = for_plan(PLANS[name])
+    noise = noise_for(PLANS[name])
     before = noise.init(LIKE)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(before))
     out, after = stream(noise, [LIKE] * ROUNDS)
@@ -46,7 +49,7 @@ def test_shapes_types_and_memory_are_kept(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_keys_give_the_same_noise(name):
-    noise = for_plan(PLANS[name])
+    noise = noise_for(PLANS[name])
     one, two, three = (stream(noise, [LIKE] * 3, seed)[0] for seed in (0, 0, 1))
     for a, b, c in zip(one, two, three, strict=True):
         assert (a["w"] == b["w"]).all() and (a["b"] == b["b"]).all()
@@ -63,14 +66,14 @@ def unlike(rows, law):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
-    chosen, norm_gain = PLANS[name], 1.5
+    chosen = PLANS[name]
     zeros = {"a": jnp.zeros((100, 100)), "b": jnp.zeros(10_000)}
-    out, _ = stream(for_plan(chosen, norm_gain), [zeros] * ROUNDS)
+    out, _ = stream(noise_for(chosen), [zeros] * ROUNDS)
     rows = np.stack([np.concatenate([np.ravel(x) for x in n.values()]) for n in out]).astype(float)
-    law = 2.0 * 0.5 * norm_gain * factor(chosen)
+    law = 2.0 * factor(chosen)  # in units of the clip, whatever it is
     assert unlike(rows, law) < 5
     assert unlike(rows, 1.1 * law) > 8 and unlike(rows, law / 1.1) > 8
-    if chosen.mechanism != "gaussian":
+    if name in CORRELATED:
         alone = np.diag(np.sqrt(np.diag(law @ law.T)))
         assert unlike(rows, alone) > 8
         other = CORRELATED["tree of 3" if name != "tree of 3" else "tree"]
@@ -81,14 +84,14 @@ def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_no_noise_adds_nothing(name):
     quiet = plan(PLANS[name].mechanism, PLANS[name].sampling, noise_multiplier=0.0)
-    for noise in (for_plan(quiet), silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS)):
+    for noise in (noise_for(quiet), silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS)):
         for noisy in stream(noise, [LIKE] * 3)[0]:
             assert all((noisy[n] == LIKE[n]).all() for n in LIKE)
 
 
 @pytest.mark.parametrize("name", CORRELATED)
 def test_a_round_that_was_not_planned_is_not_released(name):
-    out, _ = stream(for_plan(CORRELATED[name]), [LIKE] * (ROUNDS + 1))
+    out, _ = stream(noise_for(CORRELATED[name]), [LIKE] * (ROUNDS + 1))
     assert np.isfinite(out[-2]["w"]).all() and np.isnan(out[-1]["w"]).all()
 
 
@@ -100,23 +103,20 @@ def test_memory_is_a_few_copies_of_the_model():
 
     assert copies(correlated.tree(1.0, rounds=2000)) == 11
     assert copies(correlated.tree(1.0, 100, rounds=2000)) == 7
-    assert copies(correlated.toeplitz(1.0, rounds=2000, bands=5)) == 4
-    assert copies(for_plan(PLANS["blt"])) == 2
+    assert copies(correlated.for_strategy(1.0, strategy.toeplitz(2000, 5), rounds=2000)) == 4
+    assert copies(noise_for(PLANS["blt"])) == 2
 
 
-def test_the_named_mechanisms_are_those_of_a_plan():
-    same = {
-        "banded": correlated.banded(1.0, rounds=ROUNDS, bands=3),
-        "toeplitz": correlated.toeplitz(1.0, rounds=ROUNDS, bands=3),
-        "blt": correlated.blt(
-            1.0, rounds=ROUNDS, min_separation=2, max_participations=0, buffers=2
-        ),
-    }
-    for name, noise in same.items():
-        for a, b in zip(
-            stream(noise, [LIKE] * 4)[0], stream(for_plan(PLANS[name]), [LIKE] * 4)[0], strict=True
-        ):
-            assert (a["w"] == b["w"]).all()
+@pytest.mark.parametrize("name", PLANS)
+def test_noise_is_in_units_of_the_clip_norm(name):
+    """The server divides a sum by the clip before it adds noise: the clip must not count twice."""
+    wide = dataclasses.replace(PLANS[name], clip_norm=40.0)
+    for a, b in zip(
+        *(stream(noise_for(p), [LIKE] * 2)[0] for p in (PLANS[name], wide)), strict=True
+    ):
+        assert (a["w"] == b["w"]).all()
+    by_hand = MECHANISMS[PLANS[name].mechanism].noise(PLANS[name], PLANS[name].sum_multiplier)
+    assert (stream(by_hand, [LIKE])[0][0]["w"] == stream(noise_for(wide), [LIKE])[0][0]["w"]).all()
 
 
 def prefix_noise(rounds, restart_every=0):

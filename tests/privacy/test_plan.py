@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedlm.core.errors import ConfigError
-from fedlm.privacy.plan import check
+from fedlm.privacy.catalog import MECHANISMS, check, with_setting
 from tests.privacy.plans import APART, FIXED, PLANS, POISSON, plan
 
 
@@ -64,6 +64,9 @@ REFUSED = [
     (plan("banded", bands=4), "privacy.bands = 4", "at most min_separation + 1, here 3"),
     (plan("blt", buffers=0), "privacy.buffers = 0", "between 1 and 10"),
     (plan("blt", buffers=11), "privacy.buffers = 11", "between 1 and 10"),
+    (plan("tree", buffers=5), "privacy.buffers = 5", "3 with privacy.mechanism = 'tree'"),
+    (plan(sampling=separated(law="weekly")), "privacy.mechanism = 'tree'", "none has a known cost"),
+    (plan("gaussian", clip_quantile=1.5), "privacy.clip_quantile = 1.5", "below 1"),
 ]
 
 
@@ -77,8 +80,23 @@ def test_plans_that_are_refused(refused, setting, wanted):
 
 def test_noise_and_denominator():
     chosen = plan(clip_norm=0.5, noise_multiplier=2.0)
-    assert chosen.stddev() == 1.0 and chosen.stddev(1.5) == 1.5 and chosen.denominator == 10.0
-    assert plan(clip_norm=math.inf, noise_multiplier=0.0).stddev() == 0.0
+    assert chosen.sum_multiplier == 2.0 and chosen.denominator == 10.0
+    assert chosen.noise_to_signal(100) == 2.0
+    assert plan(clip_norm=math.inf, noise_multiplier=0.0).noise_to_signal(100) == 0.0
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_laws_of_a_mechanism_are_those_that_its_plans_may_have(name):
+    for sampling in (APART, FIXED, POISSON):
+        if sampling.law in MECHANISMS[name].laws:
+            check(plan(name, sampling))
+        else:
+            with pytest.raises(ConfigError, match=f"^privacy.mechanism = '{name}': expected "):
+                check(plan(name, sampling))
+
+
+def test_settings_name_the_mechanisms_that_have_them():
+    assert with_setting("bands") == ["banded", "toeplitz"] and with_setting("delta") == []
 
 
 def test_a_plan_and_its_noise_load_no_accountant():

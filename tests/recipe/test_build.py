@@ -11,7 +11,8 @@ from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.round import CohortSampler
-from fedlm.recipe.build import build, store_settings
+from fedlm.recipe.build import build
+from fedlm.recipe.parts import store_settings
 from fedlm.recipe.settings import dump, load, parse
 
 
@@ -27,7 +28,7 @@ def quiet(stage, done):
 
 def cohorts(experiment, rounds):
     """The members of the first rounds."""
-    state = experiment.init_node(experiment.init_params())
+    state = experiment.round.init(experiment.start())
     choose = CohortSampler(experiment.algorithm, experiment.recipe.run.seed, state)
     return [choose(r).tolist() for r in range(rounds)]
 
@@ -52,15 +53,15 @@ def with_store(folder, store, **data):
 def test_the_same_recipe_builds_the_same_experiment(made):
     one, two = made(), made()
     assert one.store.path == two.store.path
-    assert tree.sha256(one.init_params()) == tree.sha256(two.init_params())
-    assert tree.size(one.init_params()) == one.parameters
+    assert tree.sha256(one.start()) == tree.sha256(two.start())
+    assert tree.size(one.start()) == one.model.parameters
     assert cohorts(one, 3) == cohorts(two, 3) and len(cohorts(one, 1)[0]) == 4
-    assert np.array_equal(one.watched_rows, two.watched_rows)
+    assert np.array_equal(one.evaluation.watched, two.evaluation.watched)
 
 
 def test_another_seed_builds_another_model_and_other_cohorts(made):
     one, two = made(), made("run.seed=1")
-    assert tree.sha256(one.init_params()) != tree.sha256(two.init_params())
+    assert tree.sha256(one.start()) != tree.sha256(two.start())
     assert cohorts(one, 4) != cohorts(two, 4)
 
 
@@ -107,13 +108,11 @@ def test_a_resolved_recipe_builds_the_same_again(tmp_path, store):
     (tmp_path / "resolved.toml").write_text(dump(found.recipe))
     again = build(load(tmp_path / "resolved.toml"), tmp_path / "unused", quiet)
     assert dump(again.recipe) == dump(found.recipe)
-    assert tree.sha256(again.init_params()) == tree.sha256(found.init_params())
+    assert tree.sha256(again.start()) == tree.sha256(found.start())
 
 
 def test_text_and_store_give_the_same_model(tmp_path, made, store):
-    assert tree.sha256(with_store(tmp_path, store).init_params()) == tree.sha256(
-        made().init_params()
-    )
+    assert tree.sha256(with_store(tmp_path, store).start()) == tree.sha256(made().start())
 
 
 def test_a_cohort_that_the_clients_cannot_fill_is_refused(made):
@@ -143,24 +142,25 @@ def test_settings_arrive_where_they_are_used(made):
         "run.engine=loop",
         "data.layout=windows",
     )
-    shape = found.shape
+    shape = found.engine.shape
     assert (shape.batch_size, shape.epochs, shape.max_examples, shape.max_steps) == (3, 2, 5, 4)
     assert found.algorithm.sampling.law == "poisson"
-    assert isinstance(found.engine, LoopEngine) and found.engine.shape == shape
+    assert isinstance(found.engine, LoopEngine)
     assert isinstance(made().engine, MeshEngine)
-    assert found.watched_rows.shape[1] == 9
-    params = found.init_params()
+    assert found.evaluation.watched.shape[1] == 9
+    params = found.start()
     assert {leaf.shape[0] for leaf in jax.tree.leaves(params.embedding)} == {found.store.vocabulary}
 
 
 def test_no_more_rows_are_watched_than_asked_for(made):
-    every = made("server.evaluate_rows=0").watched_rows
-    few = made("server.evaluate_rows=5").watched_rows
+    every = made("server.evaluate_rows=0").evaluation.watched
+    few = made("server.evaluate_rows=5").evaluation.watched
     assert len(few) == 5 < len(every)
     assert {row.tobytes() for row in few} <= {row.tobytes() for row in every}
 
 
 def test_nothing_held_out_is_nothing_watched(made):
     found = made("data.validation=0", "data.test_clients=0")
-    assert len(found.watched_rows) == 0 and found.baselines([]) == {}
-    assert np.isnan(found.watch(found.init_params())["perplexity"])
+    assert found.evaluation.watched is None and found.evaluation.baselines([]) == {}
+    state = found.round.init(found.start())
+    assert found.evaluation.watch(state)["perplexity"] is None

@@ -10,9 +10,9 @@ from fedlm.core.types import BatchSpec, Loss, Sampling
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.optimizers import client_optimizer
 from fedlm.local.train import WEIGHTS, local_training
-from fedlm.server.step import plain
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import client_optimizer
 from fedlm.wire.dense import dense
 from tests.wire.cases import CODECS, length
 
@@ -44,11 +44,11 @@ def test_mesh_equals_loop(codec):
     """To rounding, except where two programs that differ in the last bit of an update fall on two
     sides of a threshold: then one value of one member moves by a step."""
     algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=5, cohort=5),
+        participation=Sampling(law="fixed", population=5, cohort=5),
         local=local_training(loss, client_optimizer("sgd", 0.5), WEIGHTS["examples"]),
         upload=codec,
         download=dense(),
-        server=plain(optax.sgd(1.0)),
+        server=fedavg.server(optax.sgd(1.0)),
     )
     params = {"table": jnp.zeros((20, 20)), "bias": jnp.zeros(20)}
     loop, mesh = (

@@ -12,13 +12,13 @@ from fedlm.cli.devices import use_devices
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
-from fedlm.core.types import Params
 from fedlm.inference import load_params
-from fedlm.recipe.branches import TreeExperiment
-from fedlm.recipe.build import Experiment, build
+from fedlm.privacy import release
+from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
-from fedlm.train import check_same
+from fedlm.run import Run
+from fedlm.training import check_same
 
 
 def evaluate(
@@ -36,19 +36,15 @@ def evaluate(
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        experiment = _experiment(recipe, directory)
-        check_same(experiment, directory)
-
-        def model(node: str = "") -> Params:
-            path = directory.weights_of(node)
-            return load_params(recipe.model, experiment.store.vocabulary, path)
-
+        made = _run_of(recipe, directory)
+        check_same(made)
+        split = _allowed(made, split)
+        models = {
+            name: load_params(recipe.model, made.store.vocabulary, directory.weights_of(name))
+            for name in made.round.names
+        }
         found: dict[str, Any] = {"run": str(run), "split": split}
-        if isinstance(experiment, TreeExperiment):
-            found["split"] = experiment.splits()[0]
-            found |= experiment.judge_models([model(name) for name in experiment.topology.names])
-        else:
-            found |= experiment.evaluate(model(), split)
+        found |= made.evaluation.of_models(models, split)
     if as_json:
         emit(found)
         return
@@ -71,10 +67,23 @@ def evaluate(
         show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)
 
 
-def _experiment(recipe: Recipe, directory: RunDirectory) -> Experiment:
-    """That of the run; over a network it had the nodes that its seats name."""
+def _allowed(run: Run, split: str) -> str:
+    """The split that was asked for; a tree has one, and a plan leaves training clients alone."""
+    told = run.evaluation.splits()
+    if split in told:
+        return split
+    if len(run.round.names) > 1 and told:
+        return told[0]
+    why = "a privacy plan tells figures of held-out clients only" if release.hides(run.plan) else ""
+    raise ConfigError(
+        f"--split = {split!r}: expected {' or '.join(told) or 'a run with held-out text'}. {why}"
+    )
+
+
+def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
+    """The run that the directory holds; over a network it had the nodes that its seats name."""
     if not (directory.path / "seats.json").is_file():
-        return build(recipe, STORES, lambda stage, done: None)
+        return build(recipe, STORES, out=directory.path)
     needs_flower()
     from fedlm.deploy.server_app import again
 

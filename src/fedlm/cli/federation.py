@@ -78,12 +78,12 @@ def serve(home: HOME) -> None:
     Example: fedlm federation serve fed
     """
     needs_flower()
-    from fedlm.deploy import superlink
+    from fedlm.deploy.flower import superlink
     from fedlm.deploy.processes import follow_parent
-    from fedlm.deploy.workspace import Home
+    from fedlm.deploy.workspace import Workspace
 
     follow_parent()
-    found = Home.existing(home)
+    found = Workspace.existing(home)
     note(f"{found.settings.name}: listening at {found.settings.bind}:{found.settings.port}")
     superlink.serve(found)
 
@@ -105,10 +105,10 @@ def train(
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
     from fedlm.deploy.server_app import train as carry_out
-    from fedlm.deploy.workspace import Home
+    from fedlm.deploy.workspace import Workspace
 
     path = run_path(recipe, out_path, resume)
-    found = Home.existing(home)
+    found = Workspace.existing(home)
     summary = followed(
         lambda watcher: carry_out(
             found, loaded, path, resume=resume, watcher=watcher, stores=STORES
@@ -130,9 +130,9 @@ def status(
     """
     needs_flower()
     from fedlm.deploy.status import nodes_of
-    from fedlm.deploy.workspace import Home
+    from fedlm.deploy.workspace import Workspace
 
-    found = nodes_of(Home.existing(home), run)
+    found = nodes_of(Workspace.existing(home), run)
     if as_json:
         emit({"home": str(home), "nodes": found})
         return

@@ -30,9 +30,9 @@ def join(
         Path | None, typer.Option(help="What is allowed; by default policy.toml in the kit.")
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="The store is one member, not one a client.")
+        bool, typer.Option("--whole", help="The store is one member, not one per client.")
     ] = False,
-    devices: Annotated[int, typer.Option(help="Lanes on this machine; 0 is one a core.")] = 0,
+    devices: Annotated[int, typer.Option(help="Lanes on this machine; 0 is one per core.")] = 0,
 ) -> None:
     """Take part in a federation with the text of a store, until stopped.
 

@@ -13,7 +13,7 @@ from fedlm.corpus import sources
 from fedlm.corpus.store import Store, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
-from fedlm.recipe.build import given_tokenizer, store_settings
+from fedlm.recipe.parts import given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
 
 

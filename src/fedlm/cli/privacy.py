@@ -13,19 +13,20 @@ from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.devices import use_devices
 from fedlm.cli.train import STORES
 from fedlm.core import tree
-from fedlm.core.errors import ConfigError, RecordError, nearest, require
+from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
 from fedlm.federation.audit import Seen, look
 from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
-from fedlm.privacy.plan import MECHANISMS, PrivacyPlan
+from fedlm.privacy.catalog import MECHANISMS, with_setting
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
-from fedlm.train import check_same
+from fedlm.training import check_same
 
 app = typer.Typer(
     help="What privacy costs: epsilon of settings or of a run, noise for a target, an audit.",
@@ -33,6 +34,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _help_of(setting: str, text: str) -> str:
+    """Put the mechanisms that have a setting before its help."""
+    return f"{', '.join(with_setting(setting))}: {text}"
+
+
+def _usual_laws() -> str:
+    """List the usual sampling law of each mechanism."""
+    return ", ".join(f"{entry.laws[0]} ({name})" for name, entry in MECHANISMS.items())
+
 
 MechanismName = Annotated[
     str | None, typer.Option("--mechanism", help=f"One of {', '.join(MECHANISMS)}.")
@@ -43,7 +55,7 @@ Cohort = Annotated[int | None, typer.Option("--cohort", help="Clients a round.")
 Population = Annotated[int | None, typer.Option("--population", help="Clients there are.")]
 Law = Annotated[
     str | None,
-    typer.Option("--sampling", help="gaussian: poisson (the default) or fixed."),
+    typer.Option("--sampling", help=f"How cohorts are drawn; by default {_usual_laws()}."),
 ]
 Separation = Annotated[
     int,
@@ -56,9 +68,17 @@ Participations = Annotated[
 Clip = Annotated[
     float, typer.Option("--clip", help="L2 bound of an update; epsilon is free of it.")
 ]
-Bands = Annotated[int, typer.Option("--bands", help="banded, toeplitz; 0: min separation + 1.")]
-Buffers = Annotated[int, typer.Option("--buffers", help="blt.")]
-Restart = Annotated[int, typer.Option("--restart-every", help="tree: rounds a tree; 0: never.")]
+Bands = Annotated[
+    int,
+    typer.Option("--bands", help=_help_of("bands", "bands of the matrix; 0: min separation + 1.")),
+]
+Buffers = Annotated[
+    int, typer.Option("--buffers", help=_help_of("buffers", "copies of the model remembered."))
+]
+Restart = Annotated[
+    int,
+    typer.Option("--restart-every", help=_help_of("restart_every", "rounds per tree; 0: never.")),
+]
 
 
 @app.command()
@@ -180,23 +200,23 @@ def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
     """The canaries of a run, from its recipe, its weights and the secret in its checkpoint."""
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
-    experiment = build(recipe, STORES, lambda stage, done: None)
-    check_same(experiment, directory)
-    before = experiment.init_params()
+    run = build(recipe, STORES, out=directory.path)
+    check_same(run)
+    before = run.start()
     if tree.sha256(before) != header.get("start_sha256"):
         raise RecordError(
             f"{directory.path} began with another model than its recipe makes now, so how the "
             "model changed is not known."
         )
-    after = load_params(recipe.model, experiment.store.vocabulary, directory.weights)
-    state = checkpoint.load_newest(directory.checkpoints, experiment.init_node(before), note)
+    after = load_params(recipe.model, run.store.vocabulary, directory.weights)
+    state = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
     if state is None:
         raise RecordError(
             f"{directory.path} holds no checkpoint, and with it the secret is gone from which the "
             "canaries were drawn: audit a run before its checkpoints are removed."
         )
     secret = np.asarray(state.secret).astype("<u4").tobytes()
-    return look(experiment.algorithm, before, after, secret=secret, rounds=rounds)
+    return look(run.algorithm, before, after, secret=secret, rounds=rounds)
 
 
 def _show_audit(
@@ -246,29 +266,21 @@ def _plan(
     name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
     require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
     law, cohort, population, apart, most = sampling
-    if name == "gaussian":
-        drawn = Sampling(
-            law=law or "poisson",  # type: ignore[arg-type]
-            cohort=_given("--cohort", cohort),
-            population=_given("--population", population),
-            min_separation=apart,
-            max_participations=most,
-        )
-        require(
-            drawn.law in ("poisson", "fixed"), "--sampling", law, "poisson or fixed for gaussian"
-        )
-    else:
-        # The cost depends on how clients may join, not on how many there are; without the
-        # option it is taken for granted that there are enough.
-        cohort = cohort or 1
-        enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
-        drawn = Sampling(
-            law=law or "spaced",  # type: ignore[arg-type]
-            cohort=cohort,
-            population=enough if population is None else population,
-            min_separation=apart,
-            max_participations=most,
-        )
+    if MECHANISMS[name].needs_population:
+        cohort, population = _given("--cohort", cohort), _given("--population", population)
+        laws = MECHANISMS[name].laws
+        require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
+    # The cost of others depends on how clients may join, not on how many there are; without the
+    # option it is taken for granted that there are enough.
+    cohort = 1 if cohort is None else cohort
+    enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
+    drawn = Sampling(
+        law=law or MECHANISMS[name].laws[0],
+        cohort=cohort,
+        population=enough if population is None else population,
+        min_separation=apart,
+        max_participations=most,
+    )
     return PrivacyPlan(
         mechanism=name,
         sampling=drawn,

@@ -11,10 +11,10 @@ from fedlm import sweep as sweeps
 from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.devices import use_devices
 from fedlm.cli.train import RUNS, STORES, polite_stop
+from fedlm.core.releasable import Releasable
 from fedlm.record import report
 from fedlm.record.checkpoint import write_atomically
-from fedlm.run import Facts
-from fedlm.train import Watcher
+from fedlm.training import Watcher
 
 
 def sweep(
@@ -34,7 +34,7 @@ def sweep(
     with polite_stop() as stop:
 
         def watch(name: str) -> Watcher:
-            def on_round(facts: Facts) -> None:
+            def on_round(facts: Releasable) -> None:
                 if facts.get("perplexity") is not None:
                     note(
                         f"{name}: round {facts['round'] + 1}, perplexity {facts['perplexity']:.1f}"

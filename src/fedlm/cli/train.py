@@ -27,13 +27,13 @@ from fedlm.cli.console import (
     talk,
 )
 from fedlm.cli.devices import use_devices
+from fedlm.core.releasable import Releasable
 from fedlm.engine import multihost
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
-from fedlm.record.directory import RunDirectory, free_path, newest_path
-from fedlm.run import Facts
-from fedlm.train import Summary, Watcher, follow
-from fedlm.train import train as carry_out
+from fedlm.record.directory import free_path, newest_path
+from fedlm.training import Summary, Watcher, follow
+from fedlm.training import train as carry_out
 
 UNSAFE = "is fixed: whoever knows it can subtract the noise. Unsafe for release."
 RUNS, STORES = Path("runs"), Path(".fedlm/stores")
@@ -117,22 +117,21 @@ def _with_progress(
 ) -> Summary | None:
     with talk.status("preparing") as status:
         say = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
-        experiment = build(recipe, STORES, say, pooled=pooled)
+        run = build(recipe, STORES, say, out=path, pooled=pooled)
     multihost.meet()  # now the others find the store that was prepared here
-    facts, learning = experiment.store.manifest, len(experiment.training)
+    facts = run.store.manifest
     note(
-        f"{recipe.model.name}, {experiment.parameters:,} parameters; {learning:,} of "
+        f"{recipe.model.name}, {run.model.parameters:,} parameters; {run.population.size:,} of "
         f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens in all; "
-        f"store {experiment.store.path}; run {path}"
+        f"store {run.store.path}; run {path}"
     )
-    tree = experiment.recipe.federation
-    if experiment.recipe.privacy.seed is not None:
+    tree = run.recipe.federation
+    if run.recipe.privacy.seed is not None:
         note(f"privacy.seed {UNSAFE}")
     if tree is not None and tree.noise_multiplier > 0 and tree.noise_seed is not None:
         note(f"federation.noise_seed {UNSAFE}")
     return followed(
-        lambda watcher: carry_out(experiment, RunDirectory(path), resume=resume, watcher=watcher),
-        experiment.rounds,
+        lambda watcher: carry_out(run, resume=resume, watcher=watcher), run.cadence.rounds
     )
 
 
@@ -146,7 +145,7 @@ def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary
         shown = "-" if perplexity is None else f"{perplexity:.0f}"
         progress.update(task, completed=first, perplexity=shown)
 
-    def on_round(facts: Facts) -> None:
+    def on_round(facts: Releasable) -> None:
         for name in ("members", "seconds"):
             latest[name] += facts[name]
         shown: dict[str, Any] = {"loss": f"{facts['loss']:.3f}" if "loss" in facts else "-"}
@@ -164,10 +163,10 @@ def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary
 def _follow(recipe: Recipe) -> Summary | None:
     """A process that is not the first: it talks little, and has no figures to show."""
     multihost.meet()
-    experiment = build(recipe, STORES, lambda stage, done: None)
+    run = build(recipe, STORES)
     note(f"process {jax.process_index()} of {jax.process_count()}: at work for process 0")
     with polite_stop() as stop:
-        return {} if follow(experiment, Watcher(stop=stop.is_set)) else None
+        return {} if follow(run, Watcher(stop=stop.is_set)) else None
 
 
 class polite_stop:

@@ -61,6 +61,16 @@ def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "
         raise ConfigError(f"{setting} = {value!r}: expected {wanted}. {way_out}".strip())
 
 
+def either(names: Iterable[object]) -> str:
+    """List what may be chosen, for an error.
+
+    >>> either(["adam", "sgd", "yogi"])
+    'adam, sgd or yogi'
+    """
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The hint that ends a sentence about an unknown name.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import equinox as eqx
 import numpy as np
@@ -45,11 +45,11 @@ class SpecialTokens:
 class Sampling:
     """The law by which members join a round, over clients numbered from zero."""
 
-    law: Literal["fixed", "poisson", "spaced"]
+    law: str  # a name in `cohort.sampling.LAWS`
     population: int
-    cohort: int  # exactly (fixed, separated) or in expectation (poisson)
-    min_separation: int = 0  # separated: rounds strictly between two participations of a client
-    max_participations: int = 0  # separated: in the whole run; 0 is what the separation allows
+    cohort: int  # exactly (fixed, spaced) or in expectation (poisson)
+    min_separation: int = 0  # spaced: rounds strictly between two participations of a client
+    max_participations: int = 0  # spaced: in the whole run; 0 is what the separation allows
 
 
 @dataclass(frozen=True, kw_only=True)

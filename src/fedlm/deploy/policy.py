@@ -4,7 +4,7 @@ In:       a policy file, and a recipe that a server would like to have carried o
 Out:      nothing, or a `Refusal` with the sentence that the server is told.
 Promise:  a recipe is carried out only if every line of the policy allows it; an unknown line is
           an error and not a permission.
-Not here: training (`client_app.py`), what a plan claims (`privacy`).
+Not here: training (`node_worker.py`), what a plan claims (`privacy`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Refusal(FedlmError):
 
 
 class Policy(Table):
-    """`policy.toml`."""
+    """The settings of `policy.toml`."""
 
     smallest_cohort: Annotated[int, Field(ge=1)] | None = None
     require_privacy: bool = False
@@ -48,7 +48,7 @@ class Policy(Table):
 
 
 def load(path: Path | None) -> Policy:
-    """A node's policy; without a file everything is allowed."""
+    """Reads a node's policy; without a file everything is allowed."""
     return Policy() if path is None or not path.is_file() else read(path, Policy)
 
 

@@ -54,13 +54,13 @@ class Child:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """At once, and everything it started."""
+        """Kills the process and everything it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def end(self, seconds: float = 5.0) -> None:
-        """Politely, then at once."""
+        """Asks the process to end, and kills it after some seconds."""
         if self.alive:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -68,14 +68,14 @@ class Child:
         self.kill()
 
     def tail(self) -> str:
-        """What it said last."""
+        """Returns the last line of its output."""
         said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return said[-1] if said else "nothing"
 
 
 @contextlib.contextmanager
 def children() -> Iterator[list[Child]]:
-    """A list of processes, all of which are ended at the end."""
+    """Yields a list for processes, and ends all of them at the end of the block."""
     started: list[Child] = []
     try:
         yield started
@@ -102,14 +102,14 @@ def follow_parent() -> None:
 
 
 def free_port() -> int:
-    """A port of loopback at which nobody listens now."""
+    """Returns a port of loopback at which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for_port(port: int, child: Child, seconds: float = START_SECONDS) -> None:
-    """Until somebody listens."""
+    """Waits until somebody listens at a port of loopback, and raises if the process ends before."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if not child.alive:

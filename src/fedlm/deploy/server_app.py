@@ -12,103 +12,93 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.types import Engine, Sampling
+from fedlm.core.types import Engine
+from fedlm.corpus.population import of_paths
+from fedlm.corpus.store import Store
 from fedlm.deploy import registration
+from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import check_deployable, redacted
-from fedlm.deploy.superlink_client import running
-from fedlm.deploy.tree_app import DeployedTree
-from fedlm.deploy.workspace import Home
+from fedlm.deploy.tree_app import networked_tree
+from fedlm.deploy.workspace import Workspace
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.remote import FlowerEngine
-from fedlm.recipe import privacy_plan
-from fedlm.recipe.build import Experiment, open_store, resolve
+from fedlm.federation.algorithm import Algorithm
+from fedlm.recipe import parts
+from fedlm.recipe.build import flat_run
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.record.directory import RunDirectory
-from fedlm.train import Summary, Watcher
-from fedlm.train import train as carry_out
+from fedlm.run import Run
+from fedlm.training import Summary, Watcher
+from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
 SEATS, TALLIES = "seats.json", "nodes.jsonl"
 
 
-@dataclass(frozen=True)
-class Deployed(Experiment):
-    """An experiment whose members live at nodes; the store here holds held-out text alone."""
-
-    post: Any = None
-    seats: tuple[Assignment, ...] = ()
-    patience: Quorum = field(default_factory=Quorum)
-    tell: Callable[[RoundStats], None] = lambda tally: None
-
-    @cached_property
-    def sampling(self) -> Sampling:
-        return privacy_plan.sampling_of(self.recipe, sum(seat.clients for seat in self.seats))
-
-    @cached_property
-    def engine(self) -> Engine:
-        noise = None if self.plan is None else self.plan.noise_multiplier
-        return FlowerEngine(
-            self.algorithm,
-            self.post,
-            self.seats,
-            recipe=redacted(self.recipe, noise),
-            seed=self.recipe.run.seed,
-            exact=dense(),
-            patience=self.patience,
-            tell=self.tell,
-        )
-
-    def baselines(self, splits: Any) -> dict[str, dict[str, float]]:
-        """None: n-grams would have to be counted on text that is elsewhere."""
-        return {}
-
-
 def train(
-    home: Home, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
+    home: Workspace, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
 ) -> Summary | None:
     """Trains over the nodes to the end; None if the watcher stopped it before."""
     settings = home.settings
     patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with running(home) as post:
+    with open_transport(home) as post:
         check_deployable(recipe)
-        base = build_base(recipe, stores)
-        goes_on = directory.claim(dump(base.recipe), resume=resume)
-        seats = registration.kept(directory.path / SEATS) if goes_on else None
+        store = parts.open_store(recipe.data, stores)
+        resolved = parts.resolve(recipe, store)
+        goes_on = directory.claim(dump(resolved), resume=resume)
+        seats = registration.load_assignments(directory.path / SEATS) if goes_on else None
         if seats is None:
-            tokens = base.store.tokens_sha256
-            check = registration.same_tokenizer(tokens, f"the server's store {base.store.path}")
-            seats = registration.seat_all(post, sorted(home.nodes()), check, watcher.say)
-            registration.keep(directory.path / SEATS, seats)
-        kind = Deployed if base.recipe.federation is None else DeployedTree
-        experiment = kind(
-            base.recipe,
-            base.store,
-            post=post,
-            seats=seats,
-            patience=patience,
-            tell=lambda tally: _record(directory, tally, watcher.say),
-        )
-        _ = experiment.algorithm, experiment.rounds, experiment.engine
-        return carry_out(experiment, directory, resume=True, watcher=watcher)  # claimed above
+            tokens = store.tokens_sha256
+            check = registration.same_tokenizer(tokens, f"the server's store {store.path}")
+            seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
+            registration.save_assignments(directory.path / SEATS, seats)
+
+        def stats(tally: RoundStats) -> None:
+            _record(directory, tally, watcher.say)
+
+        run = networked_run(resolved, store, seats, path, post=post, patience=patience, tell=stats)
+        return carry_out(run, resume=True, watcher=watcher)  # claimed above
 
 
-def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Experiment:
-    """The experiment of a run that was made here, to look at it: nobody is asked."""
-    base, seats = build_base(recipe, stores), registration.kept(directory.path / SEATS)
-    kind = Deployed if recipe.federation is None else DeployedTree
-    return kind(base.recipe, base.store, seats=seats or ())
+def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
+    """The run that was made here, to look at it: nobody is asked."""
+    store = parts.open_store(recipe.data, stores)
+    seats = registration.load_assignments(directory.path / SEATS) or ()
+    return networked_run(parts.resolve(recipe, store), store, seats, directory.path)
 
 
-def build_base(recipe: Recipe, stores: Path) -> Experiment:
-    """The recipe with the server's own store: tokenizer, and held-out text to watch."""
-    store = open_store(recipe.data, stores, lambda stage, done: None)
-    return Experiment(resolve(recipe, store), store)
+def networked_run(
+    recipe: Recipe,
+    store: Store,
+    seats: tuple[Assignment, ...],
+    path: Path,
+    *,
+    post: Any = None,
+    patience: Quorum = Quorum(),  # noqa: B008
+    tell: Callable[[RoundStats], None] = lambda tally: None,
+) -> Run:
+    """A run whose members live at nodes; the store here holds held-out text alone."""
+    options: dict[str, Any] = {
+        "seed": recipe.run.seed,
+        "exact": dense(),
+        "patience": patience,
+        "tell": tell,
+    }
+    if recipe.federation is not None:
+        return networked_tree(recipe, store, seats, path, post=post, options=options)
+
+    def engine(algorithm: Algorithm) -> Engine:
+        noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
+        told = redacted(recipe, noise)
+        return FlowerEngine(algorithm, post, seats, recipe=told, **options)
+
+    members = of_paths([(seat.name,) for seat in seats for _ in range(seat.clients)])
+    return flat_run(recipe, store, out=path, members=members, engine=engine)
 
 
 def _record(directory: RunDirectory, tally: RoundStats, say: Callable[[str], None]) -> None:

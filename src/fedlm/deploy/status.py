@@ -1,7 +1,7 @@
 """Who is there, and who answered.
 
-In:       a federation's folder, and perhaps a run directory.
-Out:      a line a node.
+In:       a federation's workspace, and perhaps a run directory.
+Out:      one line per node.
 Promise:  what the server knows now and what the run recorded; nothing is guessed.
 Not here: printing (`cli`).
 """
@@ -9,30 +9,28 @@ Not here: printing (`cli`).
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
+from fedlm.deploy.flower.client import SuperLinkClient
 from fedlm.deploy.server_app import TALLIES
-from fedlm.deploy.superlink_client import Operator
-from fedlm.deploy.workspace import Home
+from fedlm.deploy.workspace import Workspace
 
 COUNTED = ("answered", "late", "away", "refused", "garbage")
 
 
-def nodes_of(home: Home, run: Path | None) -> list[dict[str, Any]]:
-    """Every node that may join: whether it is there, and what it did in a run."""
-    operator = Operator(home, patience=2.0)
-    try:
-        there = operator.nodes()
-    finally:
-        operator.close()
-    tallies = [] if run is None else read_tallies(run / TALLIES)
+def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
+    """Returns for every node that may join whether it is there, and what it did in a run."""
+    with closing(SuperLinkClient(workspace, timeout=2.0)) as client:
+        there = client.nodes()
+    rounds = [] if run is None else read_rounds(run / TALLIES)
     lines = []
-    for name in sorted(home.nodes()):
+    for name in sorted(workspace.nodes()):
         seen = there.get(name)
         counts = {
-            what: sum(name in tally[what] for tally in tallies) if tallies else None
+            what: sum(name in stats[what] for stats in rounds) if rounds else None
             for what in COUNTED
         }
         lines.append(
@@ -41,25 +39,25 @@ def nodes_of(home: Home, run: Path | None) -> list[dict[str, Any]]:
                 "there": "yes" if seen and seen.online else "no",
                 "since": seen.since[:19] if seen and seen.since else None,
                 **counts,
-                "last": _last_words(name, tallies),
+                "last": _last_words(name, rounds),
             }
         )
     return lines
 
 
-def _last_words(name: str, tallies: list[dict[str, Any]]) -> str | None:
-    """Why a node's latest answer could not be used."""
-    for tally in reversed(tallies):
-        if name in tally["answered"]:
+def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
+    """Returns why a node's latest reply could not be used."""
+    for stats in reversed(rounds):
+        if name in stats["answered"]:
             return None
-        said = {**tally["refused"], **tally["garbage"]}
+        said = {**stats["refused"], **stats["garbage"]}
         if name in said:
-            return f"round {tally['round']}: {said[name]}"
+            return f"round {stats['round']}: {said[name]}"
     return None
 
 
-def read_tallies(file: Path) -> list[dict[str, Any]]:
-    """A run's lines on who answered; of a round that was run again the latest counts."""
+def read_rounds(file: Path) -> list[dict[str, Any]]:
+    """Reads a run's `RoundStats` by round; of a round that was run again the latest counts."""
     if not file.is_file():
         raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
     rounds: dict[int, dict[str, Any]] = {}

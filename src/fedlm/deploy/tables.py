@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Table)
 
 
 def read(path: Path, kind: type[T]) -> T:
-    """A small TOML file, strictly."""
+    """Reads a small TOML file, strictly."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -33,7 +33,7 @@ def read(path: Path, kind: type[T]) -> T:
 
 
 def check(kind: type[T], tables: dict[str, object], where: str) -> T:
-    """Values to settings, or one sentence about the first that is wrong."""
+    """Converts values to settings, or raises one sentence about the first that is wrong."""
     floats = {
         k: float(v) if type(v) is int and _is_float(kind, k) else v for k, v in tables.items()
     }

@@ -6,16 +6,15 @@ Promise:  what is private stays in files that only their owner can read; a node'
           that node needs and nothing of the others; settings are read strictly.
 Not here: making certificates (`certificates.py`).
 
-    HOME/federation.toml    name, address, how long a round waits and for how many
-    HOME/authority/         ca.pem, ca.key: the key is needed only to make certificates
-    HOME/server/            cert.pem, cert.key, control.key, link.db, link.log
-    HOME/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml
+    WORKSPACE/federation.toml    name, address, how long a round waits and for how many
+    WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
+    WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's)
+    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +27,12 @@ from fedlm.core.errors import ConfigError, require
 from fedlm.deploy import certificates
 from fedlm.deploy.policy import POLICY
 from fedlm.deploy.tables import check, read, write
+from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
-
-NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
 
 
 class Federation(Table):
-    """`federation.toml`."""
+    """The settings of `federation.toml`."""
 
     name: str
     host: str  # the name by which nodes reach the server
@@ -45,7 +43,7 @@ class Federation(Table):
 
 
 class Node(Table):
-    """`node.toml`, in the kit of a node."""
+    """The settings of `node.toml`, in the kit of a node."""
 
     federation: str
     name: str
@@ -54,8 +52,8 @@ class Node(Table):
 
 
 @dataclass(frozen=True)
-class Home:
-    """The folder of a federation."""
+class Workspace:
+    """The folder of a federation: settings, certificates, keys and the kits of its nodes."""
 
     path: Path
 
@@ -83,12 +81,8 @@ class Home:
     def database(self) -> Path:
         return self.path / "server" / "link.db"
 
-    @property
-    def log(self) -> Path:
-        return self.path / "server" / "link.log"
-
     def nodes(self) -> dict[str, bytes]:
-        """The public keys of the nodes that may join, by name."""
+        """Returns the public keys of the nodes that may join, by name."""
         folder = self.path / "nodes"
         kits = sorted(folder.iterdir()) if folder.is_dir() else []
         return {k.name: (k / "node.pub").read_bytes() for k in kits if (k / "node.pub").is_file()}
@@ -97,19 +91,19 @@ class Home:
         return Kit(self.path / "nodes" / name)
 
     @classmethod
-    def existing(cls, path: Path) -> Home:
-        home = cls(Path(path))
-        if not (home.path / "federation.toml").is_file():
+    def existing(cls, path: Path) -> Workspace:
+        workspace = cls(Path(path))
+        if not (workspace.path / "federation.toml").is_file():
             raise ConfigError(
                 f"{path} is not a federation: it has no federation.toml. Make one with "
                 f"fedlm federation init {path} --host NAME --nodes a,b."
             )
-        return home
+        return workspace
 
 
 @dataclass(frozen=True)
 class Kit:
-    """What a node was given."""
+    """The folder that a node was given: its settings, its key and the authority that it trusts."""
 
     path: Path
 
@@ -150,13 +144,13 @@ class Kit:
 
 def init(
     path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
-) -> Home:
-    """A new federation: authority, server certificate, a kit for each node."""
+) -> Workspace:
+    """Creates a federation: authority, server certificate, one kit per node."""
     require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
     require(len(set(nodes)) == len(nodes) > 0, "--nodes", ",".join(nodes), "different names")
     for node in nodes:
         require(
-            NAME.fullmatch(node) is not None,
+            NODE_NAME.fullmatch(node) is not None,
             "--nodes",
             node,
             "names of small letters, digits, dots and hyphens",
@@ -167,25 +161,25 @@ def init(
     (path / "authority").mkdir(parents=True)
     (path / "server").mkdir()
     path.chmod(0o700)
-    home = Home(path)
-    home.authority.write_bytes(top.certificate)
+    workspace = Workspace(path)
+    workspace.authority.write_bytes(top.certificate)
     certificates.write_private(path / "authority" / "ca.key", top.key)
-    home.certificate.write_bytes(own.certificate)
-    certificates.write_private(home.certificate_key, own.key)
-    certificates.write_private(home.control_key, secrets.token_hex(32).encode())
+    workspace.certificate.write_bytes(own.certificate)
+    certificates.write_private(workspace.certificate_key, own.key)
+    certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
     for node in nodes:
-        add_node(home, settings, node)
+        add_node(workspace, settings, node)
     write(path / "federation.toml", settings)  # last: with it the folder is a federation
-    return home
+    return workspace
 
 
-def add_node(home: Home, settings: Federation, name: str) -> Kit:
-    """A kit for one more node."""
-    kit = home.kit(name)
+def add_node(workspace: Workspace, settings: Federation, name: str) -> Kit:
+    """Creates the kit of one more node."""
+    kit = workspace.kit(name)
     require(not kit.path.exists(), "--nodes", name, "a name that is not taken")
     kit.path.mkdir(parents=True)
     private, public = certificates.node_key()
-    (kit.path / "ca.pem").write_bytes(home.authority.read_bytes())
+    (kit.path / "ca.pem").write_bytes(workspace.authority.read_bytes())
     certificates.write_private(kit.path / "node.key", private)
     (kit.path / "node.pub").write_bytes(public)
     kit.policy.write_text(POLICY, encoding="utf-8")
@@ -195,12 +189,12 @@ def add_node(home: Home, settings: Federation, name: str) -> Kit:
 
 
 def _loopback(hosts: Sequence[str]) -> list[str]:
-    """Whoever runs the server also talks to it from the same machine."""
+    """Returns the names of loopback: who runs the server also reaches it from the same machine."""
     return [name for name in ("localhost", "127.0.0.1") if name not in hosts]
 
 
 def address(host: str, port: int) -> str:
-    """`host:port`, in brackets where the host is an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     try:
         return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
     except ValueError:

@@ -1,11 +1,12 @@
-"""Asking nodes, and waiting for their answers.
+"""Send a round's requests to nodes, and wait for their replies.
 
-In:       questions by node, a way to send them, how much patience there is.
-Out:      well-formed answers, and a tally of everything else.
-Promise:  only answers to these questions are ever looked at; a node that is away, late, refuses or
-          sends garbage is counted, and ends nothing unless too few are left; a node that came back
-          is asked again.
-Not here: what an answer means (`flower.py`), how it is laid out (`messages.py`).
+In:       a request per node, a transport, a quorum with its deadline.
+Out:      well-formed replies in the order of the assignments, and a count of everything else.
+Promise:  only replies to these requests are ever read; a node that is away, late, refuses or sends
+          garbage is counted, and ends the round only if fewer than the quorum are left; a node that
+          went away and came back is asked again.
+Not here: what a reply means (`remote.py`), its format (`messages.py`), the network
+          (`deploy/flower`).
 """
 
 from __future__ import annotations
@@ -14,25 +15,21 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
-
-from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
+from typing import NamedTuple, Protocol
 
 from fedlm.core.errors import EngineError, WireError
-from fedlm.engine.fetching import Missing, fetch
-from fedlm.engine.messages import TrainReply, TrainRequest, ask, read_reply
-from fedlm.engine.sending import send
-
-KIND = "train.fedlm"
-LOOK_SECONDS = 1.0  # how often it is looked who is there
-LONGEST_NAP = 0.5
-# Flower's own answers for nodes that went away and messages that it no longer has.
-UNAVAILABLE = (
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-    ErrorCode.NODE_UNAVAILABLE,
+from fedlm.engine.messages import (
+    Payload,
+    Refused,
+    TrainReply,
+    TrainRequest,
+    encode_request,
+    printable,
+    read_reply,
 )
+
+PRESENCE_SECONDS = 1.0  # between two looks at who is there
+SHORTEST_NAP, LONGEST_NAP = 0.02, 0.5  # seconds between two attempts to fetch
 
 
 class Presence(NamedTuple):
@@ -40,80 +37,51 @@ class Presence(NamedTuple):
 
     node_id: int
     online: bool
-    since: str  # when it last came; another value means that it was away in between
+    since: str  # when it last joined; another value means that it was away in between
     until: float | str = 0.0
 
 
 class Assignment(NamedTuple):
-    """A node's place in a run: which members it answers for."""
+    """The members that a node answers for in a run."""
 
-    name: str
-    first: int
+    name: str  # of the node
+    first: int  # the number of its first member, over the whole federation
     clients: int
     text: str = ""  # a fingerprint
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
 
 
-Frames = Callable[[Sequence[str]], Iterable[tuple[str, tuple[bytes, ...]]]]
-"""Nodes to the frames of their questions, made as they are sent: nobody keeps them."""
-
-Arrived = Message | WireError
-"""What came for a question, or why it was not read."""
-
-
 class Undelivered(Exception):
-    """A message that will not be answered: its node went away, or it was forgotten."""
+    """A message that gets no reply: its node went away, or the server lost it."""
 
 
 class Transport(Protocol):
-    """A way to send questions and fetch answers.
+    """Carries payloads to nodes and back."""
 
-    `fetch` may say that there will be none (`Undelivered`), or that what came is larger than
-    `most` bytes or from somebody else (`WireError`): then it is not read.
-    """
+    def send(self, node_id: int, payload: Payload, round: int) -> str:
+        """Sends a payload and returns its message id, or "" if the server did not take it."""
+        ...
 
-    def send(self, node_id: int, records: RecordDict, round: int) -> str: ...
+    def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
+        """Returns the reply to a message, or None while there is none.
 
-    def send_message(self, message: Message) -> str: ...
-
-    def fetch(self, message_id: str, most: int) -> Message | None: ...
-
-    def presence(self) -> dict[str, Presence]: ...
-
-
-class GridTransport:
-    """A Flower grid, one message at a time."""
-
-    def __init__(self, grid: Any, presence: Callable[[Any], Presence]) -> None:
-        self.grid, self._presence = grid, presence
-        self._asked: dict[str, int] = {}  # who may answer a message
-
-    def send(self, node_id: int, records: RecordDict, round: int) -> str:
-        return self.send_message(Message(records, node_id, KIND, group_id=str(round)))
-
-    def send_message(self, message: Message) -> str:
-        made = send(self.grid, message)
-        self._asked[made] = message.metadata.dst_node_id
-        return made
-
-    def fetch(self, message_id: str, most: int) -> Message | None:
-        try:
-            found = fetch(self.grid, message_id, sender=self._asked[message_id], most=most)
-        except Missing:
-            raise Undelivered(message_id) from None
-        if found is not None and found.has_error() and found.error.code in UNAVAILABLE:
-            raise Undelivered(message_id)
-        if found is not None:
-            del self._asked[message_id]  # an answer is fetched once
-        return found
+        Raises `Undelivered` if there will be none, and `WireError` without reading the reply if it
+        is malformed, larger than `max_bytes` or from a node that was not asked.
+        """
+        ...
 
     def presence(self) -> dict[str, Presence]:
-        return {node.name: self._presence(node) for node in self.grid.get_nodes()}
+        """Returns the presence of each registered node by name."""
+        ...
+
+
+Frames = Callable[[Sequence[str]], Iterable[tuple[str, tuple[bytes, ...]]]]
+"""Node names to the frames of their requests, encoded as they are sent, so that none is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quorum:
-    """How many of the nodes asked must answer, and how long the rest is waited for."""
+    """How many of the nodes asked must reply, and how long the others are waited for."""
 
     quorum: float = 1.0  # share of the nodes asked, at least one of them
     deadline: float = math.inf  # seconds
@@ -121,7 +89,7 @@ class Quorum:
 
 @dataclass
 class RoundStats:
-    """What became of a round's questions, by node."""
+    """What became of a round's requests, by node."""
 
     round: int
     answered: list[str] = field(default_factory=list)
@@ -135,162 +103,161 @@ class RoundStats:
     down_bytes: int = 0
 
 
-class Waiting:
-    """The answers to a round's questions, in the order of the seats.
+class Dispatch:
+    """Sends the requests of a round and yields the replies in the order of the assignments.
 
-    Who is at the head of the line is waited for while its lease lasts; who is away goes to the
-    end, and answers of those after it are held until it has answered or the round is over.
-    When everybody left is away, or the deadline has passed, a round ends with those who answered,
-    if they are enough; otherwise it goes on waiting.
+    The first pending node is waited for while its lease lasts. A node that is away moves to the
+    end, and replies of the nodes after it are buffered until it has replied or the round is over.
+    A round ends when every pending node is away or the deadline has passed, if the quorum has
+    replied; otherwise it goes on waiting.
     """
 
     def __init__(
         self,
-        post: Transport,
-        patience: Quorum,
-        asked: dict[str, TrainRequest],
-        tally: RoundStats,
+        transport: Transport,
+        quorum: Quorum,
+        requests: dict[str, TrainRequest],
+        stats: RoundStats,
         *,
         in_order: bool = True,
         frames: Frames | None = None,
     ) -> None:
-        """Without `frames` the questions hold theirs."""
-        self.post, self.asked, self.tally, self.in_order = post, asked, tally, in_order
-        self.frames = frames or (lambda names: ((name, asked[name].frames) for name in names))
-        self.held: dict[str, TrainReply] = {}
-        self.line = list(asked)
-        self.sent: dict[str, list[str]] = {}  # messages by node: the first answer counts
-        self.since: dict[str, str] = {}  # when it came that was asked last
-        self.ends = time.monotonic() + patience.deadline
-        self.least = max(1, math.ceil(patience.quorum * len(asked) - 1e-9))
-        self._there: dict[str, Presence] = {}
+        """Takes requests by node name; without `frames` the requests hold their own."""
+        self.transport, self.requests = transport, requests
+        self.stats, self.in_order = stats, in_order
+        self.frames = frames or (lambda names: ((name, requests[name].frames) for name in names))
+        self.buffered: dict[str, TrainReply] = {}
+        self.pending = list(requests)
+        self.sent: dict[str, list[str]] = {}  # message ids by node: the first reply counts
+        self.since: dict[str, str] = {}  # each node's `Presence.since` when it was last asked
+        self.ends = time.monotonic() + quorum.deadline
+        self.least = max(1, math.ceil(quorum.quorum * len(requests) - 1e-9))
+        self._nodes: dict[str, Presence] = {}
         self._looked = -math.inf
 
-    def answers(self) -> Iterator[tuple[str, TrainReply]]:
-        """Well-formed answers by node; everything else is counted."""
-        for name, message in self._messages():
-            self._take(name, message)
-            del message  # or it would be held until the next one is there
-            yield from self._release(over=False)
-        yield from self._release(over=True)
-
-    def _take(self, name: str, message: Arrived) -> None:
-        try:
-            if isinstance(message, WireError):
-                raise message
-            if message.has_error():
-                raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
-            answer = read_reply(message.content, self.asked[name])
-        except WireError as error:
-            self.tally.garbage[name] = str(error)
-            return
-        if answer.refusal:
-            self.tally.refused[name] = answer.refusal
-        else:
-            self.tally.up_bytes += sum(map(len, answer.frames))
-            self.held[name] = answer
-
-    def _release(self, *, over: bool) -> Iterator[tuple[str, TrainReply]]:
-        """What was held of those before whom nobody is waited for: sums keep their order."""
-        for name in self.asked:
-            if name in self.held:
-                yield name, self.held.pop(name)
-            elif name in self.line and self.in_order and not over:
-                return
-
-    def _messages(self) -> Iterator[tuple[str, Arrived]]:
-        nap = 0.02
-        self._send(self.line)
-        while self.line:
-            found = self._turn()
-            if found is not None:
-                nap = 0.02
-                yield found
-                del found
+    def replies(self) -> Iterator[tuple[str, TrainReply]]:
+        """Yields well-formed replies by node, and counts everything else."""
+        nap = SHORTEST_NAP
+        self._send(self.pending)
+        while self.pending:
+            if self._poll():
+                nap = SHORTEST_NAP
+                yield from self._release(over=False)
             elif self._over():
                 break
             else:
                 time.sleep(nap)
                 nap = min(LONGEST_NAP, 1.5 * nap)
-        for name in self.line:
-            (self.tally.late if self._online(name) else self.tally.away).append(name)
+        for name in self.pending:
+            (self.stats.late if self._online(name) else self.stats.away).append(name)
+        yield from self._release(over=True)
 
-    def _turn(self) -> tuple[str, Arrived] | None:
-        """Whoever is next and has answered: the head of the line, or anybody after the deadline."""
+    def _release(self, *, over: bool) -> Iterator[tuple[str, TrainReply]]:
+        """Yields buffered replies in the order of the assignments, up to the first pending node."""
+        for name in self.requests:
+            if name in self.buffered:
+                yield name, self.buffered.pop(name)
+            elif name in self.pending and self.in_order and not over:
+                return
+
+    # ---- one node ----------------------------------------------------------------------
+
+    def _poll(self) -> bool:
+        """Reads one reply: of the first pending node, or of any node after the deadline."""
         late = time.monotonic() >= self.ends
-        for name in list(self.line) if late else self.line[:1]:
-            message = self._fetch(name)
-            if message is not None:
-                self.line.remove(name)
-                return name, message
-            if not self._online(name) and len(self.line) > 1 and not late:
-                self.line.append(self.line.pop(0))
-        return None
+        for name in list(self.pending) if late else self.pending[:1]:
+            if self._read(name):
+                self.pending.remove(name)
+                return True
+            if not self._online(name) and len(self.pending) > 1 and not late:
+                self.pending.append(self.pending.pop(0))
+        return False
 
-    def _fetch(self, name: str) -> Arrived | None:
-        if not self.sent.get(name) or self._returned(name):
+    def _read(self, name: str) -> bool:
+        """Buffers a node's reply, or counts it as refused or garbage; False if none is there."""
+        request = self.requests[name]
+        try:
+            payload = self._fetch(name, request.max_reply_bytes)
+            if payload is None:
+                return False
+            reply = read_reply(payload, request)
+        except Refused as refusal:
+            self.stats.refused[name] = str(refusal)
+        except WireError as error:
+            self.stats.garbage[name] = printable(str(error))
+        else:
+            self.stats.up_bytes += sum(map(len, reply.frames))
+            self.buffered[name] = reply
+        return True
+
+    def _fetch(self, name: str, max_bytes: int) -> Payload | None:
+        """Returns a node's reply to any of the messages it was sent, asking again if needed."""
+        if not self.sent.get(name) or self._came_back(name):
             self._send([name])
-        for message in list(self.sent.get(name, ())):
+        for message_id in list(self.sent.get(name, ())):
             try:
-                found = self.post.fetch(message, self.asked[name].most_bytes)
+                found = self.transport.fetch(message_id, max_bytes)
             except Undelivered:
-                self.sent[name].remove(message)
+                self.sent[name].remove(message_id)
                 continue
-            except WireError as error:
-                return error
             if found is not None:
                 return found
         return None
 
     def _send(self, names: Sequence[str]) -> None:
-        """Asks those of them who are there."""
+        """Sends their requests to those nodes that are there."""
         for name, frames in self.frames([name for name in names if self._online(name)]):
-            there = self._presence().get(name)
-            if there is None or not there.online:  # it went while others were asked
+            node = self._presence().get(name)
+            if node is None or not node.online:  # it left while others were asked
                 continue
             if name in self.sent:
-                self.tally.asked_again.append(name)
-            question = replace(self.asked[name], frames=frames)
-            made = self.post.send(there.node_id, ask(question), question.round)
-            self.tally.down_bytes += sum(map(len, frames))
-            if made:
-                self.sent.setdefault(name, []).append(made)
-                self.since[name] = there.since
+                self.stats.asked_again.append(name)
+            request = replace(self.requests[name], frames=frames)
+            message_id = self.transport.send(node.node_id, encode_request(request), request.round)
+            self.stats.down_bytes += sum(map(len, frames))
+            if message_id:
+                self.sent.setdefault(name, []).append(message_id)
+                self.since[name] = node.since
 
-    def _returned(self, name: str) -> bool:
-        """A node that came again may have lost the question; the same one gives the same answer."""
-        there = self._presence().get(name)
-        return there is not None and there.online and there.since != self.since[name]
+    def _came_back(self, name: str) -> bool:
+        """Tells whether a node left and joined again: it may have lost the request.
+
+        Asking twice is safe, because the same request gives the same reply.
+        """
+        node = self._presence().get(name)
+        return node is not None and node.online and node.since != self.since[name]
+
+    # ---- who is there, and is it enough ------------------------------------------------
 
     def _online(self, name: str) -> bool:
-        there = self._presence().get(name)
-        return there is not None and there.online
+        node = self._presence().get(name)
+        return node is not None and node.online
 
     def _presence(self) -> dict[str, Presence]:
-        if time.monotonic() - self._looked > LOOK_SECONDS:
-            self._there, self._looked = self.post.presence(), time.monotonic()
-        return self._there
+        if time.monotonic() - self._looked > PRESENCE_SECONDS:
+            self._nodes, self._looked = self.transport.presence(), time.monotonic()
+        return self._nodes
 
     def _over(self) -> bool:
-        """Enough have answered, and nobody else is worth waiting for."""
-        if len(self.tally.answered) + len(self.held) < self.least:
+        """Tells whether enough nodes have replied and no other is worth waiting for."""
+        if len(self.stats.answered) + len(self.buffered) < self.least:
             return self._hopeless()
         late = time.monotonic() >= self.ends
-        return late or not any(self._online(name) for name in self.line)
+        return late or not any(self._online(name) for name in self.pending)
 
     def _hopeless(self) -> bool:
-        """Who refused will refuse again: if the others are too few, waiting does not help."""
-        lost = len(self.tally.refused) + len(self.tally.garbage)
-        return len(self.asked) - lost < self.least
+        """Tells whether too few can still reply: a node that refused would refuse again."""
+        lost = len(self.stats.refused) + len(self.stats.garbage)
+        return len(self.requests) - lost < self.least
 
     def check_quorum(self) -> None:
-        """Ends the run where a round has too few answers."""
-        tally = self.tally
-        if len(tally.answered) >= self.least or not self.asked:
+        """Raises `EngineError` if fewer nodes replied than the quorum."""
+        stats = self.stats
+        if len(stats.answered) >= self.least or not self.requests:
             return
-        reasons = [f"{n} refused: {r}" for n, r in tally.refused.items()]
-        reasons += [f"{n} sent garbage: {r}" for n, r in tally.garbage.items()]
+        reasons = [f"{name} refused: {reason}" for name, reason in stats.refused.items()]
+        reasons += [f"{name} sent garbage: {reason}" for name, reason in stats.garbage.items()]
         raise EngineError(
-            f"round {tally.round}: {len(tally.answered)} of {len(self.asked)} nodes answered, "
-            f"{self.least} must. {' '.join(reasons)}"
+            f"round {stats.round}: {len(stats.answered)} of {len(self.requests)} nodes answered, "
+            f"{self.least} must (quorum in federation.toml). {' '.join(reasons)}"
         )

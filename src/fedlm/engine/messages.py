@@ -1,10 +1,11 @@
-"""What crosses the network: a round's question and its answer, as Flower records.
+"""What crosses the network, whatever carries it: requests and replies as payloads.
 
-In:       a question or an answer; records from anywhere.
-Out:      records; a question or an answer that was checked.
-Promise:  the payload is the codec's frame and nothing else; whatever does not have exactly the
-          expected names, types and sizes is a `WireError`; no text can be part of an answer.
-Not here: what a frame holds (`wire`), sending (`flower.py`).
+In:       a request, a reply, a hello or a refusal; a payload from anywhere.
+Out:      a payload; a request, a reply or a hello that was checked.
+Promise:  frames are the codec's and nothing else; a payload without exactly the expected kind,
+          names, types and sizes is a `WireError`; the only text of a reply is the sentence of a
+          refusal.
+Not here: what a frame holds (`wire`), how a payload travels (`deploy/flower`).
 """
 
 from __future__ import annotations
@@ -13,31 +14,74 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from fedlm.core.errors import FedlmError, WireError
 
-from fedlm.core.errors import WireError
-
-VERSION = 2
+VERSION = 3
+TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
+HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
+REFUSAL = "refusal"  # may reply to either request
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
+NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
+
 LONGEST_RECIPE = 1 << 16
 LONGEST_FRAME = 1 << 40
+LONGEST_REASON = 1000
 MOST_MEMBERS = 1 << 20
-# Of an answer, beside its frames: names, identities of objects and seven numbers a member.
+MOST_CLIENTS = 1 << 40
+MOST_HELLO_BYTES = 1 << 22
+MOST_LEAVES, LONGEST_PATH, LONGEST_FINGERPRINT = 1 << 14, 1000, 200
+# Of a reply, beside its frames: names, identities of objects, and seven numbers per member.
 MOST_BESIDE, MOST_BESIDE_MEMBER = 1 << 16, 1 << 10
-_STYPE = "fedlm.frame"
+
+# The facts of each kind: exactly these names, of exactly these types.
+_REQUEST_FACTS: dict[str, type] = {
+    "recipe": str,
+    "round": int,
+    "first": int,
+    "population": int,
+    "text": str,
+    "members": list,
+    "numbers": list,
+    "clip_norm": float,
+    "each": bool,
+    "longest": int,
+}
+_REPLY_FACTS: dict[str, type] = {"round": int, "members": list, **dict.fromkeys(SUMS, list)}
+_HELLO_FACTS: dict[str, type] = {
+    "clients": int,
+    "text": str,
+    "tokenizer": str,
+    "fedlm": str,
+    "leaves": list,
+    "counts": list,
+}
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A message without its address: a kind, named facts, and frames of bytes."""
+
+    kind: str
+    facts: Mapping[str, Any]  # text, numbers, truth values, and lists of one of those
+    frames: tuple[bytes, ...] = ()
+
+
+class Refused(Exception):
+    """A node's reply that it does not do what it was asked, with its reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
     """What a server asks of a node in a round.
 
-    Either members train on a client's text each, from the same parameters; or, in a tree, a
-    member stands for all the text of its node, which trains under a number of its own, from
-    parameters of its own.
+    Either each member trains on one client's text, all from the same parameters. Or, in a tree, a
+    member stands for all text of its node, which trains under its own number from its own
+    parameters.
     """
 
     recipe: str  # TOML
@@ -48,185 +92,242 @@ class TrainRequest:
     members: tuple[int, ...]  # numbers over the whole federation, ascending
     clip_norm: float  # the longest update that a member may send; infinite without a plan
     each: bool  # every member's update by itself, or only their sum
-    longest: int  # bytes: no frame of an answer can be longer
-    frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one a member
+    longest: int  # bytes: no frame of a reply can be longer
+    frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one per member
     numbers: tuple[int, ...] = ()  # under which the whole text of each member's node trains
 
     @property
-    def wanted(self) -> int:
-        """How many frames an answer for all members holds."""
-        return len(self.members) if self.each else 1
-
-    @property
-    def most_bytes(self) -> int:
-        """An answer that is larger is none."""
-        each = self.longest + self.longest // 1024 + MOST_BESIDE_MEMBER
-        return self.wanted * each + MOST_BESIDE
+    def max_reply_bytes(self) -> int:
+        """The largest size that a well-formed reply can have."""
+        frames = len(self.members) if self.each else 1
+        return frames * (self.longest + self.longest // 1024 + MOST_BESIDE_MEMBER) + MOST_BESIDE
 
     @property
     def digest(self) -> str:
-        """A fingerprint of all of it."""
+        """A fingerprint of the whole request."""
         facts = {**asdict(self), "frames": [hashlib.sha256(f).hexdigest() for f in self.frames]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainReply:
-    """What a node answers: frames with what they sum up, or why not."""
+    """A node's updates: frames, with the sums that belong to each."""
 
     round: int
-    members: tuple[int, ...]  # for whom it speaks: all who were asked, or those a relay reached
-    frames: tuple[bytes, ...] = ()
-    sums: tuple[Mapping[str, float], ...] = ()  # as many as frames; names as in SUMS
-    refusal: str = ""
+    members: tuple[int, ...]  # all who were asked, or those that a relay reached
+    frames: tuple[bytes, ...]
+    sums: tuple[Mapping[str, float], ...]  # as many as frames; names as in SUMS
 
 
-def ask(question: TrainRequest) -> RecordDict:
-    """A question as records."""
-    facts = ConfigRecord(
-        {
-            "version": VERSION,
-            "recipe": question.recipe,
-            "round": question.round,
-            "first": question.first,
-            "population": question.population,
-            "text": question.text,
-            "members": list(question.members),
-            "numbers": list(question.numbers),
-            "clip_norm": question.clip_norm,
-            "each": question.each,
-            "longest": question.longest,
-        }
-    )
-    return RecordDict({"question": facts, "frames": _frames(question.frames)})
+class Hello(NamedTuple):
+    """What a node says of itself before a run."""
+
+    clients: int
+    text: str  # a fingerprint
+    tokenizer: str  # a fingerprint
+    version: str  # of fedlm
+    leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
 
 
-def read_request(records: RecordDict) -> TrainRequest:
-    """Records as a question."""
-    facts = _facts(records, "question")
-    recipe = _of(facts, "recipe", str)
-    members, numbers = _numbers(facts, "members"), _numbers(facts, "numbers", rising=False)
-    frames = _read_frames(records, len(numbers) or 1)
-    clip_norm, each = _of(facts, "clip_norm", float), _of(facts, "each", bool)
-    first, population = _count(facts, "first"), _count(facts, "population")
-    longest = _count(facts, "longest")
-    if len(recipe) > LONGEST_RECIPE:
-        raise WireError(f"question holds a recipe of {len(recipe)} characters.")
-    if not clip_norm > 0 or longest > LONGEST_FRAME:
-        raise WireError(f"question holds the limit {clip_norm} and frames of {longest} bytes.")
-    if not all(first <= member < population for member in members):
-        raise WireError("question names members that are not there.")
-    if numbers and not _are_places(numbers, members, population, each):
-        raise WireError("question holds numbers that are none of places.")
-    return TrainRequest(
-        recipe=recipe,
-        round=_count(facts, "round"),
-        first=first,
-        population=population,
-        text=_of(facts, "text", str),
-        members=members,
-        clip_norm=clip_norm,
-        each=each,
-        longest=longest,
-        frames=frames,
-        numbers=numbers,
-    )
+def respond(
+    payload: Payload,
+    *,
+    hello: Callable[[], Hello],
+    train: Callable[[TrainRequest], TrainReply],
+    say: Callable[[str], None],
+) -> Payload:
+    """Returns a node's reply to a payload; anything that goes wrong becomes a refusal."""
+    what = "a message"
+    try:
+        if payload.kind == HELLO_REQUEST:
+            _facts(payload, HELLO_REQUEST, {})
+            _check_frames(payload, 0)
+            return encode_hello(hello())
+        request = read_request(payload)
+        what = f"round {request.round}"
+        return encode_reply(train(request))
+    except FedlmError as error:
+        say(f"refused {what}: {error}")
+        return encode_refusal(str(error))
 
 
-def _are_places(
-    numbers: tuple[int, ...], members: tuple[int, ...], population: int, each: bool
-) -> bool:
-    """One for each member, each another, beyond those of clients; updates come one by one."""
+# ---- training ------------------------------------------------------------------------------
+
+
+def encode_request(request: TrainRequest) -> Payload:
+    """Converts a request to a payload."""
+    values = {name: getattr(request, name) for name in _REQUEST_FACTS}
+    facts = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return Payload(TRAIN_REQUEST, {"version": VERSION, **facts}, request.frames)
+
+
+def read_request(payload: Payload) -> TrainRequest:
+    """Converts a payload to a request, or raises `WireError`."""
+    facts = _facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
+    for name in ("round", "first", "population", "longest"):
+        if facts[name] < 0:
+            raise WireError(f"request says {name} = {facts[name]}.")
+    facts["members"] = _numbers(facts["members"], "members", rising=True)
+    facts["numbers"] = _numbers(facts["numbers"], "numbers", rising=False)
+    request = TrainRequest(frames=payload.frames, **facts)
+    _check_frames(payload, len(request.numbers) or 1)
+    if len(request.recipe) > LONGEST_RECIPE:
+        raise WireError(f"request holds a recipe of {len(request.recipe)} characters.")
+    if not request.clip_norm > 0 or request.longest > LONGEST_FRAME:
+        raise WireError(
+            f"request says clip_norm = {request.clip_norm} and frames of {request.longest} bytes."
+        )
+    if not all(request.first <= member < request.population for member in request.members):
+        raise WireError("request names members that are not there.")
+    if request.numbers and not _are_places(request):
+        raise WireError("request holds numbers that are none of places.")
+    return request
+
+
+def _are_places(request: TrainRequest) -> bool:
+    """Tells whether each member has a number of its own, beyond those of clients."""
+    numbers, population = request.numbers, request.population
     known = all(population <= number < population + MOST_MEMBERS for number in numbers)
-    return each and known and len(set(numbers)) == len(numbers) == len(members)
+    distinct = len(set(numbers)) == len(numbers) == len(request.members)
+    return request.each and known and distinct
 
 
-def tell(answer: TrainReply) -> RecordDict:
-    """An answer as records."""
-    facts: dict[str, Any] = {
+def encode_reply(reply: TrainReply) -> Payload:
+    """Converts a reply to a payload."""
+    columns = {name: [float(part[name]) for part in reply.sums] for name in SUMS}
+    facts = {"version": VERSION, "round": reply.round, "members": list(reply.members), **columns}
+    return Payload(TRAIN_REPLY, facts, reply.frames)
+
+
+def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
+    """Converts a payload to the reply to a request, or raises `Refused` or `WireError`."""
+    _check_refusal(payload)
+    facts = _facts(payload, TRAIN_REPLY, _REPLY_FACTS)
+    members = _numbers(facts["members"], "members", rising=True)
+    known = members and set(members) <= set(request.members)
+    if facts["round"] != request.round or not known:
+        raise WireError("reply is to another request.")
+    wanted = len(members) if request.each else 1
+    _check_frames(payload, wanted)
+    if max(map(len, payload.frames)) > request.longest:
+        raise WireError(f"reply holds a frame of more than {request.longest} bytes.")
+    for name in SUMS:
+        _check_sizes(facts[name], name, wanted)
+    sums = tuple({name: facts[name][i] for name in SUMS} for i in range(wanted))
+    return TrainReply(round=request.round, members=members, frames=payload.frames, sums=sums)
+
+
+# ---- hello and refusal ---------------------------------------------------------------------
+
+
+def encode_hello_request() -> Payload:
+    """Returns the payload that asks a node who it is."""
+    return Payload(HELLO_REQUEST, {"version": VERSION})
+
+
+def encode_hello(hello: Hello) -> Payload:
+    """Converts what a node says of itself to a payload."""
+    facts = {
         "version": VERSION,
-        "round": answer.round,
-        "members": list(answer.members),
-        "refusal": answer.refusal[:1000],
+        "clients": hello.clients,
+        "text": hello.text,
+        "tokenizer": hello.tokenizer,
+        "fedlm": hello.version,
+        "leaves": [path for path, _ in hello.leaves],
+        "counts": [clients for _, clients in hello.leaves],
     }
-    facts.update({name: [float(part[name]) for part in answer.sums] for name in SUMS})
-    return RecordDict({"answer": ConfigRecord(facts), "frames": _frames(answer.frames)})
+    return Payload(HELLO_REPLY, facts)
 
 
-def read_reply(records: RecordDict, question: TrainRequest) -> TrainReply:
-    """Records as the answer to a question."""
-    facts = _facts(records, "answer")
-    refusal = _of(facts, "refusal", str)
-    if refusal:
-        kept = "".join(c if c.isprintable() else " " for c in refusal[:1000])
-        return TrainReply(round=question.round, members=question.members, refusal=kept)
-    members = _numbers(facts, "members")
-    known = members and set(members) <= set(question.members)
-    if _count(facts, "round") != question.round or not known:
-        raise WireError("answer is to another question.")
-    wanted = len(members) if question.each else 1
-    frames = _read_frames(records, wanted)
-    if max(map(len, frames)) > question.longest:
-        raise WireError(f"answer holds a frame of more than {question.longest} bytes.")
-    columns = {name: _reals(facts, name, wanted) for name in SUMS}
-    sums = tuple({name: columns[name][i] for name in SUMS} for i in range(wanted))
-    return TrainReply(round=question.round, members=members, frames=frames, sums=sums)
+def read_hello(payload: Payload) -> Hello:
+    """Converts a payload to what a node says of itself, or raises `Refused` or `WireError`."""
+    _check_refusal(payload)
+    facts = _facts(payload, HELLO_REPLY, _HELLO_FACTS)
+    _check_frames(payload, 0)
+    clients = facts["clients"]
+    if not 1 <= clients <= MOST_CLIENTS:
+        raise WireError(f"it says that it has {clients} clients.")
+    texts = (facts["text"], facts["tokenizer"], facts["fedlm"])
+    if max(map(len, texts)) > LONGEST_FINGERPRINT:
+        raise WireError("its fingerprints are too long.")
+    leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
+    return Hello(clients, *texts, leaves)
 
 
-def _frames(frames: Any) -> ArrayRecord:
-    # As arrays of bytes: chunks of those travel one by one, and a frame for all nodes once.
-    return ArrayRecord(
-        {str(i): Array("uint8", (len(f),), _STYPE, bytes(f)) for i, f in enumerate(frames)}
-    )
+def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any, ...]:
+    """Pairs the nodes below a relay with their clients; a node names none."""
+    if len(paths) != len(counts) or len(paths) > MOST_LEAVES:
+        raise WireError("it does not say which nodes are below it.")
+    for path, count in zip(paths, counts, strict=True):
+        named = type(path) is str and len(path) <= LONGEST_PATH
+        if not named or not all(NODE_NAME.fullmatch(part) for part in path.split("/")):
+            raise WireError("it names a node below it that has no name.")
+        if type(count) is not int or not 1 <= count <= clients:
+            raise WireError(f"it says that {path} has {count!r} clients.")
+    if paths and (sum(counts) != clients or len(set(paths)) != len(paths)):
+        raise WireError(f"it has {clients} clients: its nodes below say otherwise.")
+    return tuple(zip(paths, counts, strict=True))
 
 
-def _read_frames(records: RecordDict, wanted: int) -> tuple[bytes, ...]:
-    found = records.get("frames")
-    if not isinstance(found, ArrayRecord) or list(found) != [str(i) for i in range(wanted)]:
+def encode_refusal(reason: str) -> Payload:
+    """Returns the payload of a node that does not do what it was asked."""
+    return Payload(REFUSAL, {"version": VERSION, "reason": reason[:LONGEST_REASON]})
+
+
+def _check_refusal(payload: Payload) -> None:
+    """Raises `Refused` where a payload is a refusal."""
+    if payload.kind == REFUSAL:
+        reason = _facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
+        _check_frames(payload, 0)
+        raise Refused(printable(reason))
+
+
+def printable(text: str) -> str:
+    """Returns text of a peer without characters that could control a terminal.
+
+    >>> printable("no\\x1b[31m")
+    'no [31m'
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+# ---- checks --------------------------------------------------------------------------------
+
+
+def _facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, Any]:
+    """Returns the facts of a payload without its version, if names and types are as expected."""
+    facts = dict(payload.facts)
+    version = facts.pop("version", None)
+    if type(version) is not int or version != VERSION:
+        raise WireError(
+            f"message has version {str(version)[:40]!r}: expected {VERSION}. Install the same "
+            "fedlm at the server and at all nodes."
+        )
+    if payload.kind != kind:
+        raise WireError(f"message is {payload.kind[:40]!r}: expected a fedlm {kind}.")
+    if facts.keys() != types.keys():
+        raise WireError(f"message does not hold exactly the facts of a {kind}.")
+    for name, wanted in types.items():
+        if type(facts[name]) is not wanted:
+            raise WireError(f"message has no {name!r} of type {wanted.__name__}.")
+    return facts
+
+
+def _check_frames(payload: Payload, wanted: int) -> None:
+    if len(payload.frames) != wanted:
         raise WireError(f"message does not hold exactly {wanted} frames.")
-    for array in found.values():
-        if array.stype != _STYPE or array.dtype != "uint8" or array.shape != (len(array.data),):
-            raise WireError("message holds something else than frames.")
-    return tuple(array.data for array in found.values())
 
 
-def _facts(records: RecordDict, name: str) -> ConfigRecord:
-    found = records.get(name)
-    if set(records) != {name, "frames"} or not isinstance(found, ConfigRecord):
-        raise WireError(f"message is not a fedlm {name}.")
-    if found.get("version") != VERSION:
-        raise WireError(f"message has version {found.get('version')!r}: this fedlm is {VERSION}.")
-    return found
-
-
-def _of(facts: ConfigRecord, name: str, kind: type) -> Any:
-    value = facts.get(name)
-    if type(value) is not kind:
-        raise WireError(f"message has no {name!r} of type {kind.__name__}.")
-    return value
-
-
-def _count(facts: ConfigRecord, name: str) -> int:
-    value: int = _of(facts, name, int)
-    if value < 0:
-        raise WireError(f"message says {name} = {value}.")
-    return value
-
-
-def _numbers(facts: ConfigRecord, name: str, *, rising: bool = True) -> tuple[int, ...]:
-    values: Any = facts.get(name)
-    if not isinstance(values, list) or len(values) > MOST_MEMBERS:
-        raise WireError(f"message has no list {name!r}.")
-    whole = all(type(v) is int for v in values)
-    if not whole or (rising and not all(a < b for a, b in itertools.pairwise(values))):
+def _numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
+    if len(values) > MOST_MEMBERS or not all(type(v) is int for v in values):
+        raise WireError(f"message has no list {name!r} of numbers.")
+    if rising and not all(a < b for a, b in itertools.pairwise(values)):
         raise WireError(f"message has a list {name!r} that does not rise.")
     return tuple(values)
 
 
-def _reals(facts: ConfigRecord, name: str, wanted: int) -> list[float]:
-    values: Any = facts.get(name)
-    if not isinstance(values, list) or len(values) != wanted:
+def _check_sizes(values: list[Any], name: str, wanted: int) -> None:
+    if len(values) != wanted:
         raise WireError(f"message does not hold {wanted} values of {name!r}.")
     if not all(type(v) is float and math.isfinite(v) and v >= 0 for v in values):
         raise WireError(f"message holds a {name!r} that is not a size.")
-    return values

@@ -1,11 +1,11 @@
-"""The sum of a cohort's updates, over a Flower grid.
+"""The sum of a cohort's updates, over a network.
 
 In:       what the server sends, and a cohort whose members live at nodes.
 Out:      the sum of the updates that came back in time, or each of them.
 Promise:  answers are taken in the order of the seats, so that the sum does not depend on who was
           faster or away for a while; while all are there memory holds one frame at a time, that of
           a question or an answer; no update counts beyond its bound, whoever sent it.
-Not here: the server's step, what a node does, whom to wait for (`waiting.py`).
+Not here: the server's step, what a node does, whom to wait for (`dispatch.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, Members, Params, Prepared, Total, Update
-from fedlm.engine.dispatch import Assignment, Frames, Quorum, RoundStats, Transport, Waiting
+from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
@@ -134,14 +134,14 @@ class FlowerEngine:
         """What arrives for the questions of a round; who answered is told at its end."""
         tally = RoundStats(round)
         began = time.monotonic()
-        wait = Waiting(self.post, self.patience, asked, tally, frames=frames)
-        for name, answer in wait.answers():
+        dispatch = Dispatch(self.post, self.patience, asked, tally, frames=frames)
+        for name, answer in dispatch.replies():
             yield from self._updates(name, asked[name], answer, like, tally)
             del answer
         self.download_bytes += tally.down_bytes
         tally.seconds = time.monotonic() - began
         self.tell(tally)
-        wait.check_quorum()
+        dispatch.check_quorum()
 
     def _updates(
         self, name: str, question: TrainRequest, answer: TrainReply, like: Params, tally: RoundStats

@@ -1,15 +1,16 @@
-"""Everything a round needs to know, and what follows from it on both sides.
+"""Everything a round needs to know.
 
-In:       the parts that a recipe chose.
+In:       a method, codecs, and either a sampling law or a privacy plan.
 Out:      an `Algorithm`; the key and the shapes that server and members derive alike.
-Promise:  engines and the loop read it and add nothing.
-Not here: what a member does with it (`member.py`), what the server does (`round.py`), which parts
-          have which names (`algorithms.py`).
+Promise:  sampling and noise are derived from the privacy plan, so no combination can be built whose
+          noise is not the one that its epsilon claims; engines and the loop add nothing.
+Not here: what a member does with it (`member.py`), what the server does (`round.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,30 +19,48 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core.keys import key_for
 from fedlm.core.types import ClientMethod, Codec, Sampling, ServerMethod, Update
+from fedlm.privacy.catalog import check, noise_for
 from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
-
-SILENT = silent()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """Everything a round needs to know; engines and the loop read it and add nothing.
 
-    Under a plan, `noise` is in units of the clip, every weight is one and the denominator fixed.
+    `participation` is a privacy plan, which holds its own sampling law, or a sampling law alone.
+    Under a plan every weight is one, the denominator is fixed and noise is in units of the clip.
     """
 
-    sampling: Sampling
+    participation: Sampling | PrivacyPlan
     local: ClientMethod
     upload: Codec
     download: Codec
     server: ServerMethod
-    plan: PrivacyPlan | None = None
-    noise: Noise = SILENT
     canaries: int = 0  # the last numbers of the population: they send a direction, for audits
     turns: tuple[ClientMethod, ...] = ()  # instead of `local` where rounds train different parts
     feedback: bool = False  # members add to an update what the codec left out of their last one
     seed: int = 0  # of what both sides derive
+
+    def __post_init__(self) -> None:
+        if self.plan is not None:
+            check(self.plan)
+
+    @property
+    def plan(self) -> PrivacyPlan | None:
+        """The privacy plan, or None where nothing is promised."""
+        return self.participation if isinstance(self.participation, PrivacyPlan) else None
+
+    @property
+    def sampling(self) -> Sampling:
+        """The law by which members join a round; under a plan, the plan's own."""
+        joins = self.participation
+        return joins.sampling if isinstance(joins, PrivacyPlan) else joins
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The plan's noise for a sum in units of the clip norm; silent without a plan."""
+        return silent() if self.plan is None else noise_for(self.plan)
 
     def local_of(self, round: int) -> ClientMethod:
         """What a member does in a round."""
@@ -59,7 +78,7 @@ class Algorithm:
 
 
 def round_key(algorithm: Algorithm, round: int) -> PRNGKeyArray:
-    """What the server and all members of a round derive the same choices from."""
+    """The key from which the server and all members of a round derive the same choices."""
     return key_for(algorithm.seed, "partial", round=round)
 
 

@@ -4,13 +4,17 @@ In:       an `Algorithm`, a `NodeState`, a seed.
 Out:      members; what they are sent; the next `NodeState`.
 Promise:  the same functions in every engine; what survives a round is in `NodeState`.
 Not here: loops over rounds (`run.py`), a member's half (`member.py`), named choices
-          (`algorithms.py`).
+          (`methods`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,14 +23,18 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+from fedlm.cohort.prefetch import prefetch
 from fedlm.cohort.sampling import draw, joined, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
+from fedlm.core.releasable import Releasable
 from fedlm.core.types import (
+    Engine,
     History,
     Members,
     OptState,
     Params,
+    Prepared,
     Total,
     Update,
 )
@@ -34,10 +42,10 @@ from fedlm.federation.algorithm import Algorithm, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
 from fedlm.privacy.clip import clip, next_clip_norm
 from fedlm.privacy.noise import standard_normal
+from fedlm.privacy.release import release
 from fedlm.server.aggregate import mean, over
 
-# Sums over members to which a plan adds no noise.
-UNRELEASED = ("members", "refused", "steps", "tokens", "loss", "unclipped")
+Metrics = dict[str, Any]
 
 
 class NodeState(eqx.Module):
@@ -244,24 +252,109 @@ def _server_step(
     )
 
 
-def released(
-    algorithm: Algorithm, facts: dict[str, Any], before: NodeState, after: NodeState
-) -> dict[str, Any]:
-    """What a round may tell: under a plan nothing that depends on a member and has no noise."""
+def told(algorithm: Algorithm, metrics: Metrics, before: NodeState, after: NodeState) -> Releasable:
+    """What a round may tell of itself."""
     plan = algorithm.plan
     if plan is None:
-        return facts
-    if not plan.reveal:
-        facts = {k: v for k, v in facts.items() if k not in UNRELEASED}
-        # How many came is a sum over members too: what is told is how many were expected.
-        facts["members"] = plan.sampling.cohort
-        turns, sent = plan.sampling.cohort * (facts["round"] + 1), outgoing(algorithm, before)
-        one = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)
-        facts["upload_bytes"] = turns * one
-        facts["download_bytes"] = turns * algorithm.download.encoded_bytes(sent)
-    facts["clip"] = float(before.clip_norm)
+        return release(None, "round", metrics)
+    facts = {**metrics, "clip_norm": float(before.clip_norm)}
     if plan.clip_quantile:
-        facts["unclipped"] = float(after.unclipped)
+        facts["unclipped_share"] = float(after.unclipped)
     # The length of a round's noise over that of the longest mean change there can be.
     facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
-    return facts
+    return release(plan, "round", facts, lambda: _expected(algorithm, outgoing(algorithm, before)))
+
+
+def _expected(algorithm: Algorithm, sent: Any) -> Metrics:
+    """Members and bytes of a round, as the plan expects them."""
+    cohort = algorithm.sampling.cohort
+    update = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)
+    return {
+        "members": cohort,
+        "upload_bytes": cohort * update,
+        "download_bytes": cohort * algorithm.download.encoded_bytes(sent),
+    }
+
+
+# ---- rounds of a flat federation -----------------------------------------------------------
+
+
+class Played(NamedTuple):
+    """A round that was played: the state after it, its exact metrics, and what may be told."""
+
+    state: Any
+    metrics: Metrics
+    told: Releasable
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatRound:
+    """Rounds of a flat federation: sample, gather, step."""
+
+    algorithm: Algorithm
+    engine: Engine
+    seed: int
+    secret: Callable[[], bytes] = lambda: bytes(16)
+
+    names = ("",)
+
+    def init(self, params: Params) -> NodeState:
+        """The state before the first round."""
+        return init_node(self.algorithm, params, self.secret())
+
+    def play(self, state: NodeState, rounds: range) -> Generator[Played, None, None]:
+        """Plays rounds one after the other; the next cohort is prepared while one trains."""
+        algorithm, engine = self.algorithm, self.engine
+        choose = CohortSampler(algorithm, self.seed, state)
+
+        def ready(round: int) -> tuple[Members, Prepared]:
+            members = choose(round)
+            return members, engine.prepare(round, with_text(algorithm, members))
+
+        with contextlib.closing(prefetch(ready, rounds)) as cohorts:
+            for round, (members, cohort) in zip(rounds, cohorts, strict=True):
+                began = time.perf_counter()
+                sent = outgoing(algorithm, state)
+                remembered = client_state_of(state, cohort.members)
+                up, down = engine.upload_bytes, engine.download_bytes
+                total = engine.gather(sent, cohort, float(state.clip_norm), remembered)
+                after = server_half(algorithm, state, total, members)
+                metrics = metrics_of(
+                    round, total, engine.upload_bytes - up, engine.download_bytes - down, began
+                )
+                yield Played(after, metrics, told(algorithm, metrics, state, after))
+                state = after
+
+    def models(self, state: NodeState) -> dict[str, Params]:
+        """The model of a state; it has no name."""
+        return {"": state.params}
+
+    def header(self) -> Metrics:
+        """Nothing: a flat federation has no shape to tell."""
+        return {}
+
+    def closing(self, rounds: int) -> Metrics:
+        """Nothing: all that a flat federation claims is in its privacy plan."""
+        return {}
+
+
+def metrics_of(round: int, total: Total, up: int, down: int, began: float) -> Metrics:
+    """What happened in a round; reading the sums waits for the device."""
+    names = ("members", "refused", "steps", "tokens", "unclipped", "nats")
+    read = {name: float(np.asarray(getattr(total, name))) for name in names}
+    nats = read.pop("nats")
+    return {
+        "round": round,
+        **{name: int(value) for name, value in read.items()},
+        "loss": mean_loss(nats, read["tokens"], read["refused"]),
+        "upload_bytes": up,
+        "download_bytes": down,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def mean_loss(nats: float, tokens: float, refused: float) -> float:
+    """Nats per token; infinite if members were refused and nobody trained, else zero."""
+    if tokens:
+        return nats / tokens
+    return math.inf if refused else 0.0

@@ -4,8 +4,7 @@ In:       what the server sent and the member's batches.
 Out:      an `Update`: the change, its weight, and the training loss on the way.
 Promise:  equals a plain training loop; a change that is not finite is refused (weight zero,
           change zero) and counted.
-Not here: loops over members (`engine`), the choice of optimiser (`federation/optimizers.py`),
-          methods with more to send than a change (`methods.py`).
+Not here: loops over members (`engine`), optimisers and methods by name (`methods`).
 """
 
 from __future__ import annotations
@@ -51,41 +50,43 @@ def local_training(
     optimizer: optax.GradientTransformation,
     weigh: Weigh = WEIGHTS["examples"],
     *,
-    portion: TrainablePart = ALL,
+    part: TrainablePart = ALL,
     proximal: float = 0.0,
     remember: bool = False,
 ) -> ClientMethod:
-    """Gradient steps on the mean loss of each batch.
+    """Take gradient steps on the mean loss of each batch.
 
-    `proximal` draws a member back to where it started (FedProx). `remember` keeps the optimiser's
-    state from one turn of a member to the next; otherwise every turn begins with a fresh one.
+    `part` says which numbers are trained. `proximal` draws a member back to where it started
+    (FedProx). `remember` keeps the optimiser's state from one turn of a member to the next;
+    otherwise every turn begins with a fresh one.
     """
 
     def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
-        start = portion.init(shared)
-        mask = portion.draw(start, jr.fold_in(key, 1)) if portion.draw else None
+        start = part.init(shared)
+        mask = part.draw(start, jr.fold_in(key, 1)) if part.draw else None
         return begin(start, client_state if remember else optimizer.init(start), mask)
 
     def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
-        change, nats, count = gradient(
-            loss, lambda trained: portion.merge(shared, trained), carry.params, tokens
-        )
+        def merge(trained: Params) -> Params:
+            return part.merge(shared, trained)
+
+        change, nats, count = gradient(loss, carry.params, tokens, merge)
         if proximal:
-            away = tree.sub(carry.params, portion.init(shared))
+            away = tree.sub(carry.params, part.init(shared))
             change = tree.add_scaled(change, away, proximal)
         change, memory = optimizer.update(change, carry.memory, carry.params)
         moved = optax.apply_updates(carry.params, masked(change, carry.mask))
         return went_on(carry, moved, memory, nats, count)
 
     def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
-        delta = tree.sub(carry.params, portion.init(shared))
+        delta = tree.sub(carry.params, part.init(shared))
         client_state = carry.memory if remember else None
         return update_of(carry, delta, weigh(examples, carry.tokens), client_state)
 
     def init_memory(shared: Any) -> OptState:
-        return optimizer.init(portion.init(shared))
+        return optimizer.init(part.init(shared))
 
-    shared, expand, draw = portion.shared, portion.expand, portion.draw
+    shared, expand, draw = part.shared, part.expand, part.draw
     return ClientMethod(shared, init, step, finish, expand, init_memory if remember else None, draw)
 
 
@@ -96,9 +97,15 @@ def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) 
 
 
 def gradient(
-    loss: LossFn, merge: Callable[[Params], Params], params: Params, tokens: Tokens
+    loss: LossFn,
+    params: Params,
+    tokens: Tokens,
+    merge: Callable[[Params], Params] = lambda trained: trained,
 ) -> tuple[Params, Scalar, Scalar]:
-    """The gradient of a batch's mean loss, the summed loss, and over how many tokens."""
+    """Return the gradient of a batch's mean loss, the summed loss, and over how many tokens.
+
+    `merge(trained)` is the whole model, where `params` are only a part of it.
+    """
 
     def objective(trained: Params) -> tuple[Scalar, tuple[Scalar, Scalar]]:
         nats, count = loss(merge(trained), tokens)

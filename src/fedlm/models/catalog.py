@@ -172,6 +172,27 @@ def count(architecture: str, size: Dimensions) -> int:
     return tree.size(shapes(architecture, size))
 
 
+@dataclass(frozen=True)
+class ModelSpec:
+    """An architecture at a size: enough to make a model, or to know its shapes without one."""
+
+    architecture: str
+    size: Dimensions
+
+    def init(self, key: PRNGKeyArray) -> Params:
+        """A fresh model."""
+        return make(self.architecture, self.size, key)
+
+    def shapes(self) -> Params:
+        """The model with shapes in place of values."""
+        return shapes(self.architecture, self.size)
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model has."""
+        return count(self.architecture, self.size)
+
+
 def listing() -> list[dict[str, Any]]:
     """One row a name."""
     return [

@@ -5,7 +5,7 @@ Out:      the same direction, with L2 norm at most `limit` and weight one, and w
           inside before.
 Promise:  no input, however large or malformed, leaves with a longer norm or a larger weight; what
           is not finite, or close to it, leaves as zero and counts as refused.
-Not here: noise (`noise.py`); gradient clipping for stability (`federation/optimizers.py`).
+Not here: noise (`noise.py`); gradient clipping for stability (`methods/optimizers.py`).
 
 An adaptive limit follows a quantile of the update norms (Andrew et al. 2021): how many members
 were unclipped, less half of how many came, is a count that one member moves by a half either way,

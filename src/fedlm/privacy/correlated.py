@@ -18,10 +18,8 @@ import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fedlm.core.types import Params
-from fedlm.privacy import strategy
 from fedlm.privacy.noise import Noise, add_scaled, standard_normal
 from fedlm.privacy.strategy import Strategy
-from fedlm.privacy.strategy import strategy_for as strategy_for
 
 Memory = dict[str, Any]
 
@@ -82,26 +80,9 @@ def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
     return Noise(init, add)
 
 
-def banded(stddev: float, *, rounds: int, bands: int) -> Noise:
-    """Optimised banded noise: `bands - 1` buffers."""
-    return for_strategy(stddev, strategy.banded(rounds, bands), rounds=rounds)
-
-
-def toeplitz(stddev: float, *, rounds: int, bands: int) -> Noise:
-    """Square-root Toeplitz noise, cut to `bands` diagonals: `bands - 1` buffers."""
-    return for_strategy(stddev, strategy.toeplitz(rounds, bands), rounds=rounds)
-
-
-def blt(
-    stddev: float, *, rounds: int, min_separation: int, max_participations: int, buffers: int = 3
-) -> Noise:
-    """Buffered linear Toeplitz noise: `buffers` buffers, whatever the number of rounds."""
-    chosen = strategy.blt(rounds, min_separation, max_participations, buffers)
-    return for_strategy(stddev, chosen, rounds=rounds)
-
-
 def _inverse(chosen: Strategy) -> Any:
-    """jax_privacy's streaming form of M^-1."""
+    """Make jax_privacy's streaming form of M^-1."""
+    # Imported here: it costs over a second, which runs without such noise need not pay.
     from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz
 
     if chosen.decay is not None:

@@ -4,7 +4,8 @@ In:       each round's sum, once, in order, with the key of that round.
 Out:      the sum plus noise, and what the next round must remember.
 Promise:  the noise has the stated law; the same key gives the same noise; memory is a tree of
           arrays of constant size, so that a checkpoint holds all of it.
-Not here: correlated noise (`correlated.py`), what noise costs (`account.py`), seeds (the caller).
+Not here: correlated noise (`correlated.py`), the noise of a plan (`catalog.py`), what noise costs
+          (`cost.py`), seeds (the caller).
 
 What is added in a round is the increment of the noise of the running sum. A server optimiser that
 adds its inputs up, as SGD does, with or without momentum, therefore takes the steps of DP-FTRL:
@@ -24,7 +25,6 @@ import jax.random as jr
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core.types import Params
-from fedlm.privacy.plan import PrivacyPlan
 
 
 class Noise(NamedTuple):
@@ -46,20 +46,6 @@ def gaussian(stddev: float) -> Noise:
         return add_scaled(total, standard_normal(key, total), stddev), memory
 
     return Noise(init=lambda params: (), add=add)
-
-
-def for_plan(plan: PrivacyPlan, norm_gain: float = 1.0) -> Noise:
-    """The noise that a plan asks for, when a codec may lengthen an update by `norm_gain`."""
-    from fedlm.privacy import correlated  # it is built on this module
-
-    stddev = plan.stddev(norm_gain)
-    if stddev == 0:
-        return silent()
-    if plan.mechanism == "gaussian":
-        return gaussian(stddev)
-    if plan.mechanism == "tree":
-        return correlated.tree(stddev, plan.restart_every, rounds=plan.rounds)
-    return correlated.for_strategy(stddev, correlated.strategy_for(plan), rounds=plan.rounds)
 
 
 def standard_normal(key: PRNGKeyArray, like: Params) -> Params:

@@ -4,7 +4,7 @@ In:       a tree or a matrix, the rounds that ran, and how clients may join.
 Out:      the square of the L2 sensitivity, for contributions of at most length one.
 Promise:  the largest value over every allowed placement of a client's participations; where the
           search would be too long, a value that is not below it, marked as not exact.
-Not here: noise (`correlated.py`), epsilon (`account.py`).
+Not here: noise (`correlated.py`), epsilon (`cost.py`).
 
 `min_separation` counts the rounds strictly between two participations: 0 allows neighbouring
 rounds. The libraries below count the difference of the two indices, which is one more. A
@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from fedlm.privacy.plan import PrivacyPlan
-from fedlm.privacy.strategy import Strategy, exact, strategy_for
+from fedlm.privacy.strategy import Strategy, exact
 
 # Array elements that the tree's dynamic programme may touch: a few seconds on one core. A row
 # costs as much as ROW elements, however short it is.
@@ -37,14 +36,6 @@ class Squared(NamedTuple):
 
     value: float
     exact: bool = True
-
-
-def of_plan(plan: PrivacyPlan, rounds: int) -> Squared:
-    """What a client can move in the first `rounds` rounds of a plan with correlated noise."""
-    apart, most = plan.sampling.min_separation, plan.sampling.max_participations
-    if plan.mechanism == "tree":
-        return of_tree(rounds, apart, most, restart_every=plan.restart_every)
-    return Squared(of_strategy(strategy_for(plan), rounds, apart, most))
 
 
 def participations(rounds: int, min_separation: int, max_participations: int) -> int:
@@ -62,6 +53,7 @@ def of_strategy(
     and the best choice of rounds is a one-dimensional programme. Otherwise the column must be
     non-negative and falling; then the worst placement is the earliest and closest one.
     """
+    # Imported here: it costs over a second, which runs without such noise need not pay.
     from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
     apart, most = min_separation + 1, max_participations or None

@@ -4,7 +4,8 @@ In:       the number of rounds, how clients may join, and a size (bands or buffe
 Out:      the matrix, as few numbers.
 Promise:  the numbers are those that the noise is made with, rounded as it rounds them, so that an
           epsilon computed from them is that of the noise; the same arguments give the same matrix.
-Not here: the streaming product (`correlated.py`), what a matrix costs (`sensitivity.py`).
+Not here: the streaming product (`correlated.py`), what a matrix costs (`sensitivity.py`), which
+          plan has which matrix (`spaced.py`).
 
 A round's sum gets the row of stddev * M^-1 Z, where Z is independent normal noise and M is:
 
@@ -30,8 +31,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from jaxtyping import Float
-
-from fedlm.privacy.plan import PrivacyPlan
 
 Vector = Float[np.ndarray, " n"]
 
@@ -65,18 +64,6 @@ class Strategy:
         for below, value in enumerate(self.coefficients):
             dense += np.diag(np.full(self.rounds - below, value), -below)
         return dense / np.linalg.norm(dense, axis=0) if self.normalized else dense
-
-
-def strategy_for(plan: PrivacyPlan) -> Strategy:
-    """The strategy of a plan whose mechanism is banded, toeplitz or blt."""
-    if plan.mechanism == "banded":
-        return banded(plan.rounds, plan.width)
-    if plan.mechanism == "toeplitz":
-        return toeplitz(plan.rounds, plan.width)
-    if plan.mechanism == "blt":
-        sampling = plan.sampling
-        return blt(plan.rounds, sampling.min_separation, sampling.max_participations, plan.buffers)
-    raise ValueError(f"{plan.mechanism} noise has no matrix")
 
 
 def toeplitz(rounds: int, bands: int) -> Strategy:

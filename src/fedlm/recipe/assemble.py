@@ -8,30 +8,30 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`bui
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax.random as jr
+import optax
 
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import key_for
-from fedlm.core.types import ClientMethod, Params, Sampling, ServerMethod, TrainablePart
-from fedlm.federation.algorithm import SILENT, Algorithm
-from fedlm.federation.optimizers import (
+from fedlm.core.types import Params, Sampling, TrainablePart
+from fedlm.federation.algorithm import Algorithm
+from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.catalog import METHODS, RelatedSettings
+from fedlm.methods.catalog import check as check_method
+from fedlm.methods.method import MethodOptions
+from fedlm.methods.optimizers import (
     Optimizer,
     Rate,
     client_optimizer,
     schedule,
     server_optimizer,
 )
-from fedlm.local import methods
-from fedlm.local.train import WEIGHTS, local_training
 from fedlm.models import catalog
 from fedlm.models.partial import drawn_subset, low_rank, own_subset
-from fedlm.privacy.noise import for_plan
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
-from fedlm.server import step
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
 
@@ -41,54 +41,62 @@ STAYS = dense()._replace(name="stays", encoded_bytes=lambda like: 0)
 MOST_REMEMBERED = 2 << 30
 
 
-def algorithm_of(
-    recipe: Recipe, sampling: Sampling, plan: PrivacyPlan | None, like: Params
-) -> Algorithm:
+def algorithm_of(recipe: Recipe, participation: Sampling | PrivacyPlan, like: Params) -> Algorithm:
     """Everything that a round needs to know."""
+    sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check(recipe, sampling, like)
-    locals_ = [local_of(recipe, portion) for portion in portions_of(recipe, like)]
+    clients, server = METHODS[recipe.client.method].build(method_options(recipe, sampling, like))
     return Algorithm(
-        sampling=sampling,
-        local=locals_[0],
+        participation=participation,
+        local=clients[0],
         upload=named("wire.upload", recipe.wire.upload),
         download=named("wire.download", recipe.wire.download),
-        server=server_of(recipe, sampling),
-        plan=plan,
-        noise=SILENT if plan is None else for_plan(replace(plan, clip_norm=1.0)),
+        server=server,
         canaries=recipe.privacy.canaries,
-        turns=tuple(locals_) if len(locals_) > 1 else (),
+        turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
         seed=recipe.run.seed,
     )
 
 
-def portions_of(recipe: Recipe, like: Params) -> list[TrainablePart]:
-    """What is trained, one a kind of round."""
-    wire, seed = recipe.wire, recipe.run.seed
+def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOptions:
+    """Make what a federated method is built from."""
+    client, server = recipe.client, recipe.server
+    rate = schedule(
+        server.schedule,
+        server.learning_rate,
+        rounds=server.rounds,
+        warmup=server.warmup_rounds,
+        end=server.final_fraction,
+    )
+    return MethodOptions(
+        loss=catalog.loss,
+        inner=inner_of(recipe),
+        outer=outer_of(recipe, rate),
+        base=outer_of(recipe, 1.0),
+        client_learning_rate=client.learning_rate,
+        server_learning_rate=server.learning_rate,
+        weigh=WEIGHTS[client.weight],
+        parts=parts_of(recipe, like),
+        proximal=client.proximal,
+        participation=sampling.cohort / sampling.population,
+    )
+
+
+def parts_of(recipe: Recipe, like: Params) -> tuple[TrainablePart, ...]:
+    """Make the parts of the model that rounds train in turn."""
+    wire, key = recipe.wire, key_for(recipe.run.seed, "partial")
     if wire.trainable == "fixed":
-        return [drawn_subset(like, wire.trainable_fraction, key_for(seed, "partial"))]
+        return (drawn_subset(like, wire.trainable_fraction, key),)
     if wire.trainable == "round":
-        key = key_for(seed, "partial")
-        return [drawn_subset(like, wire.trainable_fraction, k) for k in jr.split(key, wire.subsets)]
+        keys = jr.split(key, wire.subsets)
+        return tuple(drawn_subset(like, wire.trainable_fraction, k) for k in keys)
     if wire.trainable == "member":
-        return [own_subset(wire.trainable_fraction)]
-    return [low_rank(like, wire.rank)] if wire.trainable == "low-rank" else [TrainablePart()]
+        return (own_subset(wire.trainable_fraction),)
+    return (low_rank(like, wire.rank),) if wire.trainable == "low-rank" else (TrainablePart(),)
 
 
-def local_of(recipe: Recipe, portion: TrainablePart) -> ClientMethod:
-    """What a member does."""
-    client, weigh = recipe.client, WEIGHTS[recipe.client.weight]
-    inner = inner_of(recipe)
-    if client.method == "mimelite":
-        return methods.mimelite(catalog.loss, base_of(recipe), client.learning_rate, weigh)
-    if client.method == "scaffold":
-        return methods.scaffold(catalog.loss, client.learning_rate, weigh)
-    if client.method == "feddyn":
-        return methods.feddyn(catalog.loss, inner, client.proximal, weigh)
-    return local_training(catalog.loss, inner, weigh, portion=portion, proximal=client.proximal)
-
-
-def pooled_algorithm(recipe: Recipe, sampling: Sampling) -> Algorithm:
+def pooled_algorithm(recipe: Recipe) -> Algorithm:
     """Central training: one member that holds all text and remembers its optimiser's state."""
     client, server = recipe.client, recipe.server
     steps = client.max_steps
@@ -113,17 +121,17 @@ def pooled_algorithm(recipe: Recipe, sampling: Sampling) -> Algorithm:
     )
     local = local_training(catalog.loss, inner_of(recipe, rate), WEIGHTS["uniform"], remember=True)
     return Algorithm(
-        sampling=sampling,
+        participation=Sampling(law="fixed", population=1, cohort=1),
         local=local,
         upload=STAYS,
         download=STAYS,
-        server=step.plain(server_optimizer("fedavg", 1.0, momentum=0.0, beta2=0.0, epsilon=1.0)),
+        server=fedavg.server(optax.sgd(1.0)),
         seed=recipe.run.seed,
     )
 
 
 def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
-    """What a member descends with."""
+    """Make a client's optimiser; without `rate`, at `client.learning_rate`."""
     client = recipe.client
     return client_optimizer(
         client.optimizer,
@@ -134,89 +142,53 @@ def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
     )
 
 
-def base_of(recipe: Recipe) -> Optimizer:
-    """MimeLite: the server's optimiser at rate one, as members use it."""
+def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
+    """Make the server's optimiser at some learning rate."""
     server = recipe.server
     return server_optimizer(
-        server.optimizer,
-        1.0,
-        momentum=server.momentum,
-        beta2=server.beta2,
-        epsilon=server.adam_epsilon,
-    )
-
-
-def server_of(recipe: Recipe, sampling: Sampling) -> ServerMethod:
-    """What the server sends, and how it steps."""
-    server, client = recipe.server, recipe.client
-    part = sampling.cohort / sampling.population
-    if client.method == "mimelite":
-        return step.mimelite(base_of(recipe), server.learning_rate)
-    if client.method == "feddyn":
-        return step.feddyn(client.proximal, part)
-    rate = schedule(
-        server.schedule,
-        server.learning_rate,
-        rounds=server.rounds,
-        warmup=server.warmup_rounds,
-        end=server.final_fraction,
-    )
-    outer = server_optimizer(
         server.optimizer,
         rate,
         momentum=server.momentum,
         beta2=server.beta2,
         epsilon=server.adam_epsilon,
     )
-    return step.scaffold(outer, part) if client.method == "scaffold" else step.plain(outer)
 
 
 # ---- what does not go together -----------------------------------------------------------
 
 
 def check(recipe: Recipe, sampling: Sampling, like: Params) -> None:
-    """Refuses tables that would not do together what each says."""
-    _check_method(recipe)
+    """Refuse tables that would not do together what each says."""
+    method = recipe.client.method
+    check_method(method, related_to_method(recipe))
     _check_wire(recipe)
     if recipe.privacy.mechanism is not None:
         _check_private(recipe)
-    remembered = 4 * tree.size(like) * sampling.population
-    if recipe.wire.error_feedback or recipe.client.method in ("scaffold", "feddyn"):
+    feedback = recipe.wire.error_feedback
+    if feedback or METHODS[method].keeps_client_state:
+        remembered = 4 * tree.size(like) * sampling.population
         require(
             remembered <= MOST_REMEMBERED,
-            "client.method" if not recipe.wire.error_feedback else "wire.error_feedback",
-            recipe.client.method if not recipe.wire.error_feedback else True,
+            "wire.error_feedback" if feedback else "client.method",
+            True if feedback else method,
             f"at most {MOST_REMEMBERED >> 20} MiB for what {sampling.population} clients remember, "
             f"not {remembered >> 20} MiB",
             "Take a smaller model or fewer clients.",
         )
 
 
-def _check_method(recipe: Recipe) -> None:
+def related_to_method(recipe: Recipe) -> RelatedSettings:
+    """Collect the settings that a method must go together with."""
     client, server, wire = recipe.client, recipe.server, recipe.wire
-    if client.method == "fedavg":
-        return
-    require(
-        wire.trainable == "all" and not wire.error_feedback,
-        "client.method",
-        client.method,
-        "'fedavg' where wire.trainable is not 'all' or wire.error_feedback is on",
-    )
-    if client.method == "feddyn":
-        require(client.proximal > 0, "client.proximal", client.proximal, "FedDyn's alpha, above 0")
-        return
-    require(client.proximal == 0, "client.proximal", client.proximal, f"0 with {client.method!r}")
-    require(
-        client.optimizer == "sgd" and client.gradient_clip_norm == 0,
-        "client.optimizer",
-        client.optimizer,
-        f"'sgd' without client.gradient_clip_norm: {client.method!r} defines the member's step",
-    )
-    require(
-        client.method == "scaffold" or server.schedule == "constant",
-        "server.schedule",
-        server.schedule,
-        "'constant' with 'mimelite'",
+    return RelatedSettings(
+        optimizer=client.optimizer,
+        gradient_clip_norm=client.gradient_clip_norm,
+        proximal=client.proximal,
+        schedule=server.schedule,
+        warmup_rounds=server.warmup_rounds,
+        trainable=wire.trainable,
+        error_feedback=wire.error_feedback,
+        private=recipe.privacy.mechanism is not None,
     )
 
 
@@ -246,12 +218,6 @@ def _check_wire(recipe: Recipe) -> None:
 
 
 def _check_private(recipe: Recipe) -> None:
-    require(
-        recipe.client.method == "fedavg",
-        "client.method",
-        recipe.client.method,
-        "'fedavg' under a privacy plan: what other methods send beside a change has no bound",
-    )
     require(
         not recipe.wire.error_feedback,
         "wire.error_feedback",

@@ -4,7 +4,7 @@ In:       a recipe, and how many clients there are.
 Out:      the sampling law, the plan, how many rounds fit its budget, the secret of its draws.
 Promise:  settings that look like a promise and are none are refused; a plan is checked before
           the first round.
-Not here: which plans are sound (`privacy/plan.py`), what they cost (`privacy/account.py`).
+Not here: which plans are sound (`privacy/catalog.py`), what they cost (`privacy/account.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fedlm.cohort.sampling import check as check_cohort
 from fedlm.core.errors import require
 from fedlm.core.types import Sampling
 from fedlm.privacy import account
-from fedlm.privacy.plan import PrivacyPlan, check
+from fedlm.privacy.catalog import check
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Client, Privacy, Recipe
 
 
@@ -32,6 +33,12 @@ def sampling_of(recipe: Recipe, clients: int) -> Sampling:
     )
     check_cohort(sampling)
     return sampling
+
+
+def participation_of(recipe: Recipe, clients: int) -> Sampling | PrivacyPlan:
+    """Who may join a round: the privacy plan, or the sampling law where nothing is promised."""
+    sampling = sampling_of(recipe, clients)
+    return plan_of(recipe, sampling) or sampling
 
 
 def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:

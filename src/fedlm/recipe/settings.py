@@ -24,6 +24,7 @@ from fedlm.corpus.sources import CORPORA
 from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
 from fedlm.models.catalog import NAMED
 from fedlm.recipe.federation import Federation, Node
+from fedlm.record.trackers import TRACKERS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -57,6 +58,7 @@ RENAMED = {
     "federation.noise": "noise_multiplier",
     "federation.node.rate": "learning_rate",
     "federation.node.share": "weight",
+    "run.tensorboard": "trackers",
 }
 
 
@@ -193,7 +195,9 @@ class Run(Table):
     devices: Annotated[int, Field(ge=0)] = 0  # lanes on this machine; 0 is one a core
     checkpoint_every: Count = 10
     keep_checkpoints: Count = 3
-    tensorboard: bool = True
+    trackers: tuple[Literal[*TRACKERS], ...] = Field(  # type: ignore[valid-type]
+        default=("tensorboard",), description="programs that get a copy of each round's figures"
+    )
     baselines: bool = True  # count n-gram models for comparison at the end
     prompts: tuple[str, ...] = ()
 
@@ -298,6 +302,7 @@ def _sentence(error: Any) -> str:
             return f"[{at}] {place[-1]} is now called {RENAMED[f'{at}.{place[-1]}']!r}."
         return f"[{at}] has no setting {place[-1]!r}. {nearest(place[-1], known)}"
     wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    wanted = "a list" if error["type"] == "tuple_type" else wanted
     value = error["input"]
     hint = ""
     if error["type"] == "literal_error" and isinstance(value, str):

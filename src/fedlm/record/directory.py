@@ -37,10 +37,6 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def weights(self) -> Path:
         return self.path / "model.safetensors"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
+from fedlm.core.releasable import Releasable
 from fedlm.record.checkpoint import write_atomically
 
 
@@ -62,9 +63,9 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
-    def append(self, kind: str, **facts: Any) -> None:
+    def append(self, facts: Releasable) -> None:
         """Adds one line, in one write, and hands it to the operating system."""
-        line = dumps({"kind": kind, **facts}) + "\n"
+        line = dumps({"kind": facts.kind, **facts}) + "\n"
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(line)

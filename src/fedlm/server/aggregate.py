@@ -3,7 +3,7 @@
 In:       a `Total` whose change is already weighted.
 Out:      the weighted mean change, or the sum over a fixed number.
 Promise:  the mean is the mean; an empty cohort changes nothing; a fixed denominator is fixed.
-Not here: which weights (`local/train.py`), noise (`privacy`), the step (`step.py`).
+Not here: which weights (`local/train.py`), noise (`privacy`), the step (`methods`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""The meeting point: Flower's SuperLink, behind a guard.
+"""The server at which nodes meet: Flower's SuperLink, behind a guard.
 
-In:       a federation's folder.
+In:       a federation's workspace.
 Out:      a server that nodes and the operator reach over TLS on one port.
 Promise:  only nodes whose keys are registered may fetch work and answer, each for itself alone;
           only who holds the federation's control key may register nodes, start runs or see them;
           a request larger than a chunk is refused before it is read; no code that is sent here is
           ever run.
-Not here: rounds (`server_app.py`), the nodes' side (`fleet.py`).
+Not here: rounds (`server_app.py`), the operator's side (`client.py`), the nodes' (`supernode.py`).
 
 Flower serves its three interfaces on one port, and the one for operators asks nobody who they are.
 So the SuperLink is started from here, with a guard before it: `/v1/fleet` is for nodes, which sign
 what they send, and everything else needs the control key. A SuperLink compares the key of a request
 with the node that the request names, but not with the sender that its messages name: the guard
-does. Written for flwr 1.41, whose application factory it uses.
+does. Written for flwr 1.41, with its application factory (`flwr.superlink.main`); can go once the
+SuperLink authenticates operators and checks the senders of messages itself.
 """
 
 from __future__ import annotations
@@ -20,18 +21,27 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
+from contextlib import closing
 from typing import Any
 
-from fedlm.deploy.workspace import Home
+import uvicorn
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
+from flwr.superlink.config_loader import SuperLinkLifespanConfig
+from flwr.superlink.main import create_app
 
-CONTROL_HEADER = "fedlm-control"
+from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
+from fedlm.deploy.workspace import Workspace
+
 # Flower cuts objects into chunks of 5 MB; what is much larger is nothing that a node sends.
 LARGEST_REQUEST = 48 << 20
-ANSWERS = "/v1/fleet/push-messages"
+REPLIES = "/v1/fleet/push-messages"
+START_TIMEOUT = 120.0  # seconds until the server listens
 
 
 class Guard:
-    """Lets through who may come in; a pure ASGI application around another."""
+    """Lets through only who may come in: an ASGI application around another."""
 
     def __init__(self, app: Any, secret: str) -> None:
         self.app, self.secret = app, secret.encode()
@@ -42,12 +52,12 @@ class Guard:
             if status is not None:
                 await _refuse(send, status)
                 return
-            if scope["path"].rstrip("/") == ANSWERS:
+            if scope["path"].rstrip("/") == REPLIES:
                 body = await _read(receive)
-                if body is None or not own_answer(body):
+                if body is None or not is_own_reply(body):
                     await _refuse(send, 403)
                     return
-                receive = _again(body, receive)
+                receive = _replay(body, receive)
         elif scope["type"] != "lifespan":
             return
         await self.app(scope, receive, send)
@@ -65,10 +75,8 @@ class Guard:
         return None if hmac.compare_digest(shown, self.secret) else 403
 
 
-def own_answer(body: bytes) -> bool:
-    """Whether messages are answers, of the node that the request names and that has to sign it."""
-    from flwr.proto.fleet_pb2 import PushMessagesRequest
-
+def is_own_reply(body: bytes) -> bool:
+    """Tells whether messages are replies of the node that the request names and that signs it."""
     try:
         request = PushMessagesRequest.FromString(body)
     except Exception:  # of a library without types; whatever it is, it is no request
@@ -79,7 +87,7 @@ def own_answer(body: bytes) -> bool:
 
 
 async def _read(receive: Any) -> bytes | None:
-    """The body of a request, whose length was checked; None if the sender went away."""
+    """Reads the body of a request, whose length was checked; None if the sender went away."""
     body, more = bytearray(), True
     while more:
         part = await receive()
@@ -90,8 +98,8 @@ async def _read(receive: Any) -> bytes | None:
     return bytes(body)
 
 
-def _again(body: bytes, receive: Any) -> Any:
-    """A body that was read, for whoever reads it next."""
+def _replay(body: bytes, receive: Any) -> Any:
+    """Returns a `receive` that yields a body again that was read already."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def give() -> Any:
@@ -105,15 +113,10 @@ async def _refuse(send: Any, status: int) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def application(home: Home) -> Any:
-    """The guarded SuperLink of a federation."""
-    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
-    from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
-    from flwr.superlink.config_loader import SuperLinkLifespanConfig
-    from flwr.superlink.main import create_app
-
-    settings = home.settings
-    files = (home.authority, home.certificate, home.certificate_key)
+def application(workspace: Workspace) -> Any:
+    """Returns the guarded SuperLink of a federation."""
+    settings = workspace.settings
+    files = (workspace.authority, workspace.certificate, workspace.certificate_key)
     ca, certificate, key = (file.read_bytes() for file in files)
     config = SuperLinkLifespanConfig(
         control_address="",
@@ -132,32 +135,34 @@ def application(home: Home) -> Any:
         fleet_api_type="grpc-rere",
         fleet_api_address=None,
         simulation=False,
-        ssl_ca_certfile=str(home.authority),
-        ssl_certfile=str(home.certificate),
-        ssl_keyfile=str(home.certificate_key),
-        database=str(home.database),
+        ssl_ca_certfile=str(workspace.authority),
+        ssl_certfile=str(workspace.certificate),
+        ssl_keyfile=str(workspace.certificate_key),
+        database=str(workspace.database),
         isolation="process",
         runtime_dependency_install=False,
     )
     inner = create_app(config, SuperLinkLifespan)
-    return Guard(inner, home.control_key.read_text(encoding="ascii"))
+    return Guard(inner, workspace.control_key.read_text(encoding="ascii"))
 
 
-def serve(home: Home) -> None:
+def _register(workspace: Workspace) -> None:
+    """Lets the nodes of the workspace join, as soon as the server listens."""
+    with closing(SuperLinkClient(workspace, timeout=START_TIMEOUT)) as client:
+        client.register()
+
+
+def serve(workspace: Workspace) -> None:
     """Serves until the process is ended."""
-    import uvicorn
-
-    from fedlm.deploy.superlink_client import Operator
-
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    threading.Thread(target=lambda: Operator(home, patience=120.0).register(), daemon=True).start()
-    settings = home.settings
+    threading.Thread(target=_register, args=[workspace], daemon=True).start()
+    settings = workspace.settings
     uvicorn.run(
-        application(home),
+        application(workspace),
         host=settings.bind,
         port=settings.port,
-        ssl_certfile=str(home.certificate),
-        ssl_keyfile=str(home.certificate_key),
+        ssl_certfile=str(workspace.certificate),
+        ssl_keyfile=str(workspace.certificate_key),
         log_level="warning",
         access_log=False,
         workers=1,

@@ -1,16 +1,17 @@
-"""A node's side of the meeting point: fetch a message, answer it, stay alive.
+"""A node's side of a SuperLink: receive a request, reply to it, stay alive.
 
-In:       a node's kit.
-Out:      messages from the server, one at a time, and a way to answer.
+In:       a node's kit; a function from request to reply.
+Out:      requests from the server as payloads, one at a time, and a way to reply.
 Promise:  every connection goes out from the node, over TLS, and is accepted only from a server
           whose certificate the federation's authority signed for that very name; everything sent
           is signed with the node's key; while the process lives it renews its lease, whatever it
           is busy with; a lost connection is tried again for ever, and that is said.
-Not here: what a message asks for (`client_app.py`).
+Not here: what a request asks for (`node_worker.py`, `relay.py`).
 
-Flower's own SuperNode starts a process a message and runs the program that the server sent. Here
-the same requests are made by a process that stays, and nothing that is sent is run. Written for
-flwr 1.41.
+Flower's own SuperNode starts one process per message and runs the program that the server sent.
+Here the same requests are made by a process that stays, and nothing that is sent is run. Written
+for flwr 1.41 (`flwr.supernode.fleet_http_client`, the protobuf requests); can go once a SuperNode
+can call a function in its own process.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-from flwr.app import Message
+from flwr.app import Metadata
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
@@ -31,29 +32,29 @@ from flwr.proto.fleet_pb2 import (
     PushMessagesRequest,
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.deploy import certificates
+from fedlm.deploy.flower.pull import Missing, assemble, object_puller
+from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
+from fedlm.deploy.flower.records import from_records, reply_message, with_message_id
 from fedlm.deploy.workspace import Kit, address
-from fedlm.engine.fetching import Missing, assemble
-from fedlm.engine.messages import LONGEST_FRAME
-from fedlm.engine.sending import push
+from fedlm.engine.messages import LONGEST_FRAME, Payload, encode_refusal
 
 LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
-LONGEST_WAIT = 5.0  # between two attempts to reach a server that is not there
+LONGEST_WAIT = 5.0  # seconds between two attempts to reach a server that is not there
+BUSY_NAP, IDLE_NAP = 0.2, 2.0  # seconds between two looks for a request, in a run and after one
+IDLE_SECONDS = 60.0  # after which a node is idle
 Say = Callable[[str], None]
+Stop = Callable[[], bool]
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """The server does not let this node in."""
 
 
@@ -61,8 +62,46 @@ class Lost(Exception):
     """The server is not there, or does not know this node any more."""
 
 
-class Fleet:
-    """A connection that is made again whenever it breaks."""
+class Stale(Exception):
+    """The server does not want this any more."""
+
+
+class Received(NamedTuple):
+    """A request, and the head of the message that carried it."""
+
+    payload: Payload
+    head: Metadata
+
+
+def serve(node: SuperNode, respond: Callable[[Payload], Payload], *, say: Say, stop: Stop) -> None:
+    """Replies to one request after the other, and joins again when the server was away."""
+    try:
+        while node.join(stop, patient=True):
+            say(f"{node.settings.name}: joined {node.settings.federation} at {node.address}")
+            try:
+                return _reply_to_all(node, respond, stop)
+            except Lost as error:
+                say(str(error))
+    finally:
+        node.leave()
+
+
+def _reply_to_all(node: SuperNode, respond: Callable[[Payload], Payload], stop: Stop) -> None:
+    last = time.monotonic()
+    while not stop():
+        try:
+            received = node.receive()
+            if received is not None:
+                node.reply(received.head, respond(received.payload))
+                last = time.monotonic()
+                continue
+        except Stale:
+            pass  # the run ended while its message was on the way
+        time.sleep(BUSY_NAP if time.monotonic() - last < IDLE_SECONDS else IDLE_NAP)
+
+
+class SuperNode:
+    """A node's connection to the SuperLink, made again whenever it breaks."""
 
     def __init__(self, kit: Kit, say: Say = lambda text: None) -> None:
         self.settings, self.say = kit.settings, say
@@ -79,24 +118,30 @@ class Fleet:
             ],
         )
         self._file = kit.path / "node.id"
-        self._node = Node(node_id=_kept(self._file))  # 0 until it has joined for the first time
+        self._node = Node(node_id=_read_id(self._file))  # 0 until it has joined for the first time
         self._lock = threading.Lock()
         self._left = threading.Event()
         self._beating: threading.Thread | None = None
 
+    @property
+    def node_id(self) -> int:
+        """The number under which the server knows this node; 0 until it has joined."""
+        return int(self._node.node_id)
+
     # ---- being there -------------------------------------------------------------------
 
-    def join(self, stop: Callable[[], bool], *, patient: bool) -> bool:
-        """Comes to the meeting point; False if asked to stop before it was reached.
+    def join(self, stop: Stop, *, patient: bool) -> bool:
+        """Joins the federation; returns False if asked to stop before the server was reached.
 
-        A server that is not there is waited for if `patient`; one that refuses is an error.
+        If `patient`, a server that is not there is waited for; one that rejects the node is an
+        error.
         """
         wait, gives_up = 0.5, time.monotonic() + 3 * LEASE_SECONDS
         while not stop():
             try:
                 with self._lock:
                     self._activate()
-            except Refused as error:
+            except Rejected as error:
                 # A lease of this node that has not run out yet keeps itself out for a while.
                 if not patient or time.monotonic() > gives_up:
                     raise EngineError(str(error)) from None
@@ -119,12 +164,12 @@ class Fleet:
     def _activate(self) -> None:
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=LEASE_SECONDS)
         try:
-            self._go()  # whoever was here under this name before, and was killed
+            self._deactivate()  # whoever was here under this name before, and was killed
             self._node = Node(node_id=self._client.ActivateNode(request).node_id)
             with contextlib.suppress(OSError):  # a kit may be read-only
-                self._file.write_text(str(self._node.node_id), encoding="ascii")
+                self._file.write_text(str(self.node_id), encoding="ascii")
         except httpx.HTTPStatusError as error:
-            raise _refused(self.address, error) from None
+            raise _rejected(self.address, error) from None
         except httpx.TransportError as error:
             if "certificate" in str(error).lower():
                 raise EngineError(
@@ -134,74 +179,78 @@ class Fleet:
             raise Lost(f"no connection to {self.address}: {error}.") from None
 
     def _beat(self) -> None:
+        """Renews the lease until the node leaves."""
         while not self._left.wait(LEASE_SECONDS / 3):
             request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=LEASE_SECONDS)
-            # What goes wrong here the loop that fetches messages finds out, and says.
+            # What goes wrong here the loop that receives requests finds out, and says.
             with self._lock, contextlib.suppress(httpx.HTTPError):
                 if not self._left.is_set():
                     self._client.SendNodeHeartbeat(request)
 
     def leave(self) -> None:
-        """Says goodbye, so that nobody waits."""
+        """Says goodbye, so that nobody waits for this node."""
         self._left.set()
         with self._lock:
             with contextlib.suppress(httpx.HTTPError):
-                self._go()
+                self._deactivate()
             self._client.close()
 
-    def _go(self) -> None:
-        if self._node.node_id:
+    def _deactivate(self) -> None:
+        if self.node_id:
             with contextlib.suppress(httpx.HTTPStatusError):  # it was not there
-                self._client.DeactivateNode(DeactivateNodeRequest(node_id=self._node.node_id))
+                self._client.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
 
     # ---- messages ----------------------------------------------------------------------
 
-    def receive(self) -> Message | None:
-        """The next message, if one waits."""
-        found = self._ask("PullMessages", PullMessagesRequest(node=self._node))
+    def receive(self) -> Received | None:
+        """Returns the next request, if one waits; refuses one that is no payload."""
+        found = self.call("PullMessages", PullMessagesRequest(node=self._node))
         if not found.messages_list:
             return None
         run_id = found.messages_list[0].metadata.run_id
-        shape = found.message_object_trees[0]
+        tree = found.message_object_trees[0]
         try:
-            pull = make_pull_object_fn_protobuf(self._verb("PullObject"), self._node, run_id)
-            message = assemble(shape, pull, LONGEST_FRAME)
+            pull = object_puller(self._verb("PullObject"), self._node, run_id)
+            message = assemble(tree, pull, LONGEST_FRAME)
         except (WireError, Missing) as error:  # the run ended meanwhile, or it is no message
             self.say(f"a message could not be fetched: {error}")
             return None
-        make_confirm_message_received_fn_protobuf(
-            self._verb("ConfirmMessageReceived"), self._node, run_id
-        )(shape.object_id)
-        message.metadata.__dict__["_message_id"] = shape.object_id
-        return message
+        confirmed = ConfirmMessageReceivedRequest(
+            node=self._node, run_id=run_id, message_object_id=tree.object_id
+        )
+        self.call("ConfirmMessageReceived", confirmed)
+        head = with_message_id(message.metadata, tree.object_id)
+        try:
+            return Received(from_records(message.content), head)
+        except WireError as error:
+            self.say(f"refused a message: {error}")
+            self.reply(head, encode_refusal(str(error)))
+            return None
 
-    def answer(self, message: Message) -> None:
-        """Sends an answer; one that nobody waits for any more is dropped."""
-        run_id = message.metadata.run_id
+    def reply(self, request: Metadata, payload: Payload) -> None:
+        """Sends the reply to a request; one that nobody waits for any more is dropped."""
 
-        def announce(head: Any, shape: Any) -> tuple[Any, Callable[[str, bytes], None]]:
-            request = PushMessagesRequest(
+        def announce(head: Any, tree: Any) -> tuple[list[str], PushObject]:
+            announced = PushMessagesRequest(
                 node=self._node,
                 messages_list=[head],
-                message_object_trees=[shape],
+                message_object_trees=[tree],
                 clientapp_runtime_list=[0.0],
             )
-            pushed = self._ask("PushMessages", request)
-            push_one = make_push_object_fn_protobuf(
-                self._verb("PushObject"), self._node, run_id, pushed.session_id
-            )
-            return pushed.objects_to_push, push_one
+            said = self.call("PushMessages", announced)
+            verb, session = self._verb("PushObject"), said.session_id
+            return said.objects_to_push, object_pusher(verb, self._node, request.run_id, session)
 
         try:
-            push(message, announce)
-        except Stale:
-            self.say("the answer came too late: nobody waits for it.")
+            push(reply_message(payload, request), announce)
+        except (Stale, NotTaken):
+            self.say("the reply came too late: nobody waits for it.")
 
     def _verb(self, name: str) -> Callable[[Any], Any]:
-        return lambda request: self._ask(name, request)
+        return lambda request: self.call(name, request)
 
-    def _ask(self, verb: str, request: Any) -> Any:
-        """A request that is made again while the connection is interrupted for a moment."""
+    def call(self, verb: str, request: Any) -> Any:
+        """Makes a request, again while the connection is interrupted for a moment."""
         for wait in (0.2, 0.5, 1.0, None):
             try:
                 return getattr(self._client, verb)(request)
@@ -216,23 +265,19 @@ class Fleet:
         raise AssertionError("unreachable")
 
 
-class Stale(Exception):
-    """The server does not want this any more."""
-
-
-def _kept(file: Path) -> int:
-    """The number under which this node was here before."""
+def _read_id(file: Path) -> int:
+    """Reads the number under which this node was here before; 0 if it was not."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return 0
 
 
-def _refused(where: str, error: httpx.HTTPStatusError) -> Exception:
+def _rejected(where: str, error: httpx.HTTPStatusError) -> Exception:
     code = error.response.status_code
     if code in (502, 503, 504):
         return Lost(f"the server at {where} is not ready.")
-    return Refused(
+    return Rejected(
         f"the server at {where} refused this node ({code}): its key is not registered there, or "
         "the clocks differ. fedlm federation doctor says more."
     )

@@ -8,7 +8,8 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import Metadata
 from flwr.proto.node_pb2 import Node
 
-from fedlm.deploy.superlink import CONTROL_HEADER, LARGEST_REQUEST, Guard
+from fedlm.deploy.flower.client import CONTROL_HEADER
+from fedlm.deploy.flower.superlink import LARGEST_REQUEST, Guard
 
 KEY = {CONTROL_HEADER: "secret"}
 

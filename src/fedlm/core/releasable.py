@@ -1,0 +1,42 @@
+"""Facts that may be told: the type that every exit of a run accepts.
+
+In:       a kind of fact and the facts, from `privacy/release.py` alone.
+Out:      a read-only mapping.
+Promise:  journal, terminal, trackers, reports and replies take nothing else, and only
+          `privacy/release.py` calls `seal` (a test holds it): what may be told is decided there.
+Not here: the rule (`privacy/release.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+Kind = Literal["header", "round", "final"]
+_KEY = object()
+
+
+class Releasable(Mapping[str, Any]):
+    """Facts that may be told; `fedlm.privacy.release.release` makes them."""
+
+    def __init__(self, kind: Kind, facts: Mapping[str, Any], *, key: object) -> None:
+        if key is not _KEY:
+            raise TypeError("only fedlm.privacy.release.release makes what may be told.")
+        self.kind, self._facts = kind, dict(facts)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __repr__(self) -> str:
+        return f"Releasable({self.kind!r}, {self._facts!r})"
+
+
+def seal(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
+    """Makes facts releasable; for `privacy/release.py` alone."""
+    return Releasable(kind, facts, key=_KEY)

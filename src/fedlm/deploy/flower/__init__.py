@@ -1,0 +1,1 @@
+"""Flower: every import of flwr, behind the remote engine's `Transport`."""

@@ -1,0 +1,184 @@
+"""The remote engine's `Transport` over a Flower SuperLink.
+
+In:       a client of the SuperLink's Runtime interface, the numbers of a run.
+Out:      messages to nodes, and their replies as payloads.
+Promise:  a reply is read only if its sender, outside and inside, is the node that was asked, and it
+          is not larger than allowed; a reply is fetched once; a run that the SuperLink ended is
+          begun anew, and then every node counts as having joined again.
+Not here: starting a run (`client.py`), objects and chunks (`push.py`, `pull.py`).
+
+Flower's `HttpGrid` connects by itself, without a control key and with its own retries, so the
+requests of a grid are made here, with the client that it is made of. Written for flwr 1.41; can go
+once a grid takes interceptors and a limit of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import httpx
+from flwr.app import Message
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import (
+    GetNodesRequest,
+    PullAppMessagesRequest,
+    PushAppMessagesRequest,
+)
+from flwr.supercore.runtime import RuntimeHttpClient
+
+from fedlm.core.errors import WireError
+from fedlm.deploy.flower.pull import Missing, assemble, object_puller
+from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
+from fedlm.deploy.flower.records import Sender, from_records, request_message
+from fedlm.engine.dispatch import Presence, Undelivered
+from fedlm.engine.messages import Payload
+
+# The SuperLink's own replies for nodes that went away and messages that it no longer has.
+UNAVAILABLE = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+)
+T = TypeVar("T")
+
+
+class RunTransport:
+    """Sends and fetches the messages of one run on the SuperLink."""
+
+    def __init__(self, client: RuntimeHttpClient, sender: Sender) -> None:
+        self.client, self.sender = client, sender
+        self.node = Node(node_id=sender.node_id)
+        self._asked: dict[str, int] = {}  # message ids to the node that may reply
+
+    def send(self, node_id: int, payload: Payload, round: int) -> str:
+        message_id = ""
+
+        def announce(head: Any, tree: Any) -> tuple[list[str], PushObject]:
+            nonlocal message_id
+            request = PushAppMessagesRequest(messages_list=[head], message_object_trees=[tree])
+            said = self.client.PushMessages(request)
+            message_id = said.message_ids[0] if said.message_ids else ""
+            run_id, session = self.sender.run_id, said.session_id
+            pusher = object_pusher(self.client.PushObject, self.node, run_id, session)
+            return said.objects_to_push, pusher
+
+        try:
+            push(request_message(payload, node_id, round, self.sender), announce)
+        except NotTaken:
+            return ""
+        if message_id:
+            self._asked[message_id] = node_id
+        return message_id
+
+    def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
+        found = self.client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+        for head, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            if head.metadata.reply_to_message_id == message_id:
+                return self._read(head.metadata, tree, max_bytes)
+        return None
+
+    def _read(self, head: Any, tree: Any, max_bytes: int) -> Payload:
+        """Pulls and checks a reply, and confirms it so that the SuperLink forgets it."""
+        asked = self._asked[head.reply_to_message_id]
+        try:
+            if head.src_node_id not in (asked, SUPERLINK_NODE_ID):
+                raise WireError("the reply is from a node that was not asked.")
+            pull = object_puller(self.client.PullObject, self.node, self.sender.run_id)
+            message = assemble(tree, pull, max_bytes)
+            _check_sender(message, head)
+            payload = from_records(message.content)
+        except Missing as error:
+            raise Undelivered(str(error)) from None  # its sender may still be asked again
+        except (WireError, Undelivered):
+            self._confirm(head)
+            raise
+        self._confirm(head)
+        return payload
+
+    def _confirm(self, head: Any) -> None:
+        """Tells the SuperLink that nobody will look at a reply again."""
+        del self._asked[head.reply_to_message_id]
+        self.client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(
+                node=self.node, run_id=self.sender.run_id, message_object_id=head.message_id
+            )
+        )
+
+    def presence(self) -> dict[str, Presence]:
+        return {n.name: presence_of(n) for n in self.client.GetNodes(GetNodesRequest()).nodes}
+
+
+def _check_sender(message: Message, head: Any) -> None:
+    """Checks that a reply says the same inside as outside, and is no failure.
+
+    Updates come from nodes only, and of failures only the SuperLink's are believed.
+    """
+    inside, from_superlink = message.metadata, head.src_node_id == SUPERLINK_NODE_ID
+    if inside.src_node_id != head.src_node_id or (from_superlink and not message.has_error()):
+        raise WireError("the reply is from a node that was not asked.")
+    if inside.reply_to_message_id != head.reply_to_message_id:
+        raise WireError("the reply is to another message.")
+    if message.has_error():
+        if from_superlink and message.error.code in UNAVAILABLE:
+            raise Undelivered(head.reply_to_message_id)
+        raise WireError(f"the node failed: {str(message.error.reason)[:200]}")
+
+
+def presence_of(node: Any) -> Presence:
+    """Converts what Flower knows of a node."""
+    return Presence(
+        node_id=node.node_id,
+        online=node.status == "online",
+        since=node.last_activated_at,
+        until=node.online_until,
+    )
+
+
+class LastingTransport:
+    """A transport that outlives its run on the SuperLink.
+
+    A SuperLink that was away for a minute ends the run there. Then another one is begun: what was
+    sent before is lost, and every node counts as having joined again, so that it is asked again.
+    """
+
+    def __init__(self, open_run: Callable[[], AbstractContextManager[RunTransport]]) -> None:
+        self._open_run, self.runs = open_run, 0
+        self._sent: set[str] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LastingTransport:
+        self._run = self._stack.enter_context(self._open_run())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def send(self, node_id: int, payload: Payload, round: int) -> str:
+        message_id = self._try(lambda: self._run.send(node_id, payload, round), "")
+        self._sent.add(message_id)
+        return message_id
+
+    def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
+        if message_id not in self._sent:
+            raise Undelivered(message_id)
+        return self._try(lambda: self._run.fetch(message_id, max_bytes), None)
+
+    def presence(self) -> dict[str, Presence]:
+        nobody: dict[str, Presence] = {}
+        found = self._try(self._run.presence, nobody)
+        return {n: p._replace(since=f"{self.runs} {p.since}") for n, p in found.items()}
+
+    def _try(self, call: Callable[[], T], otherwise: T) -> T:
+        """Returns what a call returns, or begins another run where the SuperLink ended this one."""
+        try:
+            return call()
+        except httpx.HTTPStatusError:
+            self._stack.close()
+            self._sent.clear()
+            self.runs += 1
+            self.__enter__()  # where this fails too, the server has another reason, and says it
+            return otherwise

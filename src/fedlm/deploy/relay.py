@@ -1,0 +1,199 @@
+"""A federation that looks like one node to the federation above.
+
+In:       a payload from above, a transport to the nodes below.
+Out:      one reply for the whole subtree: the sum of its sums, or all of its frames.
+Promise:  a relay changes nothing but the address: members keep the numbers of the whole
+          federation, requests go down as they came, frames go up as they came or summed; what a
+          node below replied is on disk before the next one is asked, so a relay that is killed
+          asks nobody twice who had replied.
+Not here: models and text, of which a relay knows nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedlm.core.errors import EngineError, WireError
+from fedlm.core.keys import key_for
+from fedlm.deploy import registration
+from fedlm.engine.dispatch import Assignment, Dispatch, Quorum, RoundStats, Transport
+from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
+from fedlm.record.checkpoint import write_atomically
+from fedlm.wire.dense import dense
+from fedlm.wire.frame import overhead
+
+ASSIGNMENTS = "seats.json"  # as relays have always called it: a resumed run looks for it
+ROUNDS_KEPT = 2
+
+
+class Relay:
+    """Answers the federation above with what the federation below answers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        transport: Transport,
+        names: list[str],
+        quorum: Quorum,
+        *,
+        name: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """Keeps its files in `folder`; `names` are the nodes below, `name` its own above."""
+        self.folder, self.transport, self.names = folder, transport, names
+        self.quorum, self.name, self.say = quorum, name, say
+
+    def __call__(self, payload: Payload) -> Payload:
+        """Returns the reply to a payload; anything that goes wrong becomes a refusal."""
+        return respond(payload, hello=self.hello, train=self.train, say=self.say)
+
+    # ---- who is below ------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        """Describes the subtree as one node, and assigns its members anew: a run begins above."""
+        heard: dict[str, Hello] = {}
+        below = registration.assign_members(self.transport, self.names, heard.__setitem__, self.say)
+        tokenizers = {hello.tokenizer for hello in heard.values()}
+        if len(tokenizers) != 1:
+            raise EngineError(
+                f"the nodes below {self.name} have different tokenizers. Prepare their stores "
+                "again, with fedlm prepare --like."
+            )
+        registration.save_assignments(self.folder / ASSIGNMENTS, below)
+        return Hello(
+            clients=sum(node.clients for node in below),
+            text=_fingerprint(below),
+            tokenizer=tokenizers.pop(),
+            version=next(iter(heard.values())).version,
+            leaves=registration.leaves_below(below),
+        )
+
+    def _assignments(self, request: TrainRequest) -> tuple[Assignment, ...]:
+        below = registration.load_assignments(self.folder / ASSIGNMENTS)
+        if below is None or _fingerprint(below) != request.text:
+            raise EngineError("the nodes below are not those that the run began with.")
+        return below
+
+    # ---- a round -----------------------------------------------------------------------
+
+    def train(self, request: TrainRequest) -> TrainReply:
+        """Passes a round on to the nodes below, and joins what they reply."""
+        requests = self._requests(request)
+        if not requests:
+            raise WireError("none of the members asked for lives here.")
+        handover = Handover(self.folder / "handover", request)
+        missing = {name: below for name, below in requests.items() if name not in handover}
+        if missing:
+            self._dispatch(missing, handover, of=len(requests))
+        answered = [name for name in requests if name in handover]
+        self.say(f"round {request.round}: {len(answered)} of {len(requests)} nodes answered")
+        return join(request, (handover.read(name, requests[name]) for name in answered))
+
+    def _requests(self, request: TrainRequest) -> dict[str, TrainRequest]:
+        """Returns the request for each node below: the same, with its own members."""
+        made = {}
+        for node in self._assignments(request):
+            first = request.first + node.first
+            here = [i for i, m in enumerate(request.members) if first <= m < first + node.clients]
+            if here:
+                own: dict[str, Any] = {"members": tuple(request.members[i] for i in here)}
+                if request.numbers:  # then every member has a frame of its own
+                    own["numbers"] = tuple(request.numbers[i] for i in here)
+                    own["frames"] = tuple(request.frames[i] for i in here)
+                made[node.name] = replace(request, first=first, text=node.text, **own)
+        return made
+
+    def _dispatch(self, missing: dict[str, TrainRequest], handover: Handover, *, of: int) -> None:
+        """Asks the nodes whose replies are missing, and hands each reply over to disk."""
+        least = max(1.0, self.quorum.quorum * of - (of - len(missing)))
+        quorum = replace(self.quorum, quorum=min(1.0, least / len(missing)))
+        stats = RoundStats(next(iter(missing.values())).round)
+        # Replies go to disk as they come: `join` reads them in order.
+        dispatch = Dispatch(self.transport, quorum, missing, stats, in_order=False)
+        for name, reply in dispatch.replies():
+            stats.answered.append(name)
+            handover.write(name, reply)
+            del reply  # or it would be held until the next one is there
+        for name, reason in {**stats.refused, **stats.garbage}.items():
+            self.say(f"round {stats.round}: {name}: {reason}")
+        dispatch.check_quorum()
+
+
+def join(request: TrainRequest, replies: Iterable[TrainReply]) -> TrainReply:
+    """Joins replies to one: all their frames, or the sum of them, adding one frame at a time."""
+    if request.each:
+        kept = list(replies)
+        members = sorted(m for reply in kept for m in reply.members)
+        frames = tuple(frame for reply in kept for frame in reply.frames)
+        sums = tuple(part for reply in kept for part in reply.sums)
+        return TrainReply(round=request.round, members=tuple(members), frames=frames, sums=sums)
+    members, counts, total = [], dict.fromkeys(SUMS, np.float32(0.0)), None
+    for reply in replies:
+        members += reply.members
+        counts = {name: counts[name] + np.float32(reply.sums[0][name]) for name in SUMS}
+        total = add_frame(total, reply.frames[0])
+    return TrainReply(
+        round=request.round,
+        members=tuple(sorted(members)),
+        frames=(dense().encode(total, key_for(0, "upload")),),
+        sums=({name: float(count) for name, count in counts.items()},),
+    )
+
+
+def add_frame(total: np.ndarray | None, frame: bytes) -> np.ndarray:
+    """Adds a frame of plain numbers to a sum of such frames, whatever model they are of."""
+    if total is None:
+        size, rest = divmod(len(frame) - overhead(dense().name), 4)
+        if size < 0 or rest:
+            raise WireError("frame is not one of plain numbers.")
+        total = np.zeros(size, np.float32)
+    total += dense().decode(frame, total)
+    return total
+
+
+class Handover:
+    """What the nodes below replied to one request: a file per frame, whole or not there."""
+
+    def __init__(self, folder: Path, request: TrainRequest) -> None:
+        self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
+        self._forget(folder)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def _forget(self, folder: Path) -> None:
+        """Deletes old rounds, which are not asked for again."""
+        old = sorted(p for p in folder.glob("*") if p != self.path)[: -ROUNDS_KEPT or None]
+        for path in old:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+    def __contains__(self, name: str) -> bool:
+        return (self.path / f"{name}.json").is_file()
+
+    def write(self, name: str, reply: TrainReply) -> None:
+        """Writes a reply; its facts come last, because with them it counts as there."""
+        for i, frame in enumerate(reply.frames):
+            write_atomically(self.path / f"{name}.{i}", frame)
+        facts = {"members": reply.members, "sums": [dict(part) for part in reply.sums]}
+        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode())
+
+    def read(self, name: str, request: TrainRequest) -> TrainReply:
+        facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
+        frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
+        return TrainReply(
+            round=request.round,
+            members=tuple(facts["members"]),
+            frames=frames,
+            sums=tuple(facts["sums"]),
+        )
+
+
+def _fingerprint(assignments: tuple[Assignment, ...]) -> str:
+    return hashlib.sha256(json.dumps([list(node) for node in assignments]).encode()).hexdigest()

@@ -1,0 +1,85 @@
+"""FedDyn: every client's loss is bent so that clients agree where they stop.
+
+In:       a loss, the clients' optimiser, alpha.
+Out:      the client half and the server half.
+Promise:  the published rule; a client whose update was refused remembers what it had.
+Not here: a server optimiser (the method defines the server's step).
+
+Acar et al. 2021, "Federated learning based on dynamic regularization".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import optax
+from jaxtyping import PRNGKeyArray
+
+from fedlm.core import tree
+from fedlm.core.types import ClientMethod, LossFn, Params, ServerMethod, Tokens, Update
+from fedlm.local.train import (
+    ALL,
+    WEIGHTS,
+    Carry,
+    Scalar,
+    Weigh,
+    begin,
+    gradient,
+    update_of,
+    went_on,
+)
+from fedlm.methods.fedavg import send_params
+from fedlm.methods.method import Halves, Method, MethodOptions
+from fedlm.methods.optimizers import Optimizer
+
+
+def client(
+    loss: LossFn, optimizer: Optimizer, alpha: float, weigh: Weigh = WEIGHTS["examples"]
+) -> ClientMethod:
+    """Descend on the loss less <g, w> plus alpha / 2 |w - w_server|^2.
+
+    A client sends its change and remembers g, which moves against the change.
+    """
+
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        return begin(shared, optimizer.init(shared), extra=client_state)
+
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
+        change, nats, count = gradient(loss, carry.params, tokens)
+        change = tree.add_scaled(change, tree.sub(carry.params, shared), alpha)
+        change, memory = optimizer.update(tree.sub(change, carry.extra), carry.memory, carry.params)
+        params = optax.apply_updates(carry.params, change)
+        return went_on(carry, params, memory, nats, count, carry.extra)
+
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+        moved = tree.sub(carry.params, shared)
+        sent = update_of(carry, moved, weigh(examples, carry.tokens))
+        return replace(sent, client_state=tree.add_scaled(carry.extra, sent.delta, -alpha))
+
+    return ClientMethod(ALL.shared, init, step, finish, ALL.expand, tree.zeros_like)
+
+
+def server(alpha: float, participation: float) -> ServerMethod:
+    """Take the mean model, moved on by the drift that clients have shown so far."""
+
+    def step(params: Params, memory: Params, change: Params) -> tuple[Params, Params]:
+        memory = tree.add_scaled(memory, change, -alpha * participation)
+        return tree.add_scaled(tree.add(params, change), memory, -1.0 / alpha), memory
+
+    return ServerMethod(tree.zeros_like, send_params, step)
+
+
+def build(options: MethodOptions) -> Halves:
+    """Build both halves."""
+    half = client(options.loss, options.inner, options.proximal, options.weigh)
+    return (half,), server(options.proximal, options.participation)
+
+
+METHOD = Method(
+    build=build,
+    proximal="FedDyn's alpha",
+    needs_proximal=True,
+    needs_constant_schedule=True,
+    keeps_client_state=True,
+)

@@ -1,0 +1,95 @@
+"""MimeLite: clients step with the server's optimiser, whose statistics stay fixed in a round.
+
+In:       a loss, the server's optimiser at learning rate one, both learning rates.
+Out:      the client half and the server half.
+Promise:  the published rule; the gradient that a client sends beside its change is part of what it
+          sends, so its bytes are counted.
+Not here: a client's optimiser (the server's takes its place).
+
+Karimireddy et al. 2020, "Mime: Mimicking centralized stochastic algorithms in federated learning".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+from fedlm.core import tree
+from fedlm.core.types import ClientMethod, LossFn, OptState, Params, ServerMethod, Tokens, Update
+from fedlm.local.train import (
+    ALL,
+    WEIGHTS,
+    Carry,
+    Scalar,
+    Weigh,
+    begin,
+    gradient,
+    update_of,
+    went_on,
+)
+from fedlm.methods.method import Halves, Method, MethodOptions
+from fedlm.methods.optimizers import Optimizer
+
+
+def client(
+    loss: LossFn, base: Optimizer, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]
+) -> ClientMethod:
+    """Take steps of the server's optimiser with its statistics held still.
+
+    A client gets `{"params", "statistics"}` and sends `{"params", "gradient"}`: its change, and the
+    gradient of its whole text at the parameters it was sent. `base` has learning rate one.
+    """
+
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        params = shared["params"]
+        like = jax.eval_shape(base.init, params)
+        frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), shared["statistics"], like)
+        return begin(params, frozen, extra=tree.zeros_like(params))
+
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
+        change, nats, count = gradient(loss, carry.params, tokens)
+        full, _, _ = gradient(loss, shared["params"], tokens)
+        moved, _ = base.update(change, carry.memory, carry.params)
+        params = tree.add_scaled(carry.params, moved, learning_rate)
+        # Batches differ in tokens: what is summed is the gradient of the summed loss.
+        seen = tree.add_scaled(carry.extra, full, count)
+        return went_on(carry, params, carry.memory, nats, count, seen)
+
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+        delta = {
+            "params": tree.sub(carry.params, shared["params"]),
+            "gradient": tree.scale(carry.extra, 1.0 / jnp.maximum(carry.tokens, 1.0)),
+        }
+        return update_of(carry, delta, weigh(examples, carry.tokens))
+
+    return ClientMethod(ALL.shared, init, step, finish, ALL.expand)
+
+
+def server(base: Optimizer, learning_rate: float) -> ServerMethod:
+    """Add the mean change; move the statistics by the mean gradient at the old parameters."""
+
+    def send(params: Params, memory: OptState) -> dict[str, Any]:
+        return {"params": params, "statistics": _as_float32(memory)}
+
+    def step(params: Params, memory: OptState, change: Any) -> tuple[Params, OptState]:
+        _, memory = base.update(change["gradient"], memory, params)
+        return tree.add_scaled(params, change["params"], learning_rate), memory
+
+    return ServerMethod(base.init, send, step)
+
+
+def _as_float32(memory: OptState) -> OptState:
+    """Statistics as float32, counts too: codecs encode arrays of one type."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), memory)
+
+
+def build(options: MethodOptions) -> Halves:
+    """Build both halves from the server's optimiser."""
+    half = client(options.loss, options.base, options.client_learning_rate, options.weigh)
+    return (half,), server(options.base, options.server_learning_rate)
+
+
+METHOD = Method(build=build, needs_plain_sgd=True, needs_constant_schedule=True)

@@ -1,0 +1,73 @@
+"""Optimisers and schedules by name: those of clients, those of servers.
+
+In:       names and learning rates.
+Out:      optax transformations.
+Promise:  each name is the published update rule; one line in a registry adds another.
+Not here: what is done with them (one file per method).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import optax
+
+Optimizer: TypeAlias = optax.GradientTransformation
+Rate: TypeAlias = float | optax.Schedule
+
+# (learning rate, momentum, weight decay) -> optimiser
+CLIENT_OPTIMIZERS: dict[str, Callable[[Rate, float, float], Optimizer]] = {
+    "sgd": lambda rate, momentum, decay: optax.sgd(rate),
+    "momentum": lambda rate, momentum, decay: optax.sgd(rate, momentum=momentum),
+    "adam": lambda rate, momentum, decay: optax.adam(rate),
+    "adamw": lambda rate, momentum, decay: optax.adamw(rate, weight_decay=decay),
+}
+
+# (learning rate, momentum, beta2, epsilon) -> optimiser
+SERVER_OPTIMIZERS: dict[str, Callable[[Rate, float, float, float], Optimizer]] = {
+    "fedavg": lambda rate, b1, b2, eps: optax.sgd(rate),
+    "fedavgm": lambda rate, b1, b2, eps: optax.sgd(rate, momentum=b1),
+    "nesterov": lambda rate, b1, b2, eps: optax.sgd(rate, momentum=b1, nesterov=True),
+    "fedadam": lambda rate, b1, b2, eps: optax.adam(rate, b1=b1, b2=b2, eps=eps),
+    "fedyogi": lambda rate, b1, b2, eps: optax.yogi(rate, b1=b1, b2=b2, eps=eps),
+    "fedadagrad": lambda rate, b1, b2, eps: optax.adagrad(
+        rate, initial_accumulator_value=0.0, eps=eps
+    ),
+}
+
+# (learning rate, rounds, final fraction of the rate) -> learning rate by round
+SCHEDULES: dict[str, Callable[[float, int, float], optax.Schedule]] = {
+    "constant": lambda rate, rounds, end: optax.constant_schedule(rate),
+    "linear": lambda rate, rounds, end: optax.linear_schedule(rate, end * rate, rounds),
+    "cosine": lambda rate, rounds, end: optax.cosine_decay_schedule(rate, rounds, alpha=end),
+}
+
+
+def client_optimizer(
+    name: str, rate: Rate, *, momentum: float = 0.9, weight_decay: float = 0.0, clip: float = 0.0
+) -> Optimizer:
+    """Make a client's optimiser; `clip` bounds the gradient norm for stability, not privacy."""
+    made = CLIENT_OPTIMIZERS[name](rate, momentum, weight_decay)
+    return optax.chain(optax.clip_by_global_norm(clip), made) if clip > 0 else made
+
+
+def server_optimizer(
+    name: str, rate: Rate, *, momentum: float, beta2: float, epsilon: float
+) -> Optimizer:
+    """Make the server's optimiser, which takes the negated mean change for a gradient."""
+    return SERVER_OPTIMIZERS[name](rate, momentum, beta2, epsilon)
+
+
+def schedule(name: str, rate: float, *, rounds: int, warmup: int, end: float) -> Rate:
+    """Make a learning rate over rounds: a linear warm-up, then the named schedule.
+
+    A schedule that falls ends at `end * rate`.
+    """
+    if name == "constant" and warmup == 0:
+        # A number, not a function: optimisers then count no rounds in their state.
+        return rate
+    body = SCHEDULES[name](rate, max(1, rounds - warmup), end)
+    # The first round already moves: warm-up starts at rate / warmup, not at zero.
+    ramp = optax.linear_schedule(rate / max(1, warmup), rate, max(1, warmup - 1))
+    return optax.join_schedules([ramp, body], [warmup])

@@ -1,0 +1,92 @@
+"""SCAFFOLD: SGD corrected by control variates, the client's own and the server's.
+
+In:       a loss, the client's learning rate, the server's optimiser.
+Out:      the client half and the server half.
+Promise:  the published rule, with the cheaper of its two ways to renew a client's control; the
+          control that travels is part of what is sent, so its bytes are counted; a client whose
+          update was refused keeps the control it had.
+Not here: a client's optimiser (the method defines the step).
+
+Karimireddy et al. 2020, "SCAFFOLD: Stochastic controlled averaging for federated learning".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+from fedlm.core import tree
+from fedlm.core.types import ClientMethod, LossFn, Params, ServerMethod, Tokens, Update
+from fedlm.local.train import (
+    ALL,
+    WEIGHTS,
+    Carry,
+    Scalar,
+    Weigh,
+    begin,
+    gradient,
+    update_of,
+    went_on,
+)
+from fedlm.methods import fedavg
+from fedlm.methods.method import Halves, Method, MethodOptions
+from fedlm.methods.optimizers import Optimizer
+
+
+def client(loss: LossFn, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]) -> ClientMethod:
+    """Take SGD steps corrected by the server's control less the client's own.
+
+    A client gets and sends `{"params", "control"}`, and remembers its own control.
+    """
+
+    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+        return begin(shared["params"], (), extra=client_state)
+
+    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
+        change, nats, count = gradient(loss, carry.params, tokens)
+        straight = tree.add(change, tree.sub(shared["control"], carry.extra))
+        params = tree.add_scaled(carry.params, straight, -learning_rate)
+        return went_on(carry, params, (), nats, count, carry.extra)
+
+    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+        moved = tree.sub(carry.params, shared["params"])
+        pace = -1.0 / (learning_rate * jnp.maximum(carry.steps, 1.0))
+        turn = tree.add_scaled(tree.scale(shared["control"], -1.0), moved, pace)
+        sent = update_of(carry, {"params": moved, "control": turn}, weigh(examples, carry.tokens))
+        # The turn is zero where the update was refused.
+        return replace(sent, client_state=tree.add(carry.extra, sent.delta["control"]))
+
+    def init_memory(shared: Any) -> Params:
+        return tree.zeros_like(shared["params"])
+
+    return ClientMethod(ALL.shared, init, step, finish, ALL.expand, init_memory)
+
+
+def server(optimizer: Optimizer, participation: float) -> ServerMethod:
+    """Take FedAvg's step; move the control by the mean turn, times the share that took part."""
+    outer = fedavg.server(optimizer)
+
+    def init(params: Params) -> dict[str, Any]:
+        return {"outer": outer.init(params), "control": tree.zeros_like(params)}
+
+    def send(params: Params, memory: dict[str, Any]) -> dict[str, Any]:
+        return {"params": params, "control": memory["control"]}
+
+    def step(params: Params, memory: dict[str, Any], change: Any) -> tuple[Params, dict[str, Any]]:
+        params, kept = outer.step(params, memory["outer"], change["params"])
+        control = tree.add_scaled(memory["control"], change["control"], participation)
+        return params, {"outer": kept, "control": control}
+
+    return ServerMethod(init, send, step)
+
+
+def build(options: MethodOptions) -> Halves:
+    """Build both halves."""
+    half = client(options.loss, options.client_learning_rate, options.weigh)
+    return (half,), server(options.outer, options.participation)
+
+
+METHOD = Method(build=build, needs_plain_sgd=True, keeps_client_state=True)

@@ -1,0 +1,112 @@
+"""Privacy mechanisms by name, and whether a plan is sound.
+
+In:       a plan.
+Out:      its mechanism's entry; its noise; or a refusal.
+Promise:  `check` passes only plans whose epsilon can be computed; no other pair of mechanism and
+          sampling law is let through; one line in `MECHANISMS` adds a mechanism.
+Not here: what a mechanism does (`gaussian.py`, `spaced.py`), epsilon (`account.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedlm.core.errors import either, nearest, require
+from fedlm.privacy.gaussian import GAUSSIAN
+from fedlm.privacy.mechanism import Mechanism
+from fedlm.privacy.noise import Noise, silent
+from fedlm.privacy.plan import PrivacyPlan, check_numbers, check_population
+from fedlm.privacy.spaced import BANDED, BLT, TOEPLITZ, TREE
+
+MECHANISMS: dict[str, Mechanism] = {
+    "gaussian": GAUSSIAN,
+    "tree": TREE,
+    "banded": BANDED,
+    "toeplitz": TOEPLITZ,
+    "blt": BLT,
+}
+
+
+def noise_for(plan: PrivacyPlan) -> Noise:
+    """Make the noise of a plan, in units of the clip norm.
+
+    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: the server
+    divides the sum of a round by the clip norm before it adds this noise.
+    """
+    stddev = plan.sum_multiplier
+    return MECHANISMS[plan.mechanism].noise(plan, stddev) if stddev else silent()
+
+
+def check(plan: PrivacyPlan) -> None:
+    """Refuse a plan that could not keep, or not account for, what it claims."""
+    require(
+        plan.mechanism in MECHANISMS,
+        "privacy.mechanism",
+        plan.mechanism,
+        f"one of {', '.join(MECHANISMS)}",
+        nearest(str(plan.mechanism), MECHANISMS),
+    )
+    mechanism = MECHANISMS[plan.mechanism]
+    check_numbers(plan)
+    _check_law(plan, mechanism)
+    check_population(plan.sampling)
+    _check_unused(plan, mechanism)
+    mechanism.check(plan)
+    if plan.clip_quantile:
+        _check_adaptive(plan, mechanism)
+
+
+def with_setting(name: str) -> list[str]:
+    """List the mechanisms whose noise a setting shapes."""
+    return [known for known, entry in MECHANISMS.items() if name in entry.settings]
+
+
+def _check_law(plan: PrivacyPlan, mechanism: Mechanism) -> None:
+    law = plan.sampling.law
+    fit = [name for name, entry in MECHANISMS.items() if law in entry.laws]
+    wanted = f"{either(fit)} when" if fit else "another mechanism: none has a known cost when"
+    require(
+        law in mechanism.laws,
+        "privacy.mechanism",
+        plan.mechanism,
+        f"{wanted} server.sampling = {law!r}, {mechanism.reason}",
+        mechanism.way_out,
+    )
+
+
+def _check_unused(plan: PrivacyPlan, mechanism: Mechanism) -> None:
+    """Refuse a setting that shapes only the noise of other mechanisms."""
+    defaults = {field.name: field.default for field in dataclasses.fields(plan)}
+    for name in sorted({name for entry in MECHANISMS.values() for name in entry.settings}):
+        require(
+            name in mechanism.settings or getattr(plan, name) == defaults[name],
+            f"privacy.{name}",
+            getattr(plan, name),
+            f"{defaults[name]} with privacy.mechanism = {plan.mechanism!r}: it is a setting of "
+            f"{either(map(repr, with_setting(name)))}",
+        )
+
+
+def _check_adaptive(plan: PrivacyPlan, mechanism: Mechanism) -> None:
+    require(
+        0 <= plan.clip_quantile < 1,
+        "privacy.clip_quantile",
+        plan.clip_quantile,
+        "0 (a fixed clip) or a share of updates below 1",
+    )
+    require(
+        mechanism.clip_may_move,
+        "privacy.clip_quantile",
+        plan.clip_quantile,
+        f"0 with privacy.mechanism = {plan.mechanism!r}, because correlated noise was made for one "
+        "clip and may not see it move",
+        "Find a clip with the gaussian mechanism first, then set privacy.clip_norm.",
+    )
+    require(
+        plan.noise_multiplier == 0 or 2 * plan.clip_noise > plan.noise_multiplier,
+        "privacy.clip_noise",
+        plan.clip_noise,
+        f"more than half of privacy.noise_multiplier, here {plan.noise_multiplier / 2:g}: the "
+        "count of updates let through spends a part of the same budget",
+        "A twentieth of server.cohort is common.",
+    )

@@ -1,0 +1,105 @@
+"""Independent Gaussian noise, whose cost counts on the chance of staying out of a round.
+
+In:       a plan with Poisson cohorts, or with cohorts of a fixed size.
+Out:      the registry entry: noise, cost, checks.
+Promise:  the cost is that of the sampling law that the plan names.
+Not here: how dp_accounting computes it (`cost.py`), correlated noise (`spaced.py`).
+"""
+
+from __future__ import annotations
+
+from fedlm.core.errors import require
+from fedlm.privacy import cost
+from fedlm.privacy.mechanism import Cost, Mechanism
+from fedlm.privacy.noise import Noise, gaussian
+from fedlm.privacy.plan import PrivacyPlan
+
+
+def _noise(plan: PrivacyPlan, stddev: float) -> Noise:
+    return gaussian(stddev)
+
+
+def _check(plan: PrivacyPlan) -> None:
+    """Refuse rests between two turns of a client: these laws do not keep them."""
+    for name in ("min_separation", "max_participations"):
+        value = getattr(plan.sampling, name)
+        require(
+            value == 0,
+            f"privacy.{name}",
+            value,
+            f"0 when server.sampling = {plan.sampling.law!r}, which does not enforce it",
+            "Or set server.sampling = 'spaced'.",
+        )
+
+
+def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    found = _poisson if plan.sampling.law == "poisson" else _fixed_size
+    return found(plan, rounds)._replace(warnings=_warnings(plan))
+
+
+def _poisson(plan: PrivacyPlan, rounds: int) -> Cost:
+    sampling = plan.sampling
+    return Cost(
+        cost.poisson(plan.noise_multiplier, _rate(plan), rounds, plan.delta),
+        "PLD of Poisson-sampled Gaussian noise",
+        (
+            f"every client joins each round by its own coin, with probability {sampling.cohort} in "
+            f"{sampling.population}, and who joined stays secret",
+        ),
+    )
+
+
+def _fixed_size(plan: PrivacyPlan, rounds: int) -> Cost:
+    sampling = plan.sampling
+    return Cost(
+        cost.fixed_size(
+            plan.noise_multiplier, sampling.cohort, sampling.population, rounds, plan.delta
+        ),
+        "RDP of Gaussian noise on fixed-size cohorts",
+        (
+            f"each cohort is {sampling.cohort} of {sampling.population} clients, drawn without "
+            "replacement, and who joined stays secret",
+            "a cohort of fixed size moves by twice the clip, so RDP is applied with half the "
+            "noise; server.sampling = 'poisson' costs less",
+        ),
+    )
+
+
+def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
+    if plan.delta * plan.sampling.population >= 1:
+        return ("delta is not below one in the population, so this epsilon promises little",)
+    return ()
+
+
+def _rate(plan: PrivacyPlan) -> float:
+    return plan.sampling.cohort / plan.sampling.population
+
+
+def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
+    """Begin the search for a noise multiplier: PLD is slow, RDP of the same rounds is quick."""
+    if plan.sampling.law != "poisson":
+        return 1.0
+    noise = 1.0
+
+    def quick(multiplier: float) -> float:
+        return cost.poisson_by_rdp(multiplier, _rate(plan), plan.rounds, plan.delta)
+
+    while quick(noise) > epsilon and noise < cost.MOST_NOISE:
+        noise *= 1.3
+    while quick(noise / 1.1) <= epsilon and noise > 1 / cost.MOST_NOISE:
+        noise /= 1.1
+    return noise
+
+
+GAUSSIAN = Mechanism(
+    noise=_noise,
+    cost=_cost,
+    check=_check,
+    laws=("poisson", "fixed"),
+    reason="because the cost of gaussian noise is computed from the chance of joining a round and "
+    "a separation leaves no such chance",
+    way_out="Or set server.sampling = 'poisson'.",
+    clip_may_move=True,
+    needs_population=True,
+    first_guess=_first_guess,
+)

@@ -1,0 +1,47 @@
+"""What a privacy mechanism is: its noise, its cost, and which plans it takes.
+
+In:       nothing.
+Out:      `Mechanism`, the entry of the registry; `Cost`, what some rounds of a plan cost.
+Promise:  records only; whoever checks, accounts for or adds noise asks the entry and compares no
+          names.
+Not here: the mechanisms (`gaussian.py`, `spaced.py`), their names (`catalog.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedlm.privacy.noise import Noise
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.sensitivity import Squared
+from fedlm.privacy.strategy import Strategy
+
+
+class Cost(NamedTuple):
+    """What the first rounds of a plan cost, how that was computed, and what it rests on."""
+
+    epsilon: float
+    accountant: str
+    assumptions: tuple[str, ...]
+    rho: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """Noise for a stream of sums, with everything that a plan, a run and an account ask of it."""
+
+    noise: Callable[[PrivacyPlan, float], Noise]  # from a plan and a standard deviation
+    cost: Callable[[PrivacyPlan, int], Cost]  # of the first so many rounds of a checked plan
+    check: Callable[[PrivacyPlan], None]  # refuses its own settings where they make no sense
+    laws: tuple[str, ...]  # of `server.sampling` that it allows, the usual one first
+    reason: str  # why any other law is refused
+    way_out: str  # what to set instead
+    settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
+    clip_may_move: bool = False  # whether its noise stays right under an adaptive clip
+    needs_population: bool = False  # whether its cost depends on how many clients there are
+    first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise
+    sensitivity: Callable[[PrivacyPlan, int], Squared] | None = None  # of correlated noise
+    strategy: Callable[[PrivacyPlan], Strategy] | None = None  # of noise that a matrix makes

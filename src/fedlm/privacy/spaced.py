@@ -1,0 +1,188 @@
+"""Correlated noise on spaced cohorts: tree, banded, toeplitz, blt.
+
+In:       a plan in which a client rests between two turns.
+Out:      registry entries: noise, sensitivity, cost, checks; `spaced`, which makes such an entry.
+Promise:  the sensitivity is that of the matrix, or tree, that the noise is made with.
+Not here: the matrices (`strategy.py`), the noise (`correlated.py`), the worst placement of a client
+          (`sensitivity.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedlm.core.errors import require
+from fedlm.privacy import correlated, cost, sensitivity, strategy
+from fedlm.privacy.mechanism import Cost, Mechanism
+from fedlm.privacy.noise import Noise
+from fedlm.privacy.plan import PrivacyPlan, check_separation
+from fedlm.privacy.sensitivity import Squared
+from fedlm.privacy.strategy import Strategy
+
+# More buffers do not lower the error, and the optimiser of the parameters becomes unstable.
+MAX_BUFFERS = 10
+
+
+def spaced(
+    noise: Callable[[PrivacyPlan, float], Noise],
+    squared: Callable[[PrivacyPlan, int], Squared],
+    check: Callable[[PrivacyPlan], None],
+    settings: tuple[str, ...],
+    strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
+) -> Mechanism:
+    """Make the entry of correlated noise from its noise, its sensitivity and its own checks."""
+
+    def check_all(plan: PrivacyPlan) -> None:
+        check_separation(plan.sampling, plan.rounds)
+        check(plan)
+
+    return Mechanism(
+        noise=noise,
+        cost=lambda plan, rounds: _cost(plan, rounds, squared),
+        check=check_all,
+        laws=("spaced",),
+        reason="because correlated noise is accounted by how often and how closely a client may "
+        "join, and that law bounds neither",
+        way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
+        settings=settings,
+        sensitivity=squared,
+        strategy=strategy_of,
+    )
+
+
+def matrix(
+    strategy_of: Callable[[PrivacyPlan], Strategy],
+    check: Callable[[PrivacyPlan], None],
+    settings: tuple[str, ...],
+) -> Mechanism:
+    """Make the entry of noise that is divided by a matrix, its strategy."""
+
+    def noise(plan: PrivacyPlan, stddev: float) -> Noise:
+        return correlated.for_strategy(stddev, strategy_of(plan), rounds=plan.rounds)
+
+    def squared(plan: PrivacyPlan, rounds: int) -> Squared:
+        apart, most = plan.sampling.min_separation, plan.sampling.max_participations
+        return Squared(sensitivity.of_strategy(strategy_of(plan), rounds, apart, most))
+
+    return spaced(noise, squared, check, settings, strategy_of)
+
+
+def _cost(
+    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+) -> Cost:
+    require(
+        rounds <= plan.rounds,
+        "rounds",
+        rounds,
+        f"at most the {plan.rounds} rounds for which the noise was made",
+    )
+    squared = squared_of(plan, rounds) if rounds else Squared(0.0)
+    rho = cost.rho_of(squared.value, plan.noise_multiplier)
+    return Cost(
+        cost.epsilon_of_rho(rho, plan.delta),
+        f"zCDP of {plan.mechanism} noise, converted through RDP",
+        (_spacing(plan), _placement(squared)),
+        rho,
+    )
+
+
+def _spacing(plan: PrivacyPlan) -> str:
+    sampling = plan.sampling
+    most = sampling.max_participations
+    often = f" and at most {most} times" if most else ""
+    return (
+        f"a client joins with at least {sampling.min_separation} rounds in between{often}, "
+        "enforced by the sampler"
+    )
+
+
+def _placement(squared: Squared) -> str:
+    kind = "the exact maximum" if squared.exact else "an upper bound, the maximum is lower"
+    return f"squared sensitivity {squared.value:.6g}: {kind} over all such placements"
+
+
+# ---- tree --------------------------------------------------------------------------------
+
+
+def _tree_noise(plan: PrivacyPlan, stddev: float) -> Noise:
+    return correlated.tree(stddev, plan.restart_every, rounds=plan.rounds)
+
+
+def _tree_sensitivity(plan: PrivacyPlan, rounds: int) -> Squared:
+    apart, most = plan.sampling.min_separation, plan.sampling.max_participations
+    return sensitivity.of_tree(rounds, apart, most, restart_every=plan.restart_every)
+
+
+def _check_tree(plan: PrivacyPlan) -> None:
+    require(
+        plan.restart_every >= 0,
+        "privacy.restart_every",
+        plan.restart_every,
+        "0 (never) or a positive number of rounds",
+    )
+
+
+# ---- matrices ----------------------------------------------------------------------------
+
+
+def _bands(plan: PrivacyPlan) -> int:
+    """How many bands the matrix really has."""
+    return min(plan.bands or plan.sampling.min_separation + 1, plan.rounds)
+
+
+def _check_bands(plan: PrivacyPlan) -> None:
+    require(
+        plan.bands >= 0,
+        "privacy.bands",
+        plan.bands,
+        "0 (min_separation + 1) or a positive number",
+    )
+    require(
+        plan.bands <= plan.rounds,
+        "privacy.bands",
+        plan.bands,
+        f"at most server.rounds, here {plan.rounds}",
+    )
+
+
+def _check_narrow(plan: PrivacyPlan) -> None:
+    _check_bands(plan)
+    require(
+        plan.bands <= plan.sampling.min_separation + 1,
+        "privacy.bands",
+        plan.bands,
+        f"at most min_separation + 1, here {plan.sampling.min_separation + 1}, because wider bands "
+        "let two participations of a client overlap",
+        "Lower it, or set privacy.mechanism = 'toeplitz', whose cost is known for any width.",
+    )
+
+
+def _banded(plan: PrivacyPlan) -> Strategy:
+    return strategy.banded(plan.rounds, _bands(plan))
+
+
+def _toeplitz(plan: PrivacyPlan) -> Strategy:
+    return strategy.toeplitz(plan.rounds, _bands(plan))
+
+
+def _blt(plan: PrivacyPlan) -> Strategy:
+    sampling = plan.sampling
+    return strategy.blt(
+        plan.rounds, sampling.min_separation, sampling.max_participations, plan.buffers
+    )
+
+
+def _check_buffers(plan: PrivacyPlan) -> None:
+    require(
+        1 <= plan.buffers <= MAX_BUFFERS,
+        "privacy.buffers",
+        plan.buffers,
+        f"between 1 and {MAX_BUFFERS}",
+        "3 is a good choice.",
+    )
+
+
+TREE = spaced(_tree_noise, _tree_sensitivity, _check_tree, ("restart_every",))
+BANDED = matrix(_banded, _check_narrow, ("bands",))
+TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
+BLT = matrix(_blt, _check_buffers, ("buffers",))

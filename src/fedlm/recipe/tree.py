@@ -1,0 +1,358 @@
+"""From a recipe with a tree to the parts of its run.
+
+In:       a resolved `Recipe` with a `[federation]` table, and a store.
+Out:      a `Run` whose round and evaluation are those of a tree.
+Promise:  every setting of the table is used once, here; what has no meaning in a tree is refused.
+Not here: what the settings may be (`federation.py`), the round (`federation/tree_round.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedlm.core import tree
+from fedlm.core.errors import ConfigError, require
+from fedlm.core.keys import generator_for
+from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
+from fedlm.corpus import population
+from fedlm.corpus.population import Population
+from fedlm.corpus.rows import ClientRows
+from fedlm.engine.starts import LoopStarts, MeshStarts
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.topology import Topology, feed
+from fedlm.federation.tree import TreeConfig
+from fedlm.federation.tree_evaluation import TreeEvaluation
+from fedlm.federation.tree_rounds import TreeRound
+from fedlm.local.train import WEIGHTS, local_training
+from fedlm.methods import fedavg
+from fedlm.methods.optimizers import schedule, server_optimizer
+from fedlm.models import catalog
+from fedlm.models.split import key_layers
+from fedlm.privacy import account, release
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe import parts, privacy_plan
+from fedlm.recipe.assemble import algorithm_of, inner_of
+from fedlm.recipe.federation import Federation, topology_of
+from fedlm.recipe.settings import Recipe
+from fedlm.record.mmap_cache import Shelf
+from fedlm.run import Run
+from fedlm.wire.dense import dense
+
+# An epsilon beyond this bounds a likelihood ratio by more than twenty thousand: nothing.
+MEANINGFUL = 10.0
+NOTHING_HELD = (
+    "data.validation: expected held-out text at every leaf of the tree; raise it, or "
+    "data.test_clients."
+)
+
+
+def tree_run(
+    recipe: Recipe,
+    store: Any,
+    *,
+    out: Path,
+    members: Population | None = None,
+    engine: Callable[[Algorithm, Topology], Engine] | None = None,
+    nothing_held: Callable[[Topology, dict[str, Any]], str] = lambda topology, held: NOTHING_HELD,
+) -> Run:
+    """A tree over the store's clients, or over `members` that an `engine` reaches."""
+    settings = settings_of(recipe)
+    clients = parts.training_clients(recipe, store, needed=members is None)
+    rows = parts.client_rows(recipe, store, clients)
+    people = members or population.of_store(store, rows.clients)
+    topology = topology_of(settings, people.group_paths())
+    algorithm = tree_algorithm(recipe, store, topology)
+    made = (
+        engine(algorithm, topology)
+        if engine
+        else engine_of(recipe, algorithm, rows_by_number(rows, topology))
+    )
+    config = config_of(recipe, store, algorithm, topology, people)
+    plans = _plans(config)
+    shapes = parts.model_spec(recipe, store.vocabulary).shapes()
+    return Run(
+        population=people,
+        algorithm=algorithm,
+        engine=made,
+        round=TreeRound(
+            config=config,
+            engine=made,  # type: ignore[arg-type]
+            algorithm=algorithm,
+            model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
+            secret=lambda: privacy_plan.secret_of(recipe.privacy),
+            leaf_secret=lambda: _leaf_secret(settings),
+            claim=lambda rounds: _leaf_claim(settings, rounds),
+        ),
+        evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
+        plans=plans,
+        **parts.shared_parts(recipe, store, algorithm.plan, out),
+    )
+
+
+def settings_of(recipe: Recipe) -> Federation:
+    """The table of the tree."""
+    assert recipe.federation is not None
+    return recipe.federation
+
+
+def engine_of(recipe: Recipe, algorithm: Algorithm, rows_of: Rows) -> Engine:
+    """The engine that trains nodes, each from a model of its own, on the text that is here."""
+    kind = {"mesh": MeshStarts, "loop": LoopStarts}[recipe.run.engine]
+    made: Engine = kind(algorithm, rows_of, parts.batch_spec(recipe), recipe.run.seed)
+    return made
+
+
+def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
+    """A client's rows; beyond the clients, those of a node with all its text."""
+    clients = len(rows.clients)
+
+    def rows_of(member: int) -> np.ndarray:
+        if member < clients:
+            return rows.train(member)
+        return np.concatenate([rows.train(c) for c in topology.clients[member - clients]])
+
+    return rows_of
+
+
+# ---- the algorithm and the rules of a round ------------------------------------------------
+
+
+def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
+    """What a member does; the text of a pooled node stays where it is."""
+    settings, privacy = settings_of(recipe), recipe.privacy
+    require(
+        privacy.mechanism is None or not settings.pool_clients,
+        "privacy.mechanism",
+        privacy.mechanism,
+        "federation.pool_clients = false: it protects clients, and a pooled node has none",
+        "federation.noise_multiplier protects a node's text as a whole.",
+    )
+    require(privacy.canaries == 0, "privacy.canaries", privacy.canaries, "0 in a tree")
+    shapes = parts.model_spec(recipe, store.vocabulary).shapes()
+    return leaf_algorithm(recipe, _participation(recipe, topology), shapes)
+
+
+def leaf_algorithm(
+    recipe: Recipe, participation: Sampling | PrivacyPlan, shapes: Params
+) -> Algorithm:
+    """The algorithm of a node that trains: on its pooled text, or with its clients as members."""
+    settings, client = settings_of(recipe), recipe.client
+    made = algorithm_of(recipe, participation, shapes)
+    steps, keep = settings.warmup_steps, settings.keep_optimizer
+    for name, value in (("warmup_steps", steps), ("keep_optimizer", keep)):
+        require(
+            not value or settings.pool_clients,
+            f"federation.{name}",
+            value,
+            "pool_clients = true: it is the optimiser of a node that trains on its own text",
+        )
+    if not settings.pool_clients:
+        return made
+    require(
+        recipe.wire == type(recipe.wire)() and client.method == "fedavg",
+        "federation.pool_clients",
+        True,
+        "no [wire] and no client.method beside it: nodes send each other whole parts of models",
+    )
+    rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
+    inner, weigh = inner_of(recipe, rate), WEIGHTS[client.weight]
+    local = local_training(catalog.loss, inner, weigh, proximal=client.proximal, remember=keep)
+    return replace(made, local=local)
+
+
+def _participation(recipe: Recipe, topology: Topology) -> Sampling | PrivacyPlan:
+    """That of the smallest federation of clients: there a client is drawn most often."""
+    if settings_of(recipe).pool_clients:
+        nodes = len(topology.with_text)
+        return Sampling(law="fixed", population=nodes, cohort=nodes)
+    held = min(len(topology.clients[n]) for n in topology.with_text)
+    return _participation_of(recipe, held, recipe.server.cohort)
+
+
+def _participation_of(recipe: Recipe, held: int, cohort: int) -> Sampling | PrivacyPlan:
+    server = recipe.server.model_copy(update={"cohort": min(cohort, held)})
+    return privacy_plan.participation_of(recipe.model_copy(update={"server": server}), held)
+
+
+def _plans(config: TreeConfig) -> tuple[PrivacyPlan, ...]:
+    """The plans of all federations of clients, that which costs a client most first."""
+    plans = [a.plan for a in config.algorithms if a is not None and a.plan is not None]
+    return tuple(sorted(plans, key=lambda p: -p.sampling.cohort / p.sampling.population))
+
+
+def config_of(
+    recipe: Recipe, store: Any, algorithm: Algorithm, topology: Topology, people: Population
+) -> TreeConfig:
+    """Everything that a round of the tree needs to know."""
+    settings = settings_of(recipe)
+    shapes = parts.model_spec(recipe, store.vocabulary).shapes()
+    names, nodes = list(tree.named_leaves(shapes)), range(len(topology))
+    _check_leaf_noise(settings, topology)
+    shelf, most = Shelf(), settings.resident
+
+    def rest(node: int, params: Params) -> Params:
+        """Keeps models in memory, unless there are more nodes than may be there."""
+        return shelf.put(node, params) if 0 < most < len(topology) else params
+
+    return TreeConfig(
+        topology=topology,
+        layers=key_layers(names, settings.personal_layers),
+        seed=recipe.run.seed,
+        temperature=settings.temperature,
+        compare=settings.compare,
+        residuals=0 if settings.temperature == 0 else settings.residuals,
+        every=settings.sync_every,
+        order=settings.order,
+        servers=tuple(_outer(recipe, topology, node) for node in nodes),
+        shares=tuple(_weight(settings, topology, people, node) for node in nodes),
+        pooled=settings.pool_clients,
+        init_memory=algorithm.local.init_memory,
+        rest=rest,
+        clients=people.size,
+        algorithms=tuple(_inner(recipe, topology, shapes, node) for node in nodes),
+        clip=settings.clip_norm,
+        noise=settings.noise_multiplier,
+        edge_bytes=dense().encoded_bytes,
+    )
+
+
+def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
+    """What a node does with its children's mean change."""
+    settings, server = settings_of(recipe), recipe.server
+    place, depth = topology.places[node], topology.depths[node]
+
+    def said(name: str) -> Any:
+        return place.setting(name, settings.at_depth(name, depth))
+
+    return fedavg.server(
+        server_optimizer(
+            said("optimizer"),
+            said("learning_rate"),
+            momentum=said("momentum"),
+            beta2=server.beta2,
+            epsilon=server.adam_epsilon,
+        )
+    )
+
+
+def _weight(settings: Federation, topology: Topology, people: Population, node: int) -> float:
+    """How much a node counts at its parent."""
+    weight = 1.0
+    if settings.weight == "tokens":
+        assert people.tokens is not None  # refused where members live elsewhere
+        below = topology.below(node)
+        weight = float(sum(people.tokens(c) for n in below for c in topology.clients[n]))
+    return float(topology.places[node].setting("weight", weight))
+
+
+def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Algorithm | None:
+    """The flat federation of a node's own clients; its plan is that of so many clients."""
+    held = len(topology.clients[node])
+    if not held or settings_of(recipe).pool_clients:
+        return None
+    cohort = topology.places[node].setting("cohort", recipe.server.cohort)
+    return algorithm_of(recipe, _participation_of(recipe, held, cohort), shapes)
+
+
+# ---- noise on what leaves a leaf -----------------------------------------------------------
+
+
+def _check_leaf_noise(settings: Federation, topology: Topology) -> None:
+    """Refuses noise and clips that would not hold what they say."""
+    require(
+        settings.noise_multiplier == 0 or settings.clip_norm > 0,
+        "federation.clip_norm",
+        settings.clip_norm,
+        "a positive length: noise is in multiples of it",
+    )
+    require(
+        settings.clip_norm == 0 or settings.pool_clients,
+        "federation.clip_norm",
+        settings.clip_norm,
+        "pool_clients = true: where clients are members, [privacy] protects each of them",
+    )
+    inner = [topology.names[n] for n in topology.with_text if topology.children[n]]
+    require(
+        settings.clip_norm == 0 or not inner,
+        "federation.clip_norm",
+        settings.clip_norm,
+        f"text at leaves alone: {', '.join(inner)} would send children what nobody clipped",
+    )
+
+
+def _leaf_secret(settings: Federation) -> bytes:
+    if not settings.noise_multiplier:
+        return bytes(16)
+    seed = settings.noise_seed
+    return os.urandom(16) if seed is None else seed.to_bytes(16, "little")
+
+
+def _leaf_claim(settings: Federation, rounds: int) -> dict[str, Any]:
+    """What noise at the leaves is worth, in numbers and plain words."""
+    noise, delta = settings.noise_multiplier, settings.delta
+    if not noise:
+        return {}
+    epsilon = account.epsilon_of_rho(rounds / (2 * noise**2), delta)
+    meaning = (
+        "That is a claim."
+        if epsilon <= MEANINGFUL
+        else "Such an epsilon promises nothing: the noise is a test of robustness, no privacy."
+    )
+    said = (
+        f"Every change that left a leaf was clipped to {settings.clip_norm:g} and got "
+        f"Gaussian noise of {noise:g} times that in every coordinate. For the whole text of "
+        f"one leaf replaced by nothing, {rounds} rounds cost epsilon {epsilon:.3g} at delta "
+        f"{delta:g}. {meaning}"
+    )
+    return {"leaves": {"epsilon": epsilon, "delta": delta, "said": said}}
+
+
+# ---- evaluation ----------------------------------------------------------------------------
+
+
+def _evaluation(
+    recipe: Recipe,
+    rows: ClientRows,
+    config: TreeConfig,
+    plan: PrivacyPlan | None,
+    nothing_held: Callable[[Topology, dict[str, Any]], str],
+) -> TreeEvaluation:
+    """The first split that may be told and in which every leaf has held-out text."""
+    topology = config.topology
+    owners = parts.owners_of(recipe, rows.store, rows.clients)
+    held = {split: _held(recipe, rows, topology, found) for split, found in owners.items()}
+    told = release.splits(plan, list(held))
+    whole = [split for split in told if set(topology.with_text) <= set(held[split])]
+    if not whole and not release.hides(plan):
+        raise ConfigError(nothing_held(topology, held))
+    split = whole[0] if whole else None
+    return TreeEvaluation(
+        score=catalog.score,
+        special=rows.store.special,
+        config=config,
+        split=split,
+        held={} if split is None else held[split],
+    )
+
+
+def _held(
+    recipe: Recipe, rows: ClientRows, topology: Topology, owners: np.ndarray
+) -> dict[int, np.ndarray]:
+    """The held-out rows of each node that holds text, at most `server.evaluate_rows` of each."""
+    most, found = recipe.server.evaluate_rows, {}
+    fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
+    for node in topology.with_text:
+        parts = [rows.held(int(owners[c])) for c in fed[node]]
+        here = np.concatenate(parts) if parts else np.zeros((0, 1), np.int16)
+        if most and len(here) > most:
+            rng = generator_for(0, "evaluate", member=node)
+            here = here[np.sort(rng.choice(len(here), most, replace=False))]
+        if len(here):
+            found[node] = here
+    return found

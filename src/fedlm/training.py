@@ -1,0 +1,400 @@
+"""A run, carried out in its directory.
+
+In:       a `Run`, somebody who watches.
+Out:      a trained model in the directory, and a summary of the run.
+Promise:  resumed after a kill at any moment, it ends with the same parameters as a run that was
+          never interrupted; what happened is in the journal.
+Not here: the loop (`run.py`), making a run (`recipe`), printing (`cli`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedlm.core import tree
+from fedlm.core.errors import ConfigError, EngineError, RecordError, require
+from fedlm.core.releasable import Releasable
+from fedlm.core.types import Params
+from fedlm.corpus.tokenizer import kind_of
+from fedlm.corpus.tokenizer_file import special_tokens_map
+from fedlm.engine import multihost
+from fedlm.federation.round import Metrics, NodeState, Played
+from fedlm.inference import predict
+from fedlm.privacy import account
+from fedlm.privacy.release import extend, release
+from fedlm.recipe.settings import dump
+from fedlm.record import checkpoint, report, tree_report
+from fedlm.record.directory import difference
+from fedlm.record.journal import Journal, dumps
+from fedlm.record.trackers import TrackerContext, Trackers, check_installed
+from fedlm.run import Hooks, Run, rounds
+
+Summary = dict[str, Any]
+VERSIONS = ("fedlm", "jax", "equinox", "optax", "tokenizers", "numpy")
+STORE = ("clients_sha256", "tokenizer_sha256", "special_tokens")  # decide what a run learns from
+SUMMED = ("upload_bytes", "download_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watcher:
+    """Whoever looks on: told of stages and rounds, asked whether to stop."""
+
+    say: Callable[[str], None] = lambda text: None
+    begin: Callable[[int, int, float | None], None] = lambda first, rounds, perplexity: None
+    round: Callable[[Releasable], None] = lambda told: None
+    stop: Callable[[], bool] = lambda: False
+
+
+def train(run: Run, *, resume: bool = False, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
+    """Trains to the end and returns the summary; None if the watcher stopped it before."""
+    state = None
+    for played in play(run, resume=resume, watcher=watcher):
+        state = played.state
+    return finish(run, state, watcher)
+
+
+def play(
+    run: Run,
+    *,
+    resume: bool = False,
+    watcher: Watcher = Watcher(),  # noqa: B008
+) -> Iterator[Played]:
+    """Begins or resumes a run and plays its rounds; each is on record before it is yielded."""
+    check_installed(run.recipe.run.trackers)
+    compare_processes(run)
+    directory = run.record
+    goes_on = directory.claim(dump(run.recipe), resume=resume)
+    if goes_on and directory.summary.is_file():
+        watcher.say(f"{directory.path} is complete; nothing is left to train.")
+        multihost.broadcast()
+        return
+    state = _begin(run, goes_on, watcher)
+    if not multihost.alone():
+        multihost.broadcast(checkpoint.to_bytes(state))
+    yield from _rounds(run, state, watcher)
+
+
+def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
+    """Closes a run whose last round has been played; None if rounds are missing.
+
+    Without the last `state` it is read from the newest checkpoint.
+    """
+    directory = run.record
+    if directory.summary.is_file():
+        done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+        return done
+    if state is None:
+        like = run.round.init(run.start())
+        state = checkpoint.load_newest(directory.checkpoints, like, watcher.say)
+    if state is None or int(state.round) < run.cadence.rounds:
+        return None
+    return _close(run, state, watcher)
+
+
+# ---- several processes ---------------------------------------------------------------------
+
+
+def follow(run: Run, watcher: Watcher) -> bool:
+    """Computes the lanes of a process that is not the first; it writes nothing.
+
+    True if the run came to its end, False if it was stopped before.
+    """
+    compare_processes(run)
+    told = multihost.broadcast()
+    if not told:
+        return True
+    like = jax.eval_shape(run.round.init, run.model.shapes())
+    state = checkpoint.from_bytes(told, like, "the state that process 0 sent")
+    hooks = Hooks(
+        evaluate=lambda state: {},
+        record=lambda told: told,
+        keep=_check_equal,
+        stop=lambda: multihost.agree(watcher.stop()),
+    )
+    for played in rounds(run, state, hooks):
+        state = played.state
+    return int(state.round) == run.cadence.rounds
+
+
+def compare_processes(run: Run) -> None:
+    """Refuses to go on where this process would compute another run than process 0."""
+    if multihost.alone():
+        return
+    recipe = run.recipe.model_dump(mode="json", exclude_none=True)
+    require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
+    require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
+    # No paths: hosts may keep the same text in other places.
+    recipe["data"] |= {"source": None, "store": None, "stores": None}
+    recipe["data"]["tokenizer"] = kind_of(recipe["data"]["tokenizer"])
+    recipe["model"]["init_from"] = None
+    recipe["store"] = {f: run.store.manifest[f] for f in STORE}
+    recipe["version"] = {name: _version(name) for name in VERSIONS}
+    there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
+    if there != recipe:
+        raise ConfigError(
+            f"this process would train something else than process 0 ({difference(there, recipe)}"
+            "; there is process 0): start all processes with the same recipe and text."
+        )
+    multihost.meet()  # a process that differs does not come, and has said why
+
+
+def _check_equal(state: NodeState) -> None:
+    """Every process takes the server's step for itself; their states must not drift apart."""
+    if not multihost.alone():
+        mine = tree.sha256(state.params).encode()
+        if multihost.agree(multihost.broadcast(mine) != mine):
+            raise EngineError(
+                f"after round {int(state.round)} the processes hold different parameters: their "
+                "machines do not compute alike. Use machines of one kind."
+            )
+
+
+# ---- the beginning -------------------------------------------------------------------------
+
+
+def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
+    """The state to start from, with a journal that ends exactly there."""
+    directory = run.record
+    if goes_on and directory.checkpoints.is_dir():
+        check_same(run)
+    fresh = run.round.init(run.start())
+    journal = Journal(directory.journal)
+    found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
+    if found is None:
+        directory.journal.unlink(missing_ok=True)
+        write = checkpoint.write_atomically
+        write(directory.tokenizer, (run.store.path / "tokenizer.json").read_bytes())
+        write(directory.special_tokens, special_tokens_map(run.store.tokenizer))
+        journal.append(release(run.plan, "header", header_of(run, fresh)))
+        journal.sync()
+        checkpoint.save(directory.checkpoints, 0, fresh)
+        return fresh
+    journal.rewind(int(found.round))
+    watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
+    return found
+
+
+def check_same(run: Run) -> None:
+    """Refuses a recipe that was edited in the run, and a text that has changed since."""
+    path = run.record.path
+    header = report.facts_of(path).header
+    # As a journal writes it: infinity has no place in JSON.
+    recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
+    if header["recipe"] != recipe:
+        raise RecordError(
+            f"{path} was begun with another recipe "
+            f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
+        )
+    if header.get("privacy") != json.loads(dumps(_promised(run))).get("privacy"):
+        raise RecordError(
+            f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
+            "versions that its journal names."
+        )
+    store = run.store.manifest
+    if any(header["store"].get(f, store[f]) != store[f] for f in STORE):
+        raise RecordError(
+            f"{path} was begun on another text than {run.store.path} holds now: undo the change, "
+            "or begin another run."
+        )
+
+
+def header_of(run: Run, fresh: Any) -> Metrics:
+    """What is fixed before the first round: recipe, plan, text, model, versions."""
+    return {
+        "command": shlex.join(["fedlm", run.command, str(run.record.recipe)]),
+        "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
+        "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
+        "parameters": run.model.parameters,
+        **_promised(run),
+        **run.round.header(),
+        "start": run.evaluation.watch(fresh),
+        "start_sha256": tree.sha256(fresh.params),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in VERSIONS},
+            "machine": f"{platform.machine()}, {jax.device_count()} {jax.default_backend()} lanes",
+        },
+    }
+
+
+def _promised(run: Run) -> Metrics:
+    """The plan, whole, so that the journal alone tells what a run may claim."""
+    if run.plan is None:
+        return {}
+    privacy = run.recipe.privacy
+    return {
+        "privacy": asdict(run.plan),
+        "privacy_budget": privacy.epsilon,
+        "canaries": privacy.canaries,
+        "unsafe_seed": privacy.seed is not None,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+# ---- rounds --------------------------------------------------------------------------------
+
+
+def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
+    directory, first = run.record, int(state.round)
+    entries = report.facts_of(directory.path)
+    # The journal's bytes are sums over rounds: a resumed run goes on from the last line.
+    so_far = dict.fromkeys(SUMMED, 0)
+    if entries.rounds:
+        so_far = {name: entries.rounds[-1][name] for name in SUMMED}
+    journal = Journal(directory.journal)
+    context = _tracker_context(run, first, entries.rounds)
+    trackers = Trackers(run.recipe.run.trackers, context, watcher.say)
+
+    def record(told: Releasable) -> Releasable:
+        more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
+        so_far.update(more)
+        if run.plan is not None and "perplexity" in told:
+            more["epsilon"] = account.spent(run.plan, told["round"] + 1).epsilon
+        told = extend(run.plan, told, more)
+        journal.append(told)
+        trackers.log(told["round"], told)
+        watcher.round(told)
+        return told
+
+    def keep(state: Any) -> None:
+        _check_equal(state)
+        journal.sync()  # a checkpoint counts on the rounds before it being told
+        most = run.recipe.run.keep_checkpoints
+        checkpoint.save(directory.checkpoints, int(state.round), state, most)
+
+    watcher.begin(first, run.cadence.rounds, entries.header["start"]["perplexity"])
+    hooks = Hooks(
+        evaluate=run.evaluation.watch,
+        record=record,
+        keep=keep,
+        stop=lambda: multihost.agree(watcher.stop()),
+    )
+    try:
+        yield from rounds(run, state, hooks)
+    finally:
+        trackers.close()
+
+
+def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:
+    # As a journal writes it: infinity has no place in JSON.
+    recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
+    return TrackerContext(
+        directory=run.record.path,
+        name=run.record.path.resolve().name,
+        first_round=first,
+        recipe=recipe,
+        earlier=earlier,
+    )
+
+
+# ---- the end -------------------------------------------------------------------------------
+
+
+def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
+    """Writes weights, final figures, report and summary, all made again from a checkpoint."""
+    directory, recipe = run.record, run.recipe
+    watcher.say("evaluating on all held-out text")
+    splits = {split: run.evaluation.final(state, split) for split in run.evaluation.splits()}
+    counted: Metrics = {}
+    if recipe.run.baselines:
+        watcher.say("counting n-grams on the training tokens")
+        counted = run.evaluation.baselines(list(splits))
+    if run.cadence.rounds < recipe.server.rounds:
+        watcher.say(
+            f"The privacy budget ends here: round {run.cadence.rounds + 1} of "
+            f"{recipe.server.rounds} would pass epsilon {recipe.privacy.epsilon:g}. The model is "
+            "kept."
+        )
+    journal = Journal(directory.journal)
+    journal.rewind(int(state.round))
+    models = run.round.models(state)
+    final = {
+        **splits,
+        **run.round.closing(int(state.round)),
+        "baselines": counted,
+        "predictions": _predictions(run, models[""]),
+        "privacy": _claim(run, int(state.round)),
+    }
+    journal.append(release(run.plan, "final", final))
+    journal.sync()
+    for name, params in models.items():
+        save_weights(directory.weights_of(name), params, run)
+    facts = report.facts_of(directory.path)
+    for warning in tree_report.warnings(facts.header, facts.rounds):
+        watcher.say(f"Warning: {warning}")
+    checkpoint.write_atomically(directory.report, report.page([facts]).encode())
+    summary = summary_of(run, state.params, facts)
+    checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    return summary
+
+
+def _predictions(run: Run, params: Params) -> list[Metrics]:
+    """The likeliest next words after the prompts of the recipe."""
+    return [
+        {"prompt": prompt, "next": predict(params, run.store.tokenizer, prompt)}
+        for prompt in run.recipe.run.prompts
+    ]
+
+
+def _claim(run: Run, rounds: int) -> Metrics | None:
+    """What the run may claim, in numbers and words."""
+    return None if run.plan is None else account.spent(run.plan, rounds)._asdict()
+
+
+def save_weights(path: Path, params: Params, run: Run) -> None:
+    """The trained model for others: safetensors by leaf name, settings in the metadata."""
+    model = run.recipe.model.model_dump_json()
+    data = checkpoint.to_bytes(params, model=model, vocabulary=run.store.vocabulary)
+    checkpoint.write_atomically(path, data)
+
+
+def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
+    """The figures of a finished run, by the names that the command line prints."""
+    headline = facts.final.get("test") or facts.final.get("validation") or {}
+    seconds = sum(r["seconds"] for r in facts.rounds)
+    last = facts.rounds[-1] if facts.rounds else {}
+    counted = facts.final.get("baselines") or {}
+    return {
+        "run": str(run.record.path),
+        "rounds": len(facts.rounds),
+        "perplexity": headline.get("perplexity"),
+        "accuracy": headline.get("accuracy"),
+        "tokens": facts.tokens,
+        "upload_bytes": last.get("upload_bytes", 0),
+        "download_bytes": last.get("download_bytes", 0),
+        **_spent(facts),
+        "params": run.model.parameters,
+        "params_sha256": tree.sha256(params),
+        "seconds": round(seconds, 3),
+        "clients_per_second": sum(r["members"] for r in facts.rounds) / seconds
+        if seconds
+        else None,
+        "start_perplexity": facts.header["start"]["perplexity"],
+        "validation_perplexity": (facts.final.get("validation") or {}).get("perplexity"),
+        "baselines": counted.get("test") or counted.get("validation"),
+        "predictions": facts.final.get("predictions"),
+        "report": str(run.record.report),
+        **({"nodes": headline["nodes"]} if "nodes" in headline else {}),
+    }
+
+
+def _spent(facts: report.Facts) -> Metrics:
+    if facts.header.get("privacy") is None:
+        return {"epsilon": None, "delta": None}
+    spent = account.from_journal(facts.header, facts.rounds)
+    return {"epsilon": spent.epsilon, "delta": spent.delta}

@@ -1,0 +1,91 @@
+"""Every method builds both halves, and says itself which settings it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from fedlm.core.errors import ConfigError
+from fedlm.core.keys import key_for
+from fedlm.core.types import Loss, TrainablePart
+from fedlm.methods.catalog import METHODS, RelatedSettings, check, names
+from fedlm.methods.method import MethodOptions
+
+PARAMS = {"w": jnp.array([1.0, -2.0])}
+OPTIONS = MethodOptions(
+    loss=lambda params, tokens: Loss(jnp.sum(params["w"] ** 2) * tokens.size, tokens.size),
+    inner=optax.sgd(0.1),
+    outer=optax.sgd(1.0),
+    base=optax.sgd(1.0),
+    client_learning_rate=0.1,
+    server_learning_rate=1.0,
+    proximal=0.5,
+    participation=0.5,
+)
+PLAIN = RelatedSettings(
+    optimizer="sgd",
+    gradient_clip_norm=0.0,
+    proximal=0.0,
+    schedule="constant",
+    warmup_rounds=0,
+    trainable="all",
+    error_feedback=False,
+    private=False,
+)
+
+
+def related(name, **changes):
+    """Settings that go with a method, changed."""
+    proximal = 0.5 if METHODS[name].needs_proximal else 0.0
+    return dataclasses.replace(PLAIN, **({"proximal": proximal} | changes))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_client_takes_the_server_downhill(name):
+    method = METHODS[name]
+    (client,), server = method.build(OPTIONS)
+    assert (client.init_memory is not None) == method.keeps_client_state
+    memory, key = server.init(PARAMS), key_for(0, "partial")
+    shared = client.shared(server.send(PARAMS, memory), key)
+    kept = None if client.init_memory is None else client.init_memory(shared)
+    carry = client.step(shared, client.init(shared, key, kept), jnp.ones((2, 3)))
+    update = client.finish(shared, carry, jnp.float32(2.0))
+    after, _ = server.step(PARAMS, memory, client.expand(PARAMS, key, update.delta))
+    assert jax.tree.structure(after) == jax.tree.structure(PARAMS)
+    assert float(jnp.sum(after["w"] ** 2)) < float(jnp.sum(PARAMS["w"] ** 2))
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.trains_parts])
+def test_there_is_a_client_half_per_trainable_part(name):
+    parts = (TrainablePart(), TrainablePart())
+    clients, _ = METHODS[name].build(dataclasses.replace(OPTIONS, parts=parts))
+    assert len(clients) == 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_says_of_itself_is_what_is_refused(name):
+    method = METHODS[name]
+    check(name, related(name))
+    for fits, change, setting in (
+        (method.trains_parts, {"trainable": "fixed"}, "client.method"),
+        (method.trains_parts, {"error_feedback": True}, "client.method"),
+        (bool(method.proximal), {"proximal": 0.1}, "client.proximal"),
+        (not method.needs_proximal, {"proximal": 0.0}, "client.proximal"),
+        (not method.needs_plain_sgd, {"optimizer": "adam"}, "client.optimizer"),
+        (not method.needs_plain_sgd, {"gradient_clip_norm": 1.0}, "client.optimizer"),
+        (not method.needs_constant_schedule, {"schedule": "cosine"}, "server.schedule"),
+        (not method.needs_constant_schedule, {"warmup_rounds": 2}, "server.warmup_rounds"),
+        (method.may_be_private, {"private": True}, "client.method"),
+    ):
+        if fits:
+            check(name, related(name, **change))
+        else:
+            with pytest.raises(ConfigError, match=f"^{setting} = .*: expected "):
+                check(name, related(name, **change))
+
+
+def test_the_names_in_an_error_are_those_of_the_registry():
+    assert names(lambda method: method.may_run_over_network) == "'fedavg' or 'mimelite'"
+    assert names(lambda method: method.may_be_private) == "'fedavg'"
