@@ -29,6 +29,8 @@ from fedlm.recipe.federation import Federation
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.wire.dense import dense
 
+NO_PATHS: dict[str, Any] = {"source": None, "store": None, "stores": ()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
@@ -154,7 +156,7 @@ def _check_tree(tree: Federation) -> None:
 
 def redacted(recipe: Recipe, noise: float | None = None) -> str:
     """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
-    privacy = recipe.privacy
+    privacy, kind = recipe.privacy, kind_of(recipe.data.tokenizer)
     if noise is not None:
         # That a seed is fixed is told, so that a policy can refuse it; not which one.
         fixed = None if privacy.seed is None else 0
@@ -162,14 +164,7 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
     return dump(
         recipe.model_copy(
             update={
-                "data": recipe.data.model_copy(
-                    update={
-                        "source": None,
-                        "store": None,
-                        "stores": (),
-                        "tokenizer": kind_of(recipe.data.tokenizer),
-                    }
-                ),
+                "data": recipe.data.model_copy(update={**NO_PATHS, "tokenizer": kind}),
                 "model": recipe.model.model_copy(update={"init_from": None}),
                 "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
                 "privacy": privacy,
