@@ -199,7 +199,9 @@ def _of_groups(recipe: Recipe, store: Store, clients: np.ndarray) -> np.ndarray:
 def client_rows(recipe: Recipe, store: Store, clients: np.ndarray) -> ClientRows:
     """The text of clients, in rows of the recipe's width."""
     data = recipe.data
-    return ClientRows(store, clients, data.sequence_length, data.layout)
+    return ClientRows(
+        store=store, clients=clients, sequence_length=data.sequence_length, layout=data.layout
+    )
 
 
 def pooled_rows(rows: ClientRows) -> Rows:
