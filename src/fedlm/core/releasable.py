@@ -37,6 +37,6 @@ class Releasable(Mapping[str, Any]):
         return f"Releasable({self.kind!r}, {self._facts!r})"
 
 
-def seal(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
+def make_releasable(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
     """Makes facts releasable; for `privacy/release.py` alone."""
     return Releasable(kind, facts, key=_KEY)
