@@ -2,8 +2,8 @@
 
 In:       a kind of fact and the facts, from `privacy/release.py` alone.
 Out:      a read-only mapping.
-Promise:  journal, terminal, trackers, reports and replies take nothing else, and only
-          `privacy/release.py` calls `seal` (a test holds it): what may be told is decided there.
+Promise:  journal, terminal, trackers and reports take nothing else, and only `privacy/release.py`
+          calls `make_releasable` (a test holds it): what may be told is decided there.
 Not here: the rule (`privacy/release.py`).
 """
 
