@@ -55,7 +55,7 @@ class Federation(BaseModel):
     pool_clients: bool = True  # a node's text is one member; else its clients are a federation
     personal_layers: str = "last 0.3"  # which layers are a node's own; see models/split.py
     temperature: Annotated[float, Field(ge=0)] = 0.1  # of attention; inf is the mean, 0 keeps self
-    compare: Literal["start", "root"] = "start"  # what changes of key layers are measured from
+    compare: Literal["start", "root"] = "start"  # what changes of personal layers are measured from
     residuals: Annotated[int, Field(ge=0)] = 1  # layers sent up per layer and node
     sync_every: Annotated[int, Field(ge=1)] = 1  # rounds of a federation to one of that above it
     order: Literal["levels", "together"] = "levels"
