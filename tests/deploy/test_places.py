@@ -19,7 +19,6 @@ from fedlm.deploy.relay import Relay
 from fedlm.deploy.server_app import networked_run
 from fedlm.engine import messages
 from fedlm.engine.dispatch import Quorum
-from fedlm.federation.tree import backbone_of
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
@@ -197,7 +196,7 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
     assert not any(facts["nodes"][n].get("missed") for n in number if n not in gone)
     # Of whom nothing came does not count: the mean of one is that one.
     backbones = [
-        backbone_of(over.round.config, after.params[number[n]]) for n in ("world", "north side")
+        over.round.config.backbone(after.params[number[n]]) for n in ("world", "north side")
     ]
     for a, b in zip(*backbones, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)

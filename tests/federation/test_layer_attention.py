@@ -30,7 +30,7 @@ def test_an_infinite_temperature_is_the_mean():
     found = attend(bank[0], bank[1:], ORIGIN, math.inf)
     for layer in ORIGIN:
         np.testing.assert_allclose(
-            found.key[layer], np.mean([k[layer] for k in bank], axis=0), atol=1e-6
+            found.layers[layer], np.mean([k[layer] for k in bank], axis=0), atol=1e-6
         )
     assert entropy(found.weights) == pytest.approx(1.0)
 
@@ -38,7 +38,7 @@ def test_an_infinite_temperature_is_the_mean():
 def test_temperature_zero_keeps_self_to_the_byte():
     own = moved(0)
     found = attend(own, [moved(1), moved(2)], ORIGIN, 0.0)
-    assert all(np.array_equal(found.key[layer], own[layer]) for layer in own)
+    assert all(np.array_equal(found.layers[layer], own[layer]) for layer in own)
     assert entropy(found.weights) == 0.0
 
 
@@ -46,7 +46,7 @@ def test_temperature_zero_keeps_self_to_the_byte():
 def test_peers_equal_to_self_change_nothing(temperature):
     own = moved(0)
     found = attend(own, [own, own], ORIGIN, temperature)
-    assert all(np.array_equal(found.key[layer], own[layer]) for layer in own)
+    assert all(np.array_equal(found.layers[layer], own[layer]) for layer in own)
 
 
 def test_attention_prefers_who_moved_alike_however_far():
@@ -61,7 +61,7 @@ def test_attention_prefers_who_moved_alike_however_far():
 
 def test_before_anyone_moved_nobody_is_alike_and_nothing_is_nan():
     found = attend(ORIGIN, [ORIGIN, moved(3)], ORIGIN, 0.1)
-    assert all(np.all(np.isfinite(v)) for v in found.key.values())
+    assert all(np.all(np.isfinite(v)) for v in found.layers.values())
     assert cosine(ORIGIN["a"], moved(1)["a"], ORIGIN["a"]) == 0.0
     huge = {k: np.full_like(v, 3e38) for k, v in ORIGIN.items()}
     assert cosine(huge["a"], ORIGIN["a"], ORIGIN["a"]) == 0.0

@@ -137,13 +137,13 @@ def test_a_tree_of_one_place_is_flat_to_the_byte(tree_of, flat):
 def test_a_tree_with_one_branch_is_flat_at_any_temperature(experiment, flat, temperature):
     chain = experiment(*FLAT, f"federation.temperature={temperature}", table=ONE_BRANCH)
     state, _ = rounds(chain)
-    # At temperature zero key layers never leave the leaf.
+    # At temperature zero personal layers never leave the leaf.
     for node in state.nodes if temperature else state.nodes[-1:]:
         close(node.params, flat, 2e-5)
 
 
 @pytest.mark.slow
-def test_a_tree_of_leaves_with_no_key_layers_is_federated_averaging(experiment):
+def test_a_tree_of_leaves_with_no_personal_layers_is_federated_averaging(experiment):
     """By hand: every leaf's text from the same parameters, and the mean of what they became."""
     made = experiment("federation.levels=[1]", "federation.personal_layers=none", *FLAT[1:])
     state, told = rounds(made, 1)
@@ -164,7 +164,7 @@ def test_the_mesh_trains_from_many_starts_what_the_loop_trains(tree_of):
     assert fast.engine.traces == 1, "all leaves of all rounds share one program"
 
 
-def test_key_layers_are_personal_at_temperature_zero_and_do_not_travel(tree_of):
+def test_personal_layers_stay_home_at_temperature_zero_and_do_not_travel(tree_of):
     _, _, own = tree_of("federation.temperature=0")
     _, _, shared = tree_of()
     assert 0 < own[-1]["upload_bytes"] < shared[-1]["upload_bytes"] and not own[-1]["routes"]
@@ -223,11 +223,11 @@ def test_nothing_but_clipped_and_noisy_changes_leaves_a_leaf(experiment):
     assert not 0.85 * 0.005 < spread < 1.15 * 0.005, "noise of another size is told apart"
 
 
-def test_private_key_layers_stay_and_others_see_noisy_ones(tree_of):
+def test_private_layers_stay_and_others_see_noisy_ones(tree_of):
     made, state, _ = tree_of(*HIDDEN)
     leaf = state.nodes[made.round.config.topology.with_text[0]]
     own = np.asarray(leaf.params.layers[0].project).ravel()
-    assert not np.any(np.isin(own, leaf.told["layers.0"]))
+    assert not np.any(np.isin(own, leaf.public_layers["layers.0"]))
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_an_optimizer_that_is_kept_goes_on_where_it_stopped(tree_of):
     )
     made, state, _ = tree_of(*alone)
     leaf = made.round.config.topology.with_text[0]
-    counts = [x for x in jax.tree.leaves(state.nodes[leaf].local) if np.ndim(x) == 0]
+    counts = [x for x in jax.tree.leaves(state.nodes[leaf].training_memory) if np.ndim(x) == 0]
     assert counts and all(int(c) == 2 for c in counts)
     step = [jax.tree.leaves(s.nodes[leaf].params)[0] for s in (state, tree_of(*alone[:-1])[1])]
     assert not np.array_equal(*step), "a fresh Adam takes a full step each time"

@@ -1,11 +1,11 @@
-"""Backbone and key layers: every leaf in one part, by share, by projection or by name."""
+"""Backbone and personal layers: every leaf in one part, by share, by projection or by name."""
 
 import pytest
 
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError
 from fedlm.models import catalog
-from fedlm.models.split import key_layers
+from fedlm.models.split import personal_layers
 
 SIZE = catalog.Dimensions(
     vocab=20, embedding_size=8, hidden_size=8, layers=10, heads=2, kernel_size=3
@@ -14,7 +14,7 @@ SIZE = catalog.Dimensions(
 
 def split(rule, architecture="mpt"):
     names = list(tree.named_leaves(catalog.shapes(architecture, SIZE)))
-    return dict(zip(names, key_layers(names, rule), strict=True))
+    return dict(zip(names, personal_layers(names, rule), strict=True))
 
 
 @pytest.mark.parametrize("share, blocks", [("0.1", 1), ("0.3", 3), ("0.5", 5), ("0.01", 1)])

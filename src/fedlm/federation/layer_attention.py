@@ -1,10 +1,11 @@
-"""Key layers of peers: attention between nodes, and residuals that look for a better home.
+"""The two parts of a model, and attention between the personal layers of nodes.
 
-In:       key layers as vectors by name, a common origin of them, a temperature.
-Out:      a node's next key layers and the weights that made them; where a residual goes.
+In:       models; personal layers as vectors by name, a common origin of them, a temperature.
+Out:      a model's backbone and personal layers, and back; a node's next personal layers and the
+          weights that made them; which residual goes to which node.
 Promise:  layer by layer, weights are positive and sum to one; an infinite temperature is the mean
           of self and peers, temperature zero keeps self, and peers equal to self change nothing.
-Not here: the backbone (`tree.py`), which peers a node has (`tree.py`).
+Not here: which leaves are personal (`models/split.py`), which peers a node has (`tree_round.py`).
 
 Two nodes are alike in a layer if they moved in the same direction: the cosine of their changes.
 Weights themselves would not tell: near their start all of them are alike. Changes are measured
@@ -16,14 +17,84 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
+from fedlm.core.types import Params
+
 Vector = Float[np.ndarray, " n"]
-Key = dict[str, Vector]
-"""Key layers by name, each one long vector."""
+Layers = dict[str, Vector]
+"""Personal layers by name, each one long vector."""
+
+Backbone = tuple[Any, ...]
+"""The leaves of a model that a federation shares, in the order of the model."""
+
+LeafLayers = Sequence[str | None]
+"""Of each leaf of a model, the personal layer that it belongs to; None is the backbone."""
+
+
+# ---- the two parts of a model ------------------------------------------------------------
+
+
+def backbone_of(leaf_layers: LeafLayers, params: Params) -> Backbone:
+    """Return the leaves that a federation shares."""
+    leaves = jax.tree.leaves(params)
+    return tuple(x for x, layer in zip(leaves, leaf_layers, strict=True) if layer is None)
+
+
+def personal_of(leaf_layers: LeafLayers, params: Params) -> Layers:
+    """Return the personal layers as vectors."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for leaf, layer in zip(jax.tree.leaves(params), leaf_layers, strict=True):
+        if layer is not None:
+            parts.setdefault(layer, []).append(np.asarray(leaf).ravel())
+    return {layer: np.concatenate(found) for layer, found in parts.items()}
+
+
+def join(leaf_layers: LeafLayers, like: Params, backbone: Backbone, personal: Layers) -> Params:
+    """Return the model of two parts."""
+    leaves, structure = jax.tree.flatten(like)
+    shared, used = iter(backbone), dict.fromkeys(personal, 0)
+    made = []
+    for leaf, layer in zip(leaves, leaf_layers, strict=True):
+        if layer is None:
+            made.append(next(shared))
+        else:
+            at = used[layer]
+            used[layer] = at + leaf.size
+            made.append(personal[layer][at : at + leaf.size].reshape(leaf.shape))
+    return jax.tree.unflatten(structure, made)
+
+
+def length(part: Any) -> float:
+    """Return the L2 norm of a part of a model."""
+    return math.sqrt(sum(float(np.vdot(x, x)) for x in jax.tree.leaves(part)))
+
+
+def difference(after: Backbone, before: Backbone) -> Backbone:
+    """Return the change from one backbone to another."""
+    return tuple(np.subtract(x, y) for x, y in zip(after, before, strict=True))
+
+
+def mean_change(changes: Sequence[Backbone], share: Sequence[float]) -> Backbone:
+    """Return the weighted mean of changes of a backbone."""
+    part = np.asarray(share, np.float32) / np.float32(sum(share))
+    return tuple(
+        sum((x * p for x, p in zip(leaves[1:], part[1:], strict=True)), leaves[0] * part[0])
+        for leaves in zip(*changes, strict=True)
+    )
+
+
+def agreement(mean: Backbone, changes: Sequence[Backbone], share: Sequence[float]) -> float:
+    """Return the norm of the mean change over the mean norm: 1 if all agree, near 0 if none do."""
+    norm = float(np.average([length(change) for change in changes], weights=share))
+    return length(mean) / norm if norm > 0 else 1.0
+
+
+# ---- attention ---------------------------------------------------------------------------
 
 
 class Residual(NamedTuple):
@@ -35,14 +106,14 @@ class Residual(NamedTuple):
 
 
 def cosine(a: Vector, b: Vector, origin: Vector) -> float:
-    """How alike two layers moved; zero where one of them has not moved."""
+    """Return how alike two layers moved; zero where one of them has not moved."""
     x, y = (np.asarray(v, np.float64) - origin for v in (a, b))
     length = math.sqrt(float(x @ x) * float(y @ y))
     return float(x @ y) / length if length > 0 and math.isfinite(length) else 0.0
 
 
 def weights(likeness: Sequence[float], temperature: float) -> Float[np.ndarray, " peers"]:
-    """Softmax over likeness; the first is self.
+    """Return the softmax over likeness; the first entry is self.
 
     >>> weights([1.0, 0.2], 0.0).tolist(), weights([1.0, 0.2], math.inf).tolist()
     ([1.0, 0.0], [0.5, 0.5])
@@ -55,21 +126,21 @@ def weights(likeness: Sequence[float], temperature: float) -> Float[np.ndarray, 
 
 
 class Attended(NamedTuple):
-    """Key layers after attention, and the weights on self and peers that each layer had."""
+    """Personal layers after attention, and the weights of self and peers in each."""
 
-    key: Key
+    layers: Layers
     weights: dict[str, Float[np.ndarray, " peers"]]
 
 
 def attend(
-    own: Key,
-    peers: Sequence[Key],
-    origin: Key,
+    own: Layers,
+    peers: Sequence[Layers],
+    origin: Layers,
     temperature: float,
     residuals: Sequence[Residual] = (),
 ) -> Attended:
-    """Each layer as a mixture of its own, its peers' and the residuals that came for it."""
-    made: Key = {}
+    """Mix each layer with those of the peers, and with the residuals that came for it."""
+    made: Layers = {}
     found: dict[str, np.ndarray] = {}
     for layer, mine in own.items():
         bank = [mine, *(peer[layer] for peer in peers)]
@@ -81,7 +152,7 @@ def attend(
 
 
 def mix(bank: Sequence[Vector], share: Float[np.ndarray, " peers"]) -> Vector:
-    """The weighted mean, written as self plus differences: equal peers give exactly self."""
+    """Return the weighted mean, as self plus differences: equal peers give exactly self."""
     mixed = np.asarray(bank[0], np.float64).copy()
     for other, part in zip(bank[1:], share[1:], strict=True):
         if part > 0:
@@ -89,14 +160,14 @@ def mix(bank: Sequence[Vector], share: Float[np.ndarray, " peers"]) -> Vector:
     return mixed.astype(bank[0].dtype)
 
 
-def mean(keys: Sequence[Key], share: Sequence[float]) -> Key:
-    """The weighted mean of key layers."""
+def mean(nodes: Sequence[Layers], share: Sequence[float]) -> Layers:
+    """Return the weighted mean of several nodes' personal layers."""
     part = np.asarray(share, np.float64) / float(np.sum(share))
-    return {layer: mix([key[layer] for key in keys], part) for layer in keys[0]}
+    return {layer: mix([own[layer] for own in nodes], part) for layer in nodes[0]}
 
 
 def entropy(found: Mapping[str, Float[np.ndarray, " peers"]]) -> float | None:
-    """How spread attention is, from 0 (one peer alone) to 1 (all alike), mean over layers."""
+    """Return how spread attention is, mean over layers: 0 is one peer alone, 1 is all alike."""
     spreads = []
     for share in found.values():
         if len(share) > 1:
@@ -109,9 +180,9 @@ def entropy(found: Mapping[str, Float[np.ndarray, " peers"]]) -> float | None:
 
 
 def worst(
-    candidates: Sequence[Residual], own: Key, origin: Key, count: int
+    candidates: Sequence[Residual], own: Layers, origin: Layers, count: int
 ) -> tuple[Residual, ...]:
-    """For each layer the `count` candidates that fit the node's own layer least."""
+    """Return for each layer the `count` candidates that are least like the node's own layer."""
     chosen: list[Residual] = []
     for layer, mine in own.items():
         here = [r for r in candidates if r.layer == layer]
@@ -121,7 +192,7 @@ def worst(
 
 
 class Routed(NamedTuple):
-    """Where a residual went, and how alike it was to each place it could go to."""
+    """The node that a residual goes to, and how alike it is to each node it could go to."""
 
     residual: Residual
     to: int
@@ -130,18 +201,18 @@ class Routed(NamedTuple):
 
 def route(
     residuals: Sequence[Residual],
-    homes: Mapping[int, tuple[Key, frozenset[int]]],
-    origin: Key,
+    children: Mapping[int, tuple[Layers, frozenset[int]]],
+    origin: Layers,
 ) -> list[Routed]:
-    """Each residual to the most alike child, never to the subtree that it came from.
+    """Send each residual to the most alike child, never to the subtree that it came from.
 
-    `homes` gives of every child its key layers and the nodes of its subtree.
+    `children` gives the personal layers of each child, and the nodes of its subtree.
     """
     routed = []
     for residual in residuals:
         likeness = {
-            child: cosine(residual.values, key[residual.layer], origin[residual.layer])
-            for child, (key, subtree) in homes.items()
+            child: cosine(residual.values, layers[residual.layer], origin[residual.layer])
+            for child, (layers, subtree) in children.items()
             if residual.origin not in subtree
         }
         if likeness:

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedlm.core.types import Params, SpecialTokens
 from fedlm.evaluate.perplexity import Evaluator, ScoreFn, Sums, figures, perplexity_of, total
-from fedlm.federation.tree import TreeConfig, TreeState, received
+from fedlm.federation.tree_round import TreeConfig, TreeState, received
 
 # Rows of each leaf in the matrix of all nodes and all leaves.
 MATRIX_ROWS = 16

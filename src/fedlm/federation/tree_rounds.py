@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedlm.core.releasable import Releasable
-from fedlm.core.types import Engine, Params
+from fedlm.core.types import Engine, Params, Total, Update
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.ascent import turn
+from fedlm.federation.layer_attention import Routed, entropy, length
 from fedlm.federation.round import Metrics, Played, mean_loss
-from fedlm.federation.tree import TreeConfig, TreeState, init_tree, received
+from fedlm.federation.tree_round import (
+    Results,
+    TreeConfig,
+    TreeState,
+    init_tree,
+    received,
+    tree_round,
+)
 from fedlm.privacy.release import release
 
 Claim = Callable[[int], Metrics]
@@ -55,16 +63,9 @@ class TreeRound:
         """Plays rounds one after the other."""
         for round in rounds:
             began = time.perf_counter()
-            state, found = turn(self.config, self.engine, state)
-            sums = found.pop("sums")
-            nats = sums.pop("nats")
-            metrics = {
-                "round": round,
-                **{name: int(value) for name, value in sums.items()},
-                "loss": mean_loss(nats, sums["tokens"], sums["refused"]),
-                "seconds": time.perf_counter() - began,
-                **found,
-            }
+            state, results = tree_round(self.config, self.engine, state)
+            metrics = metrics_of(self.config, round, results, began)
+            del results  # it holds models of the round's steps, which nobody needs any more
             yield Played(state, metrics, self._told(metrics))
 
     def _told(self, metrics: Metrics) -> Releasable:
@@ -97,7 +98,7 @@ class TreeRound:
     def header(self) -> Metrics:
         """The tree: nodes, parents, how many clients feed each, which layers are personal."""
         config, topology = self.config, self.config.topology
-        layers = [layer for layer in config.layers if layer is not None]
+        layers = [layer for layer in config.personal_layers if layer is not None]
         held = [len(clients) for clients in topology.clients]
         return {
             "tree": {
@@ -105,14 +106,80 @@ class TreeRound:
                 "parents": list(topology.parents),
                 "clients": held,
                 "left_out": config.clients - sum(held),
-                "key_layers": list(dict.fromkeys(layers)),
-                "key_leaves": len(layers),
+                "personal_layers": list(dict.fromkeys(layers)),
+                "personal_leaves": len(layers),
             }
         }
 
     def closing(self, rounds: int) -> Metrics:
         """What noise at the leaves is worth, in numbers and plain words."""
         return self.claim(rounds)
+
+
+# ---- what happened in a round ----------------------------------------------------------------
+
+
+def metrics_of(config: TreeConfig, round: int, results: Results, began: float) -> Metrics:
+    """Return sums over the nodes that trained, the bytes of the round, and figures per node."""
+    names, trained = config.topology.names, results.trained.values()
+    nodes = {name: _node_metrics(config, node, results) for node, name in enumerate(names)}
+    edges = nodes.values()
+    upload, download = (sum(edge[way] for edge in edges) for way in ("up_bytes", "down_bytes"))
+    sums = _sums([done.sums for done in trained])
+    nats = sums.pop("nats")
+    return {
+        "round": round,
+        **{name: int(value) for name, value in sums.items()},
+        "loss": mean_loss(nats, sums["tokens"], sums["refused"]),
+        "upload_bytes": upload + sum(done.upload_bytes for done in trained),
+        "download_bytes": download + sum(done.download_bytes for done in trained),
+        "seconds": time.perf_counter() - began,
+        "nodes": nodes,
+        "routes": [
+            _route(names, sent) for result in results.received.values() for sent in result.routed
+        ],
+    }
+
+
+def _sums(parts: Sequence[Update | Total]) -> dict[str, float]:
+    names = ("refused", "steps", "tokens", "unclipped", "nats")
+    sums = {name: float(sum(float(getattr(p, name)) for p in parts)) for name in names}
+    sums["members"] = float(sum(float(getattr(p, "members", 1.0)) for p in parts))
+    return sums
+
+
+def _route(names: Sequence[str], sent: Routed) -> Metrics:
+    """Return the way of one residual, with the names of nodes."""
+    return {
+        "layer": sent.residual.layer,
+        "from": names[sent.residual.origin],
+        "to": names[sent.to],
+        "likeness": {names[node]: round(value, 4) for node, value in sent.likeness.items()},
+    }
+
+
+def _node_metrics(config: TreeConfig, node: int, results: Results) -> Metrics:
+    received, trained = results.received[node], results.trained.get(node)
+    reported = results.reported.get(node)
+    if reported is None:  # what was sent to it counts as not received
+        return {"up_bytes": 0, "down_bytes": 0, "missed": True}
+    found: Metrics = {"up_bytes": reported.up_bytes, "down_bytes": received.down_bytes}
+    if trained is not None:
+        found["loss"] = float(trained.sums.nats) / max(float(trained.sums.tokens), 1.0)
+        if trained.change is not None:
+            found["change"] = trained.change
+    elif config.topology.clients[node]:
+        found["missed"] = True
+    if received.attention is not None:
+        own = [float(weights[0]) for weights in received.attention.values()]
+        found["entropy_down"] = entropy(received.attention)
+        found["self_weight"] = float(np.mean(own))
+    if reported.attention is not None:
+        found["entropy_up"] = entropy(reported.attention)
+    if reported.agreement is not None:
+        found["agreement"] = reported.agreement
+        found["backbone_norm"] = length(config.backbone(reported.after.params))
+    return found
 
 
 def _secret(root: bytes, node: int) -> bytes:

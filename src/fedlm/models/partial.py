@@ -5,7 +5,7 @@ Out:      a `TrainablePart`: all of it, a subset of its leaves, or low-rank fact
           leaves that a fraction or name patterns choose.
 Promise:  what is not trained keeps its bits; a subset follows from its key alone, so that no
           index travels.
-Not here: backbones and key layers (`split.py`), optimisers, bytes (`wire`).
+Not here: backbones and personal layers (`split.py`), optimisers, bytes (`wire`).
 
 Only tensors that multiply may be held still (matrices, embeddings, gains of norms); shifts and
 biases are few and always train. Subsets are drawn in random order: a tensor is taken if that brings

@@ -1,9 +1,9 @@
-"""Which leaves are backbone, shared by a federation, and which are key layers of a node.
+"""Which leaves are backbone, shared by a federation, and which are personal layers of a node.
 
 In:       the names of a model's leaves, and a rule.
-Out:      for each leaf the key layer that it belongs to, or None for the backbone.
+Out:      for each leaf the personal layer that it belongs to, or None for the backbone.
 Promise:  every leaf is in one part; the same names and rule give the same split.
-Not here: what is done with the parts (`federation/tree.py`, `federation/layer_attention.py`).
+Not here: what is done with the parts (`federation/tree_round.py`, `federation/layer_attention.py`).
 
 Rules: `none`, `all`, `last SHARE` (the last share of the blocks, at least one, and the norm after
 them), `kv` (key and value projections of every block), or leaf names with `*`, divided by
@@ -34,10 +34,10 @@ def layer_of(name: str) -> str:
     return numbered.group(1) if numbered else name.split(".")[0]
 
 
-def key_layers(names: Sequence[str], rule: str) -> tuple[str | None, ...]:
-    """The key layer of each leaf, or None where it belongs to the backbone.
+def personal_layers(names: Sequence[str], rule: str) -> tuple[str | None, ...]:
+    """The personal layer of each leaf, or None where it belongs to the backbone.
 
-    >>> key_layers(["stem.embedding", "blocks.0.up", "blocks.1.up", "last.scale"], "last 0.5")
+    >>> personal_layers(["stem.embedding", "blocks.0.up", "blocks.1.up", "last.scale"], "last 0.5")
     (None, None, 'blocks.1', 'last')
     """
     parts = [part.strip() for part in rule.split("+")]

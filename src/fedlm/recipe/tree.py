@@ -25,14 +25,14 @@ from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.topology import Topology, feed
-from fedlm.federation.tree import TreeConfig
 from fedlm.federation.tree_evaluation import TreeEvaluation
+from fedlm.federation.tree_round import TreeConfig
 from fedlm.federation.tree_rounds import TreeRound
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
 from fedlm.methods.optimizers import schedule, server_optimizer
 from fedlm.models import catalog
-from fedlm.models.split import key_layers
+from fedlm.models.split import personal_layers
 from fedlm.privacy import account, release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
@@ -195,22 +195,22 @@ def config_of(
 
     return TreeConfig(
         topology=topology,
-        layers=key_layers(names, settings.personal_layers),
+        personal_layers=personal_layers(names, settings.personal_layers),
         seed=recipe.run.seed,
         temperature=settings.temperature,
         compare=settings.compare,
         residuals=0 if settings.temperature == 0 else settings.residuals,
-        every=settings.sync_every,
+        sync_every=settings.sync_every,
         order=settings.order,
         servers=tuple(_outer(recipe, topology, node) for node in nodes),
-        shares=tuple(_weight(settings, topology, people, node) for node in nodes),
-        pooled=settings.pool_clients,
+        weights=tuple(_weight(settings, topology, people, node) for node in nodes),
+        pool_clients=settings.pool_clients,
         init_memory=algorithm.local.init_memory,
         rest=rest,
         clients=people.size,
         algorithms=tuple(_inner(recipe, topology, shapes, node) for node in nodes),
-        clip=settings.clip_norm,
-        noise=settings.noise_multiplier,
+        clip_norm=settings.clip_norm,
+        noise_multiplier=settings.noise_multiplier,
         edge_bytes=dense().encoded_bytes,
     )
 

@@ -3,7 +3,7 @@
 In:       a number and a tree of arrays.
 Out:      the same tree, its arrays mapped from a file that is written like a checkpoint.
 Promise:  the values are the same to the bit; what is on the shelf costs address space, not memory.
-Not here: when a model is put away (`federation/tree.py`), checkpoints of a run (`checkpoint.py`).
+Not here: when a model is put away (`federation/tree_round.py`), checkpoints (`checkpoint.py`).
 """
 
 from __future__ import annotations

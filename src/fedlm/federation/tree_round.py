@@ -1,0 +1,602 @@
+"""One round of a tree of federations: down, training, and up again.
+
+In:       a `TreeConfig`, an engine, a `TreeState`.
+Out:      the next `TreeState`, and what each node received, trained and reported.
+Promise:  a federation looks like a member from above: it receives a backbone and returns a change.
+          A tree of one node is the flat federation, by the same functions. Every step is a function
+          of the state and of results that never change again; what survives a round is in
+          `TreeState`. Nothing leaves a leaf but what the config allows: under leaf noise a clipped
+          change with noise; at temperature zero, no personal layer. A node that did not answer
+          stays as it was before the round, and so does a federation none of whose children came.
+Not here: attention between layers (`layer_attention.py`), the shape (`topology.py`), training
+          (`engine`), metrics and rounds one after another (`tree_rounds.py`).
+
+Down, level by level: a node takes its parent's backbone, and mixes its personal layers with its
+parent's and with residuals that were sent to it. Nodes that hold text train. Up, from the deepest:
+a node moves its backbone by its children's mean change, through an optimiser whose memory is its
+own, mixes its personal layers with theirs, and sends up the layers that fit it worst. The root
+sends those down again in the next round, each to the subtree that is most like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, UInt32
+
+from fedlm.cohort.sampling import draw
+from fedlm.core.keys import generator_for, key_for
+from fedlm.core.types import (
+    Cohort,
+    Engine,
+    History,
+    OptState,
+    Params,
+    ServerMethod,
+    Start,
+    Total,
+    Update,
+)
+from fedlm.federation import layer_attention
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.layer_attention import (
+    Backbone,
+    Layers,
+    Residual,
+    Routed,
+    agreement,
+    attend,
+    difference,
+    length,
+    mean_change,
+)
+from fedlm.federation.member import ClientState
+from fedlm.federation.round import (
+    NodeState,
+    init_node,
+    private_seed,
+    server_half,
+    start_of_round,
+)
+from fedlm.federation.topology import Topology
+from fedlm.privacy.clip import clip
+from fedlm.privacy.noise import add_scaled, standard_normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """Everything that a round of a tree needs to know."""
+
+    topology: Topology
+    personal_layers: tuple[str | None, ...]  # of each leaf of the model; None is the backbone
+    seed: int
+    temperature: float
+    compare: Literal["start", "root"]  # what changes of personal layers are measured from
+    residuals: int  # how many per layer each node sends up; 0 is none
+    sync_every: int  # rounds of a federation to one report to the federation above it
+    order: Literal["levels", "together"]  # parents train before their children receive, or not
+    servers: tuple[ServerMethod, ...]  # what each node does with its children's mean change
+    weights: tuple[float, ...]  # how much each node counts at its parent
+    pool_clients: bool  # a node's text is one member, not a federation of clients
+    init_memory: Callable[[Params], Any] | None  # of a leaf's optimiser, where that is kept
+    rest: Callable[[int, Params], Params]  # moves a node's model to where it waits for its use
+    clients: int  # how many there are; beyond their numbers, `clients + node` is a pooled node
+    algorithms: tuple[Algorithm | None, ...]  # of nodes that are federations of clients
+    clip_norm: float  # the longest change that leaves a leaf; 0 is any
+    noise_multiplier: float  # on what leaves a leaf, in multiples of the clip norm
+    edge_bytes: Callable[[Any], int]
+
+    @property
+    def layers_stay(self) -> bool:
+        """Whether personal layers never leave their node."""
+        return self.temperature == 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether what leaves a leaf is clipped, and perhaps noisy."""
+        return self.clip_norm > 0
+
+    def backbone(self, params: Params) -> Backbone:
+        """Return the leaves of a model that a federation shares."""
+        return layer_attention.backbone_of(self.personal_layers, params)
+
+    def personal(self, params: Params) -> Layers:
+        """Return the personal layers of a model as vectors."""
+        return layer_attention.personal_of(self.personal_layers, params)
+
+    def join(self, like: Params, backbone: Backbone, personal: Layers) -> Params:
+        """Return the model of two parts."""
+        return layer_attention.join(self.personal_layers, like, backbone, personal)
+
+    def cost(self, part: Any) -> int:
+        """Return the bytes that a part of a model takes between two nodes; nothing takes none."""
+        return self.edge_bytes(part) if jax.tree.leaves(part) else 0
+
+    def receives(self, node: int, round: int) -> bool:
+        """Tell whether a node receives from its parent in a round."""
+        return round % self.sync_every ** self.topology.heights[node] == 0
+
+    def reports(self, node: int, round: int) -> bool:
+        """Tell whether a node reports to its parent in a round."""
+        return (round + 1) % self.sync_every ** self.topology.heights[node] == 0
+
+
+# ---- what survives a round -------------------------------------------------------------------
+
+
+class TreeNodeState(eqx.Module):
+    """What a node carries from round to round; models rest on the host."""
+
+    params: Params
+    server_memory: OptState  # of the optimiser that moves its backbone, where it has children
+    received_backbone: Backbone | None  # what its report is measured from, if not every round
+    training_memory: Any  # of the optimiser of its own training, where that is kept
+    federation: NodeState | None  # of its clients, without parameters; None if text is pooled
+    public_layers: dict[str, Any] | None  # its personal layers as others know them, if hidden
+
+
+class TreeState(eqx.Module):
+    """What a tree carries from round to round; nothing else survives."""
+
+    nodes: tuple[TreeNodeState, ...]
+    origin: dict[str, Any]  # the personal layers that all began with
+    waiting: dict[str, Any]  # residuals at the root for the next round, one row each
+    waiting_from: Int[Array, "layers rows"]  # the nodes they came from; -1 is an empty row
+    secret: UInt32[Array, "4"]  # what private draws are made from
+    round: Int[Array, ""]
+
+    @property
+    def params(self) -> tuple[Params, ...]:
+        """The model of every node, the root's first."""
+        return tuple(node.params for node in self.nodes)
+
+
+def init_tree(
+    config: TreeConfig, params: Params, secret: bytes = bytes(16), secrets: Sequence[bytes] = ()
+) -> TreeState:
+    """Return the state before the first round: all nodes begin with the same model.
+
+    `secret` is that of noise at the leaves; `secrets` has one per node, for its clients' plan.
+    """
+    params = jax.device_get(params)
+    topology, origin = config.topology, config.personal(params)
+    nodes = tuple(
+        _init_node_state(config, node, params, secrets[node] if secrets else bytes(16))
+        for node in range(len(topology))
+    )
+    rows = config.residuals * len(topology.children[0])
+    return TreeState(
+        nodes=nodes,
+        origin=dict(origin),
+        waiting={layer: np.zeros((rows, v.size), v.dtype) for layer, v in origin.items()},
+        waiting_from=jnp.full((len(origin), rows), -1, jnp.int32),
+        secret=jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
+        round=jnp.int32(0),
+    )
+
+
+def _init_node_state(config: TreeConfig, node: int, params: Params, secret: bytes) -> TreeNodeState:
+    topology, backbone = config.topology, config.backbone(params)
+    algorithm, federation = config.algorithms[node], None
+    if algorithm is not None and topology.clients[node]:
+        federation = eqx.tree_at(lambda s: s.params, init_node(algorithm, params, secret), None)
+    now_and_then = config.sync_every > 1 and topology.heights[node] and node
+    memory = config.init_memory(params) if config.init_memory else None
+    return TreeNodeState(
+        params=params,
+        server_memory=config.servers[node].init(backbone) if topology.children[node] else (),
+        received_backbone=backbone if now_and_then else None,
+        training_memory=jax.device_get(memory),
+        federation=federation,
+        public_layers=config.personal(params) if config.hides else None,
+    )
+
+
+# ---- a round ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the nodes of a round have done so far, by number."""
+
+    received: dict[int, Received] = field(default_factory=dict)
+    trained: dict[int, Trained] = field(default_factory=dict)  # nodes that answered
+    reported: dict[int, Reported] = field(default_factory=dict)  # all but those that stay
+
+    def now(self, node: int) -> Received | Trained:
+        """Return a node as it is before the way up."""
+        return self.trained.get(node, self.received[node])
+
+
+def tree_round(config: TreeConfig, engine: Engine, state: TreeState) -> tuple[TreeState, Results]:
+    """Play one round of the whole tree; return its next state, and what each node did."""
+    topology, results = config.topology, Results()
+    for level in topology.levels():
+        for node in level:
+            results.received[node] = down(config, state, node, results)
+        if config.order == "levels":
+            with_text = [node for node in level if topology.clients[node]]
+            results.trained.update(train(config, engine, state, with_text, results))
+    if config.order == "together":
+        results.trained.update(train(config, engine, state, topology.with_text, results))
+    for node in reversed(range(len(topology))):
+        report = up(config, state, node, results)
+        if report is not None:
+            results.reported[node] = report
+    return _state_after(state, results), results
+
+
+def received(config: TreeConfig, state: TreeState) -> list[Params]:
+    """Return the models with which the nodes would begin the next round."""
+    results = Results()
+    for node in range(len(config.topology)):
+        results.received[node] = down(config, state, node, results)
+    return [result.params for result in results.received.values()]
+
+
+def _known(config: TreeConfig, node: TreeNodeState | Received | Trained) -> Layers:
+    """Return a node's personal layers as other nodes know them."""
+    if node.public_layers is None:
+        return config.personal(node.params)
+    return {layer: np.asarray(values) for layer, values in node.public_layers.items()}
+
+
+def _origin(config: TreeConfig, state: TreeState) -> Layers:
+    """Return the personal layers from which changes are measured in this round."""
+    if config.compare == "root":
+        return config.personal(state.nodes[0].params)
+    return {layer: np.asarray(values) for layer, values in state.origin.items()}
+
+
+# ---- down ------------------------------------------------------------------------------------
+
+
+class Received(NamedTuple):
+    """A node after the way down."""
+
+    params: Params
+    public_layers: dict[str, Any] | None
+    routed: Sequence[Routed] = ()  # residuals that it sends on to its children
+    attention: dict[str, np.ndarray] | None = None  # weights of self, parent and residuals
+    down_bytes: int = 0
+
+
+def down(config: TreeConfig, state: TreeState, node: int, results: Results) -> Received:
+    """Take the parent's backbone, and mix personal layers with the parent's and with residuals.
+
+    Needs the parent's result of the way down, and of training if it trains before its children.
+    """
+    before, parent = state.nodes[node], config.topology.parents[node]
+    unchanged = Received(before.params, before.public_layers)
+    if not config.receives(node, int(state.round)):
+        return unchanged
+    if parent is None:
+        return unchanged._replace(routed=_route(config, state, node, _waiting(state)))
+    sent = results.received[parent].routed
+    residuals = [one.residual for one in sent if one.to == node]
+    return _take(config, state, node, results.now(parent), residuals)
+
+
+def _take(
+    config: TreeConfig,
+    state: TreeState,
+    node: int,
+    parent: Received | Trained,
+    residuals: Sequence[Residual],
+) -> Received:
+    """Return a node with its parent's backbone and a mixture of personal layers."""
+    before = state.nodes[node]
+    backbone, own = config.backbone(parent.params), config.personal(before.params)
+    down_bytes, attention = config.cost(backbone), None
+    if own and not config.layers_stay:
+        # To measure from the root takes its layers too; a child of the root has them already.
+        from_root = config.compare == "root" and config.topology.depths[node] > 1
+        down_bytes += (2 if from_root else 1) * config.cost(own)
+        down_bytes += sum(config.cost(residual.values) for residual in residuals)
+        peers, origin = [_known(config, parent)], _origin(config, state)
+        own, attention = attend(own, peers, origin, config.temperature, residuals)
+    params = config.rest(node, config.join(before.params, backbone, own))
+    # A leaf's own layers are not public where it hides them.
+    public = own if config.hides and not config.topology.clients[node] else before.public_layers
+    return Received(params, public, _route(config, state, node, residuals), attention, down_bytes)
+
+
+def _route(
+    config: TreeConfig, state: TreeState, node: int, residuals: Sequence[Residual]
+) -> Sequence[Routed]:
+    """Send residuals on, each to the child that is most like it."""
+    if not residuals:
+        return ()
+    children = {
+        child: (_known(config, state.nodes[child]), config.topology.below(child))
+        for child in config.topology.children[node]
+        if config.receives(child, int(state.round))
+    }
+    return layer_attention.route(residuals, children, _origin(config, state))
+
+
+def _waiting(state: TreeState) -> list[Residual]:
+    """Return the residuals that the root sends down."""
+    found = []
+    origins = np.asarray(state.waiting_from)
+    for row, (layer, values) in enumerate(sorted(state.waiting.items())):
+        for slot, node in enumerate(origins[row]):
+            if node >= 0:
+                found.append(Residual(layer, int(node), np.asarray(values)[slot]))
+    return found
+
+
+# ---- training --------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """A node after training."""
+
+    params: Params
+    public_layers: dict[str, Any] | None
+    sums: Update | Total  # what happened, without the change and memories
+    public_backbone: Backbone | None = None  # as its parent sees it, if not as it is
+    change: float | None = None  # the L2 norm of the change; of pooled text alone
+    training_memory: Any = None
+    federation: NodeState | None = None
+    upload_bytes: int = 0  # between the node and clients that are its members
+    download_bytes: int = 0
+
+
+def train(
+    config: TreeConfig, engine: Engine, state: TreeState, nodes: Sequence[int], results: Results
+) -> dict[int, Trained]:
+    """Train nodes that hold text, from what they received; leave out those that do not answer."""
+    received = results.received
+    if not config.pool_clients:
+        return {n: _train_clients(config, engine, state, n, received[n]) for n in nodes}
+    if not nodes:
+        return {}
+    cohort = Cohort(int(state.round), np.asarray([config.clients + node for node in nodes]))
+    starts, made = [_start(state.nodes[node], received[node]) for node in nodes], {}
+    # The engine's bytes do not count: a node is where its text is.
+    for member, update, *_ in engine.updates(starts, cohort):
+        node = member - config.clients
+        made[node] = _trained(config, state, node, received[node], update)
+    return made
+
+
+def _start(before: TreeNodeState, received: Received) -> Start:
+    memory = before.training_memory
+    return Start(
+        received.params, client_state=None if memory is None else ClientState(memory, None)
+    )
+
+
+def _trained(
+    config: TreeConfig, state: TreeState, node: int, start: Received, update: Update
+) -> Trained:
+    """Return a node whose pooled text gave an update."""
+    backbone, layers = None, start.public_layers
+    if config.hides:
+        backbone, layers = _hide(config, state, node, start, update)
+    return Trained(
+        params=config.rest(node, jax.tree.map(np.add, start.params, update.delta)),
+        public_layers=layers,
+        sums=_without_change(update),
+        public_backbone=backbone,
+        change=length(update.delta),
+        training_memory=None if update.client_state is None else update.client_state.own,
+    )
+
+
+def _hide(
+    config: TreeConfig, state: TreeState, node: int, start: Received, update: Update
+) -> tuple[Backbone, Layers]:
+    """Return what others may know of a leaf: both parts after a clipped change with noise."""
+    delta = jax.device_get(clip(update, jnp.float32(config.clip_norm)).delta)
+    if config.noise_multiplier:
+        secret = private_seed(state)  # type: ignore[arg-type]  # it reads the secret alone
+        key = key_for(secret, "noise", round=int(state.round), member=node)
+        stddev = config.noise_multiplier * config.clip_norm
+        delta = jax.device_get(add_scaled(delta, standard_normal(key, delta), stddev))
+    backbone = config.backbone(jax.tree.map(np.add, start.params, delta))
+    moved = config.personal(delta)
+    layers = {layer: values + moved[layer] for layer, values in _known(config, start).items()}
+    return backbone, layers
+
+
+def _train_clients(
+    config: TreeConfig, engine: Engine, state: TreeState, node: int, start: Received
+) -> Trained:
+    """Train a node whose clients are members: the flat round, on its part of the clients."""
+    algorithm, inner = config.algorithms[node], state.nodes[node].federation
+    assert algorithm is not None and inner is not None
+    before = eqx.tree_at(lambda s: s.params, inner, start.params, is_leaf=_is_none)
+    seed = config.seed if algorithm.plan is None else private_seed(before)
+    # Numbered among the nodes with text: the only one draws as a flat federation does.
+    round, number = int(state.round), config.topology.with_text.index(node)
+    rng = generator_for(seed, "cohort", round=round, member=number)
+    history = History(*(np.asarray(part) for part in before.history))
+    members = draw(algorithm.sampling, rng, round, history)
+    cohort = engine.prepare(round, np.asarray(config.topology.clients[node])[members])
+    gathered = engine.total(start_of_round(algorithm, before, members), cohort)
+    after = server_half(algorithm, before, gathered.total, members)
+    return Trained(
+        params=config.rest(node, jax.device_get(after.params)),
+        public_layers=start.public_layers,
+        sums=_without_change(gathered.total),
+        federation=eqx.tree_at(lambda s: s.params, after, None),
+        upload_bytes=gathered.upload_bytes,
+        download_bytes=gathered.download_bytes,
+    )
+
+
+def _without_change(done: Any) -> Any:
+    """Drop the change and what members remember, which are as large as models."""
+    return eqx.tree_at(lambda d: (d.delta, d.client_state), done, (None, None), is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+# ---- up --------------------------------------------------------------------------------------
+
+
+class Reported(NamedTuple):
+    """A node after the way up, and what it shows its parent."""
+
+    after: TreeNodeState
+    backbone: Backbone  # as its parent sees it
+    residuals: Sequence[Residual] | None = None  # None if nobody offered any
+    attention: dict[str, np.ndarray] | None = None  # weights of self and children
+    agreement: float | None = None  # of the children's changes
+    up_bytes: int = 0
+
+
+def up(config: TreeConfig, state: TreeState, node: int, results: Results) -> Reported | None:
+    """Join what the children report with the node's own work; None if nobody answered.
+
+    Needs the node's results so far, and the reports of its children.
+    """
+    round, topology = int(state.round), config.topology
+    due = [child for child in topology.children[node] if config.reports(child, round)]
+    came = {child: results.reported[child] for child in due if child in results.reported}
+    if came:
+        report = _aggregate(config, state, node, came, results)
+    elif node in results.trained or not (due or topology.clients[node]):
+        report = _carry_on(config, state, node, results)
+    else:
+        return None
+    if node == 0 or not config.reports(node, round):
+        return report
+    up_bytes = config.cost(report.backbone)
+    if not config.layers_stay:
+        up_bytes += config.cost(_known(config, report.after))
+        if topology.children[node]:  # a leaf's residuals are its layers
+            up_bytes += sum(config.cost(r.values) for r in report.residuals or ())
+    return report._replace(up_bytes=up_bytes)
+
+
+def _carry_on(config: TreeConfig, state: TreeState, node: int, results: Results) -> Reported:
+    """Return a node that no child reports to, as it is; a leaf offers its layers as residuals."""
+    now, trained, residuals = results.now(node), results.trained.get(node), None
+    if config.residuals and not config.topology.children[node]:
+        layers = _known(config, now).items()
+        residuals = [Residual(layer, node, values) for layer, values in layers]
+    backbone = trained.public_backbone if trained is not None else None
+    after = _node_after(config, state, node, results)
+    return Reported(after, config.backbone(now.params) if backbone is None else backbone, residuals)
+
+
+def _aggregate(
+    config: TreeConfig, state: TreeState, node: int, came: Mapping[int, Reported], results: Results
+) -> Reported:
+    """Move a node's backbone by its children's mean change, and mix its layers with theirs."""
+    now, weights = results.now(node), [config.weights[child] for child in came]
+    changes = [
+        difference(report.backbone, _begun_from(config, state, child, results.received[child]))
+        for child, report in came.items()
+    ]
+    base = config.backbone(now.params)
+    if config.order == "together" and node in results.trained:
+        # It trained beside its children: its own change is one more, of their mean weight.
+        base = config.backbone(results.received[node].params)
+        changes.append(difference(config.backbone(now.params), base))
+        weights.append(float(np.mean(weights)))
+    change, memory = mean_change(changes, weights), state.nodes[node].server_memory
+    backbone, memory = _server_step(config.servers[node], base, memory, change)
+    layers, attention, residuals = _meet(config, state, node, now, came)
+    params = config.rest(node, config.join(now.params, jax.device_get(backbone), layers))
+    after = replace(
+        _node_after(config, state, node, results),
+        params=params,
+        server_memory=memory,
+        public_layers=layers if config.hides else None,
+    )
+    agreed = agreement(change, changes, weights)
+    return Reported(after, config.backbone(params), residuals, attention, agreed)
+
+
+def _begun_from(config: TreeConfig, state: TreeState, node: int, received: Received) -> Backbone:
+    """Return the backbone that a node's report is measured from: the one it last received."""
+    kept = state.nodes[node].received_backbone
+    if kept is None or config.receives(node, int(state.round)):
+        return config.backbone(received.params)
+    return kept
+
+
+def _meet(
+    config: TreeConfig,
+    state: TreeState,
+    node: int,
+    now: Received | Trained,
+    came: Mapping[int, Reported],
+) -> tuple[Layers, dict[str, np.ndarray] | None, Sequence[Residual] | None]:
+    """Return a node's layers mixed with its children's, the weights, and what it sends up."""
+    own = _known(config, now)
+    if not own or config.layers_stay:
+        return own, None, None
+    origin, theirs = _origin(config, state), [_known(config, r.after) for r in came.values()]
+    if not config.topology.clients[node]:  # it learns nothing itself
+        own = layer_attention.mean(theirs, [config.weights[child] for child in came])
+    layers, weights = attend(own, theirs, origin, config.temperature)
+    if not config.residuals:
+        return layers, weights, None
+    offered = [r for report in came.values() for r in report.residuals or ()]
+    if node:
+        return layers, weights, layer_attention.worst(offered, layers, origin, config.residuals)
+    return layers, weights, offered
+
+
+@eqx.filter_jit
+def _server_step(
+    server: ServerMethod, backbone: Backbone, memory: OptState, change: Backbone
+) -> tuple[Backbone, OptState]:
+    return server.step(backbone, memory, change)
+
+
+def _node_after(config: TreeConfig, state: TreeState, node: int, results: Results) -> TreeNodeState:
+    """Return what a node carries into the next round, before its children's work."""
+    before, now, trained = state.nodes[node], results.now(node), results.trained.get(node)
+    kept = before.received_backbone
+    if kept is not None:
+        kept = _begun_from(config, state, node, results.received[node])
+    return TreeNodeState(
+        params=now.params,
+        server_memory=before.server_memory,
+        received_backbone=kept,
+        training_memory=before.training_memory if trained is None else trained.training_memory,
+        federation=before.federation if trained is None else trained.federation,
+        public_layers=now.public_layers,
+    )
+
+
+def _state_after(state: TreeState, results: Results) -> TreeState:
+    """Return the next state of the tree; a node without a report stays as it was."""
+    nodes = list(state.nodes)
+    for node, report in results.reported.items():
+        nodes[node] = report.after
+    waiting, waiting_from = state.waiting, state.waiting_from
+    if 0 in results.reported and results.reported[0].residuals is not None:
+        waiting, waiting_from = _kept_waiting(state, results.reported[0].residuals)
+    return replace(
+        state,
+        nodes=tuple(nodes),
+        waiting=waiting,
+        waiting_from=jnp.asarray(waiting_from),
+        round=state.round + 1,
+    )
+
+
+def _kept_waiting(state: TreeState, residuals: Sequence[Residual]) -> tuple[Layers, Any]:
+    """Return residuals as the rows of arrays whose shapes never change."""
+    values = {layer: np.zeros(v.shape, v.dtype) for layer, v in sorted(state.waiting.items())}
+    origins = np.full(state.waiting_from.shape, -1, np.int32)
+    for row, (layer, rows) in enumerate(values.items()):
+        here = [r for r in residuals if r.layer == layer][: len(rows)]
+        for slot, residual in enumerate(here):
+            rows[slot], origins[row, slot] = residual.values, residual.origin
+    return values, origins
