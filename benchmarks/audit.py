@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedlm.core.types import Start
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.audit import look
 from fedlm.federation.round import CohortSampler, init_node, server_half, with_text
@@ -79,7 +80,7 @@ def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
     for r in range(plan.rounds):
         members = choose(r)
         cohort = made.engine.prepare(r, with_text(algorithm, members))
-        total = made.engine.gather(state.params, cohort, float(state.clip_norm))
+        total = made.engine.total(Start(state.params, float(state.clip_norm)), cohort).total
         state = server_half(algorithm, state, total, members)
     # Strangers are for the second opinion, which the table does not show.
     seen = look(algorithm, before, state.params, secret=secret, rounds=plan.rounds, strangers=10)

@@ -26,7 +26,7 @@ from benchmarks.fedavg import fedavg  # noqa: E402
 from benchmarks.probe import in_turns, machine, spread  # noqa: E402
 from fedlm.core import tree  # noqa: E402
 from fedlm.core.keys import key_for  # noqa: E402
-from fedlm.core.types import BatchSpec  # noqa: E402
+from fedlm.core.types import BatchSpec, Start  # noqa: E402
 from fedlm.engine.loop import LoopEngine  # noqa: E402
 from fedlm.engine.mesh import MeshEngine  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
@@ -59,7 +59,11 @@ class Workload(NamedTuple):
 
 WORKLOADS = [
     *(Workload(name, "large", 10_000, RECURRENT) for name in ("cifg", "si-cifg", "lstm")),
-    *(Workload(name, "large", 10_000, DECODER) for name in sorted(catalog.ATTENTIVE)),
+    *(
+        Workload(name, "large", 10_000, DECODER)
+        for name, known in sorted(catalog.ARCHITECTURES.items())
+        if known.attends
+    ),
     *(
         Workload(name, "small", 2_000, {**SMALL, "layers": 1})
         for name in ("cifg", "si-cifg", "lstm")
@@ -95,15 +99,16 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
         "few": (mesh, mesh.prepare(0, few)),
         "mesh": (mesh, mesh.prepare(0, all_of_them)),
     }
-    slow, fast = (e.gather(params, c) for e, c in (cohorts["loop"], cohorts["few"]))
-    nudged = loop.gather(jax.tree.map(lambda x: x * NUDGE, params), cohorts["loop"][1])
+    slow, fast = (e.total(Start(params), c).total for e, c in (cohorts["loop"], cohorts["few"]))
+    other = Start(jax.tree.map(lambda x: x * NUDGE, params))
+    nudged = loop.total(other, cohorts["loop"][1]).total
     apart, doubt = (
         float(tree.norm(tree.sub(slow.delta, other.delta)) / tree.norm(slow.delta))
         for other in (fast, nudged)
     )
-    runs = {k: lambda e=e, c=c: e.gather(params, c) for k, (e, c) in cohorts.items()}
+    runs = {k: lambda e=e, c=c: e.total(Start(params), c) for k, (e, c) in cohorts.items()}
     times, rates = in_turns(runs, repeats)
-    tokens = float(jnp.asarray(mesh.gather(params, cohorts["mesh"][1]).tokens))
+    tokens = float(jnp.asarray(mesh.total(Start(params), cohorts["mesh"][1]).total.tokens))
     work = flops(params, size, shape.sequence_length) * tokens / 1e9
     share = [work / m / r for m, r in zip(times["mesh"], rates, strict=True)]
     return [

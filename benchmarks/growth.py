@@ -51,7 +51,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     from benchmarks.fedavg import fedavg
     from benchmarks.memory import held
     from fedlm.core.keys import key_for
-    from fedlm.core.types import BatchSpec
+    from fedlm.core.types import BatchSpec, Start
     from fedlm.engine.mesh import MeshEngine
     from fedlm.models import catalog
 
@@ -65,12 +65,12 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     engine = MeshEngine(
         algorithm, rows.__getitem__, BatchSpec(batch_size=16, sequence_length=20), 0
     )
-    members = np.arange(len(rows))
-    total = jax.block_until_ready(engine.gather(params, engine.prepare(0, members[:2])))
+    members, start = np.arange(len(rows)), Start(params)
+    total = jax.block_until_ready(engine.total(start, engine.prepare(0, members[:2])).total)
     taken = []
     for _ in range(asked["repeats"]):
         began = time.perf_counter()
-        total = jax.block_until_ready(engine.gather(params, engine.prepare(0, members)))
+        total = jax.block_until_ready(engine.total(start, engine.prepare(0, members)).total)
         taken.append(time.perf_counter() - began)
     tokens = float(total.tokens)
     return {

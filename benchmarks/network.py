@@ -24,13 +24,14 @@ import numpy as np
 
 from benchmarks.fedavg import fedavg
 from benchmarks.memory import Growth
+from fedlm.core.types import Start
 from fedlm.deploy import workspace
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
 from fedlm.engine.messages import SUMS, Payload, TrainReply, encode_reply, read_request
-from fedlm.engine.remote import FlowerEngine
+from fedlm.engine.remote import RemoteEngine
 from fedlm.wire.dense import dense
 
 
@@ -44,10 +45,10 @@ def idle(payload: Payload) -> Payload:
     return encode_reply(reply)
 
 
-def engine_of(transport: Transport, names: list[str]) -> FlowerEngine:
+def engine_of(transport: Transport, names: list[str]) -> RemoteEngine:
     """The engine of a run over the network, with one client per node."""
     assignments = [Assignment(name, place, 1) for place, name in enumerate(names)]
-    return FlowerEngine(
+    return RemoteEngine(
         fedavg(len(names)),
         transport,
         assignments,
@@ -73,13 +74,15 @@ def another(sent: jax.Array) -> jax.Array:
     return sent + 1.0
 
 
-def rounds(engine: FlowerEngine, sent: jax.Array, count: int) -> list[float]:
+def rounds(engine: RemoteEngine, sent: jax.Array, count: int) -> list[float]:
     """Seconds of each round; the sum must be what it is."""
     members = np.arange(len(engine.seats))
     seconds = []
     for number in range(count):
         began = time.perf_counter()
-        total = jax.block_until_ready(engine.gather(sent, engine.prepare(number, members)))
+        total = jax.block_until_ready(
+            engine.total(Start(sent), engine.prepare(number, members)).total
+        )
         seconds.append(time.perf_counter() - began)
         if not np.allclose(total.delta[:1000], len(members) * sent[:1000], rtol=1e-5):
             raise SystemExit("the sum is another one.")

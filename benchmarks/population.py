@@ -25,6 +25,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 from benchmarks.memory import Peak  # noqa: E402
 from benchmarks.probe import machine  # noqa: E402
+from fedlm.core.types import Start  # noqa: E402
 from fedlm.corpus.store import Store, StoreSettings  # noqa: E402
 from fedlm.corpus.synthetic import population, write_synthetic  # noqa: E402
 from fedlm.federation.round import CohortSampler, init_node, server_half  # noqa: E402
@@ -87,7 +88,7 @@ def rounds(made: Experiment, repeats: int) -> Iterator[float]:
         cohort = made.engine.prepare(max(r, 0), chosen if r >= 0 else chosen[:1])
 
         def one(c=cohort) -> object:  # type: ignore[no-untyped-def]
-            total = made.engine.gather(state.params, c)
+            total = made.engine.total(Start(state.params), c).total
             return server_half(made.algorithm, state, total, c.members)
 
         seconds = timed(one)

@@ -20,7 +20,8 @@ from benchmarks.probe import machine
 CODE = """
 import time, sys
 began = time.perf_counter()
-from fedlm.cli.devices import use_devices
+from fedlm.engine.devices import use_devices
+from fedlm.core.types import Start
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.federation.round import CohortSampler
@@ -33,10 +34,11 @@ experiment = build(recipe, Path(sys.argv[2]), lambda stage, done: None)
 state = experiment.init_node(experiment.init_params())
 built = time.perf_counter()
 members = CohortSampler(experiment.algorithm, 0, state)(0)
-total = experiment.engine.gather(state.params, experiment.engine.prepare(0, members))
+start = Start(state.params)
+total = experiment.engine.total(start, experiment.engine.prepare(0, members)).total
 jax.block_until_ready(total)
 first = time.perf_counter()
-jax.block_until_ready(experiment.engine.gather(state.params, experiment.engine.prepare(0, members)))
+jax.block_until_ready(experiment.engine.total(start, experiment.engine.prepare(0, members)).total)
 second = time.perf_counter()
 print(imported - began, built - imported, first - built, second - first)
 """

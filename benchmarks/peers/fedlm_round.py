@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from turns import Arrays, Turns, load, versions
 
-from fedlm.cli.devices import use_devices
 from fedlm.core import tree
-from fedlm.core.types import BatchSpec, Sampling
+from fedlm.core.types import BatchSpec, Sampling, Start
+from fedlm.engine.devices import use_devices
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
@@ -77,9 +77,8 @@ def main() -> None:
     while turns.begins():
         # Round zero each time: the shuffle is part of the address, and all see the same batches.
         prepared = engine.prepare(0, np.array(names))
-        state = server_half(
-            algorithm, state, engine.gather(state.params, prepared), prepared.members
-        )
+        total = engine.total(Start(state.params), prepared).total
+        state = server_half(algorithm, state, total, prepared.members)
         jax.block_until_ready(state)
         params = state.params
         turns.ends(lambda p=params: {k: np.asarray(v) for k, v in tree.named_leaves(p).items()})

@@ -95,6 +95,8 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
     if state is None:
         like = run.round.init(run.start())
         state = checkpoint.load_newest(directory.checkpoints, like, watcher.say)
+        if state is not None:
+            _check_base(run, like)
     if state is None or int(state.round) < run.cadence.rounds:
         return None
     return _close(run, state, watcher)
@@ -132,12 +134,17 @@ def compare_processes(run: Run) -> None:
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
     require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
-    # No paths: hosts may keep the same text in other places.
-    recipe["data"] |= {"source": None, "store": None, "stores": None}
+    for table, name in (
+        ("data", "source"),
+        ("data", "store"),
+        ("data", "stores"),
+        ("model", "init_from"),
+    ):
+        recipe[table].pop(name, None)  # paths: hosts may keep the same text in other places
     recipe["data"]["tokenizer"] = kind_of(recipe["data"]["tokenizer"])
-    recipe["model"]["init_from"] = None
     recipe["store"] = {f: run.store.manifest[f] for f in STORE}
     recipe["version"] = {name: _version(name) for name in VERSIONS}
+    recipe["base"] = tree.sha256(run.algorithm.base)  # what is not sent to other processes
     there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
     if there != recipe:
         raise ConfigError(
@@ -171,13 +178,15 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
         directory.journal.unlink(missing_ok=True)
-        write = checkpoint.write_atomically
-        write(directory.tokenizer, (run.store.path / "tokenizer.json").read_bytes())
-        write(directory.special_tokens, special_tokens_map(run.store.tokenizer))
+        tokenizer = (run.store.path / "tokenizer.json").read_bytes()
+        checkpoint.write_atomically(directory.tokenizer, tokenizer)
+        named = special_tokens_map(run.store.tokenizer)
+        checkpoint.write_atomically(directory.special_tokens, named)
         journal.append(release(run.plan, "header", header_of(run, fresh)))
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
         return fresh
+    _check_base(run, fresh)
     journal.rewind(int(found.round))
     watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
     return found
@@ -207,6 +216,19 @@ def check_same(run: Run) -> None:
         )
 
 
+def _check_base(run: Run, fresh: Any) -> None:
+    """Refuses to go on where the frozen part, which no checkpoint holds, has changed since."""
+    if run.algorithm.base is None:
+        return
+    begun = report.facts_of(run.record.path).header["start_sha256"]
+    if tree.sha256(run.round.params(fresh)) != begun:
+        raise RecordError(
+            f"{run.record.path} began with another model than its recipe makes now, and its "
+            "checkpoints hold the trained part alone: bring back the file of model.init_from, or "
+            "begin another run."
+        )
+
+
 def header_of(run: Run, fresh: Any) -> Metrics:
     """What is fixed before the first round: recipe, plan, text, model, versions."""
     return {
@@ -215,9 +237,10 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
         "parameters": run.model.parameters,
         **_promised(run),
+        **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
-        "start_sha256": tree.sha256(fresh.params),
+        "start_sha256": tree.sha256(run.round.params(fresh)),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in VERSIONS},
@@ -338,7 +361,7 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())
-    summary = summary_of(run, state.params, facts)
+    summary = summary_of(run, run.round.params(state), facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     return summary
 

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from fedlm.core import tree
-from fedlm.core.types import BatchSpec, Loss, Sampling, Update
+from fedlm.core.types import BatchSpec, Loss, Sampling, Start, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.member import add_member, empty_total
@@ -79,7 +79,8 @@ def test_a_member_with_much_text_moves_the_mean_by_no_more_than_clip_over_cohort
     ends = []
     for members in (np.arange(3), np.arange(1, 3)):
         state = init_node(chosen, {"w": jnp.float32(0.0)}, SECRET)
-        total = engine.gather(state.params, engine.prepare(0, members), float(state.clip_norm))
+        start = Start(state.params, float(state.clip_norm))
+        total = engine.total(start, engine.prepare(0, members)).total
         assert float(total.weight) == len(members)
         ends.append(float(server_half(chosen, state, total, members).params["w"]))
     moved = abs(ends[0] - ends[1])

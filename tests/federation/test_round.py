@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from fedlm.core import tree
-from fedlm.core.types import BatchSpec, Loss, Sampling
+from fedlm.core.types import BatchSpec, Loss, Sampling, Start
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import CohortSampler, init_node, server_half
@@ -45,7 +45,7 @@ def one_round(weight):
     state = init_node(chosen, {"w": jnp.float32(1.0)})
     cohort = engine.prepare(0, np.arange(3))
     order = [[float(b[0, 0]) for b in batches] for _, batches in cohort.batches]
-    total = engine.gather(state.params, cohort)
+    total = engine.total(Start(state.params), cohort).total
     after = server_half(chosen, state, total, np.arange(3))
     return float(after.params["w"]), order
 
@@ -75,7 +75,7 @@ def test_what_survives_a_round_is_all_in_the_state():
     chosen = algorithm("uniform", optax.adam(0.1))
     state = init_node(chosen, {"w": jnp.float32(1.0)})
     engine = LoopEngine(chosen, rows_of, BatchSpec(batch_size=1, sequence_length=0), seed=0)
-    total = engine.gather(state.params, engine.prepare(0, np.arange(3)))
+    total = engine.total(Start(state.params), engine.prepare(0, np.arange(3))).total
     once = server_half(chosen, state, total, np.arange(3))
     copied = jax.tree.map(lambda x: jnp.array(np.asarray(x)), once)
     assert int(once.round) == 1

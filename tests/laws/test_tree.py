@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedlm.core.types import Start
 from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.settings import dump, load
 from fedlm.record.directory import RunDirectory
@@ -146,11 +147,10 @@ def test_a_tree_of_leaves_with_no_key_layers_is_federated_averaging(experiment):
     """By hand: every leaf's text from the same parameters, and the mean of what they became."""
     made = experiment("federation.levels=[1]", "federation.personal_layers=none", *FLAT[1:])
     state, told = rounds(made, 1)
-    params, engine = made.start(), made.engine
-    members = np.asarray(
-        [made.round.config.clients + n for n in made.round.config.topology.with_text]
-    )
-    changes = [u.delta for _, u in engine.collect(params, engine.prepare(0, members))]
+    params, engine, config = made.start(), made.engine, made.round.config
+    members = np.asarray([config.clients + n for n in config.topology.with_text])
+    arrived = engine.updates(Start(params), engine.prepare(0, members))
+    changes = [update.delta for _, update, *_ in arrived]
     wanted = jax.tree.map(lambda p, *d: p + np.mean(d, axis=0), params, *changes)
     close(state.nodes[0].params, wanted, 1e-6)
     assert told[0]["members"] == len(members) == 4

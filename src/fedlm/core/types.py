@@ -8,7 +8,8 @@ Not here: settings (`recipe/settings.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +110,17 @@ class History(NamedTuple):
     times: Any  # int32, population
 
 
+class OnBase(NamedTuple):
+    """What the members of a round share where most of a model is held still.
+
+    Every function of a `ClientMethod` but `shared` and `expand` gets it in place of what `shared`
+    made, if the algorithm has a base.
+    """
+
+    base: Params  # what nobody trains, None where a leaf is trained; the same in every round
+    rest: Any  # what `shared` made of this round's message
+
+
 class TrainablePart(NamedTuple):
     """Which numbers of a model a member trains: all, some leaves, or factors of them.
 
@@ -182,26 +194,54 @@ class Rows(Protocol):
 Members = Integer[np.ndarray, " members"]
 
 
-class Prepared(NamedTuple):
-    """A cohort whose examples are ready; what `batches` holds is the engine's own affair."""
+class Cohort(NamedTuple):
+    """The members of a round, with their batches if an engine's `prepare` packed them ahead."""
 
     round: int
     members: Members
-    batches: Any
+    batches: Any = None  # as the engine lays them out; None: it packs them while it trains
 
 
-class Engine(Protocol):
-    """A way to compute the sum of a cohort's updates, none of them longer than `limit`."""
+@dataclass(frozen=True)
+class Start:
+    """What members begin a round from."""
 
+    model: Any  # what the server sends
+    clip_norm: float = math.inf  # the longest update a member may send; infinite without a plan
+    client_state: Any = None  # what is remembered; of a shared start, one row per member
+
+
+Starts = Start | Sequence[Start]
+"""One start that all members of a cohort share, or one per member, in the cohort's order."""
+
+
+class Gathered(NamedTuple):
+    """The sum of a cohort's updates, and the bytes of all frames that crossed the wire for it."""
+
+    total: Total
     upload_bytes: int
     download_bytes: int
 
-    def prepare(self, round: int, members: Members) -> Prepared: ...
 
-    def gather(
-        self, sent: Any, cohort: Prepared, clip_norm: float = ..., client_state: Any = ...
-    ) -> Total: ...
+class Arrived(NamedTuple):
+    """One member's update, and the sizes of its frame and of the one it began from."""
 
-    def collect(
-        self, sent: Any, cohort: Prepared, clip_norm: float = ..., client_state: Any = ...
-    ) -> Iterable[tuple[int, Update]]: ...
+    member: int
+    update: Update
+    upload_bytes: int
+    download_bytes: int
+
+
+class Engine(Protocol):
+    """A way to train a cohort: the sum of its updates, or each of them.
+
+    `prepare` packs batches ahead of their use, perhaps on another thread, and may be skipped: both
+    verbs also take a plain `Cohort(round, members)`. `updates` leaves out a member that did not
+    answer; the others come in the cohort's order.
+    """
+
+    def prepare(self, round: int, members: Members) -> Cohort: ...
+
+    def total(self, starts: Starts, cohort: Cohort) -> Gathered: ...
+
+    def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]: ...

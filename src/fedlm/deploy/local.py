@@ -15,15 +15,16 @@ from typing import Any
 
 import jax
 
+from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.core.types import BatchSpec, Engine, Rows, Sampling
+from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS, names
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
-from fedlm.recipe.assemble import algorithm_of
+from fedlm.recipe.assemble import algorithm_of, trained_leaves
 from fedlm.recipe.federation import Federation
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.wire.dense import dense
@@ -58,19 +59,26 @@ def members_work(
     rows_of: Rows = pooled if whole else lambda member: rows.train(member - first)
     spec = parts.model_spec(recipe, store.vocabulary)
     participation = privacy_plan.participation_of(recipe, population)
-    algorithm = algorithm_of(recipe, participation, spec.shapes())
-    server = algorithm.server
+    start = parts.start_maker(recipe, store)
+    algorithm = algorithm_of(recipe, participation, spec.shapes(), start)
     bare = replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         algorithm=algorithm,
         engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
-        sent_like=jax.eval_shape(lambda p: server.send(p, server.init(p)), spec.shapes()),
+        sent_like=_sent_like(recipe, algorithm, spec.shapes()),
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=False,
     )
+
+
+def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
+    """Return the shapes of what the server sends: the trained part, where one is held still."""
+    keep, server = trained_leaves(recipe, shapes), algorithm.server
+    trained = shapes if keep is None else tree.split(shapes, keep)[0]
+    return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
 
 
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
@@ -82,7 +90,7 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
     rows_of = parts.pooled_rows(rows)
     return NodeWork(
         algorithm=algorithm,
-        engine=tree_parts.engine_of(recipe, algorithm, rows_of),
+        engine=parts.engine_of(recipe, algorithm, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=spec.shapes(),
@@ -100,6 +108,13 @@ def check_deployable(recipe: Recipe) -> None:
         recipe.client.method,
         f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
         "what members remember between their turns is not kept at nodes",
+    )
+    require(
+        recipe.wire.trainable != "fixed" or recipe.model.init_from is None,
+        "model.init_from",
+        recipe.model.init_from,
+        "none with wire.trainable = 'fixed' over a network: nodes make what is held still from the "
+        "recipe's seed",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:

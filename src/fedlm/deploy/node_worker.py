@@ -14,7 +14,6 @@ import hashlib
 import tomllib
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from fedlm.cohort.packing import count_batches
 from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Total, Update
+from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
@@ -117,10 +116,11 @@ def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:
         raise WireError("the request is for a leaf of a tree: its recipe has no tree.")
     engine, algorithm = work.engine, work.algorithm
     sent = algorithm.download.decode(request.frames[0], work.sent_like)
+    start = Start(sent, request.clip_norm)
     cohort = engine.prepare(request.round, np.asarray(request.members))
     if request.each:
-        return _each(work, request, engine.collect(sent, cohort, request.clip_norm))
-    total = engine.gather(sent, cohort, request.clip_norm)
+        return _each(work, request, engine.updates(start, cohort))
+    total = engine.total(start, cohort).total
     frame = dense().encode(total.delta, key_for(0, "upload"))
     return TrainReply(
         round=request.round, members=request.members, frames=(frame,), sums=(_sums(total),)
@@ -133,18 +133,15 @@ def _train_leaf(work: NodeWork, request: TrainRequest) -> TrainReply:
         raise WireError("this node is one leaf of a tree: it was asked for another number.")
     codec: Codec = work.algorithm.download
     start = codec.decode(request.frames[0], work.sent_like)
-    engine: Any = work.engine
-    number = np.asarray(request.numbers)
-    found = engine.collect_from(lambda member: (start, None), request.round, number)
-    return _each(work, request, ((request.members[0], update) for _, update in found))
+    cohort = Cohort(request.round, np.asarray(request.numbers))
+    found = work.engine.updates([Start(start)], cohort)
+    return _each(work, request, (one._replace(member=request.members[0]) for one in found))
 
 
-def _each(
-    work: NodeWork, request: TrainRequest, updates: Iterable[tuple[int, Update]]
-) -> TrainReply:
+def _each(work: NodeWork, request: TrainRequest, updates: Iterable[Arrived]) -> TrainReply:
     """Returns a frame for each member's update, in the order of the members."""
     frames, sums = {}, {}
-    for member, update in updates:
+    for member, update, *_ in updates:
         address = {"round": request.round, "member": member}
         key = key_for(work.seed, "upload", **address)
         keep = kept_leaves(update.mask)

@@ -25,7 +25,7 @@ from fedlm.deploy.local import check_deployable, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.remote import FlowerEngine
+from fedlm.engine.remote import RemoteEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
@@ -95,7 +95,7 @@ def networked_run(
     def engine(algorithm: Algorithm) -> Engine:
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
         told = redacted(recipe, noise)
-        return FlowerEngine(algorithm, post, seats, recipe=told, **options)
+        return RemoteEngine(algorithm, post, seats, recipe=told, **options)
 
     members = of_paths([(seat.name,) for seat in seats for _ in range(seat.clients)])
     return flat_run(recipe, store, out=path, members=members, engine=engine)

@@ -4,7 +4,7 @@ In:       a recipe with a `[federation]` table, the seats of a run.
 Out:      the run of a tree whose text is at nodes.
 Promise:  the root computes the tree as a simulation does, with the same numbers; each place that
           holds text is trained at exactly one node, wherever relays put it.
-Not here: asking (`engine/places.py`), what a node does (`node_worker.py`).
+Not here: asking (`engine/remote.py`), what a node does (`node_worker.py`).
 
 Over a network the groups of a node are its name, and before it those of the relays through which it
 is reached: `groups = ["oslo"]` names the node oslo, and `levels` grows the tree that relays make.
@@ -22,7 +22,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy.local import redacted
 from fedlm.engine.dispatch import Assignment
 from fedlm.engine.messages import MOST_MEMBERS
-from fedlm.engine.places import FlowerStarts, Leaf, leaves_of
+from fedlm.engine.remote import Leaf, RemoteEngine, leaves_of
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.topology import EVERYBODY, Topology
 from fedlm.recipe.settings import Recipe
@@ -45,7 +45,7 @@ def networked_tree(
 
     def engine(algorithm: Algorithm, topology: Topology) -> Engine:
         homes = homes_of(topology, leaves, members.size)
-        return FlowerStarts(algorithm, post, seats, homes=homes, recipe=redacted(recipe), **options)
+        return RemoteEngine(algorithm, post, seats, homes=homes, recipe=redacted(recipe), **options)
 
     def nothing_held(topology: Topology, held: dict[str, Any]) -> str:
         found = set().union(*(rows.keys() for rows in held.values()))

@@ -1,14 +1,13 @@
 """One member at a time, through real bytes: the oracle of every other engine.
 
-In:       parameters and a cohort.
-Out:      the sum of the members' updates, or each of them.
+In:       what members begin from, and a cohort.
+Out:      the sum of the members' updates, or each of them, with the bytes they took.
 Promise:  slow and obvious; a member that fails is named.
 Not here: speed (`mesh.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,16 +16,32 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from fedlm.cohort.packing import batch_up
-from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import BatchSpec, ClientMethod, Members, Prepared, Rows, Total, Update
+from fedlm.core.types import (
+    Arrived,
+    BatchSpec,
+    ClientMethod,
+    Cohort,
+    Gathered,
+    Members,
+    Rows,
+    Start,
+    Starts,
+    Update,
+)
 from fedlm.engine.payload_size import through_bytes
-from fedlm.federation.algorithm import Algorithm, round_key, update_like
-from fedlm.federation.member import Trip, add_member, empty_total, member_half
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
+from fedlm.federation.member import (
+    Finished,
+    add_member,
+    member_half,
+    model_like,
+    start_of,
+    total_like,
+)
 
 
 class LoopEngine:
@@ -34,70 +49,75 @@ class LoopEngine:
 
     def __init__(self, algorithm: Algorithm, rows_of: Rows, shape: BatchSpec, seed: int) -> None:
         self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
-        self.upload_bytes = self.download_bytes = 0
 
-    def prepare(self, round: int, members: Members) -> Prepared:
-        """The members' batches, in the order in which they will be used."""
-        made = []
-        for member in members:
-            rng = generator_for(self.seed, "shuffle", round=round, member=member)
-            rows = self.rows_of(member)
-            made.append((len(rows), batch_up(rows, self.shape, rng)))
-        return Prepared(round, members, made)
+    def prepare(self, round: int, members: Members) -> Cohort:
+        """Make the members' batches, in the order in which they will be used."""
+        return Cohort(round, members, [self._batches(round, member) for member in members])
 
-    def collect(
-        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
-    ) -> Iterator[tuple[int, Update]]:
-        """Each member's update, as it arrives after its trip over the wire."""
-        codec, round = self.algorithm.download, cohort.round
-        payload = codec.encode(sent, key_for(self.seed, "download", round=round))
-        shared = self.algorithm.local_of(round).shared(
-            codec.decode(payload, sent), round_key(self.algorithm, round)
-        )
+    def _batches(self, round: int, member: int) -> tuple[int, Any]:
+        """Return how many rows a member holds, and its batches."""
+        rng = generator_for(self.seed, "shuffle", round=round, member=member)
+        rows = self.rows_of(member)
+        return len(rows), batch_up(rows, self.shape, rng)
+
+    def total(self, starts: Starts, cohort: Cohort) -> Gathered:
+        """Sum the updates of a cohort."""
+        total = total_like(update_like(self.algorithm, model_like(starts), cohort.round))
+        remembered, upload, download = [], 0, 0
+        for _, update, sent, received in self.updates(starts, cohort):
+            total = add_member(total, update)
+            remembered.append(update.client_state)
+            upload, download = upload + sent, download + received
+        if self.algorithm.remembers and remembered:
+            rows = jax.tree.map(lambda *x: np.stack(x), *remembered)
+            total = eqx.tree_at(lambda t: t.client_state, total, rows, is_leaf=lambda x: x is None)
+        return Gathered(total, upload, download)
+
+    def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
+        """Yield each member's update, as it arrives after its trip over the wire."""
+        model, shared, download = None, None, 0
         for place, member in enumerate(cohort.members):
-            self.download_bytes += len(payload)
-            own = jax.tree.map(jnp.asarray, tree.take(client_state, place))
+            start = start_of(starts, place)
+            if start.model is not model:  # one model for all is encoded once
+                model = start.model
+                shared, download = self._download(model, cohort.round)
             try:
-                yield member, self._member(shared, cohort, place, clip_norm, own)
+                update, upload = self._train(start, shared, cohort, place)
             except Exception as error:
-                raise EngineError(f"member {member} failed in round {round}: {error}") from error
+                where = f"member {member} failed in round {cohort.round}"
+                raise EngineError(f"{where}: {error}") from error
+            yield Arrived(int(member), update, upload, download)
 
-    def _member(
-        self, shared: Any, cohort: Prepared, place: int, clip_norm: float, client_state: Any
-    ) -> Update:
-        local = self.algorithm.local_of(cohort.round)
-        rows, batches = cohort.batches[place]
-        key = key_for(self.seed, "upload", round=cohort.round, member=cohort.members[place])
+    def _download(self, model: Any, round: int) -> tuple[Any, int]:
+        """Return what members make of the model that is sent to them, and the size of its frame."""
+        codec = self.algorithm.download
+        payload = codec.encode(model, key_for(self.seed, "download", round=round))
+        arrived, key = codec.decode(payload, model), round_key(self.algorithm, round)
+        shared = self.algorithm.local_of(round).shared(arrived, key)
+        return on_base(self.algorithm.base, shared), len(payload)
+
+    def _train(self, start: Start, shared: Any, cohort: Cohort, place: int) -> tuple[Update, int]:
+        """Train one member; return what arrives of its update, and the size of its frame."""
+        algorithm, round, member = self.algorithm, cohort.round, cohort.members[place]
+        local = algorithm.local_of(round)
+        rows, batches = cohort.batches[place] if cohort.batches else self._batches(round, member)
+        key = key_for(self.seed, "upload", round=round, member=member)
+        client_state = jax.tree.map(jnp.asarray, start.client_state)
         carry = local.init(shared, key, None if client_state is None else client_state.own)
         for batch in batches:
             carry = self._step(local, shared, carry, jnp.asarray(batch, jnp.int32))
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
-        trip = Trip(
-            lambda delta: self._sent(delta, carry.mask, key), jnp.float32(clip_norm), client_state
-        )
-        return member_half(self.algorithm, local, shared, carry, examples, trip)
+        done = Finished(shared, carry, examples, jnp.float32(start.clip_norm), client_state)
+        sizes = []
+
+        def send(delta: Any) -> Any:
+            arrived, size = through_bytes(algorithm.upload, delta, carry.mask, key)
+            sizes.append(size)
+            return arrived
+
+        return member_half(algorithm, local, done, send), sizes[0]
 
     @staticmethod
     @partial(jax.jit, static_argnums=0)
     def _step(local: ClientMethod, shared: Any, carry: Any, batch: Any) -> Any:
         return local.step(shared, carry, batch)
-
-    def _sent(self, delta: Any, mask: Any, key: PRNGKeyArray) -> Any:
-        arrived, size = through_bytes(self.algorithm.upload, delta, mask, key)
-        self.upload_bytes += size
-        return arrived
-
-    def gather(
-        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
-    ) -> Total:
-        """The sum of the cohort's updates."""
-        like = update_like(self.algorithm, sent, cohort.round)
-        total = empty_total(like.delta, None if like.mask is None else like.mask.shape[0])
-        remembered = []
-        for _, update in self.collect(sent, cohort, clip_norm, client_state):
-            total = add_member(total, update)
-            remembered.append(update.client_state)
-        if not self.algorithm.remembers:
-            return total
-        rows = jax.tree.map(lambda *x: np.stack(x), *remembered) if remembered else None
-        return eqx.tree_at(lambda t: t.client_state, total, rows, is_leaf=lambda x: x is None)

@@ -1,9 +1,9 @@
 """A whole cohort as one compiled program over the devices that are here.
 
-In:       parameters and a cohort.
-Out:      the sum of the members' updates, or each of them.
+In:       what members begin from, and a cohort.
+Out:      the sum of the members' updates, or each of them, with the bytes they took.
 Promise:  what the loop engine returns, without a dispatch per member or step; one program
-          whatever the cohort; memory of one member a lane, whatever the cohort.
+          whatever the cohort; memory of one member per lane, whatever the cohort.
 Not here: algorithm choices (`federation`), how batches are spread (`cohort/packing.py`).
 
 Each device is a lane. A lane walks its own stream of batches with loops whose lengths are
@@ -11,15 +11,22 @@ data, so ragged members cost what they hold: nothing is padded but a member's la
 A stream longer than `capacity` is cut into chunks, in the middle of a member if need be;
 what a lane carries (the member at work, the sum so far) lives on its device in between.
 
-Where several processes run together (`hosts.py`), the lanes are those of all of them. Each packs
-its own; what goes in and what comes out is local to the process, and the same at each.
+There are two layouts. *Packed*: all members are spread evenly over the lanes, and only the sum
+comes back. *Grouped*: as many members at a time as there are lanes, one member per lane; for each
+member's own update, for members that remember something or begin from a model of their own, and
+for codecs whose frames must be made to know their size.
+
+What nobody trains (`Algorithm.base`) is put on each device once and given to every program as an
+argument: it is no constant of a program, and never copied from round to round.
+
+Where several processes run together (`multihost.py`), the lanes are those of all of them. Each
+packs its own; what goes in and what comes out is local to the process, and the same at each.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -34,10 +41,30 @@ from fedlm.cohort.packing import Plan, Segment, batch_up, count_batches, lay_out
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import digest_for, generator_for, key_data, key_for
-from fedlm.core.types import BatchSpec, ClientMethod, Members, Params, Prepared, Rows, Total, Update
+from fedlm.core.types import (
+    Arrived,
+    BatchSpec,
+    ClientMethod,
+    Cohort,
+    Gathered,
+    Members,
+    Params,
+    Rows,
+    Start,
+    Starts,
+    Total,
+    Update,
+)
 from fedlm.engine import multihost, payload_size
-from fedlm.federation.algorithm import Algorithm, round_key, update_like
-from fedlm.federation.member import Trip, add_member, empty_total, member_half
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
+from fedlm.federation.member import (
+    Finished,
+    add_member,
+    member_half,
+    model_like,
+    start_of,
+    total_like,
+)
 
 
 class Stream(NamedTuple):
@@ -50,7 +77,7 @@ class Stream(NamedTuple):
     closes: Any  # lanes capacity: the member ends with this segment
     examples: Any  # lanes capacity: how many examples the member trained on
     keys: Any  # lanes capacity 2
-    places: Any  # lanes capacity: where in the cohort the member stands
+    places: Any  # lanes capacity: the member's place in the cohort
     segments: Any  # lanes: how many are real
 
 
@@ -63,28 +90,23 @@ class LaneState(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """All lanes at work: what their members start from, how long an update may be, the rest."""
+    """All lanes at work."""
 
-    shared: Any
-    bound: Any
+    shared: Any  # what members begin from, without the base
+    clip_norm: Any  # how long a member's update may be
     state: LaneState
+    own: bool = False  # the first two have one entry per lane, and are not the same on all
 
-    def of(self, lane: int) -> LaneState:
-        """What one lane holds, on the host: lanes are not to wait for each other over it."""
-        shard = lambda x: np.asarray(x.addressable_shards[lane].data)[0]  # noqa: E731
-        one: LaneState = jax.tree.map(shard, self.state)
-        return one
-
-    def work(self, state: LaneState, examples: int) -> payload_size.Work:
-        """One lane's member at the end of its work, on the host."""
-        shared, clip_norm = jax.tree.map(
-            lambda x: np.asarray(x.addressable_data(0)), (self.shared, self.bound)
-        )
-        return payload_size.Work(shared, state, examples, clip_norm)
+    def finished(self, lane: int, examples: int, client_state: Any) -> Finished:
+        """Return a lane's last member, on the host; `client_state` is what it remembered before."""
+        begun = (self.shared, self.clip_norm)
+        shared, clip_norm = _of_lane(begun, lane) if self.own else _of_any_lane(begun)
+        carry = _of_lane(self.state.carry, lane)
+        return Finished(shared, carry, jnp.float32(examples), jnp.asarray(clip_norm), client_state)
 
 
 class MeshEngine:
-    """Trains a cohort in lanes, one lane a device."""
+    """Trains a cohort in lanes, one per device."""
 
     def __init__(
         self,
@@ -103,24 +125,74 @@ class MeshEngine:
         self.lanes = len(devices)
         here = jax.process_index()
         self._mine = [lane for lane, d in enumerate(devices) if d.process_index == here]
-        self.upload_bytes = self.download_bytes = 0
+        self._compared = False
         self.traces = 0
         per_lane, replicated = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
         self._per_lane, self._replicated = per_lane, replicated
         self._share = jax.jit(self._make_shared, static_argnums=0)
         self._start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
-        self._chunk = jax.jit(self._run_chunk, static_argnums=0, donate_argnums=3)
+        self._start_own = jax.jit(self._start_own_lanes, static_argnums=0)
+        self._chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=4)
         self._sum = jax.jit(_sum_lanes, out_shardings=replicated)
-        self._replicate = jax.jit(lambda total: total, out_shardings=replicated)
 
-    # ---- on the host -------------------------------------------------------------------
+    # ---- the two verbs -----------------------------------------------------------------
 
-    def prepare(self, round: int, members: Members) -> Prepared:
-        """The cohort's batches, spread over lanes and cut into chunks."""
+    def prepare(self, round: int, members: Members) -> Cohort:
+        """Spread the cohort's batches over lanes and cut them into chunks, if they are packed."""
+        if not self._packs:
+            return Cohort(round, members)
         rows = [self.rows_of(member) for member in members]
         steps = [count_batches(len(r), self.shape) for r in rows]
         plan = spread(steps, self.lanes, self.capacity) if rows else []
-        return Prepared(round, members, self._streams(round, members, rows, plan))
+        return Cohort(round, members, self._streams(round, members, rows, plan))
+
+    def total(self, starts: Starts, cohort: Cohort) -> Gathered:
+        """Sum the updates of a cohort."""
+        if not self._packs or not isinstance(starts, Start):
+            return self._total_of_groups(starts, cohort)
+        if cohort.batches is None:
+            cohort = self.prepare(cohort.round, cohort.members)
+        local = self.algorithm.local_of(cohort.round)
+        lanes = self._begin(local, starts, cohort.round)
+        for stream in cohort.batches:
+            lanes = self._take(local, lanes, stream)
+        if cohort.batches:
+            self._compare(lanes, starts, cohort)
+        upload = sum(payload_size.sizes(self.algorithm, starts.model, cohort, self.seed))
+        total = self._from_all(self._sum, lanes.state.total)
+        return Gathered(total, upload, self._download_bytes(starts, cohort))
+
+    def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
+        """Yield each member's update."""
+        size_of = self._upload_sizes(starts, cohort)
+        download = self.algorithm.download.encoded_bytes(model_like(starts))
+        for places, lanes in self._groups(starts, cohort):
+            for lane, place in enumerate(places):
+                total, client_state = _of_lane(lanes.state[1:], lane)  # the carry stays there
+                update, upload = _only_member(total, client_state), size_of(lanes, lane, place)
+                yield Arrived(int(cohort.members[place]), update, upload, download)
+
+    def _total_of_groups(self, starts: Starts, cohort: Cohort) -> Gathered:
+        """Sum the updates of a cohort, one member per lane at a time."""
+        size_of, upload = self._upload_sizes(starts, cohort), 0
+        total = total_like(update_like(self.algorithm, model_like(starts), cohort.round))
+        remembered = []
+        for places, lanes in self._groups(starts, cohort):
+            total = tree.add(total, self._from_all(self._sum, lanes.state.total))
+            for lane, place in enumerate(places):
+                remembered.append(_of_lane(lanes.state.client_state, lane))
+                upload += size_of(lanes, lane, place)
+        if self.algorithm.remembers and remembered:
+            rows = _stack(remembered)
+            total = eqx.tree_at(lambda t: t.client_state, total, rows, is_leaf=lambda x: x is None)
+        return Gathered(total, upload, self._download_bytes(starts, cohort))
+
+    # ---- packing, on the host ------------------------------------------------------------
+
+    @property
+    def _packs(self) -> bool:
+        """Whether a sum can be made without looking at single members."""
+        return self.algorithm.upload.fixed_size and not self.algorithm.remembers
 
     def _streams(self, round: int, members: Members, rows: list[Any], plan: Plan) -> list[Stream]:
         """What the plan says, for the lanes of this process."""
@@ -160,129 +232,111 @@ class MeshEngine:
                 at += last - first
         return stream
 
-    def gather(
-        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
-    ) -> Total:
-        """The sum of the cohort's updates."""
-        if self.algorithm.remembers or not self.algorithm.upload.fixed_size:
-            return self._gather_each(sent, cohort, clip_norm, client_state)
-        local = self.algorithm.local_of(cohort.round)
-        lanes = self._begin(local, sent, cohort.round, clip_norm)
-        for stream in cohort.batches:
-            lanes = self._take(local, lanes, stream)
-        if cohort.batches:
-            self._compare(local, lanes, sent, cohort)
-        self._count_bytes(sent, cohort)
-        return self._from_all(self._sum, lanes.state.total)
-
-    def collect(
-        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
-    ) -> Iterator[tuple[int, Update]]:
-        """Each member's update: one member a lane at a time."""
-        place = 0
-        for group, lanes in self._groups(sent, cohort, clip_norm, client_state):
-            total = self._from_all(self._replicate, lanes.state.total)
-            for lane, member in enumerate(group):
-                after = self._after(cohort, lanes, lane, place, tree.take(client_state, place))
-                yield member, _single(total, lane, after)
-                place += 1
-        self._count_bytes(sent, cohort)
-
-    def _gather_each(
-        self, sent: Any, cohort: Prepared, clip_norm: float, client_state: Any
-    ) -> Total:
-        """The sum where members remember something, or a frame's size depends on what it holds."""
-        total = _zeros_of(update_like(self.algorithm, sent, cohort.round))
-        rows: list[Any] = []
-        for group, lanes in self._groups(sent, cohort, clip_norm, client_state):
-            total = tree.add(total, self._from_all(self._sum, lanes.state.total))
-            for lane in range(len(group)):
-                before = tree.take(client_state, len(rows))
-                rows.append(self._after(cohort, lanes, lane, len(rows), before))
-        self._count_bytes(sent, cohort)
-        if not self.algorithm.remembers or not rows:
-            return total
-        stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
-        return eqx.tree_at(lambda t: t.client_state, total, stacked, is_leaf=lambda x: x is None)
-
-    def _after(self, cohort: Prepared, lanes: Lanes, lane: int, place: int, before: Any) -> Any:
-        """What a lane's only member remembers; its frame is counted where no formula knows it."""
-        state = lanes.of(lane)
-        if not self.algorithm.upload.fixed_size:
-            member = cohort.members[place]
-            one = Prepared(cohort.round, np.array([member]), None)
-            held = min(len(self.rows_of(member)), self.shape.max_examples or 1 << 62)
-            work = lanes.work(state._replace(client_state=before), held)
-            local, key = (
-                self.algorithm.local_of(cohort.round),
-                payload_size.upload_key(self.seed, one),
-            )
-            self.upload_bytes += payload_size.really_sent(self.algorithm, local, work, key)
-        return state.client_state
-
-    def _begin(self, local: ClientMethod, sent: Any, round: int, clip_norm: float) -> Lanes:
-        """Lanes that have done nothing yet, and what their members start from."""
-        download = key_for(self.seed, "download", round=round)
-        shared = self._share(local, sent, download, round_key(self.algorithm, round))
-        shared, bound = self._to_all((shared, jnp.float32(clip_norm)))
-        return Lanes(shared, bound, self._start(local, shared))
-
-    def _take(self, local: ClientMethod, lanes: Lanes, stream: Stream) -> Lanes:
-        """The lanes after one more chunk."""
-        shared, bound, state = lanes
-        return lanes._replace(
-            state=self._chunk(local, shared, bound, state, self._to_lanes(stream))
-        )
-
-    def _groups(
-        self, sent: Any, cohort: Prepared, clip_norm: float, client_state: Any
-    ) -> Iterator[tuple[Members, Lanes]]:
-        """The cohort, as many members at a time as there are lanes, and the lanes after them."""
-        local = self.algorithm.local_of(cohort.round)
-        fresh = self._begin(local, sent, cohort.round, clip_norm)
-        for at in range(0, len(cohort.members), self.lanes):
-            group = cohort.members[at : at + self.lanes]
-            rows = [self.rows_of(member) for member in group]
-            lanes = fresh._replace(state=self._start(local, fresh.shared))
-            if client_state is not None:
-                # A lane without a member gets somebody's, and does nothing with it.
-                places = [at + lane if lane < len(group) else at for lane in range(self.lanes)]
-                own = jax.device_put(tree.take(client_state, places), self._per_lane)
-                lanes = lanes._replace(state=lanes.state._replace(client_state=own))
-            for stream in self._streams(cohort.round, group, rows, self._one_each(rows)):
-                lanes = self._take(local, lanes, stream)
-            yield group, lanes
-
     def _one_each(self, rows: list[Any]) -> Plan:
         """The plan in which each lane has a member of its own; there may be more lanes."""
         queues = [[place] if place < len(rows) else [] for place in range(self.lanes)]
         steps = [count_batches(len(r), self.shape) for r in rows]
         return lay_out(queues, steps, self.capacity)
 
+    # ---- lanes at work ---------------------------------------------------------------------
+
+    def _begin(self, local: ClientMethod, start: Start, round: int) -> Lanes:
+        """Return lanes that have done nothing yet, whose members all begin from one model."""
+        shared = self._share(local, start.model, self._keys(round))
+        shared, clip_norm = self._to_all((shared, jnp.float32(start.clip_norm)))
+        return Lanes(shared, clip_norm, self._start(local, shared, self._base))
+
+    def _begin_own(self, local: ClientMethod, starts: Sequence[Start], round: int) -> Lanes:
+        """Return lanes that have done nothing yet, with one start for each."""
+        models = jax.device_put(_stack([start.model for start in starts]), self._per_lane)
+        shared, state = self._start_own(local, models, self._base, self._keys(round))
+        clip_norm = np.array([start.clip_norm for start in starts], np.float32)
+        return Lanes(shared, jax.device_put(clip_norm, self._per_lane), state, own=True)
+
+    @cached_property
+    def _base(self) -> Params | None:
+        """What nobody trains, once on every device."""
+        return self._to_all(self.algorithm.base)
+
+    def _keys(self, round: int) -> tuple[Any, Any]:
+        return key_for(self.seed, "download", round=round), round_key(self.algorithm, round)
+
+    def _take(self, local: ClientMethod, lanes: Lanes, stream: Stream) -> Lanes:
+        """Return the lanes after one more chunk."""
+        shared, clip_norm, state, own = lanes
+        begun, batches = (shared, clip_norm), self._to_lanes(stream)
+        state = self._chunk(local, own, begun, self._base, state, batches)
+        return lanes._replace(state=state)
+
+    def _groups(self, starts: Starts, cohort: Cohort) -> Iterator[tuple[list[int], Lanes]]:
+        """Train as many members at a time as there are lanes; yield their places, and the lanes."""
+        if not multihost.alone():
+            raise EngineError(
+                "several processes give sums alone: train in one process where clients remember "
+                "something between rounds, or where the size of an update's frame varies."
+            )
+        local, round = self.algorithm.local_of(cohort.round), cohort.round
+        fresh = self._begin(local, starts, round) if isinstance(starts, Start) else None
+        for first in range(0, len(cohort.members), self.lanes):
+            group = cohort.members[first : first + self.lanes]
+            places = list(range(first, first + len(group)))
+            # A lane without a member begins like the first one, and trains on nothing.
+            own = [start_of(starts, p) for p in places + [first] * (self.lanes - len(group))]
+            if fresh is None:
+                lanes = self._begin_own(local, own, round)
+            else:
+                lanes = fresh._replace(state=self._start(local, fresh.shared, self._base))
+            if own[0].client_state is not None:
+                rows = jax.device_put(_stack([s.client_state for s in own]), self._per_lane)
+                lanes = lanes._replace(state=lanes.state._replace(client_state=rows))
+            text = [self.rows_of(member) for member in group]
+            for stream in self._streams(round, group, text, self._one_each(text)):
+                lanes = self._take(local, lanes, stream)
+            yield places, lanes
+
     # ---- bytes -----------------------------------------------------------------------------
 
-    def _count_bytes(self, sent: Any, cohort: Prepared) -> None:
-        """What the cohort's frames take; those whose size is not known yet were counted."""
-        self.download_bytes += len(cohort.members) * self.algorithm.download.encoded_bytes(sent)
-        if self.algorithm.upload.fixed_size:
-            self.upload_bytes += sum(payload_size.sizes(self.algorithm, sent, cohort, self.seed))
+    def _download_bytes(self, starts: Starts, cohort: Cohort) -> int:
+        return len(cohort.members) * self.algorithm.download.encoded_bytes(model_like(starts))
 
-    def _compare(self, local: ClientMethod, lanes: Lanes, sent: Any, cohort: Prepared) -> None:
-        """Really encodes the last member of the first lane; its size must be the one counted."""
+    def _upload_sizes(self, starts: Starts, cohort: Cohort) -> Callable[[Lanes, int, int], int]:
+        """Return a function from a lane and the place of its only member to its frame's size."""
+        if self.algorithm.upload.fixed_size:
+            model = model_like(starts)
+            stated = list(payload_size.sizes(self.algorithm, model, cohort, self.seed))
+            return lambda lanes, lane, place: stated[place]
+
+        def made(lanes: Lanes, lane: int, place: int) -> int:
+            member, before = cohort.members[place], start_of(starts, place).client_state
+            held = len(self.rows_of(member))
+            done = lanes.finished(lane, min(held, self.shape.max_examples or held), before)
+            return self._made_size(done, cohort.round, member)
+
+        return made
+
+    def _made_size(self, done: Finished, round: int, member: int) -> int:
+        """Really encode a member's update, and return the size of the frame."""
+        key = key_for(self.seed, "upload", round=round, member=member)
+        local = self.algorithm.local_of(round)
+        done = done._replace(shared=on_base(self.algorithm.base, done.shared))
+        return payload_size.really_sent(self.algorithm, local, done, key)
+
+    def _compare(self, lanes: Lanes, start: Start, cohort: Cohort) -> None:
+        """Really encode the last member of the first lane; its size must be the one stated."""
         codec = self.algorithm.upload
-        if not multihost.alone() or (codec.name == "float32" and self.upload_bytes):
+        # Plain numbers have one size: a look at the first cohort is enough.
+        if not multihost.alone() or (codec.name == "float32" and self._compared):
             return
         stream = next((s for s in reversed(cohort.batches) if s.segments[0]), None)
         if stream is None:
             return
+        self._compared = True
         slot = stream.segments[0] - 1
-        address = int(stream.places[0, slot])
-        one = Prepared(cohort.round, cohort.members[address : address + 1], None)
-        work = lanes.work(lanes.of(0), stream.examples[0, slot])
-        made = payload_size.really_sent(
-            self.algorithm, local, work, payload_size.upload_key(self.seed, one)
-        )
-        (stated,) = payload_size.sizes(self.algorithm, sent, one, self.seed)
+        place = int(stream.places[0, slot])
+        one = Cohort(cohort.round, cohort.members[place : place + 1])
+        done = lanes.finished(0, stream.examples[0, slot], None)
+        made = self._made_size(done, cohort.round, one.members[0])
+        (stated,) = payload_size.sizes(self.algorithm, start.model, one, self.seed)
         if made != stated:
             raise EngineError(
                 f"a frame of member {one.members[0]} has {made} bytes and codec {codec.name} "
@@ -318,35 +372,58 @@ class MeshEngine:
 
     # ---- compiled ----------------------------------------------------------------------
 
-    def _make_shared(self, local: ClientMethod, sent: Any, download: Any, key: Any) -> Any:
-        return local.shared(self.algorithm.download.apply(sent, download), key)
+    def _make_shared(self, local: ClientMethod, model: Any, keys: tuple[Any, Any]) -> Any:
+        download, round_key = keys
+        return local.shared(self.algorithm.download.apply(model, download), round_key)
 
-    def _start_lanes(self, local: ClientMethod, shared: Any) -> LaneState:
-        key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
-        client_state = None if local.init_memory is None else local.init_memory(shared)
-        carry = local.init(shared, key, client_state)
-        like = local.finish(shared, carry, jnp.zeros(()))
-        one = LaneState(carry, _zeros_of(like))
+    def _start_lanes(self, local: ClientMethod, shared: Any, base: Params | None) -> LaneState:
+        one = _start_lane(local, on_base(base, shared))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
+    def _start_own_lanes(
+        self, local: ClientMethod, models: Any, base: Params | None, keys: tuple[Any, Any]
+    ) -> tuple[Any, LaneState]:
+        def one(model: Params) -> tuple[Any, LaneState]:
+            shared = self._make_shared(local, model, keys)
+            return shared, _start_lane(local, on_base(base, shared))
+
+        made = jax.vmap(one)(models)
+        lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self._per_lane)
+        return lanes
+
     def _run_chunk(
-        self, local: ClientMethod, shared: Any, clip_norm: Any, state: LaneState, stream: Stream
+        self,
+        local: ClientMethod,
+        own: bool,
+        begun: tuple[Any, Any],
+        base: Params | None,
+        state: LaneState,
+        stream: Stream,
     ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
+        of_begun = lanes if own else P()
         run = jax.shard_map(
-            partial(self._run_lane, local),
+            partial(self._run_lane, local, own),
             mesh=self.mesh,
-            in_specs=(P(), P(), lanes, lanes),
+            in_specs=(of_begun, P(), lanes, lanes),
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(shared, clip_norm, state, stream)
+        done: LaneState = run(begun, base, state, stream)
         return done
 
     def _run_lane(
-        self, local: ClientMethod, shared: Any, clip_norm: Any, state: LaneState, stream: Stream
+        self,
+        local: ClientMethod,
+        own: bool,
+        begun: tuple[Any, Any],
+        base: Params | None,
+        state: LaneState,
+        stream: Stream,
     ) -> LaneState:
+        rest, clip_norm = jax.tree.map(lambda x: x[0], begun) if own else begun
+        shared = on_base(base, rest)
         state, stream = jax.tree.map(lambda x: x[0], (state, stream))
         codec = self.algorithm.upload
 
@@ -357,15 +434,15 @@ class MeshEngine:
         def segment(i, state):  # type: ignore[no-untyped-def]
             carry, total, client_state = state
             key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
-            own = None if client_state is None else client_state.own
+            memory = None if client_state is None else client_state.own
             carry = jax.lax.cond(
-                stream.opens[i], lambda: local.init(shared, key, own), lambda: carry
+                stream.opens[i], lambda: local.init(shared, key, memory), lambda: carry
             )
             _, carry = jax.lax.while_loop(
                 lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
             )
-            trip = Trip(lambda delta: codec.apply(delta, key), clip_norm, client_state)
-            update = member_half(self.algorithm, local, shared, carry, stream.examples[i], trip)
+            done = Finished(shared, carry, stream.examples[i], clip_norm, client_state)
+            update = member_half(self.algorithm, local, done, lambda d: codec.apply(d, key))
             # A member that goes on in the next chunk counts nothing yet: a branch would copy.
             if self.algorithm.remembers:
                 client_state = tree.where(stream.closes[i], update.client_state, client_state)
@@ -375,29 +452,35 @@ class MeshEngine:
         return jax.tree.map(lambda x: x[None], state)
 
 
-def _zeros_of(like: Update) -> Total:
-    """The sum over nobody, of updates like this one."""
-    return empty_total(like.delta, None if like.mask is None else like.mask.shape[0])
+def _start_lane(local: ClientMethod, shared: Any) -> LaneState:
+    """Return a lane that has done nothing yet."""
+    key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
+    client_state = None if local.init_memory is None else local.init_memory(shared)
+    carry = local.init(shared, key, client_state)
+    return LaneState(carry, total_like(local.finish(shared, carry, jnp.zeros(()))))
 
 
 def _sum_lanes(total: Total) -> Total:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
 
 
-def _single(total: Total, lane: int, client_state: Any) -> Update:
-    """The update of the only member in a lane, from that lane's sum."""
-    one = tree.take(total, lane)
-    share = jnp.where(one.weight > 0, 1.0 / jnp.where(one.weight > 0, one.weight, 1.0), 0.0)
-    delta = jax.tree.map(lambda x: x * share, one.delta)
-    mask = None if one.shares is None else jnp.where(one.shares > 0, 1.0, 0.0)
-    return Update(
-        delta,
-        one.weight,
-        one.nats,
-        one.tokens,
-        one.steps,
-        one.refused,
-        one.unclipped,
-        mask,
-        client_state,
-    )
+def _stack(parts: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+
+def _of_lane(sharded: Any, lane: int) -> Any:
+    """Return one lane's entry on the host; no lane waits for another over it."""
+    return jax.tree.map(lambda x: np.asarray(x.addressable_shards[lane].data)[0], sharded)
+
+
+def _of_any_lane(replicated: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), replicated)
+
+
+def _only_member(total: Total, client_state: Any) -> Update:
+    """Return the update of the only member in a lane's sum."""
+    share = np.float32(1.0) / total.weight if total.weight > 0 else np.float32(0.0)
+    delta = jax.tree.map(lambda x: x * share, total.delta)
+    mask = None if total.shares is None else (total.shares > 0).astype(np.float32)
+    counts = (total.weight, total.nats, total.tokens, total.steps, total.refused, total.unclipped)
+    return Update(delta, *counts, mask, client_state)

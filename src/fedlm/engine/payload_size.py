@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,9 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.keys import key_for
-from fedlm.core.types import ClientMethod, Codec, Prepared
+from fedlm.core.types import ClientMethod, Codec, Cohort
 from fedlm.federation.algorithm import Algorithm, update_like
-from fedlm.federation.member import Trip, member_half
-
-
-class Work(NamedTuple):
-    """A member at the end of its work: `state` has its carry and what it remembered before."""
-
-    shared: Any
-    state: Any
-    examples: Any
-    clip_norm: Any
+from fedlm.federation.member import Finished, member_half
 
 
 def kept_leaves(mask: Any) -> list[bool] | None:
@@ -47,26 +38,21 @@ def through_bytes(codec: Codec, delta: Any, mask: Any, key: PRNGKeyArray) -> tup
     return tree.fill(arrived, delta, keep), len(payload)
 
 
-def upload_key(seed: int, one: Prepared) -> PRNGKeyArray:
-    """The key of the only member of a cohort."""
-    return key_for(seed, "upload", round=one.round, member=one.members[0])
-
-
-def really_sent(algorithm: Algorithm, local: ClientMethod, work: Work, key: PRNGKeyArray) -> int:
-    """How many bytes the frame of this member takes: it is made, and thrown away."""
+def really_sent(
+    algorithm: Algorithm, local: ClientMethod, done: Finished, key: PRNGKeyArray
+) -> int:
+    """Return how many bytes a member's frame takes: it is made, and thrown away."""
     sizes = []
-    carry = work.state.carry
 
     def send(delta: Any) -> Any:
-        sizes.append(len(algorithm.upload.encode(delta, key, kept_leaves(carry.mask))))
+        sizes.append(len(algorithm.upload.encode(delta, key, kept_leaves(done.carry.mask))))
         return delta
 
-    trip = Trip(send, jnp.asarray(work.clip_norm), work.state.client_state)
-    member_half(algorithm, local, work.shared, carry, jnp.float32(work.examples), trip)
+    member_half(algorithm, local, done, send)
     return sizes[0]
 
 
-def sizes(algorithm: Algorithm, sent: Any, cohort: Prepared, seed: int) -> Iterator[int]:
+def sizes(algorithm: Algorithm, sent: Any, cohort: Cohort, seed: int) -> Iterator[int]:
     """The size of each member's frame, by arithmetic on shapes."""
     codec, local = algorithm.upload, algorithm.local_of(cohort.round)
     like = update_like(algorithm, sent, cohort.round).delta

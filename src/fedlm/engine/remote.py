@@ -1,11 +1,16 @@
-"""The sum of a cohort's updates, over a network.
+"""A cohort whose members live at nodes: asked over a transport, summed here.
 
-In:       what the server sends, and a cohort whose members live at nodes.
-Out:      the sum of the updates that came back in time, or each of them.
+In:       what members begin from, and a cohort whose text is elsewhere.
+Out:      the sum of the updates that came back in time, or each of them, with the bytes they took.
 Promise:  answers are taken in the order of the seats, so that the sum does not depend on who was
           faster or away for a while; while all are there memory holds one frame at a time, that of
-          a question or an answer; no update counts beyond its bound, whoever sent it.
+          a question or an answer; no update counts beyond its bound, whoever sent it; a member
+          whose node did not answer is left out.
 Not here: the server's step, what a node does, whom to wait for (`dispatch.py`).
+
+Members are clients, named by their numbers over the whole federation, where they share one start.
+With one start per member they are nodes of a tree: `homes` says which node of the network holds the
+text of each.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +28,63 @@ import numpy as np
 from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Members, Params, Prepared, Total, Update
+from fedlm.core.types import (
+    Arrived,
+    Codec,
+    Cohort,
+    Gathered,
+    Members,
+    Params,
+    Start,
+    Starts,
+    Total,
+    Update,
+)
 from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
-from fedlm.federation.member import clip_again
+from fedlm.federation.member import clip_again, model_like
 
-Arrived = tuple[tuple[int, ...], Update | None]
-"""Members, and what arrived from them; None where it could not be used."""
+
+class Answered(NamedTuple):
+    """A frame that came back, for one member or as the sum over several."""
+
+    members: tuple[int, ...]
+    update: Update | None  # None where the frame could not be used
+    size: int
+
+
+class Leaf(NamedTuple):
+    """A node that holds text, at the meeting point or behind relays."""
+
+    path: tuple[str, ...]  # its name, after those of the relays before it
+    seat: Assignment  # through which it is asked
+    first: int  # the number of its first client
+    clients: int
+
+
+def leaves_of(seats: Sequence[Assignment]) -> tuple[Leaf, ...]:
+    """Return all nodes that hold text, in the order of the numbers of their clients.
+
+    >>> [leaf.path for leaf in leaves_of([Assignment("a", 0, 3, "", (("x", 1), ("y/z", 2)))])]
+    [('a', 'x'), ('a', 'y', 'z')]
+    """
+    found = []
+    for seat in seats:
+        at = seat.first
+        for path, clients in seat.leaves or (("", seat.clients),):
+            below = tuple(path.split("/")) if path else ()
+            found.append(Leaf((seat.name, *below), seat, at, clients))
+            at += clients
+    return tuple(found)
+
 
 # What float32 rounding can add to a norm.
 SLACK = 1 + 1e-5
 
 
-class FlowerEngine:
+class RemoteEngine:
     """Asks the nodes where a cohort's members live, and sums what they answer."""
 
     def __init__(
@@ -50,11 +98,13 @@ class FlowerEngine:
         exact: Codec,
         patience: Quorum,
         tell: Callable[[RoundStats], None] = lambda tally: None,
+        homes: Mapping[int, Leaf] | None = None,
     ) -> None:
+        """`homes`: of a tree, the number under which each node trains, to the one with its text."""
         self.algorithm, self.post, self.seats = algorithm, post, tuple(seats)
         self.recipe, self.seed, self.exact = recipe, seed, exact
-        self.patience, self.tell = patience, tell
-        self.upload_bytes = self.download_bytes = 0
+        self.patience, self.tell, self.homes = patience, tell, homes or {}
+        self._told = RoundStats(-1)
 
     @property
     def by_member(self) -> bool:
@@ -62,61 +112,92 @@ class FlowerEngine:
         plain = self.algorithm.upload.name == self.exact.name
         return not plain or self.algorithm.local.draw is not None
 
-    def prepare(self, round: int, members: Members) -> Prepared:
-        """The cohort, seated; its text is elsewhere."""
-        numbers = np.asarray(members)
-        seated = []
-        for seat in self.seats:
-            here = (numbers >= seat.first) & (numbers < seat.first + seat.clients)
-            if here.any():
-                seated.append((seat, tuple(int(n) for n in numbers[here])))
-        return Prepared(round, members, seated)
+    def prepare(self, round: int, members: Members) -> Cohort:
+        """Name the cohort; its text is elsewhere."""
+        return Cohort(round, members)
 
-    def gather(
-        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
-    ) -> Total:
-        """The sum of the updates of all who answered."""
-        total = Sum(update_like(self.algorithm, sent, cohort.round))
-        for members, update in self._round(sent, cohort, clip_norm, self.by_member):
-            total.add(members, update, weighted=self.by_member)
+    def total(self, starts: Starts, cohort: Cohort) -> Gathered:
+        """Sum the updates of all members whose nodes answered."""
+        each = self.by_member or not isinstance(starts, Start)
+        stats, total = RoundStats(cohort.round), Sum(self._like(starts, cohort.round))
+        for members, update, _ in self._round(starts, cohort, each, stats):
+            total.add(members, update, weighted=each)
             del update  # or it would be held until the next one is there
-        return total.result()
+        return Gathered(total.result(), stats.up_bytes, stats.down_bytes)
 
-    def collect(
-        self, sent: Any, cohort: Prepared, clip_norm: float = math.inf, client_state: Any = None
-    ) -> Iterator[tuple[int, Update]]:
-        """Each update of those who answered, by member."""
-        for members, update in self._round(sent, cohort, clip_norm, True):
+    def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
+        """Yield the update of each member whose node answered."""
+        download = self.algorithm.download.encoded_bytes(model_like(starts))
+        answered = self._round(starts, cohort, True, RoundStats(cohort.round))
+        if not isinstance(starts, Start):  # these are asked in the order of their seats
+            by_member = {a.members[0]: a for a in answered}
+            answered = (by_member.pop(m) for m in map(int, cohort.members) if m in by_member)
+        for (member,), update, upload in answered:
             if update is not None:
-                yield members[0], update
+                yield Arrived(member, update, upload, download)
 
-    # ---- one round ---------------------------------------------------------------------
+    def _like(self, starts: Starts, round: int) -> Update:
+        return update_like(self.algorithm, model_like(starts), round)
 
-    def _round(
-        self, sent: Any, cohort: Prepared, clip_norm: float, each: bool
-    ) -> Iterator[Arrived]:
-        key = key_for(self.seed, "download", round=cohort.round)
-        like = update_like(self.algorithm, sent, cohort.round).delta
+    # ---- what is asked -----------------------------------------------------------------
+
+    def _to_clients(
+        self, start: Start, cohort: Cohort, each: bool, like: Params
+    ) -> tuple[dict[str, TrainRequest], Frames]:
+        """Return a question for each node with members of the cohort, and a way to make frames."""
+        numbers, asked = np.asarray(cohort.members), {}
+        for seat in self.seats:
+            here = numbers[(numbers >= seat.first) & (numbers < seat.first + seat.clients)]
+            if len(here):
+                asked[seat.name] = self._question(
+                    seat,
+                    like,
+                    round=cohort.round,
+                    members=tuple(int(n) for n in here),
+                    clip_norm=float(start.clip_norm),
+                    each=each,
+                )
+
+        def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
+            frame = self._encoded(start, cohort.round)
+            yield from ((name, (frame,)) for name in names)
+
+        return asked, frames
+
+    def _to_homes(
+        self, starts: Sequence[Start], cohort: Cohort, like: Params
+    ) -> tuple[dict[str, TrainRequest], Frames]:
+        """Return a question for each seat, and a way to make its frames, one per member there."""
+        start_of = dict(zip(map(int, cohort.members), starts, strict=True))
+        by_seat: dict[Assignment, list[int]] = {}
+        for number in sorted(start_of, key=lambda n: self.homes[n].first):
+            by_seat.setdefault(self.homes[number].seat, []).append(number)
         asked = {
-            seat.name: self.question(
+            seat.name: self._question(
                 seat,
                 like,
                 round=cohort.round,
-                members=members,
-                clip_norm=float(clip_norm),
-                each=each,
+                members=tuple(self.homes[n].first for n in here),
+                clip_norm=float(min(start_of[n].clip_norm for n in here)),
+                each=True,
+                numbers=tuple(here),
             )
-            for seat, members in cohort.batches
+            for seat, here in by_seat.items()
         }
 
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
-            frame = self.algorithm.download.encode(sent, key)
-            yield from ((name, (frame,)) for name in names)
+            for name in names:
+                own = (start_of[n] for n in asked[name].numbers)
+                yield name, tuple(self._encoded(start, cohort.round) for start in own)
 
-        yield from self.ask(cohort.round, asked, like, frames)
+        return asked, frames
 
-    def question(self, seat: Assignment, like: Params, **asked: Any) -> TrainRequest:
-        """What a node is asked, with the longest frame that it can answer with; no frame yet."""
+    def _encoded(self, start: Start, round: int) -> bytes:
+        key = key_for(self.seed, "download", round=round)
+        return self.algorithm.download.encode(start.model, key)
+
+    def _question(self, seat: Assignment, like: Params, **asked: Any) -> TrainRequest:
+        """Return what a node is asked, with the longest frame it can answer with; no frame yet."""
         codec = self.algorithm.upload if asked["each"] else self.exact
         return TrainRequest(
             recipe=self.recipe,
@@ -128,40 +209,49 @@ class FlowerEngine:
             **asked,
         )
 
-    def ask(
-        self, round: int, asked: dict[str, TrainRequest], like: Params, frames: Frames
-    ) -> Iterator[Arrived]:
-        """What arrives for the questions of a round; who answered is told at its end."""
-        tally = RoundStats(round)
+    # ---- what comes back ---------------------------------------------------------------
+
+    def _round(
+        self, starts: Starts, cohort: Cohort, each: bool, stats: RoundStats
+    ) -> Iterator[Answered]:
+        """Ask for a cohort's updates and yield what comes, frame by frame; then tell `stats`."""
+        like = self._like(starts, cohort.round).delta
+        if isinstance(starts, Start):
+            asked, frames = self._to_clients(starts, cohort, each, like)
+        else:
+            asked, frames = self._to_homes(starts, cohort, like)
         began = time.monotonic()
-        dispatch = Dispatch(self.post, self.patience, asked, tally, frames=frames)
+        dispatch = Dispatch(self.post, self.patience, asked, stats, frames=frames)
         for name, answer in dispatch.replies():
-            yield from self._updates(name, asked[name], answer, like, tally)
+            yield from self._answered(name, asked[name], answer, like, stats)
             del answer
-        self.download_bytes += tally.down_bytes
-        tally.seconds = time.monotonic() - began
-        self.tell(tally)
+        stats.seconds = time.monotonic() - began
+        if not isinstance(starts, Start) and stats.round == self._told.round:
+            # The levels of a tree are asked one after another: each tells of those before it too.
+            stats = _joined(self._told, stats)
+        self._told = stats
+        self.tell(stats)
         dispatch.check_quorum()
 
-    def _updates(
-        self, name: str, question: TrainRequest, answer: TrainReply, like: Params, tally: RoundStats
-    ) -> Iterator[Arrived]:
-        """What a node sent, frame by frame; a bad frame spoils its own members only."""
-        self.upload_bytes += sum(map(len, answer.frames))
+    def _answered(
+        self, name: str, question: TrainRequest, answer: TrainReply, like: Params, stats: RoundStats
+    ) -> Iterator[Answered]:
+        """Yield what a node sent, frame by frame; a bad frame spoils its own members only."""
+        number = dict(zip(question.members, question.numbers, strict=False))  # of a tree's nodes
         groups = [(m,) for m in answer.members] if question.each else [answer.members]
         good = 0
         for members, frame, sums in zip(groups, answer.frames, answer.sums, strict=True):
             update = None
             try:
-                update = self._arrived(frame, sums, question, members, like)
+                update = self._checked(frame, sums, question, members, like)
                 good += 1
             except WireError as error:
-                tally.garbage[name] = str(error)
-            yield members, update
+                stats.garbage[name] = str(error)
+            yield Answered(tuple(number.get(m, m) for m in members), update, len(frame))
         if good:
-            tally.answered.append(name)
+            stats.answered.append(name)
 
-    def _arrived(
+    def _checked(
         self,
         frame: bytes,
         sums: Mapping[str, float],
@@ -230,3 +320,14 @@ def _norm(delta: Params) -> float:
     leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(delta)]
     with np.errstate(over="ignore", invalid="ignore"):
         return math.sqrt(sum(float(np.dot(x, x)) for x in leaves))
+
+
+def _joined(before: RoundStats, now: RoundStats) -> RoundStats:
+    whole = RoundStats(now.round)
+    for field in fields(RoundStats):
+        one, other = getattr(before, field.name), getattr(now, field.name)
+        if isinstance(one, dict):
+            setattr(whole, field.name, {**one, **other})
+        elif field.name != "round":
+            setattr(whole, field.name, one + other)
+    return whole

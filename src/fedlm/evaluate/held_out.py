@@ -40,9 +40,10 @@ class HeldOutEvaluation:
     """Scores the model of a flat federation."""
 
     score: ScoreFn
+    special: SpecialTokens
+    models: Callable[[Any], Mapping[str, Params]]  # those of a state, by name; ours is ""
     text: Mapping[str, HeldOutText]  # by split: those whose figures may be told
     vocabulary: int
-    special: SpecialTokens
     watch_split: tuple[str, ...]  # where to look on the way, in order of preference
     watch_rows: int = 2_000  # 0 is all
     seed: int = 0
@@ -70,12 +71,12 @@ class HeldOutEvaluation:
         """Perplexity and accuracy on the sample; None where no text may be looked at."""
         if self.watched is None:
             return {"perplexity": None, "accuracy": None}
-        found = figures(self.evaluator(state.params, self.watched))
+        found = figures(self.evaluator(self.models(state)[""], self.watched))
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
     def final(self, state: Any, split: str) -> dict[str, Any]:
         """All figures of a state on one split."""
-        return self.of_models({"": state.params}, split)
+        return self.of_models(self.models(state), split)
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
         """All figures of the federation's model: together, over clients, per group."""
@@ -86,7 +87,7 @@ class HeldOutEvaluation:
         groups = [paths[int(n)] for n in owners]
         deepest = max((len(p) for p in paths.values()), default=0)
         found: dict[str, Any] = dict(figures(sums))
-        # Comparable over tokenizers. A token for unknown words hides which bytes it stands for.
+        # Comparable over tokenizers, unless some bytes are hidden in tokens that are unknown.
         if text.bytes and np.array_equal(sums.known, sums.tokens):
             found["bits_per_byte"] = float(np.sum(sums.nats)) / math.log(2) / text.bytes
         return {

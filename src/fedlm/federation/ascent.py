@@ -20,14 +20,24 @@ import numpy as np
 
 from fedlm.cohort.sampling import draw
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import History, OptState, Params, ServerMethod, Total, Update
+from fedlm.core.types import (
+    Cohort,
+    Engine,
+    History,
+    OptState,
+    Params,
+    ServerMethod,
+    Start,
+    Total,
+    Update,
+)
 from fedlm.federation import layer_attention
 from fedlm.federation.layer_attention import Key, Residual
-from fedlm.federation.round import client_state_of, outgoing, private_seed, server_half
+from fedlm.federation.member import ClientState
+from fedlm.federation.round import private_seed, server_half, start_of_round
 from fedlm.federation.tree import (
     Backbone,
     Descent,
-    StartsEngine,
     TreeConfig,
     TreeState,
     backbone_of,
@@ -47,7 +57,7 @@ Facts = dict[str, Any]
 class Turn:
     """One round; made for it and thrown away after it."""
 
-    def __init__(self, rules: TreeConfig, engine: StartsEngine, state: TreeState) -> None:
+    def __init__(self, rules: TreeConfig, engine: Engine, state: TreeState) -> None:
         self.rules, self.engine, self.state = rules, engine, state
         self.round = int(state.round)
         self.nodes = list(state.nodes)
@@ -60,6 +70,7 @@ class Turn:
         self.silent: set[int] = set()  # those, and federations that nobody reported to
         self.emitted: dict[int, Sequence[Residual]] = {}
         self.up_bytes = [0] * len(rules.topology)
+        self.client_bytes = [0, 0]  # up and down, between nodes and clients that are members
         self.attention: dict[int, dict[str, np.ndarray]] = {}
         self.agreement: dict[int, float] = {}
 
@@ -94,14 +105,12 @@ class Turn:
             for node in nodes:
                 self._train_federation(node)
             return
-        first, counted = self.rules.clients, (self.engine.upload_bytes, self.engine.download_bytes)
-        members = np.asarray([first + node for node in nodes])
-
-        def start(member: int) -> tuple[Params, Any]:
-            return self.starts[member - first], self.nodes[member - first].local
-
+        first = self.rules.clients
+        cohort = Cohort(self.round, np.asarray([first + node for node in nodes]))
+        starts = [Start(self.starts[node], client_state=self._memory(node)) for node in nodes]
         self.missed.update(nodes)
-        for member, update in self.engine.collect_from(start, self.round, members):
+        # A node is not far from its own text: what travels is counted between nodes.
+        for member, update, *_ in self.engine.updates(starts, cohort):
             node = member - first
             self.missed.remove(node)
             self._remember(node, update)
@@ -110,8 +119,10 @@ class Turn:
             self._trained(node, jax.tree.map(np.add, self.starts[node], update.delta))
             if self.rules.hidden:
                 self._hide(node, update)
-        # A node is not far from its own text: what travels is counted between nodes.
-        self.engine.upload_bytes, self.engine.download_bytes = counted
+
+    def _memory(self, node: int) -> ClientState | None:
+        memory = self.nodes[node].local
+        return None if memory is None else ClientState(memory, None)
 
     def _remember(self, node: int, update: Update) -> None:
         branch = self.nodes[node]
@@ -133,8 +144,10 @@ class Turn:
         members = draw(algorithm.sampling, rng, self.round, history)
         clients = np.asarray(self.rules.topology.clients[node])
         cohort = self.engine.prepare(self.round, clients[members])
-        sent, client_state = outgoing(algorithm, state), client_state_of(state, members)
-        total = self.engine.gather(sent, cohort, float(state.clip_norm), client_state)
+        start = start_of_round(algorithm, state, members)
+        total, upload, download = self.engine.total(start, cohort)
+        self.client_bytes[0] += upload
+        self.client_bytes[1] += download
         after = server_half(algorithm, state, total, members)
         self.done[node] = _without_change(total)
         self._trained(node, jax.device_get(after.params))
@@ -268,10 +281,10 @@ class Turn:
     def _facts(self) -> Facts:
         """Sums over all that trained, and a line a node."""
         names, sums = self.rules.topology.names, join_totals(list(self.done.values()))
-        self.engine.upload_bytes += sum(self.up_bytes)
-        self.engine.download_bytes += sum(self.down.down_bytes)
         return {
             "sums": sums,
+            "upload_bytes": sum(self.up_bytes) + self.client_bytes[0],
+            "download_bytes": sum(self.down.down_bytes) + self.client_bytes[1],
             "nodes": {name: self._node_facts(node) for node, name in enumerate(names)},
             "routes": [
                 {
@@ -335,6 +348,6 @@ def _agreement(change: Backbone, changes: list[Backbone], shares: list[float]) -
     return length(change) / mean if mean > 0 else 1.0
 
 
-def turn(rules: TreeConfig, engine: StartsEngine, state: TreeState) -> tuple[TreeState, Facts]:
+def turn(rules: TreeConfig, engine: Engine, state: TreeState) -> tuple[TreeState, Facts]:
     """One round of the whole tree."""
     return Turn(rules, engine, state)()

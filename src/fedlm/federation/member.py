@@ -1,7 +1,7 @@
 """A member's half of a round, up to the sum.
 
-In:       what a member carries after its last batch, and how it travels.
-Out:      the update that arrives, and the sum it goes into.
+In:       what members of a cohort begin from; what one carries after its last batch.
+Out:      one member's start; the update that arrives from it; the sum it goes into.
 Promise:  the same functions in every engine; clip, then codec, then clip again where the codec may
           lengthen; a member that does not count changes nothing.
 Not here: loops over members (`engine`), what the server does with the sum (`round.py`).
@@ -10,6 +10,7 @@ Not here: loops over members (`engine`), what the server does with the sum (`rou
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from fedlm.core import tree
-from fedlm.core.types import ClientMethod, Params, Total, Update
+from fedlm.core.types import ClientMethod, Params, Start, Starts, Total, Update
 from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import masked
 from fedlm.privacy.clip import clip
@@ -30,11 +31,28 @@ class ClientState(NamedTuple):
     residual: Any  # what its codec left out
 
 
+def start_of(starts: Starts, place: int) -> Start:
+    """Return the start of one member, by its place in the cohort."""
+    if isinstance(starts, Start):
+        return replace(starts, client_state=tree.take(starts.client_state, place))
+    return starts[place]
+
+
+def model_like(starts: Starts) -> Any:
+    """Return a model with the shapes of those that members begin from."""
+    return starts.model if isinstance(starts, Start) else starts[0].model
+
+
 def empty_total(delta: Params, leaves: int | None = None) -> Total:
-    """The sum over nobody; `leaves` where each member trains some of so many."""
+    """Return the sum over nobody; `leaves`: how many there are, where members draw theirs."""
     zero = jnp.zeros(())
     shares = None if leaves is None else jnp.zeros(leaves)
     return Total(tree.zeros_like(delta), zero, zero, zero, zero, zero, zero, zero, shares)
+
+
+def total_like(update: Update) -> Total:
+    """Return the sum over nobody, of updates like this one."""
+    return empty_total(update.delta, None if update.mask is None else update.mask.shape[0])
 
 
 def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
@@ -54,29 +72,34 @@ def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = Tr
     )
 
 
-class Trip(NamedTuple):
-    """How an update gets from a member to the sum."""
+class Finished(NamedTuple):
+    """A member after its last batch."""
 
-    send: Callable[[Params], Params]  # what arrives of what is sent
-    clip_norm: Array
-    client_state: Any = None
+    shared: Any  # what the members of its round began from
+    carry: Any  # what its method carried through the batches
+    examples: Array  # how many it trained on
+    clip_norm: Array  # the longest update it may send
+    client_state: ClientState | None = None  # what it remembered before this round
 
 
 def member_half(
-    algorithm: Algorithm, local: ClientMethod, shared: Any, carry: Any, examples: Array, trip: Trip
+    algorithm: Algorithm,
+    local: ClientMethod,
+    done: Finished,
+    send: Callable[[Params], Params],
 ) -> Update:
-    """What arrives of a member's work: an update, and under a plan one within the limit."""
-    update = local.finish(shared, carry, examples)
+    """Return what arrives of a member's work; `send` gives what arrives of a change it sends."""
+    update = local.finish(done.shared, done.carry, done.examples)
     if algorithm.plan is not None:
-        update = clip(update, trip.clip_norm)
+        update = clip(update, done.clip_norm)
     wanted = update.delta
     if algorithm.feedback:
-        wanted = tree.add(wanted, trip.client_state.residual)
-    arrived = masked(trip.send(wanted), update.mask)
+        assert done.client_state is not None
+        wanted = tree.add(wanted, done.client_state.residual)
+    arrived = masked(send(wanted), update.mask)
     there = eqx.tree_at(lambda u: u.delta, update, arrived)
-    return _remember(
-        algorithm, clip_again(algorithm, there, trip.clip_norm), wanted, trip.client_state
-    )
+    bounded = clip_again(algorithm, there, done.clip_norm)
+    return _remember(algorithm, bounded, wanted, done.client_state)
 
 
 def clip_again(algorithm: Algorithm, arrived: Update, clip_norm: Array) -> Update:

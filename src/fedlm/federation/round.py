@@ -29,16 +29,18 @@ from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import (
+    Cohort,
     Engine,
+    Gathered,
     History,
     Members,
     OptState,
     Params,
-    Prepared,
+    Start,
     Total,
     Update,
 )
-from fedlm.federation.algorithm import Algorithm, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
 from fedlm.privacy.clip import clip, next_clip_norm
 from fedlm.privacy.noise import standard_normal
@@ -51,7 +53,7 @@ Metrics = dict[str, Any]
 class NodeState(eqx.Module):
     """What a server node carries from round to round; nothing else survives."""
 
-    params: Params
+    params: Params  # the trained part alone, where the algorithm has a base
     server_memory: OptState
     noise_memory: Any
     history: History
@@ -65,8 +67,11 @@ class NodeState(eqx.Module):
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
-    """The state before the first round; a plan needs a secret that nobody can guess."""
-    plan = algorithm.plan
+    """Make the state before the first round; a plan needs a secret that nobody can guess.
+
+    `params` is the whole model; the state keeps what the algorithm's base does not hold.
+    """
+    plan, params = algorithm.plan, tree.without(params, algorithm.base)
     history = no_history(algorithm.sampling)
     memory = algorithm.server.init(params)
     sent = algorithm.server.send(params, memory)
@@ -99,7 +104,8 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
     local = algorithm.local
     own = None
     if local.init_memory is not None:
-        own = local.init_memory(local.shared(sent, round_key(algorithm, 0)))
+        shared = local.shared(sent, round_key(algorithm, 0))
+        own = local.init_memory(on_base(algorithm.base, shared))
     whole = ClientState(own, tree.zeros_like(residual))
     return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
 
@@ -107,6 +113,12 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
 def client_state_of(state: NodeState, members: Members) -> Any:
     """What the members of a round remember, in their order."""
     return tree.take(jax.tree.map(np.asarray, state.client_state), np.asarray(members))
+
+
+def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> Start:
+    """Return what all members of a round begin from."""
+    sent, client_state = outgoing(algorithm, state), client_state_of(state, members)
+    return Start(sent, float(state.clip_norm), client_state)
 
 
 def private_seed(state: NodeState) -> int:
@@ -307,27 +319,26 @@ class FlatRound:
         algorithm, engine = self.algorithm, self.engine
         choose = CohortSampler(algorithm, self.seed, state)
 
-        def ready(round: int) -> tuple[Members, Prepared]:
+        def ready(round: int) -> tuple[Members, Cohort]:
             members = choose(round)
             return members, engine.prepare(round, with_text(algorithm, members))
 
         with contextlib.closing(prefetch(ready, rounds)) as cohorts:
             for round, (members, cohort) in zip(rounds, cohorts, strict=True):
                 began = time.perf_counter()
-                sent = outgoing(algorithm, state)
-                remembered = client_state_of(state, cohort.members)
-                up, down = engine.upload_bytes, engine.download_bytes
-                total = engine.gather(sent, cohort, float(state.clip_norm), remembered)
-                after = server_half(algorithm, state, total, members)
-                metrics = metrics_of(
-                    round, total, engine.upload_bytes - up, engine.download_bytes - down, began
-                )
+                gathered = engine.total(start_of_round(algorithm, state, cohort.members), cohort)
+                after = server_half(algorithm, state, gathered.total, members)
+                metrics = metrics_of(round, gathered, began)
                 yield Played(after, metrics, told(algorithm, metrics, state, after))
                 state = after
 
     def models(self, state: NodeState) -> dict[str, Params]:
-        """The model of a state; it has no name."""
-        return {"": state.params}
+        """The whole model of a state; it has no name."""
+        return {"": self.params(state)}
+
+    def params(self, state: NodeState) -> Params:
+        """All parameters of a state, with those that nobody trains."""
+        return tree.join(state.params, self.algorithm.base)
 
     def header(self) -> Metrics:
         """Nothing: a flat federation has no shape to tell."""
@@ -338,17 +349,17 @@ class FlatRound:
         return {}
 
 
-def metrics_of(round: int, total: Total, up: int, down: int, began: float) -> Metrics:
+def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
     """What happened in a round; reading the sums waits for the device."""
     names = ("members", "refused", "steps", "tokens", "unclipped", "nats")
-    read = {name: float(np.asarray(getattr(total, name))) for name in names}
+    read = {name: float(np.asarray(getattr(gathered.total, name))) for name in names}
     nats = read.pop("nats")
     return {
         "round": round,
         **{name: int(value) for name, value in read.items()},
         "loss": mean_loss(nats, read["tokens"], read["refused"]),
-        "upload_bytes": up,
-        "download_bytes": down,
+        "upload_bytes": gathered.upload_bytes,
+        "download_bytes": gathered.download_bytes,
         "seconds": time.perf_counter() - began,
     }
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-from fedlm.core.types import Engine, Members, OptState, Params, ServerMethod, Total, Update
+from fedlm.core.types import OptState, Params, ServerMethod, Total, Update
 from fedlm.federation import layer_attention
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.layer_attention import Key, Residual
@@ -36,17 +36,6 @@ from fedlm.federation.topology import Topology
 
 # Models of nodes rest on the host; the device holds those that train.
 Backbone = tuple[Any, ...]
-
-
-class StartsEngine(Engine, Protocol):
-    """An engine whose members may begin from parameters of their own.
-
-    A member that does not answer is left out of what `collect_from` gives.
-    """
-
-    def collect_from(
-        self, starts: Callable[[int], tuple[Params, Any]], round: int, members: Members
-    ) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from fedlm.core.releasable import Releasable
-from fedlm.core.types import Params
+from fedlm.core.types import Engine, Params
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.ascent import turn
 from fedlm.federation.round import Metrics, Played, mean_loss
-from fedlm.federation.tree import StartsEngine, TreeConfig, TreeState, init_tree, received
+from fedlm.federation.tree import TreeConfig, TreeState, init_tree, received
 from fedlm.privacy.release import release
 
 Claim = Callable[[int], Metrics]
@@ -32,7 +32,7 @@ class TreeRound:
     """Rounds of a tree of federations."""
 
     config: TreeConfig
-    engine: StartsEngine
+    engine: Engine
     algorithm: Algorithm
     model_bytes: Callable[[str], int]  # of a whole model, by the codec of a direction
     secret: Callable[[], bytes] = lambda: bytes(16)  # of the clients' privacy plans
@@ -55,7 +55,6 @@ class TreeRound:
         """Plays rounds one after the other."""
         for round in rounds:
             began = time.perf_counter()
-            up, down = self.engine.upload_bytes, self.engine.download_bytes
             state, found = turn(self.config, self.engine, state)
             sums = found.pop("sums")
             nats = sums.pop("nats")
@@ -63,8 +62,6 @@ class TreeRound:
                 "round": round,
                 **{name: int(value) for name, value in sums.items()},
                 "loss": mean_loss(nats, sums["tokens"], sums["refused"]),
-                "upload_bytes": self.engine.upload_bytes - up,
-                "download_bytes": self.engine.download_bytes - down,
                 "seconds": time.perf_counter() - began,
                 **found,
             }
@@ -92,6 +89,10 @@ class TreeRound:
         """Every node's model as it begins the next round; that of the root has no name."""
         models = [jax.tree.map(jnp.asarray, model) for model in received(self.config, state)]
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
+
+    def params(self, state: TreeState) -> Params:
+        """The parameters of all nodes."""
+        return state.params
 
     def header(self) -> Metrics:
         """The tree: nodes, parents, how many clients feed each, which layers are personal."""

@@ -23,7 +23,6 @@ from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
-from fedlm.engine.starts import LoopStarts, MeshStarts
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.topology import Topology, feed
 from fedlm.federation.tree import TreeConfig
@@ -71,7 +70,7 @@ def tree_run(
     made = (
         engine(algorithm, topology)
         if engine
-        else engine_of(recipe, algorithm, rows_by_number(rows, topology))
+        else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
     config = config_of(recipe, store, algorithm, topology, people)
     plans = _plans(config)
@@ -82,7 +81,7 @@ def tree_run(
         engine=made,
         round=TreeRound(
             config=config,
-            engine=made,  # type: ignore[arg-type]
+            engine=made,
             algorithm=algorithm,
             model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
             secret=lambda: privacy_plan.secret_of(recipe.privacy),
@@ -91,6 +90,7 @@ def tree_run(
         ),
         evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
         plans=plans,
+        start=parts.start_maker(recipe, store),
         **parts.shared_parts(recipe, store, algorithm.plan, out),
     )
 
@@ -99,13 +99,6 @@ def settings_of(recipe: Recipe) -> Federation:
     """The table of the tree."""
     assert recipe.federation is not None
     return recipe.federation
-
-
-def engine_of(recipe: Recipe, algorithm: Algorithm, rows_of: Rows) -> Engine:
-    """The engine that trains nodes, each from a model of its own, on the text that is here."""
-    kind = {"mesh": MeshStarts, "loop": LoopStarts}[recipe.run.engine]
-    made: Engine = kind(algorithm, rows_of, parts.batch_spec(recipe), recipe.run.seed)
-    return made
 
 
 def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:

@@ -12,7 +12,7 @@ import pytest
 from fedlm.cohort.packing import batch_up
 from fedlm.core import tree
 from fedlm.core.keys import key_for
-from fedlm.core.types import PAD, BatchSpec, Loss, Sampling
+from fedlm.core.types import PAD, BatchSpec, Cohort, Loss, Sampling, Start
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
@@ -69,6 +69,11 @@ def assert_same(a, b, rtol=2e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, scale))
 
 
+def total(engine, params, round=0, members=MEMBERS, **start):
+    """The sum of a cohort's updates, all from the same parameters."""
+    return engine.total(Start(params, **start), engine.prepare(round, members)).total
+
+
 PAIRS = [
     *((o, "examples") for o in sorted(CLIENT_OPTIMIZERS)),
     ("sgd", "tokens"),
@@ -87,23 +92,23 @@ def test_mesh_equals_loop(optimizer, weight):
     chosen = algorithm(optimizer, weight, clip=0.5)
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     params = model()
-    slow = loop.gather(params, loop.prepare(3, MEMBERS))
-    fast = mesh.gather(params, mesh.prepare(3, MEMBERS))
-    assert_same(fast, slow)
-    assert (mesh.upload_bytes, mesh.download_bytes) == (loop.upload_bytes, loop.download_bytes)
+    slow = loop.total(Start(params), loop.prepare(3, MEMBERS))
+    fast = mesh.total(Start(params), mesh.prepare(3, MEMBERS))
+    assert_same(fast.total, slow.total)
+    assert (fast.upload_bytes, fast.download_bytes) == (slow.upload_bytes, slow.download_bytes)
 
 
 def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
     chosen, params = private(), model()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     clip_norm = chosen.plan.clip_norm
-    slow, fast = (e.gather(params, e.prepare(3, MEMBERS), clip_norm) for e in (loop, mesh))
+    slow, fast = (total(e, params, 3, clip_norm=clip_norm) for e in (loop, mesh))
     assert_same(fast, slow)
     assert 0 < float(slow.unclipped) < len(SIZES) - 2, "some are clipped and some are not"
     assert float(slow.weight) == float(slow.members) == len(SIZES)
-    for _, update in mesh.collect(params, mesh.prepare(3, MEMBERS), clip_norm):
-        assert float(tree.norm(update.delta)) <= clip_norm
-    tighter = mesh.gather(params, mesh.prepare(3, MEMBERS), clip_norm / 2)
+    for arrived in mesh.updates(Start(params, clip_norm), mesh.prepare(3, MEMBERS)):
+        assert float(tree.norm(arrived.update.delta)) <= clip_norm
+    tighter = total(mesh, params, 3, clip_norm=clip_norm / 2)
     assert mesh.traces == 1, "a clip_norm is data, and another one no other program"
     assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
 
@@ -115,9 +120,9 @@ def test_engines_stay_together_while_a_clip_adapts():
     for engine in (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine)):
         state, limits = init_node(chosen, model()), []
         for r in range(4):
-            total = engine.gather(state.params, engine.prepare(r, MEMBERS), float(state.clip_norm))
             limits.append(float(state.clip_norm))
-            state = server_half(chosen, state, total, MEMBERS)
+            found = total(engine, state.params, r, clip_norm=limits[-1])
+            state = server_half(chosen, state, found, MEMBERS)
         assert len(set(limits)) == 4
         ended.append((state.params, np.array(limits)))
     assert_same(ended[1][0], ended[0][0])
@@ -135,9 +140,7 @@ EVERY = [
 def test_mesh_equals_loop_for_every_architecture(name):
     loop, mesh = (E(algorithm(), rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     params = model(name)
-    assert_same(
-        mesh.gather(params, mesh.prepare(0, MEMBERS)), loop.gather(params, loop.prepare(0, MEMBERS))
-    )
+    assert_same(total(mesh, params), total(loop, params))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +157,7 @@ def test_mesh_equals_loop_for_every_architecture(name):
 def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
     loop, mesh = (E(algorithm(), rows_of, shape, 7) for E in (LoopEngine, MeshEngine))
     params = model()
-    assert_same(
-        mesh.gather(params, mesh.prepare(1, MEMBERS)), loop.gather(params, loop.prepare(1, MEMBERS))
-    )
+    assert_same(total(mesh, params, 1), total(loop, params, 1))
 
 
 @pytest.mark.parametrize(
@@ -166,9 +167,7 @@ def test_the_cut_into_chunks_changes_nothing(capacity):
     params, chosen = model(), algorithm("adam")
     whole = MeshEngine(chosen, rows_of, SHAPE, 7)
     cut = MeshEngine(chosen, rows_of, SHAPE, 7, capacity=capacity)
-    assert_same(
-        cut.gather(params, cut.prepare(0, MEMBERS)), whole.gather(params, whole.prepare(0, MEMBERS))
-    )
+    assert_same(total(cut, params), total(whole, params))
 
 
 def test_one_lane_equals_two():
@@ -176,33 +175,61 @@ def test_one_lane_equals_two():
     two = MeshEngine(chosen, rows_of, SHAPE, 7)
     one = MeshEngine(chosen, rows_of, SHAPE, 7, devices=jax.devices()[:1])
     assert (one.lanes, two.lanes) == (1, 2)
-    assert_same(
-        one.gather(params, one.prepare(0, MEMBERS)), two.gather(params, two.prepare(0, MEMBERS))
-    )
+    assert_same(total(one, params), total(two, params))
 
 
-def test_collect_gives_each_update_by_its_member():
+def same_updates(fast, slow):
+    for a, b in zip(fast, slow, strict=True):
+        assert (a.member, *a[2:]) == (b.member, *b[2:]), "members and bytes"
+        assert_same(a.update, b.update)
+
+
+def test_updates_come_one_by_one_in_the_order_of_the_cohort():
     params, chosen = model(), algorithm()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
-    wanted = dict(loop.collect(params, loop.prepare(2, MEMBERS)))
-    found = dict(mesh.collect(params, mesh.prepare(2, MEMBERS)))
-    assert found.keys() == wanted.keys()
-    for member, update in found.items():
-        assert_same(update, wanted[member])
+    slow, fast = (list(e.updates(Start(params), e.prepare(2, MEMBERS))) for e in (loop, mesh))
+    assert [arrived.member for arrived in slow] == list(MEMBERS)
+    same_updates(fast, slow)
+    sums = loop.total(Start(params), loop.prepare(2, MEMBERS))
+    assert sums[1:] == tuple(sum(arrived[i] for arrived in slow) for i in (2, 3))
+
+
+def test_members_may_begin_from_models_of_their_own():
+    """Each then does what it does alone; three members and two lanes leave one lane idle."""
+    chosen, few = algorithm("adam"), MEMBERS[:3]
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    models = [jax.tree.map(lambda x, k=k: (1 + 0.1 * k) * x, model()) for k in range(len(few))]
+    starts = [Start(m) for m in models]
+    slow, fast = (list(e.updates(starts, Cohort(2, few))) for e in (loop, mesh))
+    same_updates(fast, slow)
+    for place, arrived in enumerate(slow):
+        ((*_, alone, _, _),) = loop.updates(starts[place], Cohort(2, few[place : place + 1]))
+        assert eqx.tree_equal(arrived.update, alone)
+    sums = [e.total(starts, Cohort(2, few)) for e in (loop, mesh)]
+    assert_same(sums[1].total, sums[0].total)
+    assert sums[1][1:] == sums[0][1:]
+    assert mesh.traces == 1
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
+def test_batches_packed_ahead_change_nothing(kind):
+    engine = kind(algorithm(), rows_of, SHAPE, 7)
+    ahead, later = engine.prepare(1, MEMBERS), Cohort(1, MEMBERS)
+    assert eqx.tree_equal(*(engine.total(Start(model()), c).total for c in (ahead, later)))
 
 
 def test_cohorts_of_any_size_share_one_program():
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7, capacity=8)
     for round, size in enumerate((1, 3, 5, 8, 2)):
-        engine.gather(model(), engine.prepare(round, MEMBERS[:size]))
+        total(engine, model(), round, MEMBERS[:size])
     assert engine.traces == 1
 
 
 def test_an_empty_cohort_sums_to_nothing():
     """A Poisson cohort may be empty."""
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
-    total = engine.gather(model(), engine.prepare(0, MEMBERS[:0]))
-    assert float(total.members) == 0 and float(tree.norm(total.delta)) == 0
+    nothing = total(engine, model(), 0, MEMBERS[:0])
+    assert float(nothing.members) == 0 and float(tree.norm(nothing.delta)) == 0
 
 
 @pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
@@ -221,12 +248,12 @@ def test_a_member_that_is_not_finite_is_left_out_and_counted(kind):
 
     params = model()
     engine = kind(algorithm(loss=loss), rows, SHAPE, 7)
-    total = engine.gather(params, engine.prepare(0, MEMBERS))
+    found = total(engine, params)
     without = kind(algorithm(), rows, SHAPE, 7)
-    wanted = without.gather(params, without.prepare(0, np.delete(MEMBERS, 3)))
-    assert float(total.refused) == 1
-    assert_same(total.delta, wanted.delta)
-    assert float(total.weight) == float(wanted.weight)
+    wanted = total(without, params, 0, np.delete(MEMBERS, 3))
+    assert float(found.refused) == 1
+    assert_same(found.delta, wanted.delta)
+    assert float(found.weight) == float(wanted.weight)
 
 
 def test_padding_is_inert():
@@ -246,6 +273,4 @@ def test_padding_is_inert():
 
 def test_the_same_cohort_twice_is_the_same_to_the_byte():
     engine = MeshEngine(algorithm("adam"), rows_of, SHAPE, 7)
-    first = engine.gather(model(), engine.prepare(0, MEMBERS))
-    again = engine.gather(model(), engine.prepare(0, MEMBERS))
-    assert eqx.tree_equal(first, again)
+    assert eqx.tree_equal(total(engine, model()), total(engine, model()))

@@ -10,17 +10,33 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.core.keys import key_for
+from fedlm.core.types import Start
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import update_like
-from fedlm.federation.round import client_state_of, init_node, outgoing, server_half
+from fedlm.federation.round import (
+    client_state_of,
+    init_node,
+    outgoing,
+    server_half,
+    start_of_round,
+)
 from fedlm.local.train import ALL, WEIGHTS, local_training
 from fedlm.methods import feddyn, mimelite, scaffold
 from fedlm.methods.optimizers import client_optimizer, server_optimizer
 from fedlm.models import catalog
-from fedlm.models.partial import drawn_subset, low_rank, own_subset
+from fedlm.models.partial import ON_BASE, drawn_subset, leaves_by_fraction, low_rank, own_subset
 from fedlm.wire.catalog import codec
-from tests.laws.test_engines import MEMBERS, SHAPE, SIZES, algorithm, assert_same, model, rows_of
+from tests.engine.test_laws import (
+    MEMBERS,
+    SHAPE,
+    SIZES,
+    algorithm,
+    assert_same,
+    model,
+    rows_of,
+    total,
+)
 
 PARAMS = model()
 LIKE = jax.eval_shape(lambda: PARAMS)
@@ -37,6 +53,14 @@ def changed(**parts):
     return dataclasses.replace(algorithm(), **parts)
 
 
+KEEP = leaves_by_fraction(LIKE, 0.5, key_for(0, "partial"))
+
+
+def on_a_base(**options):
+    """The leaves of `KEEP` on a base of all others, as `wire.trainable = "fixed"` has it."""
+    return changed(local=trains(ON_BASE, **options), make_base=lambda: tree.split(PARAMS, KEEP)[1])
+
+
 def three_turns():
     keys = jax.random.split(key_for(0, "partial"), 3)
     return tuple(trains(drawn_subset(LIKE, 0.5, key)) for key in keys)
@@ -44,6 +68,14 @@ def three_turns():
 
 ALGORITHMS = {
     "fixed": lambda: changed(local=trains(drawn_subset(LIKE, 0.5, key_for(0, "partial")))),
+    "base": on_a_base,
+    "base, remembering": lambda: on_a_base(optimizer="momentum", remember=True),
+    "base, deflated": lambda: dataclasses.replace(
+        on_a_base(), upload=codec("uniform", bits=6, deflate=True)
+    ),
+    "base, feedback": lambda: dataclasses.replace(
+        on_a_base(), upload=codec("topk", share=0.1), feedback=True
+    ),
     "round": lambda: changed(local=three_turns()[0], turns=three_turns()),
     "member": lambda: changed(local=trains(own_subset(0.5))),
     "member, 8 bits": lambda: changed(local=trains(own_subset(0.5)), upload=codec("uniform")),
@@ -67,20 +99,18 @@ ALGORITHMS = {
 
 
 def rounds(engine, chosen, count=2):
-    """A few rounds in which different members take part."""
-    state = init_node(chosen, PARAMS)
+    """The state after a few rounds in which different members take part, and their bytes."""
+    state, upload, download = init_node(chosen, PARAMS), 0, 0
     for r in range(count):
         members = MEMBERS[r::2]
-        sent, client_state = outgoing(chosen, state), client_state_of(state, members)
-        total = engine.gather(
-            sent, engine.prepare(r, members), float(state.clip_norm), client_state
-        )
-        state = server_half(chosen, state, total, members)
-    return state
+        found = engine.total(start_of_round(chosen, state, members), engine.prepare(r, members))
+        state = server_half(chosen, state, found.total, members)
+        upload, download = upload + found.upload_bytes, download + found.download_bytes
+    return state, upload, download
 
 
 # One in every run of the tests, all with `make test-all`.
-QUICK = {"member, 8 bits"}
+QUICK = {"member, 8 bits", "base"}
 CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS]
 
 
@@ -88,40 +118,34 @@ CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in 
 def test_mesh_equals_loop_over_rounds(name):
     chosen = ALGORITHMS[name]()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
-    slow, fast = rounds(loop, chosen), rounds(mesh, chosen)
+    (slow, *moved), (fast, *counted) = rounds(loop, chosen), rounds(mesh, chosen)
     lossy = chosen.upload.name != "float32" or chosen.download.name != "float32"
     assert_same(fast.params, slow.params, rtol=2e-3 if lossy else 2e-5)
     assert (fast.client_state is None) == (slow.client_state is None)
     if slow.client_state is not None and not lossy:
         assert_same(fast.client_state, slow.client_state, rtol=1e-4)
-    assert mesh.upload_bytes == loop.upload_bytes > 0
-    assert mesh.download_bytes == loop.download_bytes > 0
+    assert counted == moved and min(moved) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["member", "deflated", "remembering", "scaffold"])
 def test_each_member_alone_is_the_same_in_both_engines(name):
     chosen = ALGORITHMS[name]()
-    state = init_node(chosen, PARAMS)
-    sent, client_state = outgoing(chosen, state), client_state_of(state, MEMBERS)
+    start = start_of_round(chosen, init_node(chosen, PARAMS), MEMBERS)
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
-    both = [
-        list(e.collect(sent, e.prepare(0, MEMBERS), client_state=client_state))
-        for e in (loop, mesh)
-    ]
+    both = [list(e.updates(start, e.prepare(0, MEMBERS))) for e in (loop, mesh)]
     assert len(both[0]) == len(both[1]) == len(MEMBERS)
-    for (number, slow), (other, fast) in zip(*both, strict=True):
-        assert number == other
+    for (number, slow, *sizes), (other, fast, *others) in zip(*both, strict=True):
+        assert number == other and sizes == others and min(sizes) > 0
         assert_same(fast.delta, slow.delta, rtol=2e-3)
         assert (fast.client_state is None) == (slow.client_state is None) == (not chosen.remembers)
         if chosen.remembers:
             assert_same(fast.client_state, slow.client_state, rtol=1e-3)
-    assert mesh.upload_bytes == loop.upload_bytes > 0
 
 
 def test_a_leaf_that_nobody_trains_keeps_its_bits():
     chosen = ALGORITHMS["fixed"]()
-    state = rounds(MeshEngine(chosen, rows_of, SHAPE, 7), chosen)
+    state, *_ = rounds(MeshEngine(chosen, rows_of, SHAPE, 7), chosen)
     names = tree.named_leaves(update_like(chosen, PARAMS).delta)
     before, after = tree.named_leaves(PARAMS), tree.named_leaves(state.params)
     assert 0 < len(names) < len(before)
@@ -132,23 +156,24 @@ def test_a_leaf_that_nobody_trains_keeps_its_bits():
 def test_a_member_holds_still_what_it_did_not_draw_and_sends_no_byte_of_it():
     chosen = ALGORITHMS["member"]()
     engine = MeshEngine(chosen, rows_of, SHAPE, 7)
-    seen = set()
-    for _, update in engine.collect(PARAMS, engine.prepare(0, MEMBERS)):
+    seen, upload = set(), 0
+    for _, update, size, _ in engine.updates(Start(PARAMS), engine.prepare(0, MEMBERS)):
+        upload += size
         moved = [bool(np.any(np.asarray(x))) for x in jax.tree.leaves(update.delta)]
         assert all(not m or k for m, k in zip(moved, np.asarray(update.mask) > 0, strict=True))
         seen.add(tuple(moved))
     assert len(seen) > 1
     whole = len(MEMBERS) * chosen.upload.encoded_bytes(PARAMS)
-    assert 0.3 * whole < engine.upload_bytes < 0.75 * whole
+    assert 0.3 * whole < upload < 0.75 * whole
 
 
 def test_each_leaf_is_averaged_over_those_who_trained_it():
     chosen = ALGORITHMS["member"]()
     engine = LoopEngine(chosen, rows_of, SHAPE, 7)
     cohort = engine.prepare(0, MEMBERS)
-    updates = [u for _, u in engine.collect(PARAMS, cohort)]
+    updates = [arrived.update for arrived in engine.updates(Start(PARAMS), cohort)]
     state = init_node(chosen, PARAMS)
-    after = server_half(chosen, state, engine.gather(PARAMS, cohort), MEMBERS)
+    after = server_half(chosen, state, engine.total(Start(PARAMS), cohort).total, MEMBERS)
     for leaf, (new, old) in enumerate(
         zip(jax.tree.leaves(after.params), jax.tree.leaves(PARAMS), strict=True)
     ):
@@ -165,13 +190,12 @@ def test_members_start_from_what_the_download_left():
         download=codec("uniform", bits=4), local=local_training(catalog.loss, optax.sgd(0.0))
     )
     engine = MeshEngine(still, rows_of, SHAPE, 7)
-    total = engine.gather(PARAMS, engine.prepare(0, MEMBERS))
-    assert float(tree.norm(total.delta)) == 0.0
+    assert float(tree.norm(total(engine, PARAMS).delta)) == 0.0
     moving = changed(download=codec("uniform", bits=4))
     engine = MeshEngine(moving, rows_of, SHAPE, 7)
-    coarse = engine.gather(PARAMS, engine.prepare(0, MEMBERS)).delta
+    coarse = total(engine, PARAMS).delta
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
-    exact = engine.gather(PARAMS, engine.prepare(0, MEMBERS)).delta
+    exact = total(engine, PARAMS).delta
     assert float(tree.norm(tree.sub(coarse, exact))) > 1e-3 * float(tree.norm(exact))
 
 
@@ -183,14 +207,12 @@ def test_error_feedback_sends_in_the_end_what_was_left_out():
     one = MEMBERS[3:4]
     wanted, arrived = tree.zeros_like(PARAMS), tree.zeros_like(PARAMS)
     for r in range(3):
-        client_state = client_state_of(state, one)
-        cohort = engine.prepare(r, one)
+        start, cohort = start_of_round(chosen, state, one), engine.prepare(r, one)
         plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
-        ((_, full),) = plain.collect(state.params, cohort)
-        ((_, update),) = engine.collect(state.params, cohort, client_state=client_state)
+        ((_, full, *_),) = plain.updates(Start(state.params), cohort)
+        ((_, update, *_),) = engine.updates(start, cohort)
         wanted, arrived = tree.add(wanted, full.delta), tree.add(arrived, update.delta)
-        total = engine.gather(state.params, cohort, client_state=client_state)
-        state = server_half(chosen, state, total, one)
+        state = server_half(chosen, state, engine.total(start, cohort).total, one)
     left = client_state_of(state, one).residual
     both = tree.add(arrived, tree.take(left, 0))
     assert_same(both, wanted, rtol=1e-5)
@@ -200,46 +222,37 @@ def test_error_feedback_sends_in_the_end_what_was_left_out():
 def test_a_proximal_term_of_zero_is_fedavg_to_the_byte():
     plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
     prox = LoopEngine(changed(local=trains(proximal=0.0)), rows_of, SHAPE, 7)
-    one, two = (e.gather(PARAMS, e.prepare(0, MEMBERS)) for e in (plain, prox))
+    one, two = (total(e, PARAMS) for e in (plain, prox))
     assert tree.sha256(one.delta) == tree.sha256(two.delta)
     pulled = LoopEngine(changed(local=trains(proximal=5.0)), rows_of, SHAPE, 7)
-    total = pulled.gather(PARAMS, pulled.prepare(0, MEMBERS))
-    assert float(tree.norm(total.delta)) < 0.9 * float(tree.norm(one.delta))
+    assert float(tree.norm(total(pulled, PARAMS).delta)) < 0.9 * float(tree.norm(one.delta))
 
 
 @pytest.mark.slow
 def test_methods_begin_like_fedavg():
     """Before any drift is known, SCAFFOLD's first round is FedAvg's."""
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
-    wanted = engine.gather(PARAMS, engine.prepare(0, MEMBERS)).delta
+    wanted = total(engine, PARAMS).delta
     chosen = ALGORITHMS["scaffold"]()
     engine = MeshEngine(chosen, rows_of, SHAPE, 7)
-    state = init_node(chosen, PARAMS)
-    client_state = client_state_of(state, MEMBERS)
-    total = engine.gather(
-        outgoing(chosen, state), engine.prepare(0, MEMBERS), client_state=client_state
-    )
-    assert_same(total.delta["params"], wanted)
+    start = start_of_round(chosen, init_node(chosen, PARAMS), MEMBERS)
+    found = engine.total(start, engine.prepare(0, MEMBERS)).total
+    assert_same(found.delta["params"], wanted)
     # A member's drift is its mean gradient: the way it went, over how far it could go.
-    steps = [-(-SIZES[m] // SHAPE.batch) for m in MEMBERS]
-    moved = dict(
-        (m, u.delta)
-        for m, u in LoopEngine(algorithm(), rows_of, SHAPE, 7).collect(
-            PARAMS, LoopEngine(algorithm(), rows_of, SHAPE, 7).prepare(0, MEMBERS)
-        )
-    )
-    own = tree.take(total.client_state.own, 3)
-    assert_same(own, tree.scale(moved[3], -1.0 / (RATE * steps[3])), rtol=1e-4)
+    steps = -(-SIZES[3] // SHAPE.batch_size)
+    plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
+    ((_, moved, *_),) = plain.updates(Start(PARAMS), plain.prepare(0, MEMBERS[3:4]))
+    own = tree.take(found.client_state.own, 3)
+    assert_same(own, tree.scale(moved.delta, -1.0 / (RATE * steps)), rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_mimelite_uploads_twice():
     mime, plain = ALGORITHMS["mimelite"](), algorithm()
-    engines = [MeshEngine(a, rows_of, SHAPE, 7) for a in (mime, plain)]
-    for engine, chosen in zip(engines, (mime, plain), strict=True):
-        rounds(engine, chosen, 1)
-    assert engines[0].upload_bytes > 1.99 * engines[1].upload_bytes - 100
-    assert engines[0].download_bytes > 1.9 * engines[1].download_bytes
+    (_, *twice), (_, *once) = (
+        rounds(MeshEngine(a, rows_of, SHAPE, 7), a, 1) for a in (mime, plain)
+    )
+    assert twice[0] > 1.99 * once[0] - 100 and twice[1] > 1.9 * once[1]
 
 
 @pytest.mark.slow
@@ -247,7 +260,8 @@ def test_mimelite_sends_the_gradient_of_the_whole_text_at_the_servers_model():
     chosen = ALGORITHMS["mimelite"]()
     engine = LoopEngine(chosen, rows_of, SHAPE, 7)
     state = init_node(chosen, PARAMS)
-    ((_, update),) = engine.collect(outgoing(chosen, state), engine.prepare(0, MEMBERS[3:4]))
+    start, cohort = Start(outgoing(chosen, state)), engine.prepare(0, MEMBERS[3:4])
+    ((_, update, *_),) = engine.updates(start, cohort)
 
     def mean_loss(params):
         nats, tokens = catalog.loss(params, jnp.asarray(rows_of(3), jnp.int32))
@@ -260,15 +274,16 @@ def test_mimelite_sends_the_gradient_of_the_whole_text_at_the_servers_model():
 def test_low_rank_updates_have_the_rank_and_differ_in_their_space_by_round():
     chosen = ALGORITHMS["low rank"]()
     engine = MeshEngine(chosen, rows_of, SHAPE, 7)
-    changes = []
+    changes, upload = [], 0
     for r in range(2):
         state = init_node(chosen, PARAMS)
         state = dataclasses.replace(state, round=jnp.int32(r))
-        total = engine.gather(PARAMS, engine.prepare(r, MEMBERS))
-        after = server_half(chosen, state, total, MEMBERS)
+        found = engine.total(Start(PARAMS), engine.prepare(r, MEMBERS))
+        upload += found.upload_bytes
+        after = server_half(chosen, state, found.total, MEMBERS)
         changes.append(np.asarray(after.params.embedding - PARAMS.embedding))
     for change in changes:
         values = np.linalg.svd(change, compute_uv=False)
         assert values[3] < 1e-4 * values[0]
     assert np.linalg.matrix_rank(np.concatenate(changes), tol=1e-5) == 6
-    assert engine.upload_bytes < 0.75 * 2 * len(MEMBERS) * chosen.upload.encoded_bytes(PARAMS)
+    assert upload < 0.75 * 2 * len(MEMBERS) * chosen.upload.encoded_bytes(PARAMS)

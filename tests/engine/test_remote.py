@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedlm.core.errors import EngineError
+from fedlm.core.types import Start
 from fedlm.corpus.store import Store
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
@@ -53,7 +54,8 @@ def deployed(whole, post, seats, **more):
 
 def round_of(experiment, state, clip_norm=np.inf):
     cohort = experiment.engine.prepare(1, MEMBERS)
-    return experiment.engine.gather(outgoing(experiment.algorithm, state), cohort, clip_norm)
+    start = Start(outgoing(experiment.algorithm, state), clip_norm)
+    return experiment.engine.total(start, cohort).total
 
 
 def apart(a, b):
@@ -65,6 +67,7 @@ CASES = {
     "sums": (),
     "lossy both ways": ("wire.upload=uniform-8", "wire.download=bfloat16"),
     "leaves of their own": ("wire.trainable=member", "wire.trainable_fraction=0.5"),
+    "a fixed part": ("wire.trainable=fixed", "wire.trainable_fraction=0.4"),
     "private": (
         "privacy.mechanism=gaussian",
         "privacy.noise_multiplier=1",
@@ -93,7 +96,11 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
         assert eqx.tree_equal(there, here)
     else:  # sums of sums
         assert apart(there, here) < 1e-6
-    assert over.engine.upload_bytes > 0
+    start = Start(outgoing(whole.algorithm, state), clip_norm)
+    sums = over.engine.total(start, over.engine.prepare(1, MEMBERS))
+    assert min(sums.upload_bytes, sums.download_bytes) > 0
+    each = [list(e.updates(start, e.prepare(1, MEMBERS))) for e in (over.engine, whole.engine)]
+    assert eqx.tree_equal(*each), "one by one they are the same to the bit, and so are their bytes"
 
 
 @pytest.mark.parametrize(
