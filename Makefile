@@ -26,7 +26,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/codespell src tests docs recipes benchmarks .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
+	$(BIN)/codespell src tests docs recipes benchmarks examples .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
 
 format: $(VENV)/.dev  ## put the code in form
 	$(BIN)/ruff format .

@@ -31,8 +31,9 @@ from fedlm.privacy.audit import Audit, audit
 from fedlm.privacy.catalog import noise_for
 from fedlm.privacy.noise import silent
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.recipe.build import Experiment, build
+from fedlm.recipe.build import build
 from fedlm.recipe.settings import parse
+from fedlm.run import Run
 
 STORES = Path(".bench/stores")
 NOISES = (0.2, 0.5, 1.0, 2.0, 4.0)
@@ -45,7 +46,7 @@ TABLES = {
 }
 
 
-def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
+def run_of(mechanism: str, canaries: int, rounds: int) -> Run:
     """The federation, with noise one; all other noises are made from it."""
     server = {"optimizer": "fedavg", "learning_rate": 1.0, "rounds": rounds}
     privacy = {"mechanism": mechanism, "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": DELTA}
@@ -62,19 +63,22 @@ def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
     return build(parse(tables), STORES, lambda *a: None)
 
 
-def noisy(made: Experiment, noise: float, share: float) -> Algorithm:
+def noisy(made: Run, noise: float, share: float) -> Algorithm:
     """The algorithm with a plan of some noise, of which only a share is really added."""
     assert made.plan is not None
     plan = replace(made.plan, noise_multiplier=noise)
     added = replace(plan, noise_multiplier=share * noise)
-    return replace(made.algorithm, plan=plan, noise=noise_for(added) if share else silent())
+    algorithm = replace(made.algorithm, participation=plan)
+    # No argument makes an algorithm whose noise is not its plan's: a broken one is made by force.
+    algorithm.__dict__["noise"] = noise_for(added) if share else silent()
+    return algorithm
 
 
-def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
+def one_run(made: Run, algorithm: Algorithm) -> Audit:
     """Trains, and audits what came out."""
     plan, secret = algorithm.plan, os.urandom(16)
     assert plan is not None
-    before = made.init_params()
+    before = made.start()
     state = init_node(algorithm, before, secret)
     choose = CohortSampler(algorithm, 0, state)
     for r in range(plan.rounds):
@@ -87,7 +91,7 @@ def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
     return audit(seen.scores, seen.strangers, seen.dimensions, plan.delta)
 
 
-def rows(made: Experiment, seeds: int) -> Iterator[str]:
+def rows(made: Run, seeds: int) -> Iterator[str]:
     """A line a noise: the account, and the audits of honest and dishonest runs."""
     for noise in NOISES:
         plan: PrivacyPlan | None = noisy(made, noise, 1.0).plan
@@ -107,11 +111,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     for mechanism in ("gaussian", "tree"):
-        made = experiment_of(mechanism, args.canaries, args.rounds)
+        made = run_of(mechanism, args.canaries, args.rounds)
         print(
-            f"\n{mechanism}: {made.sampling.population - args.canaries} clients and "
-            f"{args.canaries} canaries, {made.sampling.cohort} a round, {args.rounds} rounds, "
-            f"{made.parameters:,} parameters, delta {DELTA:g}\n"
+            f"\n{mechanism}: {made.algorithm.sampling.population - args.canaries} clients and "
+            f"{args.canaries} canaries, {made.algorithm.sampling.cohort} a round, {args.rounds} rounds, "
+            f"{made.model.parameters:,} parameters, delta {DELTA:g}\n"
         )
         print("| noise | accounted | honest: estimate (95% lower) | halved | none |")
         print("|---|---|---|---|---|")

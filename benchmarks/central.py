@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedlm.cli.train import STORES
 from fedlm.evaluate.perplexity import figures
 from fedlm.inference import load_params
-from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
@@ -30,14 +30,15 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     asked = parser.parse_args()
     tree = build(load(asked.recipe), STORES, lambda stage, done: None)
-    assert isinstance(tree, TreeExperiment)
     directory = RunDirectory.existing(asked.run).finished()
     assert directory.tokenizer.read_bytes() == (tree.store.path / "tokenizer.json").read_bytes()
     model = load(directory.recipe).model
     params = load_params(model, tree.store.vocabulary, directory.weights)
+    scores: Any = tree.evaluation
+    names = scores.config.topology.names
     found = {
-        tree.topology.names[n]: figures(tree.evaluator(params, rows))["perplexity"]
-        for n, rows in tree.held.items()
+        names[n]: figures(scores.evaluator(params, rows))["perplexity"]
+        for n, rows in scores.held.items()
     }
     print("  ".join(f"{name} {value:.0f}" for name, value in found.items()))
     print(f"mean over leaves {np.mean(list(found.values())):.1f}")

@@ -42,10 +42,13 @@ def computed(plan: Plan, rows: list[np.ndarray]) -> dict[str, tuple[int, float, 
     real = np.array([int(np.sum(t != PAD)) for t in targets])
     packed = jax.jit(pack)
     size = np.array([int(packed(jnp.asarray(t)).size) for t in targets])
-    gates, project = 3 * plan.units * plan.embed, plan.units * plan.embed
+    gates, project = (
+        3 * plan.hidden_size * plan.embedding_size,
+        plan.hidden_size * plan.embedding_size,
+    )
     parts = {
         "places in batches": (columns * len(targets), 0),
-        "the loss": (least(columns, loss.SIZES, real).sum(), 3 * plan.vocab * plan.embed),
+        "the loss": (least(columns, loss.SIZES, real).sum(), 3 * plan.vocab * plan.embedding_size),
         "the loop over time": (size.sum(), 2 * (gates + project)),
         "before and after it": (
             least(columns, recurrent.SIZES, size).sum(),

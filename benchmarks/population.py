@@ -29,8 +29,9 @@ from fedlm.core.types import Start  # noqa: E402
 from fedlm.corpus.store import Store, StoreSettings  # noqa: E402
 from fedlm.corpus.synthetic import population, write_synthetic  # noqa: E402
 from fedlm.federation.round import CohortSampler, init_node, server_half  # noqa: E402
-from fedlm.recipe.build import Experiment, build  # noqa: E402
+from fedlm.recipe.build import build  # noqa: E402
 from fedlm.recipe.settings import parse  # noqa: E402
+from fedlm.run import Run  # noqa: E402
 
 STORES = Path(".bench/stores")
 POPULATIONS, COHORTS = (10_000, 100_000, 342_477), (50, 200, 800)
@@ -54,18 +55,18 @@ def store_of(clients: int) -> Path:
     return path
 
 
-def experiment_of(path: Path, cohort: int) -> Experiment:
+def run_of(path: Path, cohort: int) -> Run:
     tables = {"data": {"store": str(path)}, "model": MODEL, "server": {"cohort": cohort}}
     return build(parse(tables), STORES, lambda stage, done: None)
 
 
-def packing(made: Experiment, repeats: int) -> tuple[list[float], list[float]]:
+def packing(made: Run, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds to select and pack each of so many cohorts: by the clock, and of the processor.
 
     The second hardly knows what else the machine does, so it is the one to compare populations by.
     """
 
-    choose = CohortSampler(made.algorithm, 0, init_node(made.algorithm, made.init_params()))
+    choose = CohortSampler(made.algorithm, 0, init_node(made.algorithm, made.start()))
 
     def prepare(r: int) -> object:
         return made.engine.prepare(r, choose(r)).members
@@ -79,9 +80,9 @@ def packing(made: Experiment, repeats: int) -> tuple[list[float], list[float]]:
     return clock, processor
 
 
-def rounds(made: Experiment, repeats: int) -> Iterator[float]:
+def rounds(made: Run, repeats: int) -> Iterator[float]:
     """Seconds of rounds whose cohorts are packed."""
-    state = init_node(made.algorithm, made.init_params())
+    state = init_node(made.algorithm, made.start())
     choose = CohortSampler(made.algorithm, 0, state)
     for r in range(-1, repeats):  # the first, of one member, compiles
         chosen = choose(max(r, 0))
@@ -99,7 +100,7 @@ def rounds(made: Experiment, repeats: int) -> Iterator[float]:
 def measure(path: Path, repeats: int, longest: int) -> dict[str, object]:
     """The figures of one population, in this process."""
     opened = [timed(lambda: Store(path).training_clients) for _ in range(5)]
-    experiments = [experiment_of(path, cohort) for cohort in COHORTS]
+    experiments = [run_of(path, cohort) for cohort in COHORTS]
     with Peak() as before:
         packed = [packing(made, max(repeats, 7)) for made in experiments]
     # Long rounds need no repetition to be told from packing.

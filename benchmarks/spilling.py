@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from benchmarks.memory import Peak, held
-from fedlm.recipe.branches import TreeExperiment
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import parse
 
@@ -63,18 +62,15 @@ def measure(leaves: int, resident: int) -> dict[str, float]:
             }
         )
         made = build(recipe, Path(folder), lambda stage, done: None)
-        if not isinstance(made, TreeExperiment):
-            raise TypeError("the recipe has no tree.")
-        params = made.init_params()
-        made.turn(0, made.init_node(params))  # compiles
+        params = made.start()
+        next(made.round.play(made.round.init(params), range(1)))  # compiles
         gc.collect()
         before, seconds = held("RssAnon"), []
         with Peak() as peak:
-            state = made.init_node(params)
-            for round in range(ROUNDS):
-                began = time.perf_counter()
-                state, _, _ = made.turn(round, state)
+            state, began = made.round.init(params), time.perf_counter()
+            for _ in made.round.play(state, range(ROUNDS)):
                 seconds.append(time.perf_counter() - began)
+                began = time.perf_counter()
         one = 4 * sum(x.size for x in jax.tree.leaves(params)) / 1e6
         return {"more": peak.most - before, "one": one, "seconds": statistics.median(seconds)}
 

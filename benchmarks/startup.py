@@ -30,15 +30,15 @@ imported = time.perf_counter()
 recipe = load(sys.argv[1], tuple(sys.argv[3:]))
 use_devices(0)
 from pathlib import Path
-experiment = build(recipe, Path(sys.argv[2]), lambda stage, done: None)
-state = experiment.init_node(experiment.init_params())
+run = build(recipe, Path(sys.argv[2]), lambda stage, done: None)
+state = run.round.init(run.start())
 built = time.perf_counter()
-members = CohortSampler(experiment.algorithm, 0, state)(0)
+members = CohortSampler(run.algorithm, 0, state)(0)
 start = Start(state.params)
-total = experiment.engine.total(start, experiment.engine.prepare(0, members)).total
+total = run.engine.total(start, run.engine.prepare(0, members)).total
 jax.block_until_ready(total)
 first = time.perf_counter()
-jax.block_until_ready(experiment.engine.total(start, experiment.engine.prepare(0, members)).total)
+jax.block_until_ready(run.engine.total(start, run.engine.prepare(0, members)).total)
 second = time.perf_counter()
 print(imported - began, built - imported, first - built, second - first)
 """

@@ -252,5 +252,5 @@ def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp
     done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")
     assert done.code == 0, done.stderr
     rounds = facts_of(tmp_path / "run").rounds
-    assert len({entry["clip"] for entry in rounds}) > 2
+    assert len({entry["clip_norm"] for entry in rounds}) > 2
     assert all(0 <= entry["unclipped"] <= 1 for entry in rounds)
