@@ -114,8 +114,8 @@ def main() -> None:
         made = run_of(mechanism, args.canaries, args.rounds)
         print(
             f"\n{mechanism}: {made.algorithm.sampling.population - args.canaries} clients and "
-            f"{args.canaries} canaries, {made.algorithm.sampling.cohort} a round, {args.rounds} rounds, "
-            f"{made.model.parameters:,} parameters, delta {DELTA:g}\n"
+            f"{args.canaries} canaries, {made.algorithm.sampling.cohort} per round, {args.rounds} "
+            f"rounds, {made.model.parameters:,} parameters, delta {DELTA:g}\n"
         )
         print("| noise | accounted | honest: estimate (95% lower) | halved | none |")
         print("|---|---|---|---|---|")
