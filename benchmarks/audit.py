@@ -17,22 +17,29 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from fedlm.core.types import Start
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.audit import look
-from fedlm.federation.round import CohortSampler, init_node, server_half, with_text
+from fedlm.federation.round import (
+    CohortSampler,
+    init_node,
+    server_half,
+    start_of_round,
+    with_text,
+)
 from fedlm.privacy import account
 from fedlm.privacy.audit import Audit, audit
 from fedlm.privacy.catalog import noise_for
-from fedlm.privacy.noise import silent
+from fedlm.privacy.noise import Noise
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.recipe.build import Experiment, build
+from fedlm.recipe.build import build
 from fedlm.recipe.settings import parse
+from fedlm.run import Run
 
 STORES = Path(".bench/stores")
 NOISES = (0.2, 0.5, 1.0, 2.0, 4.0)
@@ -45,7 +52,22 @@ TABLES = {
 }
 
 
-def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
+@dataclass(frozen=True, kw_only=True)
+class Dishonest(Algorithm):
+    """An algorithm that adds only a share of the noise that its plan claims."""
+
+    share: float
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The noise that is really added."""
+        assert self.plan is not None
+        return noise_for(
+            replace(self.plan, noise_multiplier=self.share * self.plan.noise_multiplier)
+        )
+
+
+def run_of(mechanism: str, canaries: int, rounds: int) -> Run:
     """The federation, with noise one; all other noises are made from it."""
     server = {"optimizer": "fedavg", "learning_rate": 1.0, "rounds": rounds}
     privacy = {"mechanism": mechanism, "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": DELTA}
@@ -62,32 +84,32 @@ def experiment_of(mechanism: str, canaries: int, rounds: int) -> Experiment:
     return build(parse(tables), STORES, lambda *a: None)
 
 
-def noisy(made: Experiment, noise: float, share: float) -> Algorithm:
+def noisy(made: Run, noise: float, share: float) -> Algorithm:
     """The algorithm with a plan of some noise, of which only a share is really added."""
     assert made.plan is not None
-    plan = replace(made.plan, noise_multiplier=noise)
-    added = replace(plan, noise_multiplier=share * noise)
-    return replace(made.algorithm, plan=plan, noise=noise_for(added) if share else silent())
+    parts = {field.name: getattr(made.algorithm, field.name) for field in fields(made.algorithm)}
+    parts["participation"] = replace(made.plan, noise_multiplier=noise)
+    return Dishonest(**parts, share=share)
 
 
-def one_run(made: Experiment, algorithm: Algorithm) -> Audit:
+def one_run(made: Run, algorithm: Algorithm) -> Audit:
     """Trains, and audits what came out."""
     plan, secret = algorithm.plan, os.urandom(16)
     assert plan is not None
-    before = made.init_params()
+    before = made.start()
     state = init_node(algorithm, before, secret)
     choose = CohortSampler(algorithm, 0, state)
     for r in range(plan.rounds):
         members = choose(r)
         cohort = made.engine.prepare(r, with_text(algorithm, members))
-        total = made.engine.total(Start(state.params, float(state.clip_norm)), cohort).total
+        total = made.engine.total(start_of_round(algorithm, state, cohort.members), cohort).total
         state = server_half(algorithm, state, total, members)
     # Strangers are for the second opinion, which the table does not show.
     seen = look(algorithm, before, state.params, secret=secret, rounds=plan.rounds, strangers=10)
     return audit(seen.scores, seen.strangers, seen.dimensions, plan.delta)
 
 
-def rows(made: Experiment, seeds: int) -> Iterator[str]:
+def rows(made: Run, seeds: int) -> Iterator[str]:
     """A line a noise: the account, and the audits of honest and dishonest runs."""
     for noise in NOISES:
         plan: PrivacyPlan | None = noisy(made, noise, 1.0).plan
@@ -107,11 +129,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     for mechanism in ("gaussian", "tree"):
-        made = experiment_of(mechanism, args.canaries, args.rounds)
+        made = run_of(mechanism, args.canaries, args.rounds)
+        sampling = made.algorithm.sampling
         print(
-            f"\n{mechanism}: {made.sampling.population - args.canaries} clients and "
-            f"{args.canaries} canaries, {made.sampling.cohort} a round, {args.rounds} rounds, "
-            f"{made.parameters:,} parameters, delta {DELTA:g}\n"
+            f"\n{mechanism}: {sampling.population - args.canaries} clients and "
+            f"{args.canaries} canaries, {sampling.cohort} a round, {args.rounds} rounds, "
+            f"{made.model.parameters:,} parameters, delta {DELTA:g}\n"
         )
         print("| noise | accounted | honest: estimate (95% lower) | halved | none |")
         print("|---|---|---|---|---|")
