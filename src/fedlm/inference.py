@@ -3,7 +3,7 @@
 In:       the weights of a finished run, a tokenizer, a prompt.
 Out:      the likeliest next words.
 Promise:  a word is a word, however many tokens it has; programs are shared between prompts.
-Not here: training (`train.py`), how a word is found (`evaluate/generate.py`).
+Not here: training (`training.py`), how a word is found (`evaluate/generate.py`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fedlm.recipe.parts import dimensions
 from fedlm.recipe.settings import Model
 from fedlm.record import checkpoint
 
-# A byte of a letter that the vocabulary lacks, as SentencePiece writes it.
+# SentencePiece's notation for a byte of a character that is not in the vocabulary.
 LETTER_BYTE = re.compile("<0x[89A-F][0-9A-F]>")
 
 
 def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
-    """The weights of a finished run."""
+    """Read the weights of a finished run."""
     architecture = catalog.NAMED[model.name].architecture
     like = catalog.shapes(architecture, dimensions(model, vocabulary))
     return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
 
 
 def speak(params: Params, capacity: int) -> Speaker:
-    """The model as something that can be asked for the next token, up to `capacity` times."""
+    """Return the model as a predictor of the next token, for up to `capacity` tokens."""
     return speaker(
         lambda batch: params.start(batch, capacity),
         lambda state, token: catalog.advance(params, state, token),
@@ -44,14 +44,14 @@ def speak(params: Params, capacity: int) -> Speaker:
 
 
 def room_for(tokens: Sequence[int], further: int = 0) -> int:
-    """How many tokens a model must be able to hold: a power of two, so that programs are shared."""
+    """Return the capacity in tokens for a prompt, a power of two so that programs are shared."""
     return 1 << (len(tokens) + further + LONGEST_WORD).bit_length()
 
 
 def predict(
     params: Params, tokenizer: TextTokenizer, prompt: str, count: int = 5
 ) -> list[dict[str, Any]]:
-    """The likeliest next words after a prompt, with their probabilities."""
+    """Return the likeliest next words after a prompt, with their probabilities."""
     tokens = tok.encode_prompt(tokenizer, prompt)
     model, special = speak(params, room_for(tokens)), tokenizer.special
     found = next_words(model, tokens, count, special, _goes_on(tokenizer))
@@ -62,7 +62,10 @@ def predict(
 
 
 def _goes_on(tokenizer: TextTokenizer) -> Callable[[int], bool]:
-    """Tell whether a token continues a word: most subwords mark the first one with a blank."""
+    """Return a function that tells whether a token continues a word.
+
+    Most subword tokenizers mark the first token of a word with a blank.
+    """
     library, reserved = tokenizer.library, frozenset(tokenizer.special.reserved)
     if library.decoder is None:
         return lambda token: False

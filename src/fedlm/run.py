@@ -32,7 +32,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend
 from fedlm.record.directory import RunDirectory
 
-# A model worse than guessing by three nats per token, five rounds in a row, does not recover.
+# A model that is three nats per token worse than guessing for five rounds does not recover.
 RUNAWAY_NATS = 3.0
 RUNAWAY_ROUNDS = 5
 CAUSES = (
@@ -42,53 +42,53 @@ CAUSES = (
 
 
 class Round(Protocol):
-    """Flat rounds or rounds of a tree: states, what happened, what may be told."""
+    """The rounds of a flat federation or of a tree, and the states they lead to."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the models that a state holds; the federation's own is ''."""
 
     def init(self, params: Params) -> Any:
-        """The state before the first round."""
+        """Return the state before the first round."""
 
     def play(self, state: Any, rounds: range) -> Generator[Played, None, None]:
-        """Plays rounds one after the other."""
+        """Play rounds one after the other, and yield each."""
 
     def models(self, state: Any) -> dict[str, Params]:
-        """The models of a state by name."""
+        """Return the models of a state by name."""
 
     def params(self, state: Any) -> Params:
-        """All parameters of a state, for fingerprints."""
+        """Return all parameters of a state, for fingerprints."""
 
     def header(self) -> Metrics:
-        """What a journal's header says of the federation's shape."""
+        """Return the facts on the federation's shape for the journal's header."""
 
     def closing(self, rounds: int) -> Metrics:
-        """What a journal's last line says besides figures."""
+        """Return the facts for the journal's last line besides figures."""
 
 
 class Evaluation(Protocol):
-    """How well models predict held-out text."""
+    """The scores of models on held-out text."""
 
     def splits(self) -> list[str]:
-        """The splits whose figures may be told, the headline first."""
+        """Return the splits whose figures may be reported, the headline split first."""
 
     def watch(self, state: Any) -> Metrics:
-        """The figures of a state while the run goes on."""
+        """Return the figures of a state during training."""
 
     def final(self, state: Any, split: str) -> Metrics:
-        """All figures of a state on one split."""
+        """Return all figures of a state on one split."""
 
     def of_models(self, models: Mapping[str, Params], split: str) -> Metrics:
-        """All figures of models that were saved by name."""
+        """Return all figures of saved models, given by name, on one split."""
 
     def baselines(self, splits: list[str]) -> Metrics:
-        """What n-gram models, counted on the training text, reach on the same targets."""
+        """Return the figures of n-gram models of the training text on the same targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """How many rounds are run, and how often something else happens."""
+    """The number of rounds, and the rounds between evaluations and between checkpoints."""
 
     rounds: int
     evaluate_every: int = 10
@@ -99,23 +99,23 @@ class Cadence:
 class Run:
     """Everything that a training run is made of.
 
-    A run is composed, never inherited: what differs between a simulation, a server whose members
-    live at nodes, a tree and pretraining is which parts are passed.
+    A run is composed, never inherited: a simulation, a server whose members live at nodes, a tree
+    and pretraining differ only in the parts that are passed.
     """
 
     population: Population  # who may take part
-    algorithm: Algorithm  # what a member and the server do
+    algorithm: Algorithm  # the work of a member and of the server
     engine: Engine  # how the sum over members is made
     round: Round  # flat, or a tree
-    evaluation: Evaluation  # on which text, by whom
+    evaluation: Evaluation  # on held-out text
     record: RunDirectory  # where facts and states go
     model: ModelSpec | ModuleSpec
     start: Callable[[], Params]  # the model before the first round
     store: Store  # the tokenizer, and whatever text is here
     cadence: Cadence
-    recipe: Any  # the resolved settings: a value for the header, which nobody acts on
+    recipe: Any  # the resolved settings, for the header; the loop does not act on them
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
-    command: str = "train"  # that goes on with this run
+    command: str = "train"  # the fedlm command that resumes this run
     plans: tuple[PrivacyPlan, ...] = ()  # of every federation of clients; empty without privacy
 
     @property
@@ -126,23 +126,23 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the loop calls after a round."""
+    """The functions that the loop calls after a round."""
 
-    record: Callable[[Releasable], Releasable]  # what was written, with sums over rounds
+    record: Callable[[Releasable], Releasable]  # returns the written line, with sums over rounds
     keep: Callable[[Any], None]
     evaluate: Callable[[Any], Metrics]
     stop: Callable[[], bool] = lambda: False
 
 
 def loop(run: Run, state: Any, hooks: Hooks) -> Any:
-    """Plays rounds from where `state` is to the end, or to a polite stop."""
+    """Play rounds from `state` to the end or until asked to stop; return the last state."""
     for played in rounds(run, state, hooks):
         state = played.state
     return state
 
 
 def rounds(run: Run, state: Any, hooks: Hooks) -> Iterator[Played]:
-    """Plays, checks, evaluates and records rounds; each is on record before it is yielded."""
+    """Play, check, evaluate and record rounds; yield each after it is on record."""
     play: Generator[Played, None, None] = run.round.play(
         state, range(int(state.round), run.cadence.rounds)
     )
@@ -163,7 +163,7 @@ def _watched(run: Run, play: Iterator[Played], hooks: Hooks) -> Iterator[Played]
             told = extend(run.plan, told, hooks.evaluate(state))
         told = hooks.record(told)
         stopping = hooks.stop()
-        # While the loss runs away nothing is kept, so that the last good checkpoint stays.
+        # While the loss diverges no checkpoint is written, so that the last good one stays.
         if last or stopping or ((number + 1) % cadence.checkpoint_every == 0 and not high):
             _check_params(number, state.params)
             hooks.keep(state)
@@ -181,7 +181,7 @@ def _check(metrics: Metrics, told: Releasable, high: int) -> None:
     if not math.isfinite(metrics["loss"]):
         raise DivergenceError(f"round {number}: the loss is not finite; training stopped. {CAUSES}")
     if high >= RUNAWAY_ROUNDS:
-        # Under a privacy plan the exact loss is not told, also not by an error.
+        # Under a privacy plan the exact loss is not reported, not even in an error.
         loss = f" to {told['loss']:.1f} nats per token" if "loss" in told else ""
         raise DivergenceError(
             f"round {number}: the loss ran away{loss}, far above guessing; training stopped. "
@@ -190,7 +190,7 @@ def _check(metrics: Metrics, told: Releasable, high: int) -> None:
 
 
 def _check_params(round: int, params: Params) -> None:
-    """Refuses parameters that are not finite: finite updates can still add up to such a model."""
+    """Raise `DivergenceError` if parameters are not finite; finite updates can sum to infinity."""
     if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params)):
         raise DivergenceError(
             f"round {round}: the parameters are not finite; training stopped. {CAUSES}"

@@ -4,7 +4,7 @@ In:       a sweep file: a base recipe, axes of settings, perhaps cases and a tar
 Out:      a run directory per point, a table with mean and spread over seeds, one report.
 Promise:  every point is an ordinary run that `fedlm train` would repeat; a finished point is not
           run again; one that diverged is a result, not an error.
-Not here: training (`train.py`).
+Not here: training (`training.py`).
 
     recipe = "../irc.toml"              # relative to the sweep file
     target = 120                        # also report rounds to this validation perplexity
@@ -46,7 +46,7 @@ KEYS = ("recipe", "target", "axes", "cases")
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run."""
+    """The runs of a sweep file."""
 
     recipe: Path
     points: list[Point]
@@ -55,7 +55,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one point."""
+    """The result of one point of a sweep."""
 
     point: Point
     path: Path
@@ -66,11 +66,11 @@ class Result:
     upload_bytes: float  # by one member in one round, on average
     personal: float | None  # of a tree's leaves after their own steps
     epsilon: float | None  # None without a privacy plan, and where no noise makes it infinite
-    diverged: int | None  # the round in which it did
+    diverged: int | None  # the round in which the run diverged, if it did
 
 
 def read_sweep(path: Path) -> Sweep:
-    """A sweep file, checked."""
+    """Read and check a sweep file."""
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -87,7 +87,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _called(point: Point, axes: Point) -> Point:
-    """A point of a case with a name is called by it, and by what the axes add."""
+    """Return a point named after its case and its values on the axes, if its case has a name."""
     if NAME not in point:
         return point
     added = [f"{key}={value}" for key, value in axes.items() if key != SEED]
@@ -113,7 +113,7 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
 
 
 def recipe_of(sweep: Sweep, point: Point) -> Recipe:
-    """The recipe of one point."""
+    """Return the recipe of one point."""
     settings = {k: v for k, v in point.items() if k != NAME}
     return load(sweep.recipe, tuple(f"{k}={_literal(v)}" for k, v in settings.items()))
 
@@ -123,7 +123,7 @@ def _literal(value: Any) -> str:
 
 
 def name_of(point: Point) -> str:
-    """A directory name that says what is special about a point."""
+    """Return a directory name made of the settings of a point."""
     told = {k: v for k, v in point.items() if NAME not in point or k == SEED}
     parts = [str(point[NAME])] if NAME in point else []
     parts += [f"{key}={value}" for key, value in told.items()]
@@ -133,8 +133,8 @@ def name_of(point: Point) -> str:
 def carry_out(
     sweep: Sweep, out: Path, stores: Path, watcher: Callable[[str], Watcher]
 ) -> list[Result]:
-    """Runs every point that is not finished, in order."""
-    for point in sweep.points:  # a mistake in the last point should not cost the first ones
+    """Run every point that is not finished, in order, and return the results of all points."""
+    for point in sweep.points:  # first, so that a mistake in the last point is found early
         recipe_of(sweep, point)
     return [_one(sweep, point, out, stores, watcher) for point in sweep.points]
 
@@ -146,7 +146,7 @@ def _one(
     failed = directory.path / "diverged.json"
     run = build(recipe_of(sweep, point), stores, out=directory.path)
     if failed.is_file() or directory.summary.is_file():
-        directory.claim(dump(run.recipe), resume=True)  # finished, but for this recipe?
+        directory.claim(dump(run.recipe), resume=True)  # raises if the recipe differs
         return _result(sweep, point, directory.path)
     try:
         if train(run, resume=True, watcher=watcher(name_of(point))) is None:
@@ -182,9 +182,9 @@ def _personal(facts: report.Facts) -> float | None:
 
 
 def sweep_table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any]]]:
-    """Head and rows: one row for points that differ in nothing but the seed.
+    """Return the head and the rows of the table, with one row for points that differ only in seed.
 
-    What is the same in all points, and the seed, has no column.
+    The seed, and settings that are the same in all points, have no column.
     """
     names = [
         name
@@ -241,7 +241,7 @@ def _row(
 
 
 def mean_and_spread(values: list[Any], digits: int = 1) -> str:
-    """Mean and standard deviation over seeds; a dash where a seed has no value."""
+    """Return mean and standard deviation over seeds as text; a dash if a seed has no value."""
     if any(v is None or not math.isfinite(v) for v in values):
         return "-"
     mean = statistics.fmean(values)
@@ -251,6 +251,6 @@ def mean_and_spread(values: list[Any], digits: int = 1) -> str:
 
 
 def markdown(head: list[str], rows: list[list[Any]]) -> str:
-    """The table for a document."""
+    """Return the table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(str(v) for v in line) + " |\n" for line in lines)

@@ -46,7 +46,7 @@ SUMMED = ("upload_bytes", "download_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Watcher:
-    """Whoever looks on: told of stages and rounds, asked whether to stop."""
+    """Callbacks of a run: they are told of stages and rounds, and asked whether to stop."""
 
     say: Callable[[str], None] = lambda text: None
     begin: Callable[[int, int, float | None], None] = lambda first, rounds, perplexity: None
@@ -55,7 +55,7 @@ class Watcher:
 
 
 def train(run: Run, *, resume: bool = False, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
-    """Trains to the end and returns the summary; None if the watcher stopped it before."""
+    """Train to the end and return the summary; None if the watcher stopped the run."""
     state = None
     for played in play(run, resume=resume, watcher=watcher):
         state = played.state
@@ -68,7 +68,7 @@ def play(
     resume: bool = False,
     watcher: Watcher = Watcher(),  # noqa: B008
 ) -> Iterator[Played]:
-    """Begins or resumes a run and plays its rounds; each is on record before it is yielded."""
+    """Begin or resume a run and yield its rounds, each after it is on record."""
     check_installed(run.recipe.run.trackers)
     compare_processes(run)
     directory = run.record
@@ -84,9 +84,9 @@ def play(
 
 
 def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
-    """Closes a run whose last round has been played; None if rounds are missing.
+    """Close a run after its last round and return its summary; None if rounds are missing.
 
-    Without the last `state` it is read from the newest checkpoint.
+    If the last `state` is not given, it is read from the newest checkpoint.
     """
     directory = run.record
     if directory.summary.is_file():
@@ -106,9 +106,9 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
 
 
 def follow(run: Run, watcher: Watcher) -> bool:
-    """Computes the lanes of a process that is not the first; it writes nothing.
+    """Compute the lanes of a process that is not the first, and write nothing.
 
-    True if the run came to its end, False if it was stopped before.
+    Return True if the run came to its end, False if it was stopped before.
     """
     compare_processes(run)
     told = multihost.broadcast()
@@ -128,7 +128,7 @@ def follow(run: Run, watcher: Watcher) -> bool:
 
 
 def compare_processes(run: Run) -> None:
-    """Refuses to go on where this process would compute another run than process 0."""
+    """Raise `ConfigError` if this process would compute another run than process 0."""
     if multihost.alone():
         return
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
@@ -144,18 +144,18 @@ def compare_processes(run: Run) -> None:
     recipe["data"]["tokenizer"] = kind_of(recipe["data"]["tokenizer"])
     recipe["store"] = {f: run.store.manifest[f] for f in STORE}
     recipe["version"] = {name: _version(name) for name in VERSIONS}
-    recipe["base"] = tree.sha256(run.algorithm.base)  # what is not sent to other processes
+    recipe["base"] = tree.sha256(run.algorithm.base)  # never sent, so it must be equal
     there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
     if there != recipe:
         raise ConfigError(
             f"this process would train something else than process 0 ({difference(there, recipe)}"
             "; there is process 0): start all processes with the same recipe and text."
         )
-    multihost.meet()  # a process that differs does not come, and has said why
+    multihost.meet()  # a process that differs has raised an error instead
 
 
 def _check_equal(state: NodeState) -> None:
-    """Every process takes the server's step for itself; their states must not drift apart."""
+    """Raise `EngineError` if states of processes differ; each takes the server's step itself."""
     if not multihost.alone():
         mine = tree.sha256(state.params).encode()
         if multihost.agree(multihost.broadcast(mine) != mine):
@@ -169,7 +169,7 @@ def _check_equal(state: NodeState) -> None:
 
 
 def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
-    """The state to start from, with a journal that ends exactly there."""
+    """Return the state to start from, and make the journal end exactly there."""
     directory = run.record
     if goes_on and directory.checkpoints.is_dir():
         check_same(run)
@@ -193,10 +193,10 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
 
 
 def check_same(run: Run) -> None:
-    """Refuses a recipe that was edited in the run, and a text that has changed since."""
+    """Raise `RecordError` if recipe, privacy plan or text changed since the run began."""
     path = run.record.path
     header = report.facts_of(path).header
-    # As a journal writes it: infinity has no place in JSON.
+    # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
     if header["recipe"] != recipe:
         raise RecordError(
@@ -217,7 +217,7 @@ def check_same(run: Run) -> None:
 
 
 def _check_base(run: Run, fresh: Any) -> None:
-    """Refuses to go on where the frozen part, which no checkpoint holds, has changed since."""
+    """Raise `RecordError` if the frozen part, which no checkpoint holds, has changed."""
     if run.algorithm.base is None:
         return
     begun = report.facts_of(run.record.path).header["start_sha256"]
@@ -230,7 +230,7 @@ def _check_base(run: Run, fresh: Any) -> None:
 
 
 def header_of(run: Run, fresh: Any) -> Metrics:
-    """What is fixed before the first round: recipe, plan, text, model, versions."""
+    """Return the facts fixed before the first round: recipe, plan, text, model, versions."""
     return {
         "command": shlex.join(["fedlm", run.command, str(run.record.recipe)]),
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
@@ -250,7 +250,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
 
 
 def _promised(run: Run) -> Metrics:
-    """The plan, whole, so that the journal alone tells what a run may claim."""
+    """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
     if run.plan is None:
         return {}
     privacy = run.recipe.privacy
@@ -275,7 +275,7 @@ def _version(name: str) -> str:
 def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
     directory, first = run.record, int(state.round)
     entries = report.facts_of(directory.path)
-    # The journal's bytes are sums over rounds: a resumed run goes on from the last line.
+    # Bytes in the journal are sums over rounds: a resumed run continues from the last line.
     so_far = dict.fromkeys(SUMMED, 0)
     if entries.rounds:
         so_far = {name: entries.rounds[-1][name] for name in SUMMED}
@@ -296,7 +296,7 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
 
     def keep(state: Any) -> None:
         _check_equal(state)
-        journal.sync()  # a checkpoint counts on the rounds before it being told
+        journal.sync()  # rounds before a checkpoint must be in the journal
         most = run.recipe.run.keep_checkpoints
         checkpoint.save(directory.checkpoints, int(state.round), state, most)
 
@@ -314,7 +314,7 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
 
 
 def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:
-    # As a journal writes it: infinity has no place in JSON.
+    # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
     return TrackerContext(
         directory=run.record.path,
@@ -329,7 +329,7 @@ def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerCon
 
 
 def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
-    """Writes weights, final figures, report and summary, all made again from a checkpoint."""
+    """Write weights, final figures, report and summary; all can be remade from a checkpoint."""
     directory, recipe = run.record, run.recipe
     watcher.say("evaluating on all held-out text")
     splits = {split: run.evaluation.final(state, split) for split in run.evaluation.splits()}
@@ -367,7 +367,7 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
 
 
 def _predictions(run: Run, params: Params) -> list[Metrics]:
-    """The likeliest next words after the prompts of the recipe."""
+    """Return the likeliest next words after the prompts of the recipe."""
     return [
         {"prompt": prompt, "next": predict(params, run.store.tokenizer, prompt)}
         for prompt in run.recipe.run.prompts
@@ -375,19 +375,19 @@ def _predictions(run: Run, params: Params) -> list[Metrics]:
 
 
 def _claim(run: Run, rounds: int) -> Metrics | None:
-    """What the run may claim, in numbers and words."""
+    """Return the privacy claim of the run in numbers and words; None without a plan."""
     return None if run.plan is None else account.spent(run.plan, rounds)._asdict()
 
 
 def save_weights(path: Path, params: Params, run: Run) -> None:
-    """The trained model for others: safetensors by leaf name, settings in the metadata."""
+    """Write the model as safetensors by leaf name, with its settings in the metadata."""
     model = run.recipe.model.model_dump_json()
     data = checkpoint.to_bytes(params, model=model, vocabulary=run.store.vocabulary)
     checkpoint.write_atomically(path, data)
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
-    """The figures of a finished run, by the names that the command line prints."""
+    """Return the figures of a finished run, by the names that the command line prints."""
     headline = facts.final.get("test") or facts.final.get("validation") or {}
     seconds = sum(r["seconds"] for r in facts.rounds)
     last = facts.rounds[-1] if facts.rounds else {}

@@ -1,9 +1,12 @@
 """A tokenizer made elsewhere, from text to predictions, through the command line."""
 
 import json
+import tomllib
 
 import pytest
 
+from fedlm.deploy.local import redacted
+from fedlm.recipe.settings import parse
 from tests.cli.test_bad_input import refused
 from tests.conftest import WORDS
 from tests.corpus import made_elsewhere as others
@@ -133,3 +136,9 @@ def test_what_is_no_tokenizer(run_cli, tiny_text, tmp_path, case, capfd):
     asked = ("prepare", tiny_text, "--out", "store", "--tokenizer", "tokenizer.json")
     refused(run_cli(*asked), "tokenizer.json", words)
     assert capfd.readouterr().err == "" and not (tmp_path / "store").exists()
+
+
+def test_nodes_are_not_told_where_the_file_is(file):
+    asked = parse({"data": {"source": "sotu", "tokenizer": str(file)}})
+    told = redacted(asked)
+    assert str(file.parent) not in told and parse(tomllib.loads(told)).data.tokenizer == "file"

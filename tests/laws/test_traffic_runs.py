@@ -57,7 +57,7 @@ def test_a_codec_under_a_plan_keeps_the_bound_and_the_bytes(run_cli, tiny_recipe
     assert told["epsilon"] > 0
     assert told["upload_bytes"] < 0.15 * plain["upload_bytes"]
     lines = (tmp_path / "private" / "journal.jsonl").read_text().splitlines()
-    assert json.loads(lines[1])["clip"] == 1.0
+    assert json.loads(lines[1])["clip_norm"] == 1.0
 
 
 @pytest.mark.slow

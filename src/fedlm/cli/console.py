@@ -42,17 +42,17 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run stop
 
 
 def emit(value: Any) -> None:
-    """One JSON object on stdout."""
+    """Print a value as one JSON object on stdout."""
     typer.echo(dumps(value))
 
 
 def note(text: str) -> None:
-    """A sentence for the person who watches, not broken: it may hold a command to copy."""
+    """Print a sentence on stderr without line breaks, as it may hold a command to copy."""
     talk.print(text, soft_wrap=True)
 
 
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for number, name in enumerate(head):
         drawn.add_column(name, justify="left" if number == 0 else "right")
@@ -62,7 +62,7 @@ def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None
 
 
 def text(value: Any) -> str:
-    """A value as a person reads it."""
+    """Return a value as text for a table."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -71,7 +71,7 @@ def text(value: Any) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes with a unit."""
+    """Return a number of bytes with a unit."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if number < 1000 or unit == "TB":
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -80,7 +80,7 @@ def size(number: float) -> str:
 
 
 def bar() -> Progress:
-    """The progress bar of rounds."""
+    """Return the progress bar of rounds."""
     return Progress(
         SpinnerColumn(),
         TextColumn("round"),

@@ -68,7 +68,10 @@ def evaluate(
 
 
 def _allowed(run: Run, split: str) -> str:
-    """The split that was asked for; a tree has one, and a plan leaves training clients alone."""
+    """Return the split to score: the one asked for, or the only one of a tree.
+
+    Raise `ConfigError` if the run has no such split, or its privacy plan forbids it.
+    """
     told = run.evaluation.splits()
     if split in told:
         return split
@@ -81,7 +84,7 @@ def _allowed(run: Run, split: str) -> str:
 
 
 def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
-    """The run that the directory holds; over a network it had the nodes that its seats name."""
+    """Return the run of a directory, with the members at its nodes if it ran over a network."""
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
@@ -91,7 +94,7 @@ def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
 
 
 def _show_tree(found: dict[str, Any]) -> None:
-    """Every node on its own text, and on that of every place."""
+    """Print the figures of every node on its own text and on the text of every place."""
     rows = [[n["name"], n["perplexity"], n["parent"]] for n in found["nodes"]]
     show(f"{found['run']}, {found['split']}", ["node", "perplexity", "parent"], rows)
     matrix = found["matrix"]

@@ -19,7 +19,7 @@ from fedlm.record.export import write_onnx
 
 
 class Format(StrEnum):
-    """What other programs read."""
+    """The formats of exported models."""
 
     safetensors = "safetensors"
     onnx = "onnx"

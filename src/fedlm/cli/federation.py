@@ -26,7 +26,7 @@ HOME = Annotated[Path, typer.Argument(help="The federation's folder.")]
 
 
 def needs_flower() -> None:
-    """Says what to install where Flower is missing, and keeps it from calling home."""
+    """Raise an error that says what to install if Flower is missing; turn its telemetry off."""
     if importlib.util.find_spec("flwr") is None:
         raise ConfigError(
             "a federation over a network needs Flower: install it with pip install "
@@ -189,7 +189,7 @@ def demo(
     from fedlm.deploy import demo as demos
 
     asked = demos.recipe() if recipe is None else load(recipe, tuple(changes or ()))
-    use_devices(1)  # as many lanes at every node: the machine is shared
+    use_devices(1)  # one lane per process, because all nodes share the machine
     path = (folder or free_path(RUNS, "demo-tree" if tree else "demo")).absolute()
     done = followed(
         lambda watcher: demos.demo(path, asked, as_tree=tree, devices=1, watcher=watcher),

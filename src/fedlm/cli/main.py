@@ -48,9 +48,9 @@ app.add_typer(node.app, name="node")
 
 
 def main() -> None:
-    """The entry point of the `fedlm` command."""
+    """Run the `fedlm` command."""
     try:
-        app()  # mistyped options, interrupts and closed pipes end in there, with their exit codes
+        app()  # handles mistyped options, interrupts and closed pipes itself
     except FedlmError as error:
         note(f"fedlm: {error}")
         sys.exit(error.exit_code)

@@ -69,7 +69,7 @@ def predict(
 
 
 def _converse(answer: Any, show: Any) -> None:
-    """One prompt a line until the end of input."""
+    """Answer one prompt per line until the end of input."""
     if sys.stdin.isatty():
         talk.print("A prompt a line; Ctrl-D ends.")
     for line in sys.stdin:

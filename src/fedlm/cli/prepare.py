@@ -97,7 +97,7 @@ def prepare(
 
 
 def _tokenizer_of(like: Path, asked: dict[str, Any]) -> TextTokenizer:
-    """The tokenizer of a store; what was asked for beside it gives way to its settings."""
+    """Return the tokenizer of a store, and replace the settings in `asked` by the store's."""
     store = Store(like)
     for name in ("tokenizer", "vocabulary", "lowercase"):
         asked[name] = getattr(store.settings, name)
@@ -117,7 +117,7 @@ def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: 
 
 
 def _only_synthetic(clients: int | None, groups: str) -> None:
-    """Text that is there has the clients and groups that it has."""
+    """Refuse options of synthetic sources: other text has its own clients and groups."""
     way_out = f"It is for sources that begin with {PREFIX!r}."
     require(clients is None, "--clients", clients, "nothing for this source", way_out)
     require(not groups, "--groups", groups, "nothing for this source", way_out)

@@ -37,12 +37,12 @@ app = typer.Typer(
 
 
 def _help_of(setting: str, text: str) -> str:
-    """Put the mechanisms that have a setting before its help."""
+    """Return the help of a setting, preceded by the mechanisms that have it."""
     return f"{', '.join(with_setting(setting))}: {text}"
 
 
 def _usual_laws() -> str:
-    """List the usual sampling law of each mechanism."""
+    """Return a list of the usual sampling law per mechanism, for the help."""
     return ", ".join(f"{entry.laws[0]} ({name})" for name, entry in MECHANISMS.items())
 
 
@@ -197,7 +197,7 @@ def audit(
 
 
 def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
-    """The canaries of a run, from its recipe, its weights and the secret in its checkpoint."""
+    """Return what a run's canaries show, from its recipe, weights and checkpointed secret."""
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     run = build(recipe, STORES, out=directory.path)
@@ -262,7 +262,7 @@ def _plan(
     sampling: tuple[str | None, int | None, int | None, int, int],
     **rest: Any,
 ) -> PrivacyPlan:
-    """The plan of the options."""
+    """Return the privacy plan that the options describe."""
     name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
     require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
     law, cohort, population, apart, most = sampling
@@ -270,8 +270,8 @@ def _plan(
         cohort, population = _given("--cohort", cohort), _given("--population", population)
         laws = MECHANISMS[name].laws
         require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
-    # The cost of others depends on how clients may join, not on how many there are; without the
-    # option it is taken for granted that there are enough.
+    # The cost of other mechanisms depends on how clients may join, not on their number; without
+    # the option, enough clients are assumed.
     cohort = 1 if cohort is None else cohort
     enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
     drawn = Sampling(

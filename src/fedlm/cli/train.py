@@ -92,7 +92,10 @@ def pretrain(
 
 
 def run_path(recipe: Path, asked: Path | None, resume: bool) -> Path:
-    """Where a run goes: as asked, or the newest or a new one of the recipe's name."""
+    """Return the run directory: as asked, or one with the recipe's name.
+
+    With `resume` it is the newest directory of that name, else a new one.
+    """
     stem = recipe.parent.name if recipe.name == "recipe.toml" else recipe.stem
     return asked or (newest_path if resume else free_path)(RUNS, stem)
 
@@ -100,7 +103,7 @@ def run_path(recipe: Path, asked: Path | None, resume: bool) -> Path:
 def end(
     summary: Summary | None, path: Path, command: list[str], as_json: bool, where: str = ""
 ) -> None:
-    """The summary, or the command with which to go on."""
+    """Print the summary; if the run was stopped, print the command to resume it and exit."""
     if summary is None:
         again = [*command, str(path / "recipe.toml"), "--out", str(path), "--resume"]
         repeat = shlex.join(["fedlm", *again])
@@ -118,7 +121,7 @@ def _with_progress(
     with talk.status("preparing") as status:
         say = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
         run = build(recipe, STORES, say, out=path, pooled=pooled)
-    multihost.meet()  # now the others find the store that was prepared here
+    multihost.meet()  # from here on, the other processes find the prepared store
     facts = run.store.manifest
     note(
         f"{recipe.model.name}, {run.model.parameters:,} parameters; {run.population.size:,} of "
@@ -136,7 +139,7 @@ def _with_progress(
 
 
 def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary | None:
-    """A run with a progress bar on stderr, and a polite end on Ctrl-C."""
+    """Train with a progress bar on stderr; on Ctrl-C, stop after the current round."""
     progress = bar()
     task = progress.add_task("", total=rounds, loss="-", perplexity="-", speed="-")
     latest: dict[str, float] = {"members": 0.0, "seconds": 0.0}
@@ -161,7 +164,7 @@ def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary
 
 
 def _follow(recipe: Recipe) -> Summary | None:
-    """A process that is not the first: it talks little, and has no figures to show."""
+    """Train as a process that is not the first; return an empty summary, None if stopped."""
     multihost.meet()
     run = build(recipe, STORES)
     note(f"process {jax.process_index()} of {jax.process_count()}: at work for process 0")
@@ -170,7 +173,7 @@ def _follow(recipe: Recipe) -> Summary | None:
 
 
 class polite_stop:
-    """The first Ctrl-C, or a SIGTERM, lets the round end; the second stops at once."""
+    """A context in which a first Ctrl-C or SIGTERM lets the round end; a second stops at once."""
 
     def __enter__(self) -> threading.Event:
         self.event = threading.Event()
@@ -192,7 +195,7 @@ class polite_stop:
 
 
 def print_summary(summary: Summary) -> None:
-    """A finished run for a person."""
+    """Print the summary of a finished run as text."""
     counted = summary.get("baselines") or {}
     rows: list[list[Any]] = [["start", summary["start_perplexity"], ""]]
     final = summary["perplexity"]

@@ -1,1 +1,1 @@
-"""Who joins a round, and in which shape: same key, same cohort, by the declared law."""
+"""Sampling and packing of cohorts: the same key gives the same cohort, by the declared law."""

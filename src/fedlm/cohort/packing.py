@@ -1,8 +1,8 @@
-"""Rows of ragged clients into batches, and batches into even streams.
+"""Packing of ragged clients' rows into batches, and of batches into even lanes.
 
 In:       a client's rows; the `BatchSpec` of local work; a generator for the order.
 Out:      batches, and a plan that spreads the batches of many members over lanes.
-Promise:  every row appears once an epoch; padding is PAD and nothing else; the loads of two
+Promise:  every row appears once per epoch; padding is PAD and nothing else; the loads of two
           lanes differ by no more than the longest member.
 Not here: rows (`corpus/rows.py`), the choice of members (`sampling.py`).
 """
@@ -23,7 +23,7 @@ Batches = Integer[np.ndarray, "steps batch width"]
 
 
 def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Batches:
-    """One member's batches: shuffled each epoch, capped, the last one filled with PAD rows."""
+    """Pack a member's rows into capped batches, shuffled per epoch; PAD rows fill the last one."""
     chosen = rng.permutation(len(rows))[: shape.max_examples]
     order = [chosen]
     for _ in range(shape.epochs - 1):
@@ -36,7 +36,7 @@ def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Bat
 
 
 def count_batches(rows: int, shape: BatchSpec) -> int:
-    """How many batches `batch_up` makes of so many rows.
+    """Count the batches that `batch_up` makes of a number of rows.
 
     >>> count_batches(33, BatchSpec(batch_size=16, sequence_length=20, epochs=2))
     6
@@ -60,10 +60,10 @@ Plan = list[list[list[Segment]]]
 
 
 def spread(steps: Sequence[int], lanes: int, capacity: int) -> Plan:
-    """A plan `[chunk][lane][segment]` for members with so many batches each.
+    """Spread members, given the batches of each, over lanes: a plan `[chunk][lane][segment]`.
 
     Members go to the least loaded lane, longest first. A chunk holds at most `capacity`
-    batches a lane; a member that does not fit goes on in the next chunk of its lane, so every
+    batches per lane; a member that does not fit goes on in the next chunk of its lane, so every
     chunk of a lane but its last is full and one compiled program serves all cohorts.
     """
     loads = [(0, lane) for lane in range(lanes)]
@@ -76,7 +76,7 @@ def spread(steps: Sequence[int], lanes: int, capacity: int) -> Plan:
 
 
 def lay_out(queues: list[list[int]], steps: Sequence[int], capacity: int) -> Plan:
-    """The plan in which each lane has the members of its queue, one after the other."""
+    """Return the plan in which each lane trains the members of its queue in order."""
     cuts = [_chunks(queue, steps, capacity) for queue in queues]
     longest = max(len(c) for c in cuts)
     return [[c[i] if i < len(c) else [] for c in cuts] for i in range(longest)]

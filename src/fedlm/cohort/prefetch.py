@@ -1,9 +1,9 @@
 """The next cohort, prepared on a thread while this one runs.
 
-In:       a function from round to whatever a round needs.
+In:       a function from a round to the value that the round needs.
 Out:      its values in order.
-Promise:  the same values as a plain loop, errors included; at most `depth` wait for
-          their use, and one more is being made or waits for a place.
+Promise:  the same values as a plain loop, errors included; at most `depth` values wait
+          for their use, and one more is being made or waits for a place.
 Not here: randomness (the function derives its own, by round).
 """
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def prefetch(make: Callable[[int], T], rounds: range, depth: int = 1) -> Generator[T, None, None]:
-    """`make(r)` for each round, computed ahead of its use."""
+    """Yield `make(r)` for each round, computed ahead of its use on a thread."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
 

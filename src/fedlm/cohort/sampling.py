@@ -1,10 +1,10 @@
 """The laws by which members join a round.
 
-In:       a `Sampling`, the generator of one round, who took part before.
+In:       a `Sampling`, the generator of one round, the history of participations.
 Out:      member numbers in ascending order.
 Promise:  drawn by the declared law from that generator and that history alone; never more than
           a few passes over the population, and for a fixed size not even one.
-Not here: which clients exist (`corpus/store.py`), who really answered (an engine reports it).
+Not here: which clients exist (`corpus/store.py`), which members answered (an engine reports it).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEVER = -(1 << 30)
 
 
 def check_cohort(sampling: Sampling) -> None:
-    """Refuses a cohort that the population cannot fill."""
+    """Refuse a cohort that the population cannot fill."""
     require(sampling.population > 0, "population", sampling.population, "at least one client")
     require(
         1 <= sampling.cohort <= sampling.population,
@@ -39,7 +39,7 @@ def no_history(sampling: Sampling) -> History:
 
 
 def joined(history: History, members: Members, round: int) -> History:
-    """The history after a round."""
+    """Return the history after a round."""
     if len(history.last) == 0:
         return history
     last, times = history.last.copy(), history.times.copy()
@@ -54,22 +54,22 @@ def draw(sampling: Sampling, rng: np.random.Generator, round: int, history: Hist
 
 
 def _fixed(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
-    """Exactly `cohort` clients, without replacement."""
+    """Draw exactly `cohort` clients without replacement."""
     chosen = rng.choice(sampling.population, sampling.cohort, replace=False, shuffle=False)
     return np.sort(chosen)
 
 
 def _poisson(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
-    """Each client by its own coin; `cohort` of them in expectation."""
+    """Draw each client independently, `cohort` clients in expectation."""
     rate = sampling.cohort / sampling.population
     return np.flatnonzero(rng.random(sampling.population) < rate)
 
 
 def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
-    """Clients that rested long enough and may come again.
+    """Draw among the clients that rested long enough and have participations left.
 
-    Where participations are limited those who came least often go first, so that no round has to
-    stay short because some clients used up their turns early.
+    If participations are limited, the clients that took part least often go first, so that no
+    round stays short because some clients used up their turns early.
     """
     rested = round - history.last.astype(np.int64) > sampling.min_separation
     if sampling.max_participations:
@@ -84,7 +84,7 @@ def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: H
 
 
 class Law(NamedTuple):
-    """How the members of a round are drawn, and whether that depends on who came before."""
+    """A law of sampling: its draw, and whether the draw depends on past participations."""
 
     draw: Callable[[Sampling, np.random.Generator, int, History], Members]
     looks_back: bool = False

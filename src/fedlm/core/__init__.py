@@ -1,1 +1,1 @@
-"""The shared words: types, keys, trees and errors. Values only; no I/O, no policy."""
+"""Shared types, keys, trees and errors: values only, no I/O and no policy."""

@@ -1,16 +1,16 @@
-"""Errors that a person can act on.
+"""Errors that a user can act on.
 
-    FedlmError                 any error with a sentence for its reader   exit 2
+    FedlmError                 any error whose text is for the user        exit 2
       ConfigError              a setting is unknown, mistyped or out of range
       CorpusError              text or a store that cannot be used
       RecordError              a run directory or checkpoint that cannot be used
-      WireError                bytes that are not a frame of ours
+      WireError                bytes that are not a well-formed frame
       EngineError              a member's work could not be done
-      DivergenceError          training stopped because the model left the finite world
+      DivergenceError          training stopped: loss or parameters are not finite
 
-In:       a setting, its value, what was wanted, the way out.
-Out:      one sentence of one form.
-Promise:  every user-facing error is a `FedlmError`; its text names what to change.
+In:       a setting, its value, the expected value, a way out.
+Out:      one sentence, always of the same form.
+Promise:  every user-facing error is a `FedlmError`; its text names the thing to change.
 Not here: catching (`cli/main.py`).
 """
 
@@ -21,37 +21,37 @@ from collections.abc import Iterable
 
 
 class FedlmError(Exception):
-    """An error whose text is meant for the person who typed the command."""
+    """An error whose text is meant for the user who typed the command."""
 
     exit_code = 2
 
 
 class ConfigError(FedlmError):
-    """A setting that is unknown, mistyped or out of range."""
+    """An error about a setting that is unknown, mistyped or out of range."""
 
 
 class CorpusError(FedlmError):
-    """Text, or a store made from text, that cannot be used."""
+    """An error about text, or a store made from text, that cannot be used."""
 
 
 class RecordError(FedlmError):
-    """A run directory, journal or checkpoint that cannot be used."""
+    """An error about a run directory, journal or checkpoint that cannot be used."""
 
 
 class WireError(FedlmError):
-    """Bytes that are not a well-formed frame."""
+    """An error about bytes that are not a well-formed frame."""
 
 
 class EngineError(FedlmError):
-    """A member's work could not be done."""
+    """An error about a member whose work could not be done."""
 
 
 class DivergenceError(FedlmError):
-    """Training stopped because loss or parameters left the finite world."""
+    """The error that stops training when the loss or the parameters are no longer finite."""
 
 
 def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "") -> None:
-    """Raises unless `ok`, in the one form that every error about a setting takes.
+    """Raise a `ConfigError` about a setting, in the form common to all of them, unless `ok`.
 
     >>> require(False, "server.cohort", 0, "a positive number")
     Traceback (most recent call last):
@@ -62,7 +62,7 @@ def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "
 
 
 def either(names: Iterable[object]) -> str:
-    """List what may be chosen, for an error.
+    """Join the possible choices for an error message.
 
     >>> either(["adam", "sgd", "yogi"])
     'adam, sgd or yogi'
@@ -72,7 +72,7 @@ def either(names: Iterable[object]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The hint that ends a sentence about an unknown name.
+    """Return the hint that ends an error message about an unknown name.
 
     >>> nearest("adm", ["adam", "sgd"])
     "Did you mean 'adam'?"

@@ -4,7 +4,7 @@ In:       the run's seed and an address (purpose, round, member).
 Out:      a JAX key or a NumPy generator that depends on that address and on nothing else.
 Promise:  resumed, reordered or parallel, the same address gives the same numbers;
           different addresses give unrelated ones.
-Not here: drawing (each room draws with the key it is handed).
+Not here: drawing (each package draws with the key that it is given).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
 def digest_for(seed: int, purpose: Purpose, *, round: int = 0, member: int = 0) -> bytes:
-    """Thirty-two bytes that name one address; every key and generator is cut from them."""
+    """Return the 32-byte hash of an address, from which its key and its generator are made."""
     if purpose not in PURPOSES:
         raise ValueError(f"unknown purpose {purpose!r}; known: {', '.join(PURPOSES)}")
     address = f"fedlm/{int(seed)}/{purpose}/{int(round)}/{int(member)}"
@@ -42,19 +42,19 @@ def digest_for(seed: int, purpose: Purpose, *, round: int = 0, member: int = 0) 
 
 
 def key_for(seed: int, purpose: Purpose, *, round: int = 0, member: int = 0) -> PRNGKeyArray:
-    """The JAX key of one address."""
+    """Return the JAX key of an address."""
     digest = digest_for(seed, purpose, round=round, member=member)
     return jr.wrap_key_data(jnp.asarray(key_data(digest)), impl="threefry2x32")
 
 
 def key_data(digest: bytes) -> np.ndarray:
-    """The part of a digest that JAX keys are made of."""
+    """Return the first eight bytes of a digest as the data of a JAX key."""
     return np.frombuffer(digest[:8], np.uint32)
 
 
 def generator_for(
     seed: int, purpose: Purpose, *, round: int = 0, member: int = 0
 ) -> np.random.Generator:
-    """The NumPy generator of one address, for work done on the host."""
+    """Return the NumPy generator of an address, for work on the host."""
     digest = digest_for(seed, purpose, round=round, member=member)
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[8:24], "little")))

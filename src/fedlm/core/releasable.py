@@ -1,9 +1,10 @@
-"""Facts that may be told: the type that every exit of a run accepts.
+"""Facts that may leave a run: the only type that its outputs accept.
 
 In:       a kind of fact and the facts, from `privacy/release.py` alone.
 Out:      a read-only mapping.
-Promise:  journal, terminal, trackers and reports take nothing else, and only `privacy/release.py`
-          calls `make_releasable` (a test holds it): what may be told is decided there.
+Promise:  journal, terminal, trackers and reports accept no other type, and only
+          `privacy/release.py` calls `make_releasable` (a test checks it) and so decides which
+          facts may leave a run.
 Not here: the rule (`privacy/release.py`).
 """
 
@@ -17,7 +18,7 @@ _KEY = object()
 
 
 class Releasable(Mapping[str, Any]):
-    """Facts that may be told; `fedlm.privacy.release.release` makes them."""
+    """Facts that may leave a run; only `fedlm.privacy.release.release` makes them."""
 
     def __init__(self, kind: Kind, facts: Mapping[str, Any], *, key: object) -> None:
         if key is not _KEY:
@@ -38,5 +39,5 @@ class Releasable(Mapping[str, Any]):
 
 
 def make_releasable(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
-    """Makes facts releasable; for `privacy/release.py` alone."""
+    """Mark facts as releasable; only `privacy/release.py` may call this."""
     return Releasable(kind, facts, key=_KEY)

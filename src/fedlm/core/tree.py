@@ -3,7 +3,8 @@
 In:       trees of arrays with the same structure.
 Out:      trees or scalars.
 Promise:  plain element-wise arithmetic; nothing here claims a bound or a law.
-Not here: means (`server/aggregate.py`) and clips (`privacy`): those are claims and have rooms.
+Not here: means (`server/aggregate.py`) and clips (`privacy`): they claim something, so each
+          has its own package.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def scale(a: Tree, factor: float | Float[Array, ""]) -> Tree:
 
 
 def add_scaled(a: Tree, b: Tree, factor: float | Float[Array, ""]) -> Tree:
-    """`a + factor * b` in one pass."""
+    """Return `a + factor * b`, computed in one pass."""
     return jax.tree.map(lambda x, y: x + factor * y, a, b)
 
 
@@ -51,17 +52,17 @@ def norm(a: Tree) -> Float[Array, ""]:
 
 
 def where(ok: Bool[Array, ""], a: Tree, b: Tree) -> Tree:
-    """`a` if `ok`, else `b`, leaf by leaf; what is not chosen may be NaN."""
+    """Return `a` if `ok`, else `b`, leaf by leaf; the other tree may hold NaN."""
     return jax.tree.map(lambda x, y: jnp.where(ok, x, y), a, b)
 
 
 def size(a: Tree) -> int:
-    """How many numbers the tree holds; works on shapes without values too."""
+    """Count the numbers in a tree; its leaves may also be shapes without values."""
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(a))
 
 
 def named_leaves(a: Tree) -> dict[str, Any]:
-    """Leaves by dotted path, in tree order.
+    """Return the leaves by dotted path, in tree order.
 
     >>> list(named_leaves({"cell": {"bias": 1, "weight": 2}}))
     ['cell.bias', 'cell.weight']
@@ -71,14 +72,14 @@ def named_leaves(a: Tree) -> dict[str, Any]:
 
 
 def with_leaves(a: Tree, leaves: dict[str, Any]) -> Tree:
-    """`a` with every leaf replaced by the one of the same name."""
+    """Return `a` with every leaf replaced by the leaf of the same name in `leaves`."""
     flat, structure = jax.tree_util.tree_flatten_with_path(a)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in names])
 
 
 def split(a: Tree, keep: Sequence[bool]) -> tuple[Tree, Tree]:
-    """Return the leaves that `keep` names and the others, each with None in place of the rest."""
+    """Split a tree into the leaves that `keep` marks and the others, with None in the gaps."""
     leaves, structure = jax.tree.flatten(a)
     both = list(zip(leaves, keep, strict=True))
     kept = jax.tree.unflatten(structure, [x if k else None for x, k in both])
@@ -86,14 +87,14 @@ def split(a: Tree, keep: Sequence[bool]) -> tuple[Tree, Tree]:
 
 
 def join(a: Tree, b: Tree) -> Tree:
-    """Return the tree that was split into `a` and `b`; without `b`, `a` itself."""
+    """Join the two trees that `split` made; return `a` itself if `b` is None."""
     if b is None:
         return a
     return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=_is_none)
 
 
 def without(a: Tree, b: Tree) -> Tree:
-    """Return `a` with None wherever `b` has a leaf; without `b`, `a` itself."""
+    """Return `a` with None wherever `b` has a leaf, or `a` itself if `b` is None."""
     if b is None:
         return a
     return jax.tree.map(lambda held, x: x if held is None else None, b, a, is_leaf=_is_none)
@@ -104,12 +105,12 @@ def _is_none(x: Any) -> bool:
 
 
 def take(a: Tree, at: Any) -> Tree:
-    """Row `at` of every leaf, or several rows."""
+    """Return row `at` of every leaf, or several rows if `at` selects several."""
     return jax.tree.map(lambda x: x[at], a)
 
 
 def thin(a: Tree, keep: Sequence[bool] | None) -> Tree:
-    """`a` with the leaves that are not kept replaced by empty ones; None keeps all."""
+    """Replace the leaves that `keep` does not mark by empty arrays; None keeps all leaves."""
     if keep is None:
         return a
     leaves, structure = jax.tree.flatten(a)
@@ -118,7 +119,7 @@ def thin(a: Tree, keep: Sequence[bool] | None) -> Tree:
 
 
 def fill(a: Tree, like: Tree, keep: Sequence[bool] | None) -> Tree:
-    """The inverse of `thin`, with zeros for what was left out."""
+    """Undo `thin`, with zeros for the leaves that it emptied."""
     if keep is None:
         return a
     leaves, structure = jax.tree.flatten(a)
@@ -127,7 +128,7 @@ def fill(a: Tree, like: Tree, keep: Sequence[bool] | None) -> Tree:
 
 
 def sha256(a: Tree) -> str:
-    """A fingerprint of names, shapes, types and bytes."""
+    """Hash the names, shapes, types and bytes of all leaves."""
     digest = hashlib.sha256()
     for name, leaf in named_leaves(a).items():
         array = np.asarray(leaf)

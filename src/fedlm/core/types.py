@@ -1,7 +1,7 @@
-"""What flows between rooms.
+"""Types of the values that packages exchange.
 
 In:       nothing.
-Out:      the words that stations share, so that they need not import each other.
+Out:      the types that packages share, so that they need not import each other.
 Promise:  types only; no function here computes.
 Not here: settings (`recipe/settings.py`).
 """
@@ -17,29 +17,27 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-# A place of a row that holds no token. It is no number of any vocabulary, so that every entry of a
-# vocabulary can be a target; an array looked up at it gives its last entry, which nothing may use.
+# Fills the places of a row that hold no token. PAD is in no vocabulary, so that every entry of a
+# vocabulary can be a target; an array indexed with PAD gives its last entry, which no code may use.
 PAD = -1
 
 Params = Any
 """A model: an `eqx.Module` whose leaves are float arrays."""
 
 Tokens = Int[Array, "batch seq_plus_one"]
-"""Rows of tokens; column t predicts column t + 1, and a target of PAD does not count."""
+"""Rows of tokens; column t predicts column t + 1, and a target that is PAD does not count."""
 
 OptState = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """The tokens of a vocabulary that stand for something else than text."""
+    """The tokens of a vocabulary that do not stand for text."""
 
     bos: int  # before the first token of a text
     eos: int  # after the last token of a line
-    oov: (
-        int | None
-    )  # in place of what the vocabulary has no token for; None if it has no such token
-    reserved: tuple[int, ...]  # never offered as a word: those above, and all others like them
+    oov: int | None  # for text that the vocabulary has no token for; None: no such token
+    reserved: tuple[int, ...]  # never offered as a word: all special tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +48,12 @@ class Sampling:
     population: int
     cohort: int  # exactly (fixed, spaced) or in expectation (poisson)
     min_separation: int = 0  # spaced: rounds strictly between two participations of a client
-    max_participations: int = 0  # spaced: in the whole run; 0 is what the separation allows
+    max_participations: int = 0  # spaced: per client and run; 0: as many as the separation allows
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """How one member's rows become batches."""
+    """The settings that turn one member's rows into batches."""
 
     batch_size: int
     sequence_length: int
@@ -65,7 +63,7 @@ class BatchSpec:
 
 
 class Loss(NamedTuple):
-    """A sum over target tokens and how many there were: the mean is `nats / tokens`."""
+    """The summed loss of target tokens and their number: the mean loss is `nats / tokens`."""
 
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
@@ -75,7 +73,7 @@ LossFn = Callable[[Params, Tokens], Loss]
 
 
 class Update(eqx.Module):
-    """What a member sends: how it changed the model, and how much it counts."""
+    """A member's update: its change of the model, its weight, and its counts."""
 
     delta: Params
     weight: Float[Array, ""]
@@ -83,9 +81,9 @@ class Update(eqx.Module):
     tokens: Float[Array, ""]
     steps: Float[Array, ""]
     refused: Float[Array, ""]
-    unclipped: Float[Array, ""]  # one, unless a privacy clip made it shorter
-    mask: Any = None  # one or zero a leaf, where each member trains leaves of its own
-    client_state: Any = None  # what the member remembers until its next turn, where it does
+    unclipped: Float[Array, ""]  # one, unless a privacy clip shortened the update
+    mask: Any = None  # one or zero per leaf, if each member trains leaves of its own
+    client_state: Any = None  # the state a member keeps until its next turn, if its method has any
 
 
 class Total(eqx.Module):
@@ -99,35 +97,35 @@ class Total(eqx.Module):
     refused: Float[Array, ""]
     unclipped: Float[Array, ""]
     members: Float[Array, ""]
-    shares: Any = None  # the weight that each leaf got, where members train leaves of their own
-    client_state: Any = None  # what each member remembers, in the order of the cohort
+    shares: Any = None  # the weight per leaf, if members train leaves of their own
+    client_state: Any = None  # the state of each member, in the order of the cohort
 
 
 class History(NamedTuple):
-    """When each client last took part, and how often; empty where no law asks for it."""
+    """The last round and the participations of each client; empty if the law does not need it."""
 
     last: Any  # int32, population
     times: Any  # int32, population
 
 
 class OnBase(NamedTuple):
-    """What the members of a round share where most of a model is held still.
+    """The input that the members of a round share when most of a model is frozen.
 
-    Every function of a `ClientMethod` but `shared` and `expand` gets it in place of what `shared`
-    made, if the algorithm has a base.
+    If the algorithm has a base, every function of a `ClientMethod` except `shared` and `expand`
+    gets an `OnBase` in place of the value that `shared` returned.
     """
 
-    base: Params  # what nobody trains, None where a leaf is trained; the same in every round
-    rest: Any  # what `shared` made of this round's message
+    base: Params  # the frozen leaves, None where a leaf is trained; the same in every round
+    rest: Any  # the value that `shared` made of this round's message
 
 
 class TrainablePart(NamedTuple):
-    """Which numbers of a model a member trains: all, some leaves, or factors of them.
+    """The part of a model that a member trains: all leaves, some of them, or factors of them.
 
-    `shared(params, key)` is what all members of a round hold still, `init(shared)` what they
-    train, `merge(shared, trained)` the whole model of the two, and `expand(params, key, delta)` the
-    change of the whole model that a change of the trained part stands for (it is linear).
-    `draw(params, key)`, where there is one, gives the leaves of one member as ones and zeros.
+    `shared(params, key)` returns the part that all members of a round hold still, `init(shared)`
+    the part that they train, and `merge(shared, trained)` the whole model. `expand(params, key,
+    delta)` turns a change of the trained part into the change of the whole model (it is linear).
+    `draw(params, key)`, if given, marks the leaves that one member trains with ones and zeros.
     """
 
     shared: Callable[[Params, PRNGKeyArray], Any] = lambda params, key: params
@@ -140,11 +138,12 @@ class TrainablePart(NamedTuple):
 class ClientMethod(NamedTuple):
     """One member's work as pure functions that any engine can run.
 
-    `shared(sent, key)` is what the members of a round share, made of what the server sent and the
-    round's key. `init(shared, key, client_state)` gives what a member carries, `step(shared, carry,
-    tokens)` takes one batch, and `finish(shared, carry, examples)` turns the carry into an
-    `Update`. `expand(params, key, delta)` is the change of the model that a sum of updates stands
-    for. `init_memory(shared)`, if given, is what a member remembers before its first turn.
+    `shared(sent, key)` turns the server's message and the round's key into the input that all
+    members of the round share. `init(shared, key, client_state)` returns a member's first carry,
+    `step(shared, carry, tokens)` trains on one batch and returns the next carry, and
+    `finish(shared, carry, examples)` turns the last carry into an `Update`. `expand(params, key,
+    delta)` turns a sum of updates into the change of the whole model. `init_memory(shared)`, if
+    given, returns the state of a member before its first turn.
     """
 
     shared: Callable[[Any, PRNGKeyArray], Any]
@@ -157,7 +156,7 @@ class ClientMethod(NamedTuple):
 
 
 class ServerMethod(NamedTuple):
-    """What the server remembers, what it sends, and what it does with a mean change."""
+    """The server's work as pure functions: initial state, message to members, and model step."""
 
     init: Callable[[Params], OptState]
     send: Callable[[Params, OptState], Any]
@@ -165,14 +164,14 @@ class ServerMethod(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """An update to bytes and back, and the same thing inside a compiled program.
+    """A codec of updates: to bytes and back, and the same result inside a compiled program.
 
-    `decode(encode(x), like)` equals `apply(x)`; `encoded_bytes(like)` is `len(encode(x))`, or the
-    most that can be where `fixed_size` is false; `norm_gain` bounds how much longer `apply(x)` can
-    be than `x` (`math.inf`: no bound holds for every shape, so clip again what arrived).
-    `encode(x, key, keep)` sends only the leaves that `keep` names, with the draws of the whole;
-    `decode` then wants a `like` whose other leaves are empty. A codec that is not `by_leaf` mixes
-    leaves and cannot leave any out.
+    `decode(encode(x), like)` equals `apply(x)`; `encoded_bytes(like)` is `len(encode(x))`, or its
+    upper bound if `fixed_size` is false. `norm_gain` bounds the ratio of the norms of `apply(x)`
+    and `x` (`math.inf`: no bound holds for every shape, so clip decoded updates again).
+    `encode(x, key, keep)` sends only the leaves that `keep` marks, with the same random draws as
+    for the whole tree; `decode` then needs a `like` whose other leaves are empty. A codec that is
+    not `by_leaf` mixes leaves and cannot leave any out.
     """
 
     name: str
@@ -186,7 +185,7 @@ class Codec(NamedTuple):
 
 
 class Rows(Protocol):
-    """Where a member's examples come from: client number to rows of tokens."""
+    """A function from a client's number to its rows of tokens."""
 
     def __call__(self, client: int, /) -> Integer[np.ndarray, "rows seq_plus_one"]: ...
 
@@ -195,24 +194,24 @@ Members = Integer[np.ndarray, " members"]
 
 
 class Cohort(NamedTuple):
-    """The members of a round, with their batches if an engine's `prepare` packed them ahead."""
+    """The members of a round, and their batches if an engine's `prepare` has packed them."""
 
     round: int
     members: Members
-    batches: Any = None  # as the engine lays them out; None: it packs them while it trains
+    batches: Any = None  # in the engine's own layout; None: it packs them while it trains
 
 
 @dataclass(frozen=True)
 class Start:
-    """What members begin a round from."""
+    """The state from which members begin a round."""
 
-    model: Any  # what the server sends
+    model: Any  # the server's message
     clip_norm: float = math.inf  # the longest update a member may send; infinite without a plan
-    client_state: Any = None  # what is remembered; of a shared start, one row per member
+    client_state: Any = None  # the members' own state; in a shared start, one row per member
 
 
 Starts = Start | Sequence[Start]
-"""One start that all members of a cohort share, or one per member, in the cohort's order."""
+"""One start that all members of a cohort share, or one start per member, in the cohort's order."""
 
 
 class Gathered(NamedTuple):
@@ -224,7 +223,7 @@ class Gathered(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """One member's update, and the sizes of its frame and of the one it began from."""
+    """One member's update, and the bytes of the frames that it sent and received."""
 
     member: int
     update: Update
@@ -233,11 +232,11 @@ class Arrived(NamedTuple):
 
 
 class Engine(Protocol):
-    """A way to train a cohort: the sum of its updates, or each of them.
+    """A way to train a cohort that returns the sum of its updates, or each update.
 
-    `prepare` packs batches ahead of their use, perhaps on another thread, and may be skipped: both
-    verbs also take a plain `Cohort(round, members)`. `updates` leaves out a member that did not
-    answer; the others come in the cohort's order.
+    `prepare` packs batches ahead of their use, perhaps on another thread. It may be skipped:
+    `total` and `updates` also take a plain `Cohort(round, members)`. `updates` yields in the
+    cohort's order and leaves out members that did not answer.
     """
 
     def prepare(self, round: int, members: Members) -> Cohort: ...

@@ -1,1 +1,1 @@
-"""Text to client store: the same text gives the same store, byte for byte."""
+"""Preparation of client stores: the same text gives the same store, byte for byte."""

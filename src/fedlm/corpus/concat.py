@@ -4,7 +4,7 @@ In:       the paths of stores.
 Out:      a `Store` of all their clients, in the order of the paths.
 Promise:  every client belongs to the group of its store's name, before its own groups; tokens mean
           the same words in all of them; nothing is copied.
-Not here: reading a store (`store.py`), which groups make which place of a tree (`federation`).
+Not here: reading a store (`store.py`), the node of a tree that a group belongs to (`federation`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTS = ("clients", "train_clients", "test_clients", "train_tokens", "held_toke
 
 
 class JoinedStore(Store):
-    """Stores side by side; the tokenizer and the settings told are those of the first."""
+    """Several stores read as one, with the tokenizer and the settings of the first."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.parts = tuple(Store(path) for path in paths)
@@ -52,11 +52,11 @@ class JoinedStore(Store):
         self._ends = np.cumsum([len(part) for part in self.parts]).tolist()
 
     def groups(self, number: int) -> tuple[str, ...]:
-        """The store's name, then the client's own groups."""
+        """Return the name of the client's store, then the client's own groups."""
         name = self.names[bisect.bisect_right(self._ends, number)]
         return (name, *super().groups(number))
 
     def verify(self) -> None:
-        """Compares every part with its hash."""
+        """Compare every part with its hash."""
         for part in self.parts:
             part.verify()

@@ -1,4 +1,4 @@
-"""Who may take part: all that sampling and a tree need to know of the members.
+"""The members that may take part, as far as sampling and a tree need to know them.
 
 In:       a store and the numbers of its training clients; or how many members live elsewhere.
 Out:      a `Population`: how many members there are, the group path and the tokens of each.
@@ -18,19 +18,19 @@ from fedlm.corpus.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """Members numbered from zero, with what may be known of each without its text."""
+    """Members numbered from zero, described without their text."""
 
     size: int
     groups: Callable[[int], tuple[str, ...]]  # the group path of a member
-    tokens: Callable[[int], int] | None = None  # how many it trains on; None where unknown
+    tokens: Callable[[int], int] | None = None  # how many tokens a member trains on; None: unknown
 
     def group_paths(self) -> list[tuple[str, ...]]:
-        """The group path of every member, in order."""
+        """Return the group path of every member, in order."""
         return [self.groups(member) for member in range(self.size)]
 
 
 def of_store(store: Store, clients: np.ndarray) -> Population:
-    """The clients of a store as members, in the order of `clients`."""
+    """Return the clients of a store as members, in the order of `clients`."""
     return Population(
         size=len(clients),
         groups=lambda member: store.groups(int(clients[member])),
@@ -39,10 +39,10 @@ def of_store(store: Store, clients: np.ndarray) -> Population:
 
 
 def pooled() -> Population:
-    """One member that holds all text: central training."""
+    """Return a population of one member that holds all text, for central training."""
     return Population(size=1, groups=lambda member: ())
 
 
 def of_paths(paths: Sequence[tuple[str, ...]]) -> Population:
-    """Members whose text is elsewhere, by their group paths."""
+    """Return one member per group path, for text that is held elsewhere."""
     return Population(size=len(paths), groups=lambda member: paths[member])

@@ -1,9 +1,9 @@
 """A client's tokens as rows of a fixed width.
 
-In:       a store, the clients that take part, how long rows are and where they end.
+In:       a store, the clients that take part, the length of rows and where rows end.
 Out:      rows of `context + sequence_length` tokens; the last `sequence_length` are targets.
 Promise:  every token is the target of exactly one row, or lies beyond the end of a line's row;
-          what is left of a row holds PAD, which is no token of any vocabulary.
+          the rest of a row is PAD, which is no token of any vocabulary.
 Not here: batches of rows (`cohort/packing.py`), tokens on disk (`store.py`).
 """
 
@@ -40,10 +40,11 @@ def cut(
     context: int = 1,
     dtype: Any = np.int32,
 ) -> TokenRows:
-    """Cut tokens into rows of `context + length`, whose last `length` are targets.
+    """Cut tokens into rows of `context + length` tokens, of which the last `length` are targets.
 
-    `lines`: one row per line, which begins with BOS and is cut off at `length`. `windows`: the text
-    as one stream, every token the target of exactly one row, with the tokens before it as context.
+    `lines` makes one row per line, which begins with BOS and is cut off at `length`. `windows`
+    reads the text as one stream: every token is the target of exactly one row, and the tokens
+    before a row's targets are its context.
 
     >>> special = SpecialTokens(bos=1, eos=2, oov=None, reserved=(1, 2))
     >>> cut(np.array([5, 6, 2, 7, 2]), 3, "lines", special).tolist()
@@ -82,11 +83,11 @@ class ClientRows:
     layout: Layout
 
     def train(self, member: int, context: int = 1) -> TokenRows:
-        """Cut the text that a member learns from."""
+        """Return the rows of a member's training text."""
         return self._cut(self.store.train(int(self.clients[member])), context)
 
     def held(self, client: int, context: int = 1) -> TokenRows:
-        """Cut the held-out text of a client, which has its number in the store."""
+        """Return the rows of a client's held-out text; `client` is its number in the store."""
         return self._cut(self.store.held(client), context)
 
     def _cut(self, tokens: Integer[np.ndarray, " n"], context: int) -> TokenRows:

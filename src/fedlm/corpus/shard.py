@@ -1,10 +1,10 @@
-"""One store, dealt out: a part for each node, and held-out text for the server.
+"""One store, split into a part per node and held-out text for the server.
 
-In:       a store and names, perhaps with the clients of each.
-Out:      a store a name, and one of held-out clients.
-Promise:  every training client is in exactly one part, in the order in which it had its number, so
-          that the parts in the order of their names give members the numbers they had before; all
-          parts have the tokenizer of the whole.
+In:       a store and the names of parts, perhaps with the clients of each part.
+Out:      one store per name, and one store of held-out clients.
+Promise:  every training client is in exactly one part, in the order of the numbers in the
+          whole store, so that the parts, read in the order of their names, give members the same
+          numbers; all parts have the tokenizer of the whole.
 Not here: preparing text (`store.py`).
 """
 
@@ -21,7 +21,7 @@ from fedlm.corpus.store import Store, write_tokens
 
 
 def deal(store: Store, names: Sequence[str], out: Path, held: str = "server") -> dict[str, Store]:
-    """Writes `out/NAME` for each name, and `out/held`."""
+    """Split the training clients evenly into a store per name; write the test clients to `held`."""
     clients = store.training_clients
     require(
         0 < len(names) <= len(clients),
@@ -36,7 +36,7 @@ def deal(store: Store, names: Sequence[str], out: Path, held: str = "server") ->
 def deal_parts(
     store: Store, parts: Mapping[str, np.ndarray], out: Path, held: str = "server"
 ) -> dict[str, Store]:
-    """Writes `out/NAME` with the clients of each name, and `out/held`."""
+    """Write a store `out/NAME` of the clients of each name, and one of the test clients."""
     made = {name: _write(store, numbers, out / name) for name, numbers in parts.items()}
     made[held] = _write(store, store.test_clients, out / held, learns=False)
     return made

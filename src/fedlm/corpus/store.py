@@ -53,7 +53,7 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSettings:
-    """Everything that decides a store's bytes besides the text."""
+    """The settings that, together with the text, decide a store's bytes."""
 
     tokenizer: str = "words"  # a kind that fedlm fits, or `file`: a tokenizer made elsewhere
     vocabulary: int = 10_000
@@ -64,7 +64,7 @@ class StoreSettings:
 
 
 def gather_clients(documents: Iterable[Document]) -> list[Document]:
-    """One document a client, in order of first appearance; pieces are joined line by line."""
+    """Join the documents of each client into one, in order of first appearance."""
     texts: dict[str, list[str]] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for client, group, text in documents:
@@ -86,7 +86,7 @@ def write(
     progress: Progress = lambda stage, done: None,
     tokenizer: TextTokenizer | None = None,
 ) -> Store:
-    """Prepares a store and opens it; with a tokenizer that is given, or one fitted to the text."""
+    """Prepare a store and open it; without a given tokenizer, fit one to the training text."""
     clients = gather_clients(documents)
     test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
     parts = [
@@ -127,9 +127,9 @@ def write_tokens(
     *,
     learns: bool = True,
 ) -> Store:
-    """Streams tokenised clients to a store: one batch of them in memory at a time.
+    """Write tokenised clients to a store, with one batch of clients in memory at a time.
 
-    A store from which nobody `learns` may hold held-out text alone.
+    If `learns` is false, the store may hold held-out text alone.
     """
     if out.exists():
         raise CorpusError(f"{out} exists already: give another --out or remove it.")
@@ -209,7 +209,7 @@ def _record_batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBat
 
 
 def _special_tokens(manifest: dict[str, Any]) -> SpecialTokens:
-    """The special tokens of a manifest, which may hold anything."""
+    """Return the special tokens of a manifest, checked because a manifest may hold anything."""
     told = manifest["special_tokens"]
     made = SpecialTokens(**{**told, "reserved": tuple(told["reserved"])})
     numbers = [made.bos, made.eos, *made.reserved, *([] if made.oov is None else [made.oov])]
@@ -224,7 +224,7 @@ def _file_sha256(path: Path) -> str:
 
 
 class Store:
-    """An open store. Clients keep their numbers, in the order in which they were written."""
+    """An open store, whose clients are numbered in the order in which they were written."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -290,13 +290,13 @@ class Store:
 
     @property
     def tokens_sha256(self) -> str:
-        """The hash of all that decides what a token means: the tokenizer and its special tokens."""
+        """The hash of the tokenizer and its special tokens, which decide the meaning of a token."""
         told = [self.manifest[name] for name in ("tokenizer_sha256", "special_tokens")]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer that made the tokens."""
+        """The tokenizer that made the tokens of this store."""
         file = self.path / "tokenizer.json"
         if not file.is_file() or _file_sha256(file) != self.manifest["tokenizer_sha256"]:
             raise CorpusError(
@@ -310,17 +310,17 @@ class Store:
         return self._batches[batch].column(column)[number - self._starts[batch]]
 
     def train(self, number: int) -> np.ndarray:
-        """The tokens that a client learns from; a view of the file, not a copy."""
+        """Return the training tokens of a client as a view of the file, not a copy."""
         values: np.ndarray = self._column(number, "train").values.to_numpy(zero_copy_only=True)
         return values
 
     def held(self, number: int) -> np.ndarray:
-        """The tokens of a client that no one learns from."""
+        """Return the held-out tokens of a client as a view of the file, not a copy."""
         values: np.ndarray = self._column(number, "held").values.to_numpy(zero_copy_only=True)
         return values
 
     def held_bytes(self, number: int) -> int:
-        """How many bytes the held-out text had."""
+        """Return the size in bytes of a client's held-out text."""
         return int(self._column(number, "held_bytes").as_py())
 
     def client(self, number: int) -> str:
@@ -331,19 +331,19 @@ class Store:
 
     @cached_property
     def training_clients(self) -> np.ndarray:
-        """Numbers of the clients that have text to learn from."""
+        """The numbers of the clients that have training text."""
         return np.flatnonzero(self._lengths("train") > 0)
 
     @cached_property
     def test_clients(self) -> np.ndarray:
-        """Numbers of the clients held out as a whole."""
+        """The numbers of the clients whose whole text is held out."""
         flags = [b.column("test").to_numpy(zero_copy_only=False) for b in self._batches]
         return np.flatnonzero(np.concatenate(flags))
 
     def _lengths(self, column: str) -> np.ndarray:
-        """Tokens per client, from the offsets alone."""
-        # Straight from the buffer: the first `to_numpy` of a process imports pandas, a third of a
-        # second and 50 MB.
+        """Count the tokens per client from the offsets alone."""
+        # Read from the buffer: the first `to_numpy` of a process imports pandas, which costs a
+        # third of a second and 50 MB.
         offsets = [
             np.frombuffer(b.column(column).buffers()[1], np.int32, b.num_rows + 1)
             for b in self._batches
@@ -351,6 +351,6 @@ class Store:
         return np.concatenate([np.diff(ends) for ends in offsets])
 
     def verify(self) -> None:
-        """Compares the content with the hash in the manifest; costs a pass over the file."""
+        """Compare the clients with the hash in the manifest, which reads the whole file."""
         if _file_sha256(self.path / "clients.arrow") != self.manifest["clients_sha256"]:
             raise CorpusError(f"store {self.path}: clients.arrow is not what was written.")

@@ -3,8 +3,8 @@
 In:       a `SyntheticPopulation`: how many clients, how much they wrote, from how many words.
 Out:      a store as `fedlm prepare` makes it, whose tokens decode to made-up words.
 Promise:  sizes, sentences and words follow the laws below; the same settings give the same
-          bytes; a smaller population is the beginning of a larger one; memory holds a block
-          of clients and every client's name, whatever they wrote.
+          bytes; a smaller population is the beginning of a larger one; memory holds one block
+          of clients and the names of all clients, however much they wrote.
 Not here: language. The words of a sentence are independent, and all clients draw from one law:
           a model can learn how frequent words are, and nothing else.
 
@@ -32,14 +32,14 @@ from fedlm.corpus.store import Progress, Store, StoreSettings, write_tokens
 from fedlm.corpus.tokenizer import OWN, SPECIALS
 
 PREFIX = "synthetic:"
-# Clients that are drawn together: their tokens are a few hundred thousand numbers.
+# The number of clients drawn together; they have a few hundred thousand tokens.
 BLOCK = 256
 SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticPopulation:
-    """How many clients there are, and the laws that they follow."""
+    """The number of made-up clients, and the laws of their text."""
 
     clients: int
     median: float  # sentences of a client, before rounding and capping
@@ -48,12 +48,12 @@ class SyntheticPopulation:
     shortest: int
     longest: int
     exponent: float
-    groups: tuple[int, ...] = ()  # how many there are on each level, from coarse to fine
+    groups: tuple[int, ...] = ()  # the number of groups per level, from coarse to fine
 
 
 # As many clients as Stack Overflow has. The cap of 256 sentences is usual in training on it; a
-# sentence of 19 words and its end fill a row of 20. What the laws are in the real text, the
-# numbers do not claim.
+# sentence of 19 words and its end fill a row of 20. These numbers do not claim to match the laws
+# of the real text.
 POPULATIONS = {
     "stackoverflow": SyntheticPopulation(
         clients=342_477,
@@ -68,7 +68,7 @@ POPULATIONS = {
 
 
 def population(source: str, clients: int | None = None, groups: str = "") -> SyntheticPopulation:
-    """The population of `synthetic:NAME`, changed where asked; `groups` is like `8,50`."""
+    """Return the population `synthetic:NAME`, with `clients` and `groups` (as `8,50`) if given."""
     name = source.removeprefix(PREFIX)
     if name not in POPULATIONS:
         raise CorpusError(
@@ -92,7 +92,7 @@ def write_synthetic(
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
 ) -> Store:
-    """Makes a store client by client and opens it; `settings.split_seed` decides its text."""
+    """Write a store of made-up clients and open it; `settings.split_seed` also seeds the text."""
     require(
         settings.tokenizer == "words",
         "--tokenizer",
@@ -107,7 +107,7 @@ def write_synthetic(
 
 
 def made_up_words(count: int) -> list[str]:
-    """Distinct words of open syllables, short ones first.
+    """Return distinct words made of open syllables, short words first.
 
     >>> made_up_words(71)[:3], made_up_words(71)[-1]
     (['ba', 'be', 'bi'], 'baba')
@@ -115,7 +115,7 @@ def made_up_words(count: int) -> list[str]:
     words = []
     for number in range(1, count + 1):
         syllables = ""
-        while number:  # bijective numeration: every number is one word, every word one number
+        while number:  # bijective numeration: one word per number, one number per word
             number, last = divmod(number - 1, len(SYLLABLES))
             syllables = SYLLABLES[last] + syllables
         words.append(syllables)
@@ -123,22 +123,22 @@ def made_up_words(count: int) -> list[str]:
 
 
 def word_chances(laws: SyntheticPopulation, words: int) -> np.ndarray:
-    """The probability of each word by rank."""
+    """Return the probability of each word, by rank."""
     weights = np.arange(1, words + 1, dtype=np.float64) ** -laws.exponent
     return weights / weights.sum()
 
 
 class Sentences(NamedTuple):
-    """The text of `BLOCK` clients, one after the other."""
+    """The text of `BLOCK` clients, one client after the other."""
 
-    sentences: np.ndarray  # of each client
-    lengths: np.ndarray  # of each sentence, in words
-    tokens: np.ndarray  # of all sentences, each ended by EOS
+    sentences: np.ndarray  # number of sentences per client
+    lengths: np.ndarray  # words per sentence
+    tokens: np.ndarray  # the tokens of all sentences, each ended by EOS
     paths: np.ndarray  # clients levels
 
 
 def draw_block(laws: SyntheticPopulation, summed: np.ndarray, seed: int, number: int) -> Sentences:
-    """One block of clients; `summed` are the summed chances of the words."""
+    """Draw one block of clients; `summed` holds the cumulative probabilities of the words."""
     rng = generator_for(seed, "synthetic", member=number)
     paths = rng.integers(0, np.array(laws.groups, np.int64), (BLOCK, len(laws.groups)))
     drawn = rng.lognormal(np.log(laws.median), laws.spread, BLOCK)
@@ -158,9 +158,9 @@ def _rows(
     dtype: Any,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
-    """The clients as `write_tokens` takes them."""
+    """Yield the clients in the form that `write_tokens` takes."""
     summed = np.cumsum(word_chances(laws, len(words)))
-    summed[-1] = 1.0  # a draw is below one, and so is every word below the last entry
+    summed[-1] = 1.0  # every draw is below one, so that no draw falls beyond the last word
     sizes = np.array([*(0 for _ in SPECIALS), *(len(word) for word in words)])
     names = (_name(number) for number in range(laws.clients))
     test = held_out_clients(names, settings.test_clients, settings.split_seed)
@@ -191,16 +191,16 @@ def _name(number: int) -> str:
 
 
 def _path(groups: np.ndarray) -> list[str]:
-    """Names that say their whole path, so that a fine group is in one coarse group only."""
+    """Name each group by its whole path, so that a fine group is in one coarse group only."""
     return ["group-" + "-".join(str(g) for g in groups[: n + 1]) for n in range(len(groups))]
 
 
 def _kept(sentences: int, share: float) -> int:
-    """How many sentences a training client learns from: at least one."""
+    """Count the sentences that a training client learns from, at least one."""
     return max(1, sentences - round(share * sentences))
 
 
 def _text_bytes(held: np.ndarray, sizes: np.ndarray, sentences: int) -> int:
-    """The size of the text that the tokens stand for: words, blanks and line ends between them."""
+    """Return the bytes of the decoded text: words, and the blanks and line ends between them."""
     words = len(held) - sentences
     return int(sizes[held].sum()) + words - 1 if words else 0

@@ -1,10 +1,10 @@
-"""Text to token numbers and back.
+"""Tokenizers: from text to token numbers and back.
 
 In:       text to fit on; lines to encode; numbers to decode.
 Out:      a `TextTokenizer`: a vocabulary and its special tokens; numbers; text.
 Promise:  fitting the same text gives the same vocabulary, whose first four entries are special;
-          `bytes` and `bpe` represent any text; what a client typed never becomes a special token.
-Not here: which text (`split.py` decides what is training text); tokenizers made elsewhere
+          `bytes` and `bpe` represent any text; a client's text never becomes a special token.
+Not here: the choice of training text (`split.py`); tokenizers made elsewhere
           (`tokenizer_file.py`); a unigram model, because the library's trainer sums in hash order
           and gives another vocabulary each time.
 """
@@ -25,32 +25,32 @@ from fedlm.core.errors import CorpusError
 from fedlm.core.types import SpecialTokens
 from fedlm.corpus.split import LINE_END
 
-# The first entries of every vocabulary that is fitted here. No text and no row holds <pad>: it
+# The first entries of every vocabulary that is fitted here. No text and no row holds <pad>, which
 # stays so that words keep their numbers.
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<oov>")
 KINDS = ("words", "bpe", "bytes")
-FILE = "file"  # what a store says of a tokenizer that was made elsewhere
+FILE = "file"  # the kind that a store records for a tokenizer made elsewhere
 OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
 
-# A word with inner apostrophes or hyphens, or one other mark.
+# A word, which may have inner apostrophes or hyphens, or one other mark.
 WORD = r"[\p{L}\p{M}\p{N}_]+(?:['’\-][\p{L}\p{M}\p{N}_]+)*|[^\s\p{L}\p{M}\p{N}_]"
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer of the `tokenizers` library, and which of its tokens are not text."""
+    """A tokenizer of the `tokenizers` library, and its special tokens."""
 
     library: Tokenizer
     special: SpecialTokens
 
     @cached_property
     def vocabulary(self) -> int:
-        """The largest token number and one: numbers may have gaps."""
+        """The largest token number plus one; the numbers may have gaps."""
         return max(self.library.get_vocab().values(), default=-1) + 1
 
 
 def kind_of(setting: str) -> str:
-    """Name the kind of tokenizer that a setting asks for; the path of a file is of the kind `file`.
+    """Return the kind of tokenizer that a setting asks for; the path of a file has the kind `file`.
 
     >>> kind_of("bpe"), kind_of("gpt2/tokenizer.json")
     ('bpe', 'file')
@@ -68,7 +68,7 @@ def token_dtype(vocabulary: int) -> Any:
 
 
 def fit(texts: Iterable[str], kind: str, vocabulary: int, lowercase: bool) -> TextTokenizer:
-    """Fit `words`, `bpe` or `bytes` with at most `vocabulary` entries, specials included."""
+    """Fit a `words`, `bpe` or `bytes` tokenizer of at most `vocabulary` entries with specials."""
     tokenizer, trainer = _MAKERS[kind](vocabulary)
     tokenizer.normalizer = _normalizer(lowercase)
     if trainer is not None:
@@ -134,11 +134,11 @@ _MAKERS = {"words": _words, "bpe": _bpe, "bytes": _bytes}
 
 @contextlib.contextmanager
 def library_errors(what: str, way_out: str) -> Iterator[None]:
-    """Turn what the library raises into one sentence: what is wrong, the reason, the way out."""
+    """Turn any error of the library into a `CorpusError`: the problem, its reason, a way out."""
     try:
         yield
     except BaseException as error:
-        # A panic of Rust code is no Exception, so that nobody catches it by chance.
+        # A panic of Rust code is a BaseException, but not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
@@ -146,10 +146,10 @@ def library_errors(what: str, way_out: str) -> Iterator[None]:
 
 
 def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:
-    """Encode a client's text as one array: each line that is not blank, ended by EOS."""
+    """Encode a client's text as one array, in which every line that is not blank ends with EOS."""
     library, special = tokenizer.library, tokenizer.special
-    # A client that writes "<pad>" means five letters; where the vocabulary has a word of those
-    # letters all the same, it is left out.
+    # A client that writes "<pad>" means five characters; if the tokenizer still makes a special
+    # token of them, that token is left out.
     library.encode_special_tokens = True
     barred = frozenset(special.reserved) - {special.oov}
     lines = [line for line in LINE_END.split(text) if line.strip()]
@@ -166,12 +166,12 @@ def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:
 
 
 def encode_prompt(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Encode the beginning of a text, whose last line is not at its end."""
+    """Encode the beginning of a text without the last EOS, because its last line goes on."""
     return [int(token) for token in encode(tokenizer, text, np.int64)[:-1]]
 
 
 def decode(tokenizer: TextTokenizer, tokens: Sequence[int]) -> str:
-    """Decode to readable text: a line end in place of EOS, and OOV by its name."""
+    """Decode tokens to readable text, with a line end for EOS and the name of the OOV token."""
     library, special = tokenizer.library, tokenizer.special
     hidden = frozenset(special.reserved) - {special.eos, special.oov}
     tokens = [token for token in tokens if token not in hidden]

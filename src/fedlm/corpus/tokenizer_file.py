@@ -1,7 +1,7 @@
 """A tokenizer made elsewhere: a `tokenizer.json` of the `tokenizers` library.
 
 In:       the path of the file; perhaps the names of its bos and eos tokens.
-Out:      a `TextTokenizer`, or one sentence about what is wrong with the file.
+Out:      a `TextTokenizer`, or one sentence about the fault of the file.
 Promise:  whatever is in the file, the library's panics included, ends in a tokenizer that encodes
           and decodes text, the same each time, or in a `CorpusError`.
 Not here: encoding (`tokenizer.py`).
@@ -30,7 +30,7 @@ USUAL = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|im_start|>", "<|endoftext|>"),
     "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|endoftext|>"),
 }
-# What Hugging Face keeps beside a tokenizer; the first file that names a token decides.
+# Files that Hugging Face keeps beside a tokenizer; the first one that names a token decides.
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")
 FEWEST, MOST = 5, 1_000_000
 # Several scripts, a tab, and a sign beyond 16 bits.
@@ -64,7 +64,7 @@ def load_tokenizer(path: Path, bos: str | None = None, eos: str | None = None) -
 
 
 def special_tokens_map(tokenizer: TextTokenizer) -> bytes:
-    """Name the special tokens in JSON as Hugging Face does, to be kept beside the file."""
+    """Return the special tokens as Hugging Face's JSON, to be kept beside the tokenizer file."""
     special = tokenizer.special
     named = {"bos_token": special.bos, "eos_token": special.eos, "unk_token": special.oov}
     names = {
@@ -75,7 +75,7 @@ def special_tokens_map(tokenizer: TextTokenizer) -> bytes:
 
 
 def _always_the_same(library: Tokenizer) -> Tokenizer:
-    """Switch off what would drop text, add tokens, or draw at random."""
+    """Switch off truncation, padding and dropout, so that the same text gives the same tokens."""
     library.no_padding()
     library.no_truncation()
     if getattr(library.model, "dropout", None) is not None:
@@ -85,11 +85,11 @@ def _always_the_same(library: Tokenizer) -> Tokenizer:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep a panic from printing its stack: the sentence is enough."""
+    """Silence stderr, so that a panic of the library does not print its stack."""
     sys.stderr.flush()
     try:
         kept = os.dup(2)
-    except OSError:  # nobody listens
+    except OSError:  # stderr is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -129,7 +129,7 @@ def _first(names: Iterable[str], known: Collection[str]) -> str | None:
 
 
 def _number(path: Path, library: Tokenizer, role: str, name: str | None) -> int | None:
-    """The number of a token that has a role; None if no token has it."""
+    """Return the number of the token with a role, or None if no token has the role."""
     if name is None:
         return None
     number: int | None = library.token_to_id(name)
@@ -142,7 +142,7 @@ def _number(path: Path, library: Tokenizer, role: str, name: str | None) -> int 
 
 
 def _beside(path: Path) -> dict[str, str | None]:
-    """The names of tokens in files beside a tokenizer; None where one says that there is none."""
+    """Read token names from the files beside a tokenizer; None: a file says there is none."""
     found: dict[str, str | None] = {}
     for sibling in SIBLINGS:
         file = path.parent / sibling
@@ -161,8 +161,8 @@ def _beside(path: Path) -> dict[str, str | None]:
 
 
 def _unknown(library: Tokenizer, name: str | None) -> int | None:
-    """The token in place of what the vocabulary has no token for, if there is one."""
-    if isinstance(library.model, models.Unigram):  # it keeps a number, and shows it nowhere else
+    """Return the number of the token for unknown text, or None if there is no such token."""
+    if isinstance(library.model, models.Unigram):  # its number is only in the JSON
         number: int | None = json.loads(library.to_str())["model"]["unk_id"]
         return number
     name = name or getattr(library.model, "unk_token", None)

@@ -37,7 +37,7 @@ class Signed(NamedTuple):
 
 
 def authority(federation: str) -> Signed:
-    """A new authority, for one federation."""
+    """Return a new certificate authority for one federation."""
     key = ec.generate_private_key(ec.SECP384R1())
     name = _name(f"{federation} authority")
     made = _begin(name, name, key, AUTHORITY_DAYS)
@@ -50,7 +50,7 @@ def authority(federation: str) -> Signed:
 
 
 def server(issuer: Signed, names: Sequence[str]) -> Signed:
-    """The server's certificate, for the names and addresses by which nodes reach it."""
+    """Return a server certificate for the names and addresses by which nodes reach the server."""
     require(len(names) > 0, "--host", list(names), "at least one name or address")
     above = x509.load_pem_x509_certificate(issuer.certificate)
     signer = load_private(issuer.key)
@@ -69,13 +69,13 @@ def server(issuer: Signed, names: Sequence[str]) -> Signed:
 
 
 def node_key() -> tuple[bytes, bytes]:
-    """A node's private and public key: with the private one it signs whatever it sends."""
+    """Return a new private and public key of a node, which signs all its messages."""
     key = ec.generate_private_key(ec.SECP384R1())
     return private_pem(key), public_pem(key)
 
 
 def names_of(certificate: bytes) -> list[str]:
-    """The names and addresses that a certificate is valid for."""
+    """Return the names and addresses for which a certificate is valid."""
     found = x509.load_pem_x509_certificate(certificate)
     try:
         held = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -86,7 +86,7 @@ def names_of(certificate: bytes) -> list[str]:
 
 
 def signed_by(certificate: bytes, issuer: bytes) -> bool:
-    """Whether the authority `issuer` made a certificate."""
+    """Tell whether the authority `issuer` signed a certificate."""
     found = x509.load_pem_x509_certificate(certificate)
     try:
         found.verify_directly_issued_by(x509.load_pem_x509_certificate(issuer))
@@ -96,7 +96,7 @@ def signed_by(certificate: bytes, issuer: bytes) -> bool:
 
 
 def load_private(pem: bytes) -> ec.EllipticCurvePrivateKey:
-    """A private key of the kind that is made here."""
+    """Read an elliptic-curve private key from PEM."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
@@ -121,7 +121,7 @@ def public_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """A file that nobody but its owner may read, from its first byte on."""
+    """Write a file that only its owner may read, from its first byte on."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(data)

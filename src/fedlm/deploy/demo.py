@@ -39,11 +39,11 @@ NODES = ("east", "north", "south", "west")
 TREE = {"one": ("east", "north"), "two": ("south", "west")}
 StartProcess = Callable[[list[str], str], Child]
 Network = Mapping[str, Any]
-"""Nodes by name: the path of a node's store, or the network below a relay."""
+"""A mapping from node name to the path of its store, or to the network below a relay."""
 
 
 def recipe(source: str = "sotu") -> Recipe:
-    """Small enough for a minute of work."""
+    """Return a recipe that trains in about a minute."""
     return parse(
         {
             "data": {"source": source, "vocabulary": 2000, "sequence_length": 16},
@@ -62,7 +62,7 @@ def recipe(source: str = "sotu") -> Recipe:
 def demo(
     folder: Path, asked: Recipe, *, as_tree: bool, devices: int, watcher: Watcher
 ) -> dict[str, Any]:
-    """Trains over a network of processes here, then in simulation, and compares."""
+    """Train over a network of local processes, then in simulation, and compare the models."""
     folder.mkdir(parents=True)
     whole = open_store(asked.data, folder / "text")
     if asked.data.source is not None:
@@ -85,7 +85,7 @@ def demo(
 def _train(
     folder: Path, asked: Recipe, network: Network, *, devices: int, watcher: Watcher
 ) -> dict[str, Any] | None:
-    """The run over processes, all of which end with it."""
+    """Train over a network of processes, and end all of them."""
     with children() as started:
 
         def start(arguments: list[str], log: str) -> Child:
@@ -104,7 +104,7 @@ def _train(
 
 
 def _dealt(whole: Store, out: Path, *, as_tree: bool) -> Network:
-    """A flat recipe's clients in equal parts."""
+    """Deal the clients of a flat recipe to nodes in equal parts, and return the network."""
     if not as_tree:
         deal(whole, NODES, out)
         return {name: out / name for name in NODES}
@@ -116,7 +116,10 @@ def _dealt(whole: Store, out: Path, *, as_tree: bool) -> Network:
 
 
 def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[Recipe, Network]:
-    """A tree's clients by place, each at the node whose name is the group that feeds it."""
+    """Deal a tree's clients to nodes by place; return the recipe and the network.
+
+    A node has the name of the group whose clients it holds.
+    """
     settings, training = settings_of(asked), training_clients(asked, whole)
     people = of_store(whole, training)
     topology, parts = topology_of(settings, people.group_paths()), {}
@@ -138,7 +141,10 @@ def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[R
 
 
 def _below(topology: Topology, place: int, out: Path) -> Network:
-    """The federation of a place: its own text, its children, relays where those have children."""
+    """Return the network of a place: its own text and its children.
+
+    A child that has children itself becomes a relay.
+    """
     network: dict[str, Any] = {name: out / name for name in topology.places[place].groups}
     for child in topology.children[place]:
         below = _below(topology, child, out)
@@ -150,7 +156,7 @@ def _below(topology: Topology, place: int, out: Path) -> Network:
 
 
 def _written(settings: FederationTable, topology: Topology) -> FederationTable:
-    """The tree written out, so that its places have the same order on every side."""
+    """Return the table with the tree written out, so that places have the same order everywhere."""
     nodes = tuple(
         NodeTable(name=place.name, parent=place.parent, groups=place.groups, **dict(place.own))
         for place in topology.places
@@ -161,13 +167,13 @@ def _written(settings: FederationTable, topology: Topology) -> FederationTable:
 
 def _with_store(asked: Recipe, path: Path) -> Recipe:
     data = {**asked.data.model_dump(exclude_none=True), "store": str(path)}
-    for name in ("source", "stores", *vars(StoreSettings())):  # the store decides the last ones
+    for name in ("source", "stores", *vars(StoreSettings())):  # the store decides its own settings
         data.pop(name, None)
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 
 def _start(folder: Path, name: str, network: Network, start: StartProcess) -> Workspace:
-    """A federation with its nodes, and those below its relays."""
+    """Start a federation's server, its nodes, and the federations below its relays."""
     port = free_port()
     path = folder / "federations" / name
     made = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
@@ -183,7 +189,7 @@ def _start(folder: Path, name: str, network: Network, start: StartProcess) -> Wo
 
 
 def largest_difference(one: Path, other: Path, run: Run) -> float:
-    """The largest difference between the parameters of two runs, over all models of a tree."""
+    """Return the largest difference between parameters of two runs, over all models of a tree."""
     model, size = run.recipe.model, run.store.vocabulary
     largest = 0.0
     for name in run.round.names:

@@ -24,13 +24,13 @@ from fedlm.deploy import certificates
 from fedlm.deploy.workspace import Kit, Workspace
 
 FLOWER = "1.41."
-# Flower refuses what was signed more than this ahead of its clock; behind it is more patient.
+# Flower refuses signatures that are further ahead of its clock; it tolerates more behind it.
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 TIMEOUT = 5.0
 
 
 class DoctorCheck(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     well: bool
@@ -39,7 +39,7 @@ class DoctorCheck(NamedTuple):
 
 
 def examine(path: Path) -> list[DoctorCheck]:
-    """Runs all checks of a federation's workspace or of a kit."""
+    """Run all checks of a federation's workspace or of a node's kit."""
     if (path / "node.toml").is_file():
         kit = Kit.existing(path)
         settings = kit.settings
@@ -90,7 +90,7 @@ def _workspace(workspace: Workspace) -> Iterator[DoctorCheck]:
 
 
 def checked_names(certificate: bytes, host: str) -> DoctorCheck:
-    """Checks that a certificate is good for the name by which nodes reach the server."""
+    """Check that a certificate is valid for the name by which nodes reach the server."""
     names = certificates.names_of(certificate)
     way_out = f"fedlm federation init with --host {host}, or reach it by one of its names"
     return DoctorCheck("name", host in names, f"{host} in {', '.join(names) or 'nothing'}", way_out)
@@ -118,7 +118,7 @@ def _lifetime(what: str, pem: bytes) -> DoctorCheck:
 
 
 def _reach(host: str, port: int, authority: bytes) -> Iterator[DoctorCheck]:
-    """Checks the server as this machine sees it: port, certificate, clock."""
+    """Check port, certificate and clock of the server from this machine."""
     try:
         with socket.create_connection((host, port), TIMEOUT):
             yield DoctorCheck("port", True, f"{host}:{port} answers")
@@ -137,7 +137,7 @@ def _reach(host: str, port: int, authority: bytes) -> Iterator[DoctorCheck]:
 
 
 def handshake(host: str, port: int, authority: bytes) -> tuple[list[DoctorCheck], str | None]:
-    """Checks the certificate that the server shows as a node would, and returns its date."""
+    """Check the server's certificate as a node does; return the checks and the server's date."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=authority.decode("ascii"))
     try:
@@ -176,10 +176,10 @@ def _date(answer: str) -> str | None:
 
 
 def clock(date: str, now: dt.datetime) -> DoctorCheck:
-    """Checks that this machine's clock is near enough to the server's for signatures to hold."""
+    """Check that this machine's clock is close enough to the server's for valid signatures."""
     there = email.utils.parsedate_to_datetime(date)
     ahead = (now - there).total_seconds()
-    # The server tells whole seconds.
+    # The server's date is in whole seconds.
     well = -BEHIND_SECONDS < ahead < AHEAD_SECONDS + 1.0
     found = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
     return DoctorCheck("clock", well, found, "set the clock, by NTP if possible")

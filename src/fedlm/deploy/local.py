@@ -34,7 +34,7 @@ NO_PATHS: dict[str, Any] = {"source": None, "store": None, "stores": ()}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
-    """What a node needs to answer the requests of one run."""
+    """The parts from which a node answers the requests of one run."""
 
     algorithm: Algorithm
     engine: Engine
@@ -49,10 +49,10 @@ class NodeWork:
 def members_work(
     recipe: Recipe, store: Store, *, first: int, population: int, whole: bool
 ) -> NodeWork:
-    """Trains the clients of this store as members `first`, `first + 1`, ... of a federation.
+    """Return the work of training this store's clients as members `first`, `first + 1`, ...
 
-    With `whole` the store is one member. The engine takes what arrived and gives updates as they
-    are before they are encoded.
+    With `whole` the store is one member. The engine takes decoded parameters and returns updates
+    before they are encoded.
     """
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     pooled = parts.pooled_rows(rows)
@@ -75,14 +75,14 @@ def members_work(
 
 
 def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
-    """Return the shapes of what the server sends: the trained part, where one is held still."""
+    """Return the shapes of the parameters that the server sends: all, or the trained part."""
     keep, server = trained_leaves(recipe, shapes), algorithm.server
     trained = shapes if keep is None else tree.split(shapes, keep)[0]
     return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
 
 
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
-    """Trains all text of this store as one leaf of a tree, whatever the rest of the tree is."""
+    """Return the work of training on all text of this store as one leaf of any tree."""
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)
     alone = Sampling(law="fixed", population=1, cohort=1)
@@ -101,7 +101,7 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 
 
 def check_deployable(recipe: Recipe) -> None:
-    """Refuses what works only where all members are in one place."""
+    """Raise `ConfigError` for settings that need all members in one place."""
     require(
         METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
         "client.method",
@@ -122,7 +122,10 @@ def check_deployable(recipe: Recipe) -> None:
 
 
 def _check_tree(tree: FederationTable) -> None:
-    """Over a network the root holds the models of all places, and nodes keep nothing."""
+    """Raise `ConfigError` for tree settings that do not work over a network.
+
+    There the root holds the models of all places, and nodes keep nothing.
+    """
     simulate = "Or simulate it, with fedlm train."
     require(
         tree.pool_clients,
@@ -155,10 +158,10 @@ def _check_tree(tree: FederationTable) -> None:
 
 
 def redacted(recipe: Recipe, noise: float | None = None) -> str:
-    """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
+    """Return the recipe as sent to nodes: without paths and secrets, with the resolved noise."""
     privacy, kind = recipe.privacy, kind_of(recipe.data.tokenizer)
     if noise is not None:
-        # That a seed is fixed is told, so that a policy can refuse it; not which one.
+        # Nodes learn that a seed is fixed, so that a policy can refuse it, but not its value.
         fixed = None if privacy.seed is None else 0
         privacy = privacy.model_copy(update={"noise_multiplier": noise, "seed": fixed})
     return dump(

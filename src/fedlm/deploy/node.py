@@ -32,7 +32,7 @@ def work(
     say: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> None:
-    """Joins with a store and trains its members until asked to stop."""
+    """Join a federation with a store, and train its members until asked to stop."""
     follow_parent()
     kit = Kit.existing(kit_path)
     policy = load_policy(policy_path or kit.policy)
@@ -45,7 +45,7 @@ def work(
 def relay(
     kit_path: Path, workspace_path: Path, *, say: Callable[[str], None], stop: Callable[[], bool]
 ) -> None:
-    """Joins the federation above with the nodes of the one below, whose server must be running."""
+    """Join a federation as a relay for the nodes of another, whose server must be running."""
     follow_parent()
     kit, workspace = Kit.existing(kit_path), Workspace.existing(workspace_path)
     settings = workspace.settings

@@ -31,11 +31,11 @@ from fedlm.engine.payload_size import kept_leaves
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.wire.dense import dense
 
-MOST_KEPT = 2  # runs with compiled programs
+MOST_KEPT = 2  # runs whose compiled programs are kept
 
 
 class Worker:
-    """Trains the members of a store as a server asks."""
+    """A node's answers to a server: it trains the members of a store."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Worker:
         whole: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Takes a store; if `whole`, all of it is one member, else each of its clients is one."""
+        """Create a worker for a store, whose members are its clients, or one if `whole`."""
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self._kept: dict[str, NodeWork] = {}
 
@@ -55,21 +55,21 @@ class Worker:
         return 1 if self.whole else len(self.store.training_clients)
 
     def __call__(self, payload: Payload) -> Payload:
-        """Returns the reply to a payload; anything that goes wrong becomes a refusal."""
+        """Return the reply to a payload; an error becomes a refusal."""
         return respond(payload, hello=self.hello, train=self.train, say=self.say)
 
     def hello(self) -> Hello:
-        """Returns what the server may know of this node before it asks for work."""
+        """Return the facts that the server may know of this node before it asks for work."""
         return Hello(self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
 
     @property
     def text(self) -> str:
-        """A fingerprint that tells whether the text is still the same, not what it is."""
+        """A fingerprint of the text, which shows changes and not the text itself."""
         held = f"{self.whole}|{self.store.manifest['clients_sha256']}"
         return hashlib.sha256(held.encode()).hexdigest()
 
     def train(self, request: TrainRequest) -> TrainReply:
-        """Carries out this node's part of a round."""
+        """Train this node's members of a round."""
         if request.text != self.text:
             raise WireError("the text of this node is not the one that the run began with.")
         if any(m - request.first >= self.clients for m in request.members):
@@ -81,7 +81,7 @@ class Worker:
         return _train_members(work, request)
 
     def _work(self, request: TrainRequest) -> NodeWork:
-        """Returns the work of a request: checked once, then kept with its programs."""
+        """Return the work of a request, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
             made = self._check(_parse(request.recipe), request)
@@ -111,7 +111,7 @@ class Worker:
 
 
 def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:
-    """Returns the sum over members, or the update of each."""
+    """Train the members of a request; reply with the sum of their updates, or with each."""
     if request.numbers:
         raise WireError("the request is for a leaf of a tree: its recipe has no tree.")
     engine, algorithm = work.engine, work.algorithm
@@ -128,7 +128,7 @@ def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:
 
 
 def _train_leaf(work: NodeWork, request: TrainRequest) -> TrainReply:
-    """Returns what all text of this node makes of the parameters that were sent for it."""
+    """Train the sent parameters on all text of this node, and reply with the result."""
     if len(request.numbers) != 1:
         raise WireError("this node is one leaf of a tree: it was asked for another number.")
     codec: Codec = work.algorithm.download
@@ -139,7 +139,7 @@ def _train_leaf(work: NodeWork, request: TrainRequest) -> TrainReply:
 
 
 def _each(work: NodeWork, request: TrainRequest, updates: Iterable[Arrived]) -> TrainReply:
-    """Returns a frame for each member's update, in the order of the members."""
+    """Return a reply with a frame per member's update, in the order of members."""
     frames, sums = {}, {}
     for member, update, *_ in updates:
         address = {"round": request.round, "member": member}

@@ -48,13 +48,13 @@ class Policy(Table):
 
 
 def load_policy(path: Path | None) -> Policy:
-    """Reads a node's policy; without a file everything is allowed."""
+    """Read a node's policy; without a file, return one that allows everything."""
     return Policy() if path is None or not path.is_file() else read_table(path, Policy)
 
 
 def check_policy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, parameters: int) -> None:
-    """Refuses a recipe that the policy does not allow."""
-    # The root of a tree sees what each place learned by itself.
+    """Raise `Refusal` if the policy does not allow a recipe."""
+    # The root of a tree sees the update of each single place.
     asked = recipe.server.cohort if recipe.federation is None else 1
     least = policy.smallest_cohort
     if least is not None and asked < least:
@@ -71,7 +71,7 @@ def check_policy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, param
 
 
 def check_steps(policy: Policy, steps: int) -> None:
-    """Refuses more local work than the policy allows."""
+    """Raise `Refusal` if a member would take more local steps than the policy allows."""
     if policy.largest_steps is not None and steps > policy.largest_steps:
         raise Refusal(
             f"a client would take {steps} steps in a round: this node allows "
@@ -86,7 +86,7 @@ def _check_privacy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None) -> 
         raise Refusal("privacy.reveal and privacy.seed: this node wants neither; they undo noise.")
     if policy.largest_epsilon is None:
         return
-    from fedlm.privacy import account  # it imports dp_accounting, which takes a second
+    from fedlm.privacy import account  # here, because importing dp_accounting takes a second
 
     spent = account.spent(plan, recipe.server.rounds).epsilon
     if not spent <= policy.largest_epsilon:

@@ -54,13 +54,13 @@ class Child:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Kills the process and everything it started."""
+        """Kill the process and everything it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def end(self, seconds: float = 5.0) -> None:
-        """Asks the process to end, and kills it after some seconds."""
+        """Ask the process to end, and kill it if it has not ended after `seconds`."""
         if self.alive:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -68,14 +68,14 @@ class Child:
         self.kill()
 
     def tail(self) -> str:
-        """Returns the last line of its output."""
+        """Return the last line of the process's output."""
         said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return said[-1] if said else "nothing"
 
 
 @contextlib.contextmanager
 def children() -> Iterator[list[Child]]:
-    """Yields a list for processes, and ends all of them at the end of the block."""
+    """Yield a list for processes, and end all of them at the end of the block."""
     started: list[Child] = []
     try:
         yield started
@@ -88,7 +88,7 @@ def children() -> Iterator[list[Child]]:
 
 
 def follow_parent() -> None:
-    """Ends this process when the one that started it is gone; for children made above."""
+    """End this process when its parent is gone; for processes that `Child` starts."""
     parent = os.environ.pop(PARENT, "")
     if not parent:
         return
@@ -102,14 +102,14 @@ def follow_parent() -> None:
 
 
 def free_port() -> int:
-    """Returns a port of loopback at which nobody listens now."""
+    """Return a port of the loopback address that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for_port(port: int, child: Child, seconds: float = START_SECONDS) -> None:
-    """Waits until somebody listens at a port of loopback, and raises if the process ends before."""
+    """Wait until a port of the loopback address is open; raise if the process ends first."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if not child.alive:

@@ -30,13 +30,13 @@ HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
 NAP = 0.2
 
 HelloCheck = Callable[[str, Hello], None]
-"""Raises if a node, by name and hello, must not take part."""
+"""A function of a node's name and hello that raises if the node must not take part."""
 
 
 def assign_members(
     transport: Transport, names: Sequence[str], check: HelloCheck, say: Callable[[str], None]
 ) -> tuple[Assignment, ...]:
-    """Waits until every node has said who it is, then numbers members in the order of names."""
+    """Wait for the hello of every node, then number members in the order of node names."""
     hellos: dict[str, Hello] = {}
     sent: dict[str, tuple[str, float]] = {}
     told = -1
@@ -58,7 +58,10 @@ def assign_members(
 def _ask_hello(
     transport: Transport, node_id: int, name: str, sent: dict[str, tuple[str, float]]
 ) -> Payload | None:
-    """Returns a node's reply if it is there; asks the node first, or again after a while."""
+    """Return a node's reply, or None if it is not there yet.
+
+    A node that was not asked is asked now; one that is silent is asked again after a while.
+    """
     message_id, at = sent.get(name, ("", 0.0))
     if not message_id or time.monotonic() - at > HELLO_TIMEOUT:
         sent[name] = transport.send(node_id, encode_hello_request(), 0), time.monotonic()
@@ -73,7 +76,7 @@ def _ask_hello(
 
 
 def hello_of(name: str, payload: Payload) -> Hello:
-    """Converts a payload to what the node of this name says of itself."""
+    """Convert a payload to the hello of the node with this name."""
     try:
         return read_hello(payload)
     except Refused as refusal:
@@ -91,7 +94,7 @@ def _number(hellos: list[tuple[str, Hello]]) -> tuple[Assignment, ...]:
 
 
 def leaves_below(assignments: Sequence[Assignment]) -> tuple[tuple[str, int], ...]:
-    """Returns the path and the clients of each node that holds text, however deep it is.
+    """Return the path and the number of clients of each node with text, at any depth.
 
     >>> leaves_below([Assignment("a", 0, 1), Assignment("b", 1, 2, "", (("c", 2),))])
     (('a', 1), ('b/c', 2))
@@ -104,7 +107,7 @@ def leaves_below(assignments: Sequence[Assignment]) -> tuple[tuple[str, int], ..
 
 
 def same_tokenizer(wanted: str, where: str) -> HelloCheck:
-    """Returns a check that refuses a node whose tokens mean other words."""
+    """Return a check that refuses a node with another tokenizer."""
 
     def check(name: str, hello: Hello) -> None:
         if hello.tokenizer != wanted:
@@ -117,13 +120,13 @@ def same_tokenizer(wanted: str, where: str) -> HelloCheck:
 
 
 def save_assignments(file: Path, assignments: Sequence[Assignment]) -> None:
-    """Writes the assignments of a run."""
+    """Write the assignments of a run to a file."""
     facts = [assignment._asdict() for assignment in assignments]
     write_atomically(file, json.dumps(facts, indent=2).encode())
 
 
 def load_assignments(file: Path) -> tuple[Assignment, ...] | None:
-    """Reads the assignments that were made when a run began; None if there are none yet."""
+    """Read the assignments that were made when a run began; return None if the file is missing."""
     if not file.is_file():
         return None
     try:

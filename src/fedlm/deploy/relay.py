@@ -29,12 +29,12 @@ from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
-ASSIGNMENTS = "seats.json"  # as relays have always called it: a resumed run looks for it
+ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this file
 ROUNDS_KEPT = 2
 
 
 class Relay:
-    """Answers the federation above with what the federation below answers."""
+    """A node of the federation above that answers with the replies of the federation below."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Relay:
         name: str,
         say: Callable[[str], None],
     ) -> None:
-        """Keeps its files in `folder`; `names` are the nodes below, `name` its own above."""
+        """Create a relay, called `name` above, over the nodes `names`, with files in `folder`."""
         self.folder, self.transport, self.names = folder, transport, names
         self.quorum, self.name, self.say = quorum, name, say
 
     def __call__(self, payload: Payload) -> Payload:
-        """Returns the reply to a payload; anything that goes wrong becomes a refusal."""
+        """Return the reply to a payload; an error becomes a refusal."""
         return respond(payload, hello=self.hello, train=self.train, say=self.say)
 
     # ---- who is below ------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        """Describes the subtree as one node, and assigns its members anew: a run begins above."""
+        """Describe the subtree as one node, and assign its members anew, because a run begins."""
         heard: dict[str, Hello] = {}
         below = registration.assign_members(self.transport, self.names, heard.__setitem__, self.say)
         tokenizers = {hello.tokenizer for hello in heard.values()}
@@ -84,7 +84,7 @@ class Relay:
     # ---- a round -----------------------------------------------------------------------
 
     def train(self, request: TrainRequest) -> TrainReply:
-        """Passes a round on to the nodes below, and joins what they reply."""
+        """Pass a round on to the nodes below, and join their replies."""
         requests = self._requests(request)
         if not requests:
             raise WireError("none of the members asked for lives here.")
@@ -97,7 +97,7 @@ class Relay:
         return join(request, (handover.read(name, requests[name]) for name in answered))
 
     def _requests(self, request: TrainRequest) -> dict[str, TrainRequest]:
-        """Returns the request for each node below: the same, with its own members."""
+        """Return the request per node below: a copy with the members of that node."""
         made = {}
         for node in self._assignments(request):
             first = request.first + node.first
@@ -111,23 +111,23 @@ class Relay:
         return made
 
     def _dispatch(self, missing: dict[str, TrainRequest], handover: Handover, *, of: int) -> None:
-        """Asks the nodes whose replies are missing, and hands each reply over to disk."""
+        """Ask the nodes whose replies are missing, and write each reply to disk."""
         least = max(1.0, self.quorum.quorum * of - (of - len(missing)))
         quorum = replace(self.quorum, quorum=min(1.0, least / len(missing)))
         stats = RoundStats(next(iter(missing.values())).round)
-        # Replies go to disk as they come: `join` reads them in order.
+        # Replies go to disk in order of arrival; `join` reads them in order of nodes.
         dispatch = Dispatch(self.transport, quorum, missing, stats, in_order=False)
         for name, reply in dispatch.replies():
             stats.answered.append(name)
             handover.write(name, reply)
-            del reply  # or it would be held until the next one is there
+            del reply  # else it stays in memory until the next reply arrives
         for name, reason in {**stats.refused, **stats.garbage}.items():
             self.say(f"round {stats.round}: {name}: {reason}")
         dispatch.check_quorum()
 
 
 def join(request: TrainRequest, replies: Iterable[TrainReply]) -> TrainReply:
-    """Joins replies to one: all their frames, or the sum of them, adding one frame at a time."""
+    """Join replies to one with all frames, or with their sum, added one frame at a time."""
     if request.each:
         kept = list(replies)
         members = sorted(m for reply in kept for m in reply.members)
@@ -148,7 +148,7 @@ def join(request: TrainRequest, replies: Iterable[TrainReply]) -> TrainReply:
 
 
 def add_frame(total: np.ndarray | None, frame: bytes) -> np.ndarray:
-    """Adds a frame of plain numbers to a sum of such frames, whatever model they are of."""
+    """Add a frame of plain numbers to a sum of such frames, for any model."""
     if total is None:
         size, rest = divmod(len(frame) - overhead(dense().name), 4)
         if size < 0 or rest:
@@ -159,7 +159,7 @@ def add_frame(total: np.ndarray | None, frame: bytes) -> np.ndarray:
 
 
 class Handover:
-    """What the nodes below replied to one request: a file per frame, whole or not there."""
+    """The replies of the nodes below to one request, with a file per frame, written atomically."""
 
     def __init__(self, folder: Path, request: TrainRequest) -> None:
         self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
@@ -167,7 +167,7 @@ class Handover:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def _forget(self, folder: Path) -> None:
-        """Deletes old rounds, which are not asked for again."""
+        """Delete the replies of old rounds, which are not asked for again."""
         old = sorted(p for p in folder.glob("*") if p != self.path)[: -ROUNDS_KEPT or None]
         for path in old:
             for file in path.iterdir():
@@ -178,7 +178,7 @@ class Handover:
         return (self.path / f"{name}.json").is_file()
 
     def write(self, name: str, reply: TrainReply) -> None:
-        """Writes a reply; its facts come last, because with them it counts as there."""
+        """Write a reply, its facts last: a reply counts as present once its facts are."""
         for i, frame in enumerate(reply.frames):
             write_atomically(self.path / f"{name}.{i}", frame)
         facts = {"members": reply.members, "sums": [dict(part) for part in reply.sums]}

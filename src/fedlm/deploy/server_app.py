@@ -42,7 +42,7 @@ SEATS, TALLIES = "seats.json", "nodes.jsonl"
 def train(
     home: Workspace, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
 ) -> Summary | None:
-    """Trains over the nodes to the end; None if the watcher stopped it before."""
+    """Train over the nodes and return the summary; None if the watcher stopped the run."""
     settings = home.settings
     patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
@@ -62,11 +62,11 @@ def train(
             _record(directory, tally, watcher.say)
 
         run = networked_run(resolved, store, seats, path, post=post, patience=patience, tell=stats)
-        return carry_out(run, resume=True, watcher=watcher)  # claimed above
+        return carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
 
 
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
-    """The run that was made here, to look at it: nobody is asked."""
+    """Return the run of a directory for inspection, without contacting nodes."""
     store = parts.open_store(recipe.data, stores)
     seats = registration.load_assignments(directory.path / SEATS) or ()
     return networked_run(parts.resolve(recipe, store), store, seats, directory.path)
@@ -82,7 +82,7 @@ def networked_run(
     patience: Quorum = Quorum(),  # noqa: B008
     tell: Callable[[RoundStats], None] = lambda tally: None,
 ) -> Run:
-    """A run whose members live at nodes; the store here holds held-out text alone."""
+    """Return a run whose members live at nodes; the local store is only for evaluation."""
     options: dict[str, Any] = {
         "seed": recipe.run.seed,
         "exact": dense(),
@@ -102,7 +102,10 @@ def networked_run(
 
 
 def _record(directory: RunDirectory, tally: RoundStats, say: Callable[[str], None]) -> None:
-    """A line a round on who answered; beside the journal, which tells of the model alone."""
+    """Append a line on which nodes answered a round, and report the nodes that did not.
+
+    The file lies beside the journal, which is about the model only.
+    """
     with open(directory.path / TALLIES, "a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(tally)) + "\n")
     for name, reason in {**tally.refused, **tally.garbage}.items():

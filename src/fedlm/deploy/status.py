@@ -22,7 +22,7 @@ COUNTED = ("answered", "late", "away", "refused", "garbage")
 
 
 def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
-    """Returns for every node that may join whether it is there, and what it did in a run."""
+    """Return a row per registered node: its presence, and its part in a run if one is given."""
     with closing(SuperLinkClient(workspace, timeout=2.0)) as client:
         there = client.nodes()
     rounds = [] if run is None else read_rounds(run / TALLIES)
@@ -46,7 +46,7 @@ def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
 
 
 def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
-    """Returns why a node's latest reply could not be used."""
+    """Return the reason why a node's latest reply could not be used."""
     for stats in reversed(rounds):
         if name in stats["answered"]:
             return None
@@ -57,7 +57,7 @@ def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
 
 
 def read_rounds(file: Path) -> list[dict[str, Any]]:
-    """Reads a run's `RoundStats` by round; of a round that was run again the latest counts."""
+    """Read a run's `RoundStats` in order of rounds; a repeated round counts once, the latest."""
     if not file.is_file():
         raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
     rounds: dict[int, dict[str, Any]] = {}
@@ -66,5 +66,5 @@ def read_rounds(file: Path) -> list[dict[str, Any]]:
             entry = json.loads(line)
             rounds[int(entry["round"])] = entry
         except (ValueError, KeyError, TypeError):
-            continue  # the last line of a process that was killed
+            continue  # an unfinished line of a killed process
     return [rounds[number] for number in sorted(rounds)]

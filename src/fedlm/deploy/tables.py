@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Table)
 
 
 def read_table(path: Path, kind: type[T]) -> T:
-    """Reads a small TOML file, strictly."""
+    """Read a small TOML file; raise `ConfigError` for an unknown key or a wrong value."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -33,7 +33,7 @@ def read_table(path: Path, kind: type[T]) -> T:
 
 
 def check_table(kind: type[T], tables: dict[str, object], where: str) -> T:
-    """Converts values to settings, or raises one sentence about the first that is wrong."""
+    """Convert values to settings, or raise one sentence about the first wrong value."""
     floats = {
         k: float(v) if type(v) is int and _is_float(kind, k) else v for k, v in tables.items()
     }
@@ -41,7 +41,7 @@ def check_table(kind: type[T], tables: dict[str, object], where: str) -> T:
     try:
         return kind.model_validate(lists)
     except ValidationError as error:
-        # A mistyped name is also one that is missing: the first is what was meant.
+        # A mistyped name gives two errors, unknown and missing: the unknown name is reported.
         first = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")[0]
         place = ".".join(str(part) for part in first["loc"])
         wanted = first["msg"].removeprefix("Input should be ")

@@ -39,7 +39,7 @@ def networked_tree(
     post: Any,
     options: dict[str, Any],
 ) -> Run:
-    """A tree whose text is at nodes; the store here holds held-out text alone."""
+    """Return the run of a tree whose text is at nodes; the local store is only for evaluation."""
     leaves = leaves_of(seats)
     members = _members(recipe, leaves)
 
@@ -62,7 +62,7 @@ def networked_tree(
 
 
 def _members(recipe: Recipe, leaves: tuple[Leaf, ...]) -> Population:
-    """The clients of all nodes; the groups of a client are the names on the way to its node."""
+    """Return the clients of all nodes; a client's groups are the names on the path to its node."""
     known = sorted({name for leaf in leaves for name in leaf.path})
     for place in settings_of(recipe).node:
         for name in place.groups:
@@ -81,7 +81,7 @@ def _members(recipe: Recipe, leaves: tuple[Leaf, ...]) -> Population:
 
 
 def homes_of(topology: Topology, leaves: tuple[Leaf, ...], population: int) -> dict[int, Leaf]:
-    """The number under which each leaf trains, to the one node that holds its text."""
+    """Return for each leaf's member number the one node that holds the leaf's text."""
     found = {}
     for place in topology.with_text:
         here = set(topology.clients[place])

@@ -82,7 +82,7 @@ class Workspace:
         return self.path / "server" / "link.db"
 
     def nodes(self) -> dict[str, bytes]:
-        """Returns the public keys of the nodes that may join, by name."""
+        """Return the public keys of the nodes that may join, by name."""
         folder = self.path / "nodes"
         kits = sorted(folder.iterdir()) if folder.is_dir() else []
         return {k.name: (k / "node.pub").read_bytes() for k in kits if (k / "node.pub").is_file()}
@@ -145,7 +145,7 @@ class Kit:
 def init(
     path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
 ) -> Workspace:
-    """Creates a federation: authority, server certificate, one kit per node."""
+    """Create a federation: its authority, its server's certificate and a kit per node."""
     require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
     require(len(set(nodes)) == len(nodes) > 0, "--nodes", ",".join(nodes), "different names")
     for node in nodes:
@@ -171,12 +171,12 @@ def init(
     certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
     for node in nodes:
         add_node(workspace, settings, node)
-    write_table(path / "federation.toml", settings)  # last: with it the folder is a federation
+    write_table(path / "federation.toml", settings)  # last: it makes the folder a federation
     return workspace
 
 
 def add_node(workspace: Workspace, settings: WorkspaceSettings, name: str) -> Kit:
-    """Creates the kit of one more node."""
+    """Create the kit of one more node."""
     kit = workspace.kit(name)
     require(not kit.path.exists(), "--nodes", name, "a name that is not taken")
     kit.path.mkdir(parents=True)
@@ -191,12 +191,12 @@ def add_node(workspace: Workspace, settings: WorkspaceSettings, name: str) -> Ki
 
 
 def _loopback(hosts: Sequence[str]) -> list[str]:
-    """Returns the names of loopback: who runs the server also reaches it from the same machine."""
+    """Return the loopback names to certify, so that the operator can connect locally."""
     return [name for name in ("localhost", "127.0.0.1") if name not in hosts]
 
 
 def address(host: str, port: int) -> str:
-    """Returns `host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     try:
         return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
     except ValueError:

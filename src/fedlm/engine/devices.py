@@ -19,7 +19,7 @@ PROGRAMS = Path(".fedlm/programs")
 
 
 def use_devices(count: int = 0) -> None:
-    """Shows JAX `count` CPU devices, or one per core for zero; accelerators are used as they are.
+    """Show JAX `count` CPU devices, or one per core for zero; leave accelerators as they are.
 
     Call it before anything else uses JAX; in a notebook, in the first cell.
     """

@@ -33,7 +33,7 @@ SHORTEST_NAP, LONGEST_NAP = 0.02, 0.5  # seconds between two attempts to fetch
 
 
 class Presence(NamedTuple):
-    """Whether a node is there. A lease: it runs out unless the node renews it."""
+    """The presence of a node: a lease that runs out unless the node renews it."""
 
     node_id: int
     online: bool
@@ -56,14 +56,14 @@ class Undelivered(Exception):
 
 
 class Transport(Protocol):
-    """Carries payloads to nodes and back."""
+    """The carrier of payloads to nodes and back."""
 
     def send(self, node_id: int, payload: Payload, round: int) -> str:
-        """Sends a payload and returns its message id, or "" if the server did not take it."""
+        """Send a payload and return its message id, or "" if the server did not take it."""
         ...
 
     def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
-        """Returns the reply to a message, or None while there is none.
+        """Return the reply to a message, or None while there is none.
 
         Raises `Undelivered` if there will be none, and `WireError` without reading the reply if it
         is malformed, larger than `max_bytes` or from a node that was not asked.
@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def presence(self) -> dict[str, Presence]:
-        """Returns the presence of each registered node by name."""
+        """Return the presence of each registered node by name."""
         ...
 
 
@@ -81,7 +81,7 @@ Frames = Callable[[Sequence[str]], Iterable[tuple[str, tuple[bytes, ...]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Quorum:
-    """How many of the nodes asked must reply, and how long the others are waited for."""
+    """The share of asked nodes that must reply, and the deadline for the others."""
 
     quorum: float = 1.0  # share of the nodes asked, at least one of them
     deadline: float = math.inf  # seconds
@@ -89,7 +89,7 @@ class Quorum:
 
 @dataclass
 class RoundStats:
-    """What became of a round's requests, by node."""
+    """The outcome of a round's requests, by node."""
 
     round: int
     answered: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class RoundStats:
 
 
 class Dispatch:
-    """Sends the requests of a round and yields the replies in the order of the assignments.
+    """The requests of a round, and their replies in the order of the assignments.
 
     The first pending node is waited for while its lease lasts. A node that is away moves to the
     end, and replies of the nodes after it are buffered until it has replied or the round is over.
@@ -122,7 +122,7 @@ class Dispatch:
         in_order: bool = True,
         frames: Frames | None = None,
     ) -> None:
-        """Takes requests by node name; without `frames` the requests hold their own."""
+        """Take requests by node name; without `frames` the requests hold their own."""
         self.transport, self.requests = transport, requests
         self.stats, self.in_order = stats, in_order
         self.frames = frames or (lambda names: ((name, requests[name].frames) for name in names))
@@ -136,7 +136,7 @@ class Dispatch:
         self._looked = -math.inf
 
     def replies(self) -> Iterator[tuple[str, TrainReply]]:
-        """Yields well-formed replies by node, and counts everything else."""
+        """Yield well-formed replies by node, and count everything else."""
         nap = SHORTEST_NAP
         self._send(self.pending)
         while self.pending:
@@ -153,7 +153,7 @@ class Dispatch:
         yield from self._release(over=True)
 
     def _release(self, *, over: bool) -> Iterator[tuple[str, TrainReply]]:
-        """Yields buffered replies in the order of the assignments, up to the first pending node."""
+        """Yield buffered replies in the order of the assignments, up to the first pending node."""
         for name in self.requests:
             if name in self.buffered:
                 yield name, self.buffered.pop(name)
@@ -163,7 +163,7 @@ class Dispatch:
     # ---- one node ----------------------------------------------------------------------
 
     def _poll(self) -> bool:
-        """Reads one reply: of the first pending node, or of any node after the deadline."""
+        """Read one reply: of the first pending node, or of any node after the deadline."""
         late = time.monotonic() >= self.ends
         for name in list(self.pending) if late else self.pending[:1]:
             if self._read(name):
@@ -174,7 +174,7 @@ class Dispatch:
         return False
 
     def _read(self, name: str) -> bool:
-        """Buffers a node's reply, or counts it as refused or garbage; False if none is there."""
+        """Buffer a node's reply, or count it as refused or garbage; False if none came."""
         request = self.requests[name]
         try:
             payload = self._fetch(name, request.max_reply_bytes)
@@ -191,7 +191,7 @@ class Dispatch:
         return True
 
     def _fetch(self, name: str, max_bytes: int) -> Payload | None:
-        """Returns a node's reply to any of the messages it was sent, asking again if needed."""
+        """Return a node's reply to any of the messages it was sent, asking again if needed."""
         if not self.sent.get(name) or self._came_back(name):
             self._send([name])
         for message_id in list(self.sent.get(name, ())):
@@ -205,7 +205,7 @@ class Dispatch:
         return None
 
     def _send(self, names: Sequence[str]) -> None:
-        """Sends their requests to those nodes that are there."""
+        """Send their requests to the nodes that are present."""
         for name, frames in self.frames([name for name in names if self._online(name)]):
             node = self._presence().get(name)
             if node is None or not node.online:  # it left while others were asked
@@ -220,7 +220,7 @@ class Dispatch:
                 self.since[name] = node.since
 
     def _came_back(self, name: str) -> bool:
-        """Tells whether a node left and joined again: it may have lost the request.
+        """Return whether a node left and joined again: it may have lost the request.
 
         Asking twice is safe, because the same request gives the same reply.
         """
@@ -239,19 +239,19 @@ class Dispatch:
         return self._nodes
 
     def _over(self) -> bool:
-        """Tells whether enough nodes have replied and no other is worth waiting for."""
+        """Return whether enough nodes have replied and no other is worth waiting for."""
         if len(self.stats.answered) + len(self.buffered) < self.least:
             return self._hopeless()
         late = time.monotonic() >= self.ends
         return late or not any(self._online(name) for name in self.pending)
 
     def _hopeless(self) -> bool:
-        """Tells whether too few can still reply: a node that refused would refuse again."""
+        """Return whether too few can still reply: a node that refused would refuse again."""
         lost = len(self.stats.refused) + len(self.stats.garbage)
         return len(self.requests) - lost < self.least
 
     def check_quorum(self) -> None:
-        """Raises `EngineError` if fewer nodes replied than the quorum."""
+        """Raise `EngineError` if fewer nodes replied than the quorum."""
         stats = self.stats
         if len(stats.answered) >= self.least or not self.requests:
             return

@@ -45,7 +45,7 @@ from fedlm.federation.member import (
 
 
 class LoopEngine:
-    """Trains members one after the other, each batch a call, each update through its codec."""
+    """An engine that trains one member after the other, one call per batch, through real codecs."""
 
     def __init__(self, algorithm: Algorithm, rows_of: Rows, shape: BatchSpec, seed: int) -> None:
         self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
@@ -55,7 +55,7 @@ class LoopEngine:
         return Cohort(round, members, [self._batches(round, member) for member in members])
 
     def _batches(self, round: int, member: int) -> tuple[int, Any]:
-        """Return how many rows a member holds, and its batches."""
+        """Return a member's number of rows, and its batches."""
         rng = generator_for(self.seed, "shuffle", round=round, member=member)
         rows = self.rows_of(member)
         return len(rows), batch_up(rows, self.shape, rng)
@@ -89,7 +89,7 @@ class LoopEngine:
             yield Arrived(int(member), update, upload, download)
 
     def _download(self, model: Any, round: int) -> tuple[Any, int]:
-        """Return what members make of the model that is sent to them, and the size of its frame."""
+        """Return the model as members decode it, and the size of its frame."""
         codec = self.algorithm.download
         payload = codec.encode(model, key_for(self.seed, "download", round=round))
         arrived, key = codec.decode(payload, model), round_key(self.algorithm, round)
@@ -97,7 +97,7 @@ class LoopEngine:
         return on_base(self.algorithm.base, shared), len(payload)
 
     def _train(self, start: Start, shared: Any, cohort: Cohort, place: int) -> tuple[Update, int]:
-        """Train one member; return what arrives of its update, and the size of its frame."""
+        """Train one member; return its update as it arrives, and the size of its frame."""
         algorithm, round, member = self.algorithm, cohort.round, cohort.members[place]
         local = algorithm.local_of(round)
         rows, batches = cohort.batches[place] if cohort.batches else self._batches(round, member)

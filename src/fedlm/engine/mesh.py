@@ -82,7 +82,7 @@ class Stream(NamedTuple):
 
 
 class LaneState(NamedTuple):
-    """What a lane holds between chunks."""
+    """The state of a lane between chunks."""
 
     carry: Any
     total: Total
@@ -90,7 +90,7 @@ class LaneState(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """All lanes at work."""
+    """The lanes of a running cohort."""
 
     shared: Any  # what members begin from, without the base
     clip_norm: Any  # how long a member's update may be
@@ -106,7 +106,7 @@ class Lanes(NamedTuple):
 
 
 class MeshEngine:
-    """Trains a cohort in lanes, one per device."""
+    """An engine that trains a cohort in lanes, one per device."""
 
     def __init__(
         self,
@@ -191,11 +191,11 @@ class MeshEngine:
 
     @property
     def _packs(self) -> bool:
-        """Whether a sum can be made without looking at single members."""
+        """Return whether a sum can be made without looking at single members."""
         return self.algorithm.upload.fixed_size and not self.algorithm.remembers
 
     def _streams(self, round: int, members: Members, rows: list[Any], plan: Plan) -> list[Stream]:
-        """What the plan says, for the lanes of this process."""
+        """Return the chunks of the plan for the lanes of this process."""
         plan = [[chunk[lane] for lane in self._mine] for chunk in plan]
         made, examples, keys = {}, {}, {}
         for place in {segment.place for chunk in plan for lane in chunk for segment in lane}:
@@ -233,7 +233,7 @@ class MeshEngine:
         return stream
 
     def _one_each(self, rows: list[Any]) -> Plan:
-        """The plan in which each lane has a member of its own; there may be more lanes."""
+        """Return the plan with one member per lane; lanes may stay empty."""
         queues = [[place] if place < len(rows) else [] for place in range(self.lanes)]
         steps = [count_batches(len(r), self.shape) for r in rows]
         return lay_out(queues, steps, self.capacity)
@@ -255,7 +255,7 @@ class MeshEngine:
 
     @cached_property
     def _base(self) -> Params | None:
-        """What nobody trains, once on every device."""
+        """Return the frozen parameters, put once on every device."""
         return self._to_all(self.algorithm.base)
 
     def _keys(self, round: int) -> tuple[Any, Any]:
@@ -315,14 +315,14 @@ class MeshEngine:
         return made
 
     def _made_size(self, done: Finished, round: int, member: int) -> int:
-        """Really encode a member's update, and return the size of the frame."""
+        """Encode a member's update, and return the size of the frame."""
         key = key_for(self.seed, "upload", round=round, member=member)
         local = self.algorithm.local_of(round)
         done = done._replace(shared=on_base(self.algorithm.base, done.shared))
         return payload_size.really_sent(self.algorithm, local, done, key)
 
     def _compare(self, lanes: Lanes, start: Start, cohort: Cohort) -> None:
-        """Really encode the last member of the first lane; its size must be the one stated."""
+        """Encode the last member of the first lane, and check its size against the stated one."""
         codec = self.algorithm.upload
         # Plain numbers have one size: a look at the first cohort is enough.
         if not multihost.alone() or (codec.name == "float32" and self._compared):
@@ -346,21 +346,21 @@ class MeshEngine:
     # ---- between this process and all ----------------------------------------------------
 
     def _to_all(self, params: Params) -> Params:
-        """Parameters that are here, on every device of every process."""
+        """Copy parameters to every device of every process."""
         if multihost.alone():
             return jax.device_put(params, self._replicated)
         put = jax.make_array_from_process_local_data
         return jax.tree.map(lambda x: put(self._replicated, np.asarray(x), x.shape), params)
 
     def _to_lanes(self, stream: Stream) -> Stream:
-        """The batches of this process's lanes, on their devices."""
+        """Put the batches of this process's lanes on their devices."""
         if multihost.alone():
             return jax.device_put(stream, self._per_lane)
         put, lanes = jax.make_array_from_process_local_data, self.lanes
         return jax.tree.map(lambda x: put(self._per_lane, x, (lanes, *x.shape[1:])), stream)
 
     def _from_all(self, join: Any, total: Total) -> Total:
-        """What the lanes of all processes give together, on one device of this process.
+        """Sum the lanes of all processes, on one device of this process.
 
         There the server's step is done once; a sum that stayed on every lane would have each lane
         do it, and the second round compile it for another place than the first.

@@ -77,7 +77,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What a server asks of a node in a round.
+    """A server's request to a node in a round.
 
     Either each member trains on one client's text, all from the same parameters. Or, in a tree, a
     member stands for all text of its node, which trains under its own number from its own
@@ -98,7 +98,7 @@ class TrainRequest:
 
     @property
     def max_reply_bytes(self) -> int:
-        """The largest size that a well-formed reply can have."""
+        """The largest size of a well-formed reply."""
         frames = len(self.members) if self.each else 1
         return frames * (self.longest + self.longest // 1024 + MOST_BESIDE_MEMBER) + MOST_BESIDE
 
@@ -120,7 +120,7 @@ class TrainReply:
 
 
 class Hello(NamedTuple):
-    """What a node says of itself before a run."""
+    """A node's description of itself before a run."""
 
     clients: int
     text: str  # a fingerprint
@@ -136,7 +136,7 @@ def respond(
     train: Callable[[TrainRequest], TrainReply],
     say: Callable[[str], None],
 ) -> Payload:
-    """Returns a node's reply to a payload; anything that goes wrong becomes a refusal."""
+    """Return a node's reply to a payload; anything that goes wrong becomes a refusal."""
     what = "a message"
     try:
         if payload.kind == HELLO_REQUEST:
@@ -155,14 +155,14 @@ def respond(
 
 
 def encode_request(request: TrainRequest) -> Payload:
-    """Converts a request to a payload."""
+    """Convert a request to a payload."""
     values = {name: getattr(request, name) for name in _REQUEST_FACTS}
     facts = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     return Payload(TRAIN_REQUEST, {"version": VERSION, **facts}, request.frames)
 
 
 def read_request(payload: Payload) -> TrainRequest:
-    """Converts a payload to a request, or raises `WireError`."""
+    """Convert a payload to a request, or raise `WireError`."""
     facts = _facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
     for name in ("round", "first", "population", "longest"):
         if facts[name] < 0:
@@ -185,7 +185,7 @@ def read_request(payload: Payload) -> TrainRequest:
 
 
 def _are_places(request: TrainRequest) -> bool:
-    """Tells whether each member has a number of its own, beyond those of clients."""
+    """Return whether each member has a number of its own, beyond those of clients."""
     numbers, population = request.numbers, request.population
     known = all(population <= number < population + MOST_MEMBERS for number in numbers)
     distinct = len(set(numbers)) == len(numbers) == len(request.members)
@@ -193,14 +193,14 @@ def _are_places(request: TrainRequest) -> bool:
 
 
 def encode_reply(reply: TrainReply) -> Payload:
-    """Converts a reply to a payload."""
+    """Convert a reply to a payload."""
     columns = {name: [float(part[name]) for part in reply.sums] for name in SUMS}
     facts = {"version": VERSION, "round": reply.round, "members": list(reply.members), **columns}
     return Payload(TRAIN_REPLY, facts, reply.frames)
 
 
 def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
-    """Converts a payload to the reply to a request, or raises `Refused` or `WireError`."""
+    """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
     _check_refusal(payload)
     facts = _facts(payload, TRAIN_REPLY, _REPLY_FACTS)
     members = _numbers(facts["members"], "members", rising=True)
@@ -221,12 +221,12 @@ def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
 
 
 def encode_hello_request() -> Payload:
-    """Returns the payload that asks a node who it is."""
+    """Return the payload that asks a node for its description."""
     return Payload(HELLO_REQUEST, {"version": VERSION})
 
 
 def encode_hello(hello: Hello) -> Payload:
-    """Converts what a node says of itself to a payload."""
+    """Convert a node's description of itself to a payload."""
     facts = {
         "version": VERSION,
         "clients": hello.clients,
@@ -240,7 +240,7 @@ def encode_hello(hello: Hello) -> Payload:
 
 
 def read_hello(payload: Payload) -> Hello:
-    """Converts a payload to what a node says of itself, or raises `Refused` or `WireError`."""
+    """Convert a payload to a node's description of itself, or raise `Refused` or `WireError`."""
     _check_refusal(payload)
     facts = _facts(payload, HELLO_REPLY, _HELLO_FACTS)
     _check_frames(payload, 0)
@@ -255,7 +255,7 @@ def read_hello(payload: Payload) -> Hello:
 
 
 def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any, ...]:
-    """Pairs the nodes below a relay with their clients; a node names none."""
+    """Pair the nodes below a relay with their clients; a node names none."""
     if len(paths) != len(counts) or len(paths) > MOST_LEAVES:
         raise WireError("it does not say which nodes are below it.")
     for path, count in zip(paths, counts, strict=True):
@@ -270,12 +270,12 @@ def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any
 
 
 def encode_refusal(reason: str) -> Payload:
-    """Returns the payload of a node that does not do what it was asked."""
+    """Return the payload of a node that does not do what it was asked."""
     return Payload(REFUSAL, {"version": VERSION, "reason": reason[:LONGEST_REASON]})
 
 
 def _check_refusal(payload: Payload) -> None:
-    """Raises `Refused` where a payload is a refusal."""
+    """Raise `Refused` if a payload is a refusal."""
     if payload.kind == REFUSAL:
         reason = _facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
         _check_frames(payload, 0)
@@ -283,7 +283,7 @@ def _check_refusal(payload: Payload) -> None:
 
 
 def printable(text: str) -> str:
-    """Returns text of a peer without characters that could control a terminal.
+    """Return text of a peer without characters that could control a terminal.
 
     >>> printable("no\\x1b[31m")
     'no [31m'
@@ -295,7 +295,7 @@ def printable(text: str) -> str:
 
 
 def _facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, Any]:
-    """Returns the facts of a payload without its version, if names and types are as expected."""
+    """Return the facts of a payload without its version, if names and types are as expected."""
     facts = dict(payload.facts)
     version = facts.pop("version", None)
     if type(version) is not int or version != VERSION:

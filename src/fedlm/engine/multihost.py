@@ -4,7 +4,7 @@ In:       where process 0 listens, how many processes there are, which one this 
 Out:      JAX over the devices of all of them; a broadcast from process 0; an agreement of all.
 Promise:  whoever fails ends all, with the sentence of the one that failed; one that dies or
           stops answering ends the others within `patience` seconds; alone, nothing changes.
-Not here: lanes (`mesh.py`), who writes what (`train.py`).
+Not here: lanes (`mesh.py`), who writes what (`cli/train.py`).
 
 JAX's coordination service watches over the processes, but its way to report a loss is to abort
 the process; `_last_words` turns that abort into a sentence and exit code 2.
@@ -40,7 +40,7 @@ LOST = (
     "another process of this run is gone or no longer answers. The last checkpoint is whole: "
     "start all processes again with --resume."
 )
-# In the text of what JAX raises when a connection breaks; it has no class of its own.
+# Parts of JAX's error messages when a connection breaks; these errors have no own class.
 BROKEN = ("Gloo", "NCCL", "oordination service", "Barrier failed", "UNAVAILABLE")
 # A process that waits for a long evaluation of process 0 waits this long; losses show earlier.
 LONGEST_WAIT = 24 * 3600
@@ -60,7 +60,7 @@ class ProcessPlace:
 def place_of(
     coordinator: str | None, processes: int | None, process: int | None, patience: int
 ) -> ProcessPlace | None:
-    """What the command line asks for, checked; None if this process is alone."""
+    """Check the place that the command line asks for; return None if this process is alone."""
     if coordinator is None:
         for name, value in (("--processes", processes), ("--process", process)):
             require(value is None, name, value, "--coordinator beside it")
@@ -90,13 +90,13 @@ def alone() -> bool:
 
 
 def first() -> bool:
-    """Whether this is the process that writes and decides."""
+    """Return whether this is the process that writes and decides."""
     return jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def joined_processes(place: ProcessPlace | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Together with the others inside; an error in here ends all of them, and this process."""
+    """Join the other processes for a block of code; an error inside ends all processes."""
     if place is None:
         yield
         return
@@ -122,7 +122,7 @@ def joined_processes(place: ProcessPlace | None, say: Callable[[str], None]) -> 
 
 
 def broadcast(data: bytes = b"") -> bytes:
-    """Process 0's bytes, at every process."""
+    """Return process 0's bytes at every process."""
     if alone():
         return data
     pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)] if first() else []
@@ -133,12 +133,12 @@ def broadcast(data: bytes = b"") -> bytes:
 
 
 def agree(wish: bool) -> bool:
-    """Whether any process wishes so; the same answer at all."""
+    """Return whether any process says yes, the same answer at every process."""
     return wish if alone() else int(_sum(np.int32(wish))) > 0
 
 
 def meet() -> None:
-    """Waits until every process is here; outside of collectives, which would time out."""
+    """Wait until every process is here, without collectives, which would time out."""
     if alone():
         return
     _Watch.meetings += 1
@@ -147,7 +147,7 @@ def meet() -> None:
 
 
 def _sum(value: Any) -> np.ndarray:
-    """The sum over processes of an array of equal shape and type."""
+    """Sum an array of equal shape and type over processes."""
     meet()
     firsts = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[i] for i in sorted(firsts)]), ("processes",))
@@ -163,14 +163,14 @@ def _add(rows: Any) -> Any:
 
 
 def _client() -> Any:
-    """The line to the coordination service; JAX has no public name for it."""
+    """Return the client of the coordination service; JAX has no public name for it."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def _interruptible(work: Callable[[], None]) -> None:
-    """Waits on a thread, so that Ctrl-C is heard meanwhile."""
+    """Wait on a thread, so that Ctrl-C still interrupts."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -223,7 +223,7 @@ def _connect(place: ProcessPlace) -> None:
 
 
 def _reach(place: ProcessPlace, coordinator: str) -> None:
-    """Tells a wrong address from a late process before JAX does, whose way to tell is an abort."""
+    """Check the coordinator's address before JAX does, which would abort the process."""
     host, _, port = coordinator.rpartition(":")
     if place.process == 0:
         try:
@@ -250,7 +250,7 @@ def _reach(place: ProcessPlace, coordinator: str) -> None:
 
 
 def _stdout_is_ours() -> None:
-    """Gloo prints on stdout, which holds results alone: what is not Python's goes to stderr."""
+    """Send the output of C libraries (Gloo) to stderr, because stdout holds results alone."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -260,7 +260,7 @@ def _stdout_is_ours() -> None:
 
 
 class _Watch:
-    """Hears of a process that failed, and tells of this one."""
+    """A watch that learns of failed processes, and reports the failure of this one."""
 
     meetings = 0
 
@@ -280,7 +280,7 @@ class _Watch:
                 self._leave(told, FedlmError.exit_code)
 
     def fail(self, error: BaseException) -> None:
-        """The end of this process, and of the others by what it tells them."""
+        """End this process, and the others by telling them why."""
         code = error.exit_code if isinstance(error, FedlmError) else 1
         sentence = str(error)
         if isinstance(error, KeyboardInterrupt):
@@ -309,7 +309,7 @@ class _Watch:
 
 
 def _told() -> str:
-    """What a process that failed has said, or nothing."""
+    """Return the message of a failed process, or an empty string."""
     try:
         return str(_client().key_value_try_get(FAILED))
     except Exception:
@@ -317,7 +317,7 @@ def _told() -> str:
 
 
 def _tell(sentence: str) -> str:
-    """Says why this process fails; nothing if another one was faster."""
+    """Publish why this process fails, unless another one was faster."""
     whole = f"process {jax.process_index()}: {sentence}" if sentence != LOST else LOST
     try:
         _client().key_value_set(FAILED, whole)
@@ -327,7 +327,7 @@ def _tell(sentence: str) -> str:
 
 
 def _last_words(sentence: str) -> Any:
-    """A buffer whose text is the last line on stderr if JAX aborts this process; exit code 2."""
+    """Return a buffer whose text goes last to stderr, with exit code 2, if JAX aborts."""
     words = ctypes.create_string_buffer(f"fedlm: {sentence}\n".encode(), 4096)
 
     def speak(number: int) -> None:
@@ -345,7 +345,7 @@ _HANDLER: Any = None  # kept: the system calls it by address
 
 
 def _exit(code: int) -> None:
-    """Without the ceremonies of JAX, which would wait for the others."""
+    """Exit without JAX's shutdown, which would wait for the other processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

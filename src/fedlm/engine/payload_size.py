@@ -26,12 +26,12 @@ from fedlm.federation.member import Finished, member_half
 
 
 def kept_leaves(mask: Any) -> list[bool] | None:
-    """A member's mask, as codecs want it."""
+    """Return a member's mask in the form that codecs take."""
     return None if mask is None else [bool(x) for x in np.asarray(mask)]
 
 
 def through_bytes(codec: Codec, delta: Any, mask: Any, key: PRNGKeyArray) -> tuple[Any, int]:
-    """What arrives, and in how many bytes; leaves that are held still are not among them."""
+    """Encode and decode a change; return the result and its bytes, frozen leaves left out."""
     keep = kept_leaves(mask)
     payload = codec.encode(delta, key, keep)
     arrived = codec.decode(payload, tree.thin(delta, keep))
@@ -41,7 +41,7 @@ def through_bytes(codec: Codec, delta: Any, mask: Any, key: PRNGKeyArray) -> tup
 def really_sent(
     algorithm: Algorithm, local: ClientMethod, done: Finished, key: PRNGKeyArray
 ) -> int:
-    """Return how many bytes a member's frame takes: it is made, and thrown away."""
+    """Return the size of a member's frame by making it."""
     sizes = []
 
     def send(delta: Any) -> Any:
@@ -53,7 +53,7 @@ def really_sent(
 
 
 def sizes(algorithm: Algorithm, sent: Any, cohort: Cohort, seed: int) -> Iterator[int]:
-    """The size of each member's frame, by arithmetic on shapes."""
+    """Return the size of each member's frame, by arithmetic on shapes."""
     codec, local = algorithm.upload, algorithm.local_of(cohort.round)
     like = update_like(algorithm, sent, cohort.round).delta
     if local.draw is None:
@@ -68,7 +68,7 @@ def sizes(algorithm: Algorithm, sent: Any, cohort: Cohort, seed: int) -> Iterato
 def own_leaves(
     local: ClientMethod, like: Any, seed: int, round: int, member: int
 ) -> list[bool] | None:
-    """Which leaves a member trains, where it has leaves of its own: both sides can tell."""
+    """Return the leaves that a member draws to train; both sides can derive them."""
     if local.draw is None:
         return None
     leaves, structure = jax.tree.flatten(like)
@@ -80,6 +80,6 @@ def own_leaves(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _draw(draw: Callable[..., Any], structure: Any, shapes: Any, key: PRNGKeyArray) -> Any:
-    """A member's leaves, from the shapes of all of them."""
+    """Draw a member's leaves from the shapes of all leaves."""
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return draw(jax.tree.unflatten(structure, leaves), key)

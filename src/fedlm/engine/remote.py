@@ -85,7 +85,7 @@ SLACK = 1 + 1e-5
 
 
 class RemoteEngine:
-    """Asks the nodes where a cohort's members live, and sums what they answer."""
+    """An engine that asks the nodes of a cohort's members, and sums their answers."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RemoteEngine:
         tell: Callable[[RoundStats], None] = lambda tally: None,
         homes: Mapping[int, Leaf] | None = None,
     ) -> None:
-        """`homes`: of a tree, the number under which each node trains, to the one with its text."""
+        """Take `homes`, in a tree: from each node's training number to the holder of its text."""
         self.algorithm, self.post, self.seats = algorithm, post, tuple(seats)
         self.recipe, self.seed, self.exact = recipe, seed, exact
         self.patience, self.tell, self.homes = patience, tell, homes or {}
@@ -108,12 +108,12 @@ class RemoteEngine:
 
     @property
     def by_member(self) -> bool:
-        """Whether updates travel one by one: a sum would spoil a codec or a member's leaves."""
+        """Whether updates travel one by one, because the codec or members' leaves forbid sums."""
         plain = self.algorithm.upload.name == self.exact.name
         return not plain or self.algorithm.local.draw is not None
 
     def prepare(self, round: int, members: Members) -> Cohort:
-        """Name the cohort; its text is elsewhere."""
+        """Return the cohort by its members alone; its text is elsewhere."""
         return Cohort(round, members)
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
@@ -197,7 +197,7 @@ class RemoteEngine:
         return self.algorithm.download.encode(start.model, key)
 
     def _question(self, seat: Assignment, like: Params, **asked: Any) -> TrainRequest:
-        """Return what a node is asked, with the longest frame it can answer with; no frame yet."""
+        """Return the request to a node, with the longest frame it may answer with; no frame yet."""
         codec = self.algorithm.upload if asked["each"] else self.exact
         return TrainRequest(
             recipe=self.recipe,
@@ -259,7 +259,7 @@ class RemoteEngine:
         members: tuple[int, ...],
         like: Params,
     ) -> Update:
-        """Law 7: no update changes the model beyond its bound, whoever sent it."""
+        """Decode an update, and refuse it if it exceeds its bounds, whoever sent it."""
         codec, keep = self.exact, None
         if question.each:
             codec = self.algorithm.upload
@@ -276,7 +276,7 @@ class RemoteEngine:
         return update if self.algorithm.plan is None else self._bounded(update, question, members)
 
     def _bounded(self, update: Update, question: TrainRequest, members: tuple[int, ...]) -> Update:
-        """An update within the plan's clip_norm, for each of the members it stands for."""
+        """Refuse an update longer than the plan's clip norm for each member it stands for."""
         if question.each:
             update = clip_again(self.algorithm, update, jnp.float32(question.clip_norm))
         longest = question.clip_norm * len(members) * SLACK
@@ -287,7 +287,7 @@ class RemoteEngine:
 
 
 class Sum:
-    """A total that grows in place: one payload of memory, whatever the number of answers."""
+    """A total that grows in place, with the memory of one payload for any number of answers."""
 
     def __init__(self, like: Update) -> None:
         leaves, self.structure = jax.tree.flatten(like.delta)
@@ -296,7 +296,7 @@ class Sum:
         self.shares = None if like.mask is None else np.zeros(like.mask.shape, np.float32)
 
     def add(self, members: tuple[int, ...], update: Update | None, *, weighted: bool) -> None:
-        """Rounds as the loop engine does: the product, then the sum."""
+        """Add an update, rounded as the loop engine rounds: the product, then the sum."""
         self.sums["members"] += np.float32(len(members))
         if update is None:
             self.sums["refused"] += np.float32(len(members))

@@ -1,1 +1,1 @@
-"""Numbers that agree with their definition on a case done by hand."""
+"""Evaluation figures that agree with their definition on cases computed by hand."""

@@ -1,6 +1,6 @@
-"""How the figures spread over clients and groups.
+"""The spread of the figures over clients and groups.
 
-In:       sums per row, and whose each row is.
+In:       sums per row, and the owner of each row.
 Out:      quantiles of client perplexity, the worst tenth, and figures per group.
 Promise:  a client's perplexity is over all its rows; groups partition the rows.
 Not here: scoring (`perplexity.py`).
@@ -18,14 +18,17 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def by_owner(sums: Sums, owners: Sequence[int] | np.ndarray) -> dict[int, Sums]:
-    """Sums per owner number."""
+    """Return the sums of each owner, by owner number."""
     names, index = np.unique(np.asarray(owners), return_inverse=True)
     columns = [np.bincount(index, weights=column, minlength=len(names)) for column in sums]
     return {int(n): Sums(*(float(c[i]) for c in columns)) for i, n in enumerate(names)}
 
 
 def client_figures(sums: Sums, owners: Sequence[int] | np.ndarray) -> dict[str, float]:
-    """Quantiles over clients, each client counted once, and the mean of the worst tenth."""
+    """Return perplexity quantiles over clients, and the mean of the worst tenth.
+
+    Each client counts once.
+    """
     each = by_owner(sums, owners).values()
     values = np.sort([perplexity_of(s.nats, s.tokens) for s in each if s.tokens > 0])
     if len(values) == 0:
@@ -38,7 +41,7 @@ def client_figures(sums: Sums, owners: Sequence[int] | np.ndarray) -> dict[str, 
 def group_figures(
     sums: Sums, groups: Sequence[tuple[str, ...]], depth: int = 0
 ) -> dict[str, dict[str, float]]:
-    """Figures per group at one depth of the rows' group paths."""
+    """Return the figures of each group, at one depth of the rows' group paths."""
     names = [g[depth] if len(g) > depth else "(none)" for g in groups]
     kinds = sorted(set(names))
     number = {name: i for i, name in enumerate(kinds)}

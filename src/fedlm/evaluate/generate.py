@@ -1,8 +1,8 @@
-"""What the model would say next.
+"""Next words and continuations of a prompt.
 
 In:       a model's two verbs (start, advance), a prompt of tokens, the special tokens.
 Out:      the most likely next words, or a sampled continuation.
-Promise:  one step of the model a token; specials are never offered as words; the same key
+Promise:  one step of the model per token; specials are never offered as words; the same key
           gives the same continuation.
 Not here: text (the caller encodes and decodes).
 """
@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core.types import SpecialTokens
 
 SpeakerState = Any
-LONGEST_WORD = 12  # tokens
+LONGEST_WORD = 12  # in tokens
 
 
 class Speaker(NamedTuple):
-    """A model that can be asked for the next token, with parameters bound."""
+    """A model with its parameters bound, which gives logits token by token."""
 
     start: Callable[[], SpeakerState]
     advance: Callable[[SpeakerState, int], tuple[SpeakerState, Float[Array, " vocab"]]]
@@ -34,7 +34,7 @@ class Speaker(NamedTuple):
 def speaker(
     start: Callable[[int], SpeakerState], advance: Callable[[SpeakerState, Array], Any]
 ) -> Speaker:
-    """One row at a time, compiled once."""
+    """Return a speaker for one row at a time, compiled once."""
     step = jax.jit(advance)
 
     def one(state: SpeakerState, token: int) -> tuple[SpeakerState, Array]:
@@ -47,7 +47,7 @@ def speaker(
 def read_prompt(
     model: Speaker, prompt: Sequence[int], bos: int
 ) -> tuple[SpeakerState, Float[Array, " vocab"]]:
-    """State and logits after BOS and the prompt."""
+    """Return the state and the logits after BOS and the prompt."""
     state, logits = model.advance(model.start(), bos)
     for token in prompt:
         state, logits = model.advance(state, token)
@@ -61,10 +61,10 @@ def next_words(
     special: SpecialTokens,
     goes_on: Callable[[int], bool] = lambda token: False,
 ) -> list[tuple[list[int], float]]:
-    """The likeliest next words and their probabilities.
+    """Return the likeliest next words and their probabilities.
 
-    A word is one token, and further ones for as long as the likeliest next token `goes_on`
-    with the same word (never, for a vocabulary of whole words).
+    A word starts with one token. The likeliest next token is added as long as `goes_on` says that
+    it continues the word (never, for a vocabulary of whole words).
     """
     state, logits = read_prompt(model, prompt, special.bos)
     chances = np.asarray(jax.nn.softmax(logits))
@@ -97,7 +97,7 @@ def sample(
     temperature: float,
     key: PRNGKeyArray,
 ) -> list[int]:
-    """A continuation, token by token; a temperature of zero always takes the likeliest."""
+    """Sample a continuation; a temperature of zero always takes the likeliest token."""
     state, logits = read_prompt(model, prompt, special.bos)
     barred = jnp.zeros(logits.shape[0], bool).at[jnp.asarray(special.reserved)].set(True)
     barred = barred.at[special.eos].set(False)

@@ -1,4 +1,4 @@
-"""How well one model predicts held-out text: on the way and in the end.
+"""Figures of one model on held-out text, during training and at its end.
 
 In:       rows of held-out text by split, with the client of each row; a way to score rows.
 Out:      figures: together, over clients, per group; what counted n-grams reach on the same rows.
@@ -28,24 +28,24 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutText:
-    """Rows of one split: whose each row is, and in how many bytes the text was written."""
+    """The rows of one split, the groups of their owners, and the size of the text in bytes."""
 
-    rows: Callable[[int], tuple[np.ndarray, np.ndarray]]  # tokens of context -> rows, owners
+    rows: Callable[[int], tuple[np.ndarray, np.ndarray]]  # number of context tokens -> rows, owners
     groups: Callable[[int], Path]  # the group path of an owner
-    bytes: int | None = None  # None where not every byte is in some target
+    bytes: int | None = None  # None if some bytes of the text are in no target
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutEvaluation:
-    """Scores the model of a flat federation."""
+    """Evaluation of the model of a flat federation on held-out text."""
 
     score: ScoreFn
     special: SpecialTokens
-    models: Callable[[Any], Mapping[str, Params]]  # those of a state, by name; ours is ""
-    text: Mapping[str, HeldOutText]  # by split: those whose figures may be told
+    models: Callable[[Any], Mapping[str, Params]]  # of a state, by name; "" is the federation's
+    text: Mapping[str, HeldOutText]  # by split; only splits whose figures may be told
     vocabulary: int
-    watch_split: tuple[str, ...]  # where to look on the way, in order of preference
-    watch_rows: int = 2_000  # 0 is all
+    watch_split: tuple[str, ...]  # splits to watch in training, the preferred first
+    watch_rows: int = 2_000  # 0: all rows
     seed: int = 0
     training: Callable[[], Iterable[np.ndarray]] | None = None  # rows to count n-grams on
 
@@ -54,12 +54,12 @@ class HeldOutEvaluation:
         return Evaluator(self.score, self.special)
 
     def splits(self) -> list[str]:
-        """The splits that hold text, the headline first."""
+        """Return the splits that hold text, the headline split first."""
         return [split for split, text in self.text.items() if len(text.rows(1)[0])]
 
     @cached_property
     def watched(self) -> np.ndarray | None:
-        """The fixed sample of held-out rows that is scored on the way."""
+        """The fixed sample of held-out rows that is scored during training."""
         found = (self.text[s].rows(1)[0] for s in self.watch_split if s in self.text)
         rows = next((rows for rows in found if len(rows)), None)
         if rows is not None and self.watch_rows and len(rows) > self.watch_rows:
@@ -68,18 +68,18 @@ class HeldOutEvaluation:
         return rows
 
     def watch(self, state: Any) -> dict[str, Any]:
-        """Perplexity and accuracy on the sample; None where no text may be looked at."""
+        """Return perplexity and accuracy on the sample, or None values if no text may be scored."""
         if self.watched is None:
             return {"perplexity": None, "accuracy": None}
         found = figures(self.evaluator(self.models(state)[""], self.watched))
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
     def final(self, state: Any, split: str) -> dict[str, Any]:
-        """All figures of a state on one split."""
+        """Return all figures of a state on one split."""
         return self.of_models(self.models(state), split)
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
-        """All figures of the federation's model: together, over clients, per group."""
+        """Return all figures of the federation's model: overall, over clients, per group."""
         text = self.text[split]
         rows, owners = text.rows(1)
         sums = self.evaluator(models[""], rows)
@@ -87,7 +87,7 @@ class HeldOutEvaluation:
         groups = [paths[int(n)] for n in owners]
         deepest = max((len(p) for p in paths.values()), default=0)
         found: dict[str, Any] = dict(figures(sums))
-        # Comparable over tokenizers, unless some bytes are hidden in tokens that are unknown.
+        # Comparable between tokenizers, unless unknown tokens hide some bytes.
         if text.bytes and np.array_equal(sums.known, sums.tokens):
             found["bits_per_byte"] = float(np.sum(sums.nats)) / math.log(2) / text.bytes
         return {
@@ -97,7 +97,7 @@ class HeldOutEvaluation:
         }
 
     def baselines(self, splits: list[str]) -> dict[str, Any]:
-        """What counting on the same training tokens reaches on the same targets."""
+        """Return n-gram perplexities on the same targets, counted on the same training tokens."""
         if self.training is None:
             return {}
         counts = NGrams(iter(self.training()), self.vocabulary, self.special)

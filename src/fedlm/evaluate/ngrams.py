@@ -1,4 +1,4 @@
-"""What counting can do: unigram, bigram and trigram models with Kneser-Ney smoothing.
+"""Baselines by counting: unigram, bigram and trigram models with Kneser-Ney smoothing.
 
 In:       rows of training and of held-out tokens, each with two tokens of context; which tokens
           are special.
@@ -6,9 +6,9 @@ Out:      perplexity of each order on exactly the targets the model is scored on
 Promise:  probabilities of every context sum to one over the vocabulary; PAD never counts.
 Not here: neural models.
 
-Interpolated Kneser-Ney with one discount an order, `n1 / (n1 + 2 n2)` (Ney et al. 1994).
+Interpolated Kneser-Ney with one discount per order, `n1 / (n1 + 2 n2)` (Ney et al. 1994).
 Below the highest order, counts are of distinct left neighbours, as the method prescribes;
-the lowest level is smoothed with a uniform law so that unseen tokens have a price.
+the lowest level is smoothed with a uniform distribution, so that unseen tokens have a probability.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _find(sorted_keys: Ints, wanted: Ints) -> tuple[Ints, np.ndarray]:
 
 
 def _interpolate(level: Level, contexts: Ints, targets: Ints, below: np.ndarray, vocab: int):  # type: ignore[no-untyped-def]
-    """Discounted probability at this level plus what was taken off, given to the level below."""
+    """Return the discounted probability plus the discounted mass times the probability `below`."""
     at, seen = _find(level.keys, contexts * vocab + targets)
     context_at, context_seen = _find(level.contexts, contexts)
     total = np.where(context_seen, level.context_total[context_at], 1)
@@ -76,7 +76,8 @@ class NGrams:
 
     def __init__(self, blocks: Iterable[RowArrays], vocab: int, special: SpecialTokens) -> None:
         self.vocab = vocab
-        # Of all special tokens only these two can be targets; the uniform law is over targets.
+        # Of all special tokens only EOS and OOV can be targets. The uniform distribution is over
+        # targets.
         self.targets = vocab - len(set(special.reserved) - {special.eos, special.oov})
         parts = [_triples(rows) for rows in blocks]
         first, second, third = (np.concatenate(p) for p in zip(*parts, strict=True))
@@ -86,12 +87,12 @@ class NGrams:
         self.unigram = _level(third, None, vocab)
         self.bigram = _level(pairs, None, vocab)
         self.trigram = _level((first * vocab + second) * vocab + third, None, vocab)
-        # Continuation counts: in how many distinct contexts a token, or a pair, was seen.
+        # Continuation counts: the number of distinct contexts of a token or a pair.
         self.unigram_kinds = _level(distinct_pairs % vocab, None, vocab)
         self.bigram_kinds = _level(triples % (vocab * vocab), None, vocab)
 
     def probabilities(self, first: Ints, second: Ints, targets: Ints) -> dict[str, np.ndarray]:
-        """Probability of each target given the two tokens before it, by order."""
+        """Return the probability of each target given the two tokens before it, by order."""
         v = self.vocab
         none = np.zeros_like(targets)
         floor = np.full(len(targets), 1.0 / self.targets)
@@ -109,7 +110,7 @@ class NGrams:
         }
 
     def perplexities(self, rows: RowArrays) -> dict[str, float]:
-        """Perplexity of each order on the targets of these rows."""
+        """Return the perplexity of each order on the targets of these rows."""
         first, second, targets = _triples(rows)
         return {
             name: perplexity_of(float(-np.log(p).sum()), float(len(targets)))
@@ -118,7 +119,7 @@ class NGrams:
 
 
 def _triples(rows: RowArrays) -> tuple[Ints, Ints, Ints]:
-    """Each target that is not PAD, after the two tokens before it."""
+    """Return the two tokens before each target that is not PAD, and the target."""
     wide = rows.astype(np.int64)
     real = wide[:, 2:] != PAD
     return wide[:, :-2][real], wide[:, 1:-1][real], wide[:, 2:][real]

@@ -22,11 +22,14 @@ from jaxtyping import Array, Float, Int
 from fedlm.core.types import PAD, Params, SpecialTokens
 
 ScoreFn = Callable[[Params, Int[Array, "batch width"]], tuple[Array, Array]]
-"""Parameters and rows to the nats of each target and whether it was the most likely token."""
+"""A function of parameters and rows.
+
+It returns the nats of each target, and whether the target was the most likely token.
+"""
 
 
 class Sums(NamedTuple):
-    """What is counted; each entry is an array over rows, or a number after `total`."""
+    """The sums behind the figures; each is an array over rows, or a number after `total`."""
 
     nats: Any
     tokens: Any
@@ -40,7 +43,7 @@ class Sums(NamedTuple):
 def row_sums(
     score: ScoreFn, special: SpecialTokens, params: Params, rows: Int[Array, "batch width"]
 ) -> Sums:
-    """The sums of each row."""
+    """Return the sums of each row."""
     targets = rows[:, 1:]
     nats, right = score(params, rows)
     real = targets != PAD
@@ -62,7 +65,7 @@ def row_sums(
 
 
 class Evaluator:
-    """Scores rows in equal batches, spread over this process's devices, with one program."""
+    """Score rows in equal batches, spread over this process's devices, with one program."""
 
     def __init__(self, score: ScoreFn, special: SpecialTokens, *, batch: int = 32) -> None:
         devices = jax.local_devices()
@@ -79,7 +82,7 @@ class Evaluator:
         self._sums = jax.jit(block)
 
     def __call__(self, params: Params, rows: Int[np.ndarray, "rows width"]) -> Sums:
-        """The sums of every row, as float64 on the host."""
+        """Return the sums of every row, as float64 on the host."""
         params = jax.device_put(params, self._shared)
         parts = []
         for at in range(0, len(rows), self._batch):
@@ -96,19 +99,19 @@ class Evaluator:
 
 
 def total(sums: Sums) -> Sums:
-    """One row of sums for all."""
+    """Add the sums of all rows."""
     return Sums(*(float(np.sum(column)) for column in sums))
 
 
 def perplexity_of(nats: float, tokens: float) -> float:
-    """`exp(nats / tokens)`; infinite where it would overflow, NaN without tokens."""
+    """Return `exp(nats / tokens)`, infinity on overflow, or NaN without tokens."""
     if tokens <= 0:
         return math.nan
     return math.exp(nats / tokens) if nats / tokens < 700 else math.inf
 
 
 def figures(sums: Sums) -> dict[str, float]:
-    """The reported numbers, by name."""
+    """Return the reported figures, by name."""
     s = total(sums)
     return {
         "perplexity": perplexity_of(s.nats, s.tokens),

@@ -1,1 +1,1 @@
-"""Where stations meet to make a round: a round is the published algorithm."""
+"""Rounds of a flat federation and of a tree, put together from the other packages."""

@@ -1,4 +1,4 @@
-"""Everything a round needs to know.
+"""The algorithm of a run: every choice that a round needs.
 
 In:       a method, codecs, and either a sampling law or a privacy plan.
 Out:      an `Algorithm`; the key, the base and the shapes that server and members derive alike.
@@ -27,7 +27,7 @@ from fedlm.privacy.plan import PrivacyPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Everything a round needs to know; engines and the loop read it and add nothing.
+    """Every choice that a round needs; engines and the loop read it and add nothing.
 
     `participation` is a privacy plan, which holds its own sampling law, or a sampling law alone.
     Under a plan every weight is one, the denominator is fixed and noise is in units of the clip.
@@ -41,7 +41,7 @@ class Algorithm:
     canaries: int = 0  # the last numbers of the population: they send a direction, for audits
     turns: tuple[ClientMethod, ...] = ()  # instead of `local` where rounds train different parts
     feedback: bool = False  # members add to an update what the codec left out of their last one
-    seed: int = 0  # of what both sides derive
+    seed: int = 0  # of the choices that both sides derive
     # Gives the same arrays whenever it is called. Not compared: programs take a base as an
     # argument, so that algorithms which differ in it alone share them.
     make_base: Callable[[], Params] | None = field(default=None, compare=False, repr=False)
@@ -68,7 +68,7 @@ class Algorithm:
 
     @cached_property
     def base(self) -> Params | None:
-        """The leaves that nobody trains, None where a leaf is trained; None where all are trained.
+        """The frozen leaves of the model, None in place of trained ones; None if all are trained.
 
         Made when it is first asked for: a node checks a recipe before it makes a model of its size.
         """
@@ -78,7 +78,7 @@ class Algorithm:
             return self.make_base()
 
     def local_of(self, round: int) -> ClientMethod:
-        """What a member does in a round."""
+        """Return the client method of a round."""
         return self.turns[round % len(self.turns)] if self.turns else self.local
 
     @property
@@ -88,17 +88,17 @@ class Algorithm:
 
     @property
     def expands_first(self) -> bool:
-        """Whether noise goes on the whole model, because rounds or members differ in their part."""
+        """Whether noise covers the whole model because rounds or members train different parts."""
         return bool(self.turns) or self.local.draw is not None
 
 
 def round_key(algorithm: Algorithm, round: int) -> PRNGKeyArray:
-    """The key from which the server and all members of a round derive the same choices."""
+    """Return the key from which the server and all members of a round derive the same choices."""
     return key_for(algorithm.seed, "partial", round=round)
 
 
 def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
-    """The shapes of a member's update, without training one."""
+    """Return the shapes of a member's update, without training one."""
     local = algorithm.local_of(round)
 
     def work(sent: Any, base: Params | None) -> Update:
@@ -112,5 +112,5 @@ def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
 
 
 def on_base(base: Params | None, shared: Any) -> Any:
-    """Return what members get of what they share: with the base, where there is one."""
+    """Attach the base, if there is one, to the model that members share."""
     return shared if base is None else OnBase(base, shared)

@@ -1,4 +1,4 @@
-"""What canaries left in a model.
+"""The traces that canaries left in a model.
 
 In:       an algorithm with canaries, the model before and after, the run's secret.
 Out:      how often each canary took part; its cosine with the model's change; the cosines of
@@ -51,14 +51,14 @@ def look(
     rounds: int,
     strangers: int = STRANGERS,
 ) -> Seen:
-    """Everything an audit needs from one run."""
+    """Measure the canaries and the directions that nobody sent in the model of one run."""
     state = init_node(algorithm, before, secret)
     turns = canary_turns(algorithm, state, rounds)
     population = algorithm.sampling.population
     numbers = np.arange(population - algorithm.canaries, population)
     if LAWS[algorithm.sampling.law].looks_back:
-        # Its account takes turns for granted. Other laws count on the chance of staying out: a
-        # canary that happened to stay out is as much a case there as one that came.
+        # The account of such a law assumes that every client joins. Other laws account for the
+        # chance of staying out, so canaries that stayed out count there too.
         numbers = numbers[turns > 0]
     change = tree.sub(after, before)
     seed = private_seed(state)
@@ -68,7 +68,7 @@ def look(
 
 
 def canary_turns(algorithm: Algorithm, state: NodeState, rounds: int) -> np.ndarray:
-    """How often each canary took part in the first rounds, from drawing their cohorts again."""
+    """Count the first rounds that each canary joined, by drawing their cohorts again."""
     choose = CohortSampler(algorithm, 0, state)
     first = algorithm.sampling.population - algorithm.canaries
     turns = np.zeros(algorithm.canaries, int)
@@ -79,7 +79,7 @@ def canary_turns(algorithm: Algorithm, state: NodeState, rounds: int) -> np.ndar
 
 
 def cosines(change: Params, seed: int, numbers: np.ndarray) -> np.ndarray:
-    """Cosines of a change with the directions of canaries, those of the run or further ones."""
+    """Return the cosines of a change with the directions of canaries, real or hypothetical."""
     length = float(tree.norm(change))
     keys = (key_for(seed, "canary", member=int(number)) for number in numbers)
     found = [float(_along(change, key)) for key in keys]

@@ -55,7 +55,7 @@ def personal_of(leaf_layers: LeafLayers, params: Params) -> Layers:
 
 
 def join(leaf_layers: LeafLayers, like: Params, backbone: Backbone, personal: Layers) -> Params:
-    """Return the model of two parts."""
+    """Return the model that a backbone and personal layers make up."""
     leaves, structure = jax.tree.flatten(like)
     shared, used = iter(backbone), dict.fromkeys(personal, 0)
     made = []
@@ -106,7 +106,7 @@ class Residual(NamedTuple):
 
 
 def cosine(a: Vector, b: Vector, origin: Vector) -> float:
-    """Return how alike two layers moved; zero where one of them has not moved."""
+    """Return the cosine of the changes of two layers; zero if one of them has not moved."""
     x, y = (np.asarray(v, np.float64) - origin for v in (a, b))
     length = math.sqrt(float(x @ x) * float(y @ y))
     return float(x @ y) / length if length > 0 and math.isfinite(length) else 0.0
@@ -139,7 +139,7 @@ def attend(
     temperature: float,
     residuals: Sequence[Residual] = (),
 ) -> Attended:
-    """Mix each layer with those of the peers, and with the residuals that came for it."""
+    """Mix each layer with the peers' layers and with the residuals that came for it."""
     made: Layers = {}
     found: dict[str, np.ndarray] = {}
     for layer, mine in own.items():
@@ -152,7 +152,7 @@ def attend(
 
 
 def mix(bank: Sequence[Vector], share: Float[np.ndarray, " peers"]) -> Vector:
-    """Return the weighted mean, as self plus differences: equal peers give exactly self."""
+    """Return the weighted mean as self plus differences, so equal peers give exactly self."""
     mixed = np.asarray(bank[0], np.float64).copy()
     for other, part in zip(bank[1:], share[1:], strict=True):
         if part > 0:
@@ -167,7 +167,7 @@ def mean(nodes: Sequence[Layers], share: Sequence[float]) -> Layers:
 
 
 def entropy(found: Mapping[str, Float[np.ndarray, " peers"]]) -> float | None:
-    """Return how spread attention is, mean over layers: 0 is one peer alone, 1 is all alike."""
+    """Return the mean entropy of attention over layers: 0 is one peer alone, 1 is all alike."""
     spreads = []
     for share in found.values():
         if len(share) > 1:

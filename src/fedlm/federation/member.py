@@ -25,7 +25,7 @@ from fedlm.privacy.clip import clip
 
 
 class ClientState(NamedTuple):
-    """What a member remembers between its turns."""
+    """The state that a member keeps between its rounds."""
 
     own: Any  # as its method wants it
     residual: Any  # what its codec left out
@@ -39,24 +39,24 @@ def start_of(starts: Starts, place: int) -> Start:
 
 
 def model_like(starts: Starts) -> Any:
-    """Return a model with the shapes of those that members begin from."""
+    """Return a model with the shapes of the models that members begin from."""
     return starts.model if isinstance(starts, Start) else starts[0].model
 
 
 def empty_total(delta: Params, leaves: int | None = None) -> Total:
-    """Return the sum over nobody; `leaves`: how many there are, where members draw theirs."""
+    """Return the empty sum; `leaves` is their number, if members draw the leaves they train."""
     zero = jnp.zeros(())
     shares = None if leaves is None else jnp.zeros(leaves)
     return Total(tree.zeros_like(delta), zero, zero, zero, zero, zero, zero, zero, shares)
 
 
 def total_like(update: Update) -> Total:
-    """Return the sum over nobody, of updates like this one."""
+    """Return the empty sum of updates like this one."""
     return empty_total(update.delta, None if update.mask is None else update.mask.shape[0])
 
 
 def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
-    """One more member in the sum; one that does not count yet leaves it as it was."""
+    """Add a member to the sum; a member that does not count yet leaves it unchanged."""
     one = jnp.where(counts, 1.0, 0.0)
     weight = one * update.weight
     return Total(
@@ -88,7 +88,7 @@ def member_half(
     done: Finished,
     send: Callable[[Params], Params],
 ) -> Update:
-    """Return what arrives of a member's work; `send` gives what arrives of a change it sends."""
+    """Return a member's update as it arrives; `send` carries its change over the wire."""
     update = local.finish(done.shared, done.carry, done.examples)
     if algorithm.plan is not None:
         update = clip(update, done.clip_norm)
@@ -103,7 +103,7 @@ def member_half(
 
 
 def clip_again(algorithm: Algorithm, arrived: Update, clip_norm: Array) -> Update:
-    """What arrived, clipped again under a plan where the codec may have made it longer."""
+    """Clip an arrived update again if, under a plan, its codec may have made it longer."""
     if algorithm.plan is None or algorithm.upload.norm_gain == 1.0:
         return arrived
     return eqx.tree_at(lambda u: u.unclipped, clip(arrived, clip_norm), arrived.unclipped)
@@ -114,7 +114,7 @@ def _remember(algorithm: Algorithm, update: Update, wanted: Params, client_state
         return update
     residual = None
     if algorithm.feedback:
-        # A refused member sent nothing, and still has what it had.
+        # A refused member sent nothing and keeps its residual.
         left = tree.sub(wanted, update.delta)
         residual = tree.where(update.refused > 0, client_state.residual, left)
     return eqx.tree_at(

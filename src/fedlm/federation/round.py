@@ -1,4 +1,4 @@
-"""A round: who, what goes down, what the server does with the sum.
+"""A round: its members, the model they are sent, and the server's step with their sum.
 
 In:       an `Algorithm`, a `NodeState`, a seed.
 Out:      members; what they are sent; the next `NodeState`.
@@ -51,7 +51,7 @@ Metrics = dict[str, Any]
 
 
 class NodeState(eqx.Module):
-    """What a server node carries from round to round; nothing else survives."""
+    """The state that a server node keeps between rounds; nothing else survives."""
 
     params: Params  # the trained part alone, where the algorithm has a base
     server_memory: OptState
@@ -90,12 +90,12 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
 
 
 def outgoing(algorithm: Algorithm, state: NodeState) -> Any:
-    """What goes down to the members of a round."""
+    """Return what the server sends to the members of a round."""
     return algorithm.server.send(state.params, state.server_memory)
 
 
 def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
-    """What nobody remembers yet, a row a client; None where a method has nothing to remember."""
+    """Return the initial client state, one row per client; None if clients keep no state."""
     if not algorithm.remembers:
         return None
     like = update_like(algorithm, sent)
@@ -111,7 +111,7 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
 
 
 def client_state_of(state: NodeState, members: Members) -> Any:
-    """What the members of a round remember, in their order."""
+    """Return the client state of a round's members, in their order."""
     return tree.take(jax.tree.map(np.asarray, state.client_state), np.asarray(members))
 
 
@@ -122,7 +122,7 @@ def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> 
 
 
 def private_seed(state: NodeState) -> int:
-    """The seed of cohort draws and noise under a plan: never that of the recipe."""
+    """Return the seed of cohort draws and noise under a plan, never that of the recipe."""
     return int.from_bytes(np.asarray(state.secret).astype("<u4").tobytes(), "little")
 
 
@@ -142,17 +142,17 @@ class CohortSampler:
 
 
 def with_text(algorithm: Algorithm, members: Members) -> Members:
-    """The members that train: all but the canaries."""
+    """Return the members that train: all but the canaries."""
     return members[members < algorithm.sampling.population - algorithm.canaries]
 
 
 def canary(seed: int, number: int, like: Params) -> Params:
-    """The direction that a canary sends whenever it takes part."""
+    """Return the direction that a canary sends whenever it takes part."""
     return direction(key_for(seed, "canary", member=number), like)
 
 
 def direction(key: PRNGKeyArray, like: Params) -> Params:
-    """A random direction: all are equally likely, and its length is one."""
+    """Draw a direction of length one, uniformly."""
     drawn = standard_normal(key, like)
     return tree.scale(drawn, 1.0 / tree.norm(drawn))
 
@@ -176,13 +176,13 @@ def _add_canary(total: Total, clip_norm: Float[Array, ""], key: PRNGKeyArray) ->
 def server_half(
     algorithm: Algorithm, state: NodeState, total: Total, members: Members
 ) -> NodeState:
-    """What the server does with the sum of a cohort."""
+    """Return the state after the server's step with the sum of a cohort."""
     total = _add_canaries(algorithm, state, total, members)
     key = _noise_key(algorithm, state, total)
     history = joined(History(*(np.asarray(h) for h in state.history)), members, int(state.round))
     round = int(state.round)
     turn = round % len(algorithm.turns) if algorithm.turns else 0
-    # What members remember stays on the host: it is as large as all of them together.
+    # Client state stays on the host: it grows with the number of clients.
     rows, brief = (
         total.client_state,
         eqx.tree_at(lambda s: s.client_state, state, None, is_leaf=_is_none),
@@ -200,7 +200,7 @@ def _is_none(x: Any) -> bool:
 
 
 def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
-    """The state in which these members remember these rows."""
+    """Return the state with these rows as the client state of these members."""
 
     def put(held: Any, new: Any) -> Any:
         held = np.array(held)
@@ -211,7 +211,7 @@ def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
 
 
 def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyArray:
-    """The key of a round's noise, which also names the sum that the noise is for.
+    """Return the key of a round's noise, derived also from the sum that gets the noise.
 
     A round that is run again after a crash has the same sum and gets the same noise. Should its
     sum ever differ, the noise does too: the difference of two releases must not cancel it.
@@ -265,20 +265,20 @@ def _server_step(
 
 
 def told(algorithm: Algorithm, metrics: Metrics, before: NodeState, after: NodeState) -> Releasable:
-    """What a round may tell of itself."""
+    """Return the facts of a round that may be released."""
     plan = algorithm.plan
     if plan is None:
         return release(None, "round", metrics)
     facts = {**metrics, "clip_norm": float(before.clip_norm)}
     if plan.clip_quantile:
         facts["unclipped_share"] = float(after.unclipped)
-    # The length of a round's noise over that of the longest mean change there can be.
+    # The norm of a round's noise over the largest possible norm of the mean change.
     facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
     return release(plan, "round", facts, lambda: _expected(algorithm, outgoing(algorithm, before)))
 
 
 def _expected(algorithm: Algorithm, sent: Any) -> Metrics:
-    """Members and bytes of a round, as the plan expects them."""
+    """Return the numbers of members and bytes that the plan expects in a round."""
     cohort = algorithm.sampling.cohort
     update = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)
     return {
@@ -292,7 +292,7 @@ def _expected(algorithm: Algorithm, sent: Any) -> Metrics:
 
 
 class Played(NamedTuple):
-    """A round that was played: the state after it, its exact metrics, and what may be told."""
+    """A played round: the state after it, its exact metrics, and its releasable facts."""
 
     state: Any
     metrics: Metrics
@@ -311,11 +311,11 @@ class FlatRound:
     names = ("",)
 
     def init(self, params: Params) -> NodeState:
-        """The state before the first round."""
+        """Return the state before the first round."""
         return init_node(self.algorithm, params, self.secret())
 
     def play(self, state: NodeState, rounds: range) -> Generator[Played, None, None]:
-        """Plays rounds one after the other; the next cohort is prepared while one trains."""
+        """Play rounds one after the other; the next cohort is prepared while one trains."""
         algorithm, engine = self.algorithm, self.engine
         choose = CohortSampler(algorithm, self.seed, state)
 
@@ -333,24 +333,24 @@ class FlatRound:
                 state = after
 
     def models(self, state: NodeState) -> dict[str, Params]:
-        """The whole model of a state; it has no name."""
+        """Return the whole model of a state, under the empty name."""
         return {"": self.params(state)}
 
     def params(self, state: NodeState) -> Params:
-        """All parameters of a state, with those that nobody trains."""
+        """Return all parameters of a state, with the frozen ones."""
         return tree.join(state.params, self.algorithm.base)
 
     def header(self) -> Metrics:
-        """Nothing: a flat federation has no shape to tell."""
+        """Return nothing: a flat federation has no shape to describe."""
         return {}
 
     def closing(self, rounds: int) -> Metrics:
-        """Nothing: all that a flat federation claims is in its privacy plan."""
+        """Return nothing: all that a flat federation claims is in its privacy plan."""
         return {}
 
 
 def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
-    """What happened in a round; reading the sums waits for the device."""
+    """Return the metrics of a round; reading the sums waits for the device."""
     names = ("members", "refused", "steps", "tokens", "unclipped", "nats")
     read = {name: float(np.asarray(getattr(gathered.total, name))) for name in names}
     nats = read.pop("nats")
@@ -365,7 +365,7 @@ def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
 
 
 def mean_loss(nats: float, tokens: float, refused: float) -> float:
-    """Nats per token; infinite if members were refused and nobody trained, else zero."""
+    """Return nats per token; without tokens, infinity if members were refused, else zero."""
     if tokens:
         return nats / tokens
     return math.inf if refused else 0.0

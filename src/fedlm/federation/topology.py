@@ -4,7 +4,7 @@ In:       places with a name and the name of a parent; or the group paths of a s
 Out:      a `Topology`: places in an order in which parents come before their children.
 Promise:  one root, no cycle, no unknown parent, no name twice; every place leads to text; a client
           belongs to one place at most. Flat is depth one.
-Not here: state (`tree.py`), what a place does in a round (`tree.py`).
+Not here: state (`tree_round.py`), what a place does in a round (`tree_round.py`).
 
 A place that holds text is fed by groups: the names that the store's clients carry. Clients whose
 groups feed no place are left out, and how many is known.
@@ -34,7 +34,7 @@ class Place:
     own: tuple[tuple[str, Any], ...] = ()
 
     def setting(self, name: str, otherwise: Any) -> Any:
-        """Its own value of a setting, or what the others have."""
+        """Return the place's own value of a setting, or the value of its federation."""
         return dict(self.own).get(name, otherwise)
 
 
@@ -73,7 +73,7 @@ class Topology:
 
     @cached_property
     def heights(self) -> tuple[int, ...]:
-        """How many levels are below each place."""
+        """The number of levels below each place."""
         heights = [0] * len(self)
         for node in reversed(range(len(self))):
             for child in self.children[node]:
@@ -85,7 +85,7 @@ class Topology:
         return tuple(i for i, held in enumerate(self.clients) if held)
 
     def below(self, node: int) -> frozenset[int]:
-        """A place and everything under it."""
+        """Return a place and all places under it."""
         found = {node}
         for child in self.children[node]:
             found |= self.below(child)
@@ -98,7 +98,7 @@ class Topology:
         ]
 
     def picture(self) -> list[str]:
-        """The tree, one line a place.
+        """Draw the tree, one line per place.
 
         >>> print("\\n".join(tree([Place("a", None), Place("b", "a", ("x",))], [("x",)]).picture()))
         a
@@ -120,7 +120,7 @@ class Topology:
 
 
 def tree(places: Iterable[Place], groups: Sequence[Path]) -> Topology:
-    """A topology from places in any order and the group path of every training client."""
+    """Make a topology from places in any order and the group path of every training client."""
     ordered = _in_order(tuple(places))
     known = sorted({name for path in groups for name in path})
     for place in ordered:
@@ -142,7 +142,7 @@ def tree(places: Iterable[Place], groups: Sequence[Path]) -> Topology:
 
 
 def _in_order(places: tuple[Place, ...]) -> tuple[Place, ...]:
-    """Parents before children; refuses what is no tree."""
+    """Sort places so that parents come before children; refuse places that form no tree."""
     by_name: dict[str, Place] = {}
     for place in places:
         if place.name in by_name:
@@ -178,7 +178,7 @@ def _in_order(places: tuple[Place, ...]) -> tuple[Place, ...]:
 
 
 def feed(places: tuple[Place, ...], groups: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
-    """Each client to the place that its most special group feeds."""
+    """Assign each client to the place that its most specific group feeds."""
     owner: dict[str, int] = {}
     for node, place in enumerate(places):
         for name in place.groups:
@@ -198,7 +198,7 @@ def feed(places: tuple[Place, ...], groups: Sequence[Path]) -> tuple[tuple[int, 
 
 
 def grown(levels: Sequence[int], groups: Sequence[Path]) -> tuple[Place, ...]:
-    """Places grown from the group paths: one level of the tree for each level named.
+    """Make places from the group paths: one level of the tree per named level.
 
     >>> [p.name for p in grown((0, 1), [("north", "oslo"), ("south", "rome")])]
     ['root', 'north', 'south', 'oslo', 'rome']
@@ -228,7 +228,7 @@ def grown(levels: Sequence[int], groups: Sequence[Path]) -> tuple[Place, ...]:
 
 
 def only(places: Iterable[Place], names: Sequence[str]) -> tuple[Place, ...]:
-    """The places with these names, and those above them; no names keep all."""
+    """Keep the places with these names and their ancestors; without names, keep all."""
     by_name = {place.name: place for place in places}
     kept: set[str] = set()
     for name in names:
@@ -242,7 +242,7 @@ def only(places: Iterable[Place], names: Sequence[str]) -> tuple[Place, ...]:
 
 
 def moved(places: Iterable[Place], moves: Mapping[str, str]) -> tuple[Place, ...]:
-    """Places under other parents than before: for robustness against a wrong tree."""
+    """Move places to other parents, to test robustness against a wrong tree."""
     by_name = {place.name: place for place in places}
     for name, parent in moves.items():
         for said in (name, parent):

@@ -27,7 +27,7 @@ MATRIX_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TreeEvaluation:
-    """Scores every node of a tree on the held-out text below it."""
+    """Evaluation of every node of a tree on the held-out text below it."""
 
     score: ScoreFn
     special: SpecialTokens
@@ -43,15 +43,15 @@ class TreeEvaluation:
         return Evaluator(self.score, self.special)
 
     def splits(self) -> list[str]:
-        """The one split that every leaf has, if its figures may be told."""
+        """The one split that every leaf has, if its figures may be released."""
         return [] if self.split is None else [self.split]
 
     def watch(self, state: TreeState) -> dict[str, Any]:
-        """Scores every node that holds text, on its own text."""
+        """Score every node that holds text, on its own text."""
         if self.split is None:
             return {"perplexity": None, "accuracy": None}
         now = int(state.round)
-        if now not in self._seen:  # the last state is looked at twice
+        if now not in self._seen:  # the last state is asked for twice
             self._seen.clear()
             self._seen[now] = self._watch(state)
         return dict(self._seen[now])
@@ -72,7 +72,7 @@ class TreeEvaluation:
         return figures(self.evaluator(params, self.held[node]))
 
     def final(self, state: TreeState, split: str) -> dict[str, Any]:
-        """The figures on the way, those of every node above the leaves, and the matrix."""
+        """Return the figures so far, those of every node above the leaves, and the matrix."""
         seen, names = self.watch(state), self.config.topology.names
         models = dict(zip(names, received(self.config, state), strict=True))
         found = self.of_models(models, split)
@@ -81,7 +81,7 @@ class TreeEvaluation:
         return {"personal_perplexity": seen["personal_perplexity"], **found}
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
-        """Every node on its own text: that of the leaves below it, its own included."""
+        """Score every node on the text of the leaves below it and on its own."""
         topology, nodes, leaves = self.config.topology, [], []
         for node, name in enumerate(topology.names):
             below = [n for n in topology.with_text if n in topology.below(node)]
@@ -95,7 +95,7 @@ class TreeEvaluation:
         return {**means, "nodes": nodes, "matrix": self._matrix(models)}
 
     def _matrix(self, models: Mapping[str, Params]) -> dict[str, Any]:
-        """Scores each node on a few rows of every leaf."""
+        """Score each node on a few rows of every leaf."""
         leaves, names = self.config.topology.with_text, self.config.topology.names
         rows = np.concatenate([self.held[n][:MATRIX_ROWS] for n in leaves])
         ends = np.cumsum([min(len(self.held[n]), MATRIX_ROWS) for n in leaves])
@@ -109,7 +109,7 @@ class TreeEvaluation:
         return {"nodes": list(names), "places": [names[n] for n in leaves], "perplexity": table}
 
     def baselines(self, splits: list[str]) -> dict[str, Any]:
-        """Nothing: counting on all text would be a rival of the centralised model alone."""
+        """Return nothing: n-grams over all text would compare only with a centralised model."""
         return {}
 
 

@@ -74,7 +74,7 @@ Order = Literal["levels", "together"]
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
-    """Everything that a round of a tree needs to know."""
+    """Every choice that a round of a tree needs."""
 
     topology: Topology
     personal_layers: tuple[str | None, ...]  # of each leaf of the model; None is the backbone
@@ -114,19 +114,19 @@ class TreeConfig:
         return layer_attention.personal_of(self.personal_layers, params)
 
     def join(self, like: Params, backbone: Backbone, personal: Layers) -> Params:
-        """Return the model of two parts."""
+        """Return the model that a backbone and personal layers make up."""
         return layer_attention.join(self.personal_layers, like, backbone, personal)
 
     def cost(self, part: Any) -> int:
-        """Return the bytes that a part of a model takes between two nodes; nothing takes none."""
+        """Return the bytes that a part of a model takes between two nodes; zero if it is empty."""
         return self.edge_bytes(part) if jax.tree.leaves(part) else 0
 
     def receives(self, node: int, round: int) -> bool:
-        """Tell whether a node receives from its parent in a round."""
+        """Return whether a node receives from its parent in a round."""
         return round % self.sync_every ** self.topology.heights[node] == 0
 
     def reports(self, node: int, round: int) -> bool:
-        """Tell whether a node reports to its parent in a round."""
+        """Return whether a node reports to its parent in a round."""
         return (round + 1) % self.sync_every ** self.topology.heights[node] == 0
 
 
@@ -134,7 +134,7 @@ class TreeConfig:
 
 
 class TreeNodeState(eqx.Module):
-    """What a node carries from round to round; models rest on the host."""
+    """The state that a node keeps between rounds; models rest on the host."""
 
     params: Params
     server_memory: OptState  # of the optimiser that moves its backbone, where it has children
@@ -145,7 +145,7 @@ class TreeNodeState(eqx.Module):
 
 
 class TreeState(eqx.Module):
-    """What a tree carries from round to round; nothing else survives."""
+    """The state that a tree keeps between rounds; nothing else survives."""
 
     nodes: tuple[TreeNodeState, ...]
     origin: dict[str, Any]  # the personal layers that all began with
@@ -156,7 +156,7 @@ class TreeState(eqx.Module):
 
     @property
     def params(self) -> tuple[Params, ...]:
-        """The model of every node, the root's first."""
+        """Return the model of every node, the root's first."""
         return tuple(node.params for node in self.nodes)
 
 
@@ -206,7 +206,7 @@ def _init_node_state(config: TreeConfig, node: int, params: Params, secret: byte
 
 @dataclass(frozen=True)
 class Results:
-    """What the nodes of a round have done so far, by number."""
+    """The results of a round's nodes so far, by number."""
 
     received: dict[int, Received] = field(default_factory=dict)
     trained: dict[int, Trained] = field(default_factory=dict)  # nodes that answered
@@ -397,7 +397,7 @@ def _trained(
 def _hide(
     config: TreeConfig, state: TreeState, node: int, start: Received, update: Update
 ) -> tuple[Backbone, Layers]:
-    """Return what others may know of a leaf: both parts after a clipped change with noise."""
+    """Return both parts of a leaf as others may see them: after a clipped, noisy change."""
     delta = jax.device_get(clip(update, jnp.float32(config.clip_norm)).delta)
     if config.noise_multiplier:
         secret = private_seed(state)  # type: ignore[arg-type]  # it reads the secret alone

@@ -49,18 +49,18 @@ class TreeRound:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every node's model has the node's name; the root's is also the federation's."""
+        """The names of the models: the empty name, which is the root's too, and every node's."""
         return ("", *self.config.topology.names)
 
     def init(self, params: Params) -> TreeState:
-        """The state before the first round; each node that holds text has its own secret."""
+        """Return the state before the first round; each node that holds text has its own secret."""
         topology, root = self.config.topology, self.secret()
         first = topology.with_text[0]
         secrets = [_secret(root, node - first) for node in range(len(topology))]
         return init_tree(self.config, params, self.leaf_secret(), secrets)
 
     def play(self, state: TreeState, rounds: range) -> Generator[Played, None, None]:
-        """Plays rounds one after the other."""
+        """Play rounds one after the other."""
         for round in rounds:
             began = time.perf_counter()
             state, results = tree_round(self.config, self.engine, state)
@@ -73,7 +73,7 @@ class TreeRound:
         plan = self.algorithm.plan
 
         def expected() -> Metrics:
-            """Members and bytes of a round, as the plans expect them."""
+            """Return the numbers of members and bytes that the plans expect in a round."""
             members = sum(a.sampling.cohort for a in inner)
             edges = metrics["nodes"].values()
             return {
@@ -87,16 +87,16 @@ class TreeRound:
         return release(plan, "round", metrics, expected)
 
     def models(self, state: TreeState) -> dict[str, Params]:
-        """Every node's model as it begins the next round; that of the root has no name."""
+        """Return every node's model at the start of the next round; the root's name is empty."""
         models = [jax.tree.map(jnp.asarray, model) for model in received(self.config, state)]
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
 
     def params(self, state: TreeState) -> Params:
-        """The parameters of all nodes."""
+        """Return the parameters of all nodes."""
         return state.params
 
     def header(self) -> Metrics:
-        """The tree: nodes, parents, how many clients feed each, which layers are personal."""
+        """Describe the tree: nodes, parents, clients per node, and personal layers."""
         config, topology = self.config, self.config.topology
         layers = [layer for layer in config.personal_layers if layer is not None]
         held = [len(clients) for clients in topology.clients]
@@ -112,7 +112,7 @@ class TreeRound:
         }
 
     def closing(self, rounds: int) -> Metrics:
-        """What noise at the leaves is worth, in numbers and plain words."""
+        """Return the privacy claim of the noise at the leaves, in numbers and plain words."""
         return self.claim(rounds)
 
 
@@ -149,7 +149,7 @@ def _sums(parts: Sequence[Update | Total]) -> dict[str, float]:
 
 
 def _route(names: Sequence[str], sent: Routed) -> Metrics:
-    """Return the way of one residual, with the names of nodes."""
+    """Describe the route of one residual, with the names of nodes."""
     return {
         "layer": sent.residual.layer,
         "from": names[sent.residual.origin],
@@ -183,7 +183,7 @@ def _node_metrics(config: TreeConfig, node: int, results: Results) -> Metrics:
 
 
 def _secret(root: bytes, node: int) -> bytes:
-    """A secret per node; that of the first with text is that of a flat federation."""
+    """Return a node's secret; the first node with text has that of a flat federation."""
     if node == 0:
         return root
     return hashlib.blake2b(root + str(node).encode(), digest_size=16).digest()

@@ -34,15 +34,15 @@ ALL = TrainablePart()
 
 
 class Carry(NamedTuple):
-    """What a member holds while it trains."""
+    """The state of a member during its training."""
 
-    params: Params  # what it trains
+    params: Params  # the parameters that the member trains
     memory: OptState
     nats: Scalar
     tokens: Scalar
     steps: Scalar
-    mask: Any = None  # a number a leaf, where it trains leaves of its own
-    extra: Any = None  # what a method adds
+    mask: Any = None  # one number per leaf, if the member trains its own leaves
+    extra: Any = None  # state that a method adds
 
 
 def local_training(
@@ -54,11 +54,11 @@ def local_training(
     proximal: float = 0.0,
     remember: bool = False,
 ) -> ClientMethod:
-    """Take gradient steps on the mean loss of each batch.
+    """Return the client method that takes one gradient step per batch, on its mean loss.
 
-    `part` says which numbers are trained. `proximal` draws a member back to where it started
+    `part` says which numbers are trained. `proximal` is the strength of the pull back to the start
     (FedProx). `remember` keeps the optimiser's state from one turn of a member to the next;
-    otherwise every turn begins with a fresh one.
+    otherwise every turn begins with a fresh state.
     """
 
     def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
@@ -91,7 +91,7 @@ def local_training(
 
 
 def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) -> Carry:
-    """A member before its first batch."""
+    """Return the state of a member before its first batch."""
     zero = jnp.zeros(())
     return Carry(start, memory, zero, zero, zero, mask, extra)
 
@@ -102,9 +102,9 @@ def gradient(
     tokens: Tokens,
     merge: Callable[[Params], Params] = lambda trained: trained,
 ) -> tuple[Params, Scalar, Scalar]:
-    """Return the gradient of a batch's mean loss, the summed loss, and over how many tokens.
+    """Return the gradient of a batch's mean loss, the summed loss, and the number of tokens.
 
-    `merge(trained)` is the whole model, where `params` are only a part of it.
+    `merge(trained)` returns the whole model, if `params` are only a part of it.
     """
 
     def objective(trained: Params) -> tuple[Scalar, tuple[Scalar, Scalar]]:
@@ -118,7 +118,7 @@ def gradient(
 def went_on(
     carry: Carry, params: Params, memory: OptState, nats: Scalar, count: Scalar, extra: Any = None
 ) -> Carry:
-    """A member one batch later."""
+    """Return the state of a member after one more batch."""
     return Carry(
         params,
         memory,
@@ -131,7 +131,7 @@ def went_on(
 
 
 def masked(change: Params, mask: Any) -> Params:
-    """Zero where a leaf is held still; without a mask, the change itself."""
+    """Set the change of frozen leaves to zero; without a mask, return the change as it is."""
     if mask is None:
         return change
     leaves, structure = jax.tree.flatten(change)
@@ -140,7 +140,10 @@ def masked(change: Params, mask: Any) -> Params:
 
 
 def update_of(carry: Carry, delta: Any, weight: Scalar, client_state: Any = None) -> Update:
-    """What a member sends; nothing, and counted as refused, where it is not finite."""
+    """Return the update that a member sends.
+
+    A change that is not finite is replaced by zero, with weight zero, and counted as refused.
+    """
     # A sum of squares is finite only if every entry is, and it overflows for huge ones.
     sound = jnp.isfinite(tree.squared_norm(delta)) & jnp.isfinite(carry.nats)
     return Update(

@@ -1,4 +1,4 @@
-"""FedDyn: every client's loss is bent so that clients agree where they stop.
+"""FedDyn: a dynamic regulariser on every client's loss makes the clients' optima agree.
 
 In:       a loss, the clients' optimiser, alpha.
 Out:      the client half and the server half.

@@ -53,5 +53,5 @@ class Method:
 
     @property
     def may_run_over_network(self) -> bool:
-        """Whether it works where nodes keep nothing between rounds."""
+        """Whether the method works with nodes that keep nothing between rounds."""
         return not self.keeps_client_state

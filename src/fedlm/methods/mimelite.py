@@ -37,7 +37,7 @@ from fedlm.methods.optimizers import Optimizer
 def client(
     loss: LossFn, base: Optimizer, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]
 ) -> ClientMethod:
-    """Take steps of the server's optimiser with its statistics held still.
+    """Take steps of the server's optimiser with its statistics fixed.
 
     A client gets `{"params", "statistics"}` and sends `{"params", "gradient"}`: its change, and the
     gradient of its whole text at the parameters it was sent. `base` has learning rate one.
@@ -82,7 +82,7 @@ def server(base: Optimizer, learning_rate: float) -> ServerMethod:
 
 
 def _as_float32(memory: OptState) -> OptState:
-    """Statistics as float32, counts too: codecs encode arrays of one type."""
+    """Convert statistics, counts too, to float32: codecs encode arrays of one type."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), memory)
 
 

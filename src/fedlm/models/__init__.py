@@ -14,9 +14,9 @@ from fedlm.models.catalog import NAMED, ModelSpec
 
 
 def named(name: str, vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns the model with a name that `fedlm models` lists, at the sizes given.
+    """Return the model of a name that `fedlm models` lists, at the given sizes.
 
-    `vocabulary` is a store or its number of tokens; sizes have the names of the recipe's `[model]`
+    `vocabulary` is a store or its number of tokens. Sizes are named as in the recipe's `[model]`
     table.
 
     >>> named("transformer", 2_000, layers=2).size.layers
@@ -28,35 +28,35 @@ def named(name: str, vocabulary: Any, **sizes: Any) -> ModelSpec:
 
 
 def lstm(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns a recurrent model of LSTM cells with a projection."""
+    """Return a recurrent model of LSTM cells with a projection."""
     return named("lstm", vocabulary, **sizes)
 
 
 def cifg(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns a recurrent model with coupled input and forget gates."""
+    """Return a recurrent model with coupled input and forget gates."""
     return named("cifg", vocabulary, **sizes)
 
 
 def si_cifg(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns the scale-invariant recurrent model."""
+    """Return the scale-invariant recurrent model."""
     return named("si-cifg", vocabulary, **sizes)
 
 
 def transformer(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns a decoder-only Transformer."""
+    """Return a decoder-only Transformer."""
     return named("transformer", vocabulary, **sizes)
 
 
 def si_transformer(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns the scale-invariant Transformer."""
+    """Return the scale-invariant Transformer."""
     return named("si-transformer", vocabulary, **sizes)
 
 
 def conformer(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns a causal Conformer: attention and convolution."""
+    """Return a causal Conformer: attention and convolution."""
     return named("conformer", vocabulary, **sizes)
 
 
 def mpt(vocabulary: Any, **sizes: Any) -> ModelSpec:
-    """Returns a Transformer in the style of MPT: ALiBi positions, no biases."""
+    """Return a Transformer in the style of MPT: ALiBi positions, no biases."""
     return named("mpt", vocabulary, **sizes)

@@ -28,14 +28,14 @@ from fedlm.models.packed_layout import Layout
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far; room for `capacity` of them."""
+    """Keys and values of the tokens so far, with room for `capacity` tokens."""
 
     keys: Float[Array, "batch heads capacity width"]
     values: Float[Array, "batch heads capacity width"]
 
 
 class Attention(eqx.Module):
-    """Heads that look back."""
+    """Causal multi-head self-attention."""
 
     query: Linear
     key: Linear
@@ -55,13 +55,13 @@ class Attention(eqx.Module):
         return self._join(self._attend(q, k, v, place, place))
 
     def weights(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch heads seq seq"]:
-        """Who looks at whom: for inspection."""
+        """Return the attention weights of each head, for inspection."""
         q, k = self._heads(self.query(x)), self._heads(self.key(x))
         place = jnp.arange(x.shape[1])
         return self._weights(q, k, place, place)
 
     def start(self, batch: int, capacity: int) -> Cache:
-        """An empty cache."""
+        """Return an empty cache."""
         width = self.key.weight.shape[0] // self.heads
         empty = jnp.zeros((batch, self.heads, capacity, width))
         return Cache(empty, empty)
@@ -69,7 +69,7 @@ class Attention(eqx.Module):
     def advance(
         self, x: Float[Array, "batch embed"], cache: Cache, at: Int[Array, ""]
     ) -> tuple[Float[Array, "batch embed"], Cache]:
-        """One more token, at position `at`."""
+        """Return the output for one more token per row, at position `at`, and the next cache."""
         q, k, v = (self._heads(part(x)[:, None]) for part in (self.query, self.key, self.value))
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k, at, axis=2)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v, at, axis=2)
@@ -105,7 +105,10 @@ class Attention(eqx.Module):
 def attention(
     key: PRNGKeyArray, embed: int, heads: int, *, bias: bool, row_floor: float | None, alibi: bool
 ) -> Attention:
-    """A fresh layer; an invariant one has a floor, and no bias after its second product."""
+    """Make a fresh layer.
+
+    An invariant layer has a `row_floor`, and no bias after its second product.
+    """
     q, k, v, o = jr.split(key, 4)
     return Attention(
         linear(q, embed, embed, bias=bias),

@@ -5,7 +5,7 @@ Out:      a model, or its parameter count.
 Promise:  a count is the number of values in the model that the same arguments make, found
           without allocating one; a named size has the count that was published for it; one line
           in `ARCHITECTURES` adds an architecture or a recurrent cell.
-Not here: the architectures (one file a family).
+Not here: the architectures (one file per family).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fedlm.models.transformer import transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """The sizes and options that decide a model; an architecture reads those it has."""
+    """Sizes and options of a model; each architecture reads the fields that it uses."""
 
     vocab: int = 10_000
     embedding_size: int = 96
-    hidden_size: int = 670  # of a recurrent layer, or inside a feed-forward
+    hidden_size: int = 670  # width of a recurrent layer, or inside a feed-forward layer
     layers: int = 1
     heads: int = 8
     kernel_size: int = 31  # taps of a convolution
     positions: Positions = "sinusoidal"
-    length: int = 1024  # how many positions are learned, where they are
+    length: int = 1024  # number of learned positions, if positions are learned
     cell_layer_norm: bool = False
     si_measure: Measure = "max"
     si_floor: float = 1e-6
@@ -56,15 +56,15 @@ Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model is made, and its sizes where a recipe leaves them out."""
+    """A maker of models, and the default sizes of a recipe."""
 
     make: Maker
     size: Dimensions = Dimensions()
-    attends: bool = False  # with heads, whose number must divide the embedding
+    attends: bool = False  # it has heads, whose number must divide the embedding
 
 
 def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
-    """Make the architecture whose layers repeat a recurrent cell."""
+    """Return the architecture whose recurrent layers all use this cell."""
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         return recurrent(
@@ -90,7 +90,11 @@ def _si_cifg(size: Dimensions) -> Cell:
 
 
 def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Architecture:
-    """Make the architecture of a decoder that reads `options` of the sizes and has `fixed` ones."""
+    """Return the architecture of a decoder family.
+
+    `options` names the fields of `Dimensions` that the family takes; `fixed` are arguments that
+    every model of the architecture has.
+    """
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
@@ -118,7 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Named:
-    """A size that somebody published."""
+    """An architecture at a published size."""
 
     architecture: str
     size: Dimensions
@@ -158,7 +162,7 @@ PUBLISHED: dict[str, Named] = {
 
 
 class _Names(Mapping[str, Named]):
-    """Every name of a model: the architectures, then the published sizes."""
+    """All model names: the architectures, then the published sizes."""
 
     def __getitem__(self, name: str) -> Named:
         if name in ARCHITECTURES:
@@ -176,17 +180,17 @@ NAMED = _Names()
 
 
 def make(architecture: str, size: Dimensions, key: PRNGKeyArray) -> Params:
-    """A fresh model."""
+    """Make a fresh model."""
     return ARCHITECTURES[architecture].make(size, key)
 
 
 def shapes(architecture: str, size: Dimensions) -> Params:
-    """The model with shapes in place of values."""
+    """Return the model with shapes in place of values."""
     return eqx.filter_eval_shape(lambda: make(architecture, size, jr.key(0)))
 
 
 def count(architecture: str, size: Dimensions) -> int:
-    """How many parameters the model has.
+    """Return the number of parameters of the model.
 
     >>> count("si-cifg", Dimensions(vocab=10_000, embedding_size=96, hidden_size=670))
     1412250
@@ -196,44 +200,44 @@ def count(architecture: str, size: Dimensions) -> int:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """An architecture at a size: enough to make a model, or to know its shapes without one."""
+    """An architecture and its size, from which a model or only its shapes can be made."""
 
     architecture: str
     size: Dimensions
-    name: str = ""  # as the recipe's `model.name`; empty: the architecture's
+    name: str = ""  # the recipe's `model.name`; if empty, the name of the architecture
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Returns a fresh model."""
+        """Return a fresh model."""
         return make(self.architecture, self.size, key)
 
     def shapes(self) -> Params:
-        """Returns the model with shapes in place of values."""
+        """Return the model with shapes in place of values."""
         return shapes(self.architecture, self.size)
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has."""
+        """The number of parameters of the model."""
         return count(self.architecture, self.size)
 
     @property
     def loss(self) -> LossFn:
-        """The next-token loss of a batch."""
+        """The function that gives the next-token loss of a batch."""
         return loss
 
     @property
     def score(self) -> ScoreFn:
-        """Nats of each target, and whether it was the likeliest token in its place."""
+        """The function that gives each target's nats and whether it was the likeliest token."""
         return score
 
     def settings(self) -> dict[str, Any]:
-        """Returns the recipe's `[model]` table."""
+        """Return the recipe's `[model]` table."""
         named = NAMED[self.name or self.architecture].size
         sizes = {f: v for f, v in vars(self.size).items() if v != getattr(named, f)}
         return {"name": self.name or self.architecture, **_known(sizes)}
 
 
 def _known(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what a store decides."""
+    """Return the sizes without those that the store decides."""
     return {name: value for name, value in sizes.items() if name not in ("vocab", "length")}
 
 
@@ -241,7 +245,7 @@ def _known(sizes: dict[str, Any]) -> dict[str, Any]:
 class ModuleSpec:
     """A user's own equinox module as a model: `module(tokens[batch, seq]) -> logits`.
 
-    All of its floating-point arrays are trained; whatever else it holds stays as it is.
+    All floating-point arrays of the module are trained; its other fields stay as they are.
     """
 
     module: Any
@@ -250,16 +254,16 @@ class ModuleSpec:
         return eqx.partition(self.module, eqx.is_inexact_array)
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Returns the arrays of the module; it was initialised by its maker."""
+        """Return the arrays of the module, which its maker has initialised."""
         return self._split()[0]
 
     def shapes(self) -> Params:
-        """Returns the arrays with shapes in place of values."""
+        """Return the arrays with shapes in place of values."""
         return eqx.filter_eval_shape(lambda: self._split()[0])
 
     @property
     def parameters(self) -> int:
-        """How many parameters the module has."""
+        """The number of parameters of the module."""
         return tree.size(self._split()[0])
 
     def _logits(self, params: Params, tokens: Int[Array, "batch seq"]) -> Array:
@@ -267,7 +271,7 @@ class ModuleSpec:
 
     @property
     def loss(self) -> LossFn:
-        """The next-token loss of a batch."""
+        """The function that gives the next-token loss of a batch."""
 
         def of(params: Params, tokens: Tokens) -> Loss:
             nats, _ = self.score(params, tokens)
@@ -278,7 +282,7 @@ class ModuleSpec:
 
     @property
     def score(self) -> ScoreFn:
-        """Nats of each target, and whether it was the likeliest token in its place."""
+        """The function that gives each target's nats and whether it was the likeliest token."""
 
         def of(params: Params, tokens: Tokens) -> tuple[Array, Array]:
             targets = tokens[:, 1:]
@@ -291,12 +295,12 @@ class ModuleSpec:
         return of
 
     def settings(self) -> dict[str, Any]:
-        """Returns nothing: a recipe cannot name a module."""
+        """Return an empty table: a recipe cannot name a module."""
         return {}
 
 
 def listing() -> list[dict[str, Any]]:
-    """One row a name."""
+    """Return one row per model name."""
     return [
         {
             "name": name,
@@ -316,12 +320,12 @@ def listing() -> list[dict[str, Any]]:
 
 
 def loss(model: Params, tokens: Tokens) -> Loss:
-    """Next-token loss of a batch of rows."""
+    """Return the next-token loss of a batch of rows."""
     return token_loss(*model.predictors(tokens[:, :-1], tokens[:, 1:]))
 
 
 def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
-    """Nats of each target, and whether it was the most likely token in its place."""
+    """Return the nats of each target, and whether it was the most likely token in its place."""
     features = model.features(tokens[:, :-1])
     targets = tokens[:, 1:]
     nats, right = scores(
@@ -331,11 +335,11 @@ def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Bool[Arra
 
 
 def logits(model: Params, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
-    """What may follow each token."""
+    """Return the logits of the token after each position."""
     return model.features(tokens) @ model.readout.T
 
 
 def advance(model: Params, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
-    """One token further: the next state, and logits for what follows."""
+    """Feed one token per row, and return the next state and the logits of the token after it."""
     state, features = model.advance(state, token)
     return state, jnp.matmul(features, model.readout.T)

@@ -1,13 +1,13 @@
 """Recurrent cells: the arithmetic of one time step, without its matrix products.
 
-In:       pre-activations, an array a gate, and the cell state.
+In:       pre-activations, one array per gate, and the cell state.
 Out:      the emitted vector (before projection) and the next cell state.
 Promise:  each cell is its published equations; the scale-invariant one does not change when
           the pre-activations of a gate are multiplied by a positive number.
 Not here: weights and sequences (`recurrent.py`).
 
-Arrays are `(batch, units)`: a row each for the rows of a batch. A cell is a value: two cells with
-the same options are equal, so programs compiled for one serve the other.
+Arrays are `(batch, units)`: one row per row of the batch. Cells compare by value: two cells with
+the same options are equal, so programs compiled for one cell serve the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Measure = Literal["max", "l2", "rms", "none"]
 
 
 class Cell(Protocol):
-    """How many gates a cell has, and one step of it."""
+    """A recurrent cell: its number of gates, and one time step."""
 
     @property
     def gates(self) -> int: ...
@@ -35,18 +35,18 @@ class Cell(Protocol):
 
 
 def max_norm(x: State, floor: float) -> State:
-    """`MaxN`: divides a vector by its largest magnitude, and leaves a zero vector zero."""
+    """Divide a vector by its largest magnitude (`MaxN`); a zero vector stays zero."""
     return x / jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), floor)
 
 
 def l2_norm(x: State, floor: float) -> State:
-    """Divides a vector by its length."""
+    """Divide a vector by its Euclidean length."""
     square = jnp.sum(jnp.square(x), axis=1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, floor**2))
 
 
 def rms_norm(x: State, floor: float) -> State:
-    """Divides a vector by the root of its mean square."""
+    """Divide a vector by its root mean square."""
     square = jnp.mean(jnp.square(x), axis=1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, floor**2))
 
@@ -59,14 +59,14 @@ def _gates(z: Gates, layer_norm: bool) -> Gates:
 
 
 def _standardize(x: State) -> State:
-    """Layer norm over the units of one gate, without gain or shift."""
+    """Apply layer norm over the units of one gate, without gain or shift."""
     x = x - jnp.mean(x, axis=1, keepdims=True)
     return rms_norm(x, 1e-6)
 
 
 @dataclass(frozen=True)
 class Lstm:
-    """Input, forget and output gates, and a candidate."""
+    """LSTM cell: input, forget and output gates, and a candidate."""
 
     layer_norm: bool = False
     gates: int = 4
@@ -79,7 +79,7 @@ class Lstm:
 
 @dataclass(frozen=True)
 class Cifg:
-    """Coupled input and forget gates: what is not kept is replaced."""
+    """LSTM cell with coupled gates: the input gate is one minus the forget gate."""
 
     layer_norm: bool = False
     gates: int = 3

@@ -28,7 +28,7 @@ from fedlm.models.transformer import Decoder, Feedforward, feedforward
 
 
 class Convolution(eqx.Module):
-    """A gate, a depthwise look back over `kernel` tokens, a norm, a product."""
+    """A gate, a causal depthwise convolution over `kernel` tokens, a norm, and a product."""
 
     enter: Linear
     taps: Float[Array, "kernel embed"]
@@ -45,16 +45,16 @@ class Convolution(eqx.Module):
         gated = self._gate(entered)
         kernel, seq = self.taps.shape[0], gated.shape[1]
         padded = jnp.pad(gated, ((0, 0), (kernel - 1, 0), (0, 0)))
-        # Taps as far back as the row is long; older ones would only meet padding.
+        # Only the taps that reach into the row: older taps would only meet padding.
         reach = range(max(0, kernel - seq), kernel)
         return jnp.asarray(sum(padded[:, t : t + seq] * self._tap(t, gated) for t in reach))
 
     def start(self, batch: int) -> Array:
-        """The gated inputs of the last `kernel - 1` tokens."""
+        """Return zeros as the gated inputs of the last `kernel - 1` tokens."""
         return jnp.zeros((batch, self.taps.shape[0] - 1, self.taps.shape[1]))
 
     def advance(self, x: Float[Array, "batch embed"], past: Array) -> tuple[Array, Array]:
-        """One more token."""
+        """Return the output for one more token per row, and the next state."""
         window = jnp.concatenate([past, self._gate(self.enter(x[:, None]))], axis=1)
         mixed = jnp.einsum("bke,ke->be", window, self.taps)
         return self.leave(self._bend(mixed)), window[:, 1:]
@@ -78,7 +78,7 @@ class Convolution(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Two half feed-forwards with attention and convolution between them."""
+    """Two half feed-forward layers with attention and convolution between them."""
 
     norms: tuple[Norm, Norm, Norm, Norm]
     before: Feedforward
@@ -109,7 +109,7 @@ class Block(eqx.Module):
 
 
 def convolution(key: PRNGKeyArray, embed: int, kernel_size: int, *, invariant: bool) -> Convolution:
-    """A fresh module."""
+    """Make a fresh convolution module."""
     k_enter, k_taps, k_leave = jr.split(key, 3)
     spread = (3.0 / kernel_size) ** 0.5
     inner = norm(embed)
@@ -137,7 +137,10 @@ def conformer(
     invariant: bool = False,
     row_floor: float = 0.1,
 ) -> Decoder:
-    """A fresh decoder. Each plain block ends in a norm; an invariant model has one, at the end."""
+    """Make a fresh decoder.
+
+    Every block of a plain model ends in a norm; an invariant model has a single norm, at its end.
+    """
     k_stem, *keys = jr.split(key, 1 + layers)
     made = []
     for k_block in keys:

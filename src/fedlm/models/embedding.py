@@ -22,7 +22,7 @@ Positions = Literal["learned", "sinusoidal", "alibi", "none"]
 
 
 class Stem(eqx.Module):
-    """The embedding, positions, and what an invariant model puts after them."""
+    """The embedding, the positions, and the norm and linear layer of an invariant model."""
 
     embedding: Float[Array, "vocab embed"]
     places: Float[Array, "length embed"] | None
@@ -34,22 +34,25 @@ class Stem(eqx.Module):
         return self.place(self.embedding[tokens])
 
     def place(self, found: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        """Embeddings of rows that were looked up, with their positions."""
+        """Add positions to the looked-up embeddings of whole rows."""
         return self._after(found, self._added(jnp.arange(found.shape[1]), found)[None])
 
     def place_columns(
         self, found: Float[Array, "columns embed"], time: Int[Array, " columns"], seq: int
     ) -> Float[Array, "columns embed"]:
-        """The same for tokens in any order, at times of rows of length `seq`."""
+        """Add positions to looked-up embeddings in any order.
+
+        `time` is the position of each token in its row, and `seq` the length of the rows.
+        """
         return self._after(found, self._added(jnp.arange(seq), found)[time])
 
     def advance(self, token: Int[Array, " batch"], at: Int[Array, ""]) -> Array:
-        """One token of each row, at position `at`."""
+        """Return the features of one token per row, at position `at`."""
         found = self.embedding[token]
         return self._after(found, self._added(at[None], found))
 
     def _added(self, at: Int[Array, " seq"], like: Array) -> Float[Array, "seq embed"]:
-        """What positions add to embeddings."""
+        """Return the vectors that are added to embeddings at these positions."""
         if self.positions == "sinusoidal":
             return sinusoids(at.astype(like.dtype), like.shape[-1])
         if self.positions == "learned":
@@ -59,7 +62,8 @@ class Stem(eqx.Module):
 
     def _after(self, x: Array, added: Array) -> Array:
         if self.positions == "sinusoidal":
-            # The embedding has unit length and a wave embed / 2: scaled up, as in the original.
+            # Embeddings have unit length, but the squared length of a sinusoid is embed / 2:
+            # embeddings are scaled up, as in the original.
             x = x * x.shape[-1] ** 0.5
         if self.positions in ("sinusoidal", "learned"):
             x = x + added
@@ -71,7 +75,7 @@ class Stem(eqx.Module):
 def stem(
     key: PRNGKeyArray, vocab: int, embed: int, *, positions: Positions, length: int, invariant: bool
 ) -> Stem:
-    """A fresh stem; embeddings of unit expected length."""
+    """Make a fresh stem, with embeddings of unit expected length."""
     k_embed, k_place, k_lift = jr.split(key, 3)
     places = None
     if positions == "learned":

@@ -18,12 +18,13 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-# A plain norm needs a floor against rows of equal numbers; an invariant one would be bent by it.
+# A plain norm needs a floor against rows of equal numbers. In an invariant norm a large floor would
+# break the invariance.
 PLAIN_FLOOR, INVARIANT_FLOOR = 1e-5, 1e-12
 
 
 class Linear(eqx.Module):
-    """`x W^T + b`; without a bias where homogeneity does not allow one."""
+    """`x W^T + b`; the bias is left out where homogeneity does not allow it."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
@@ -34,14 +35,14 @@ class Linear(eqx.Module):
 
 
 def linear(key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
-    """Glorot weights, zero bias."""
+    """Make a linear layer with Glorot weights and zero bias."""
     spread = (6.0 / (inputs + outputs)) ** 0.5
     weight = jr.uniform(key, (outputs, inputs), minval=-spread, maxval=spread)
     return Linear(weight, jnp.zeros(outputs) if bias else None)
 
 
 class Norm(eqx.Module):
-    """Layer norm; gain and shift only where the architecture has them."""
+    """Layer norm, with gain and shift only if the architecture has them."""
 
     gain: Float[Array, " embed"] | None
     shift: Float[Array, " embed"] | None
@@ -56,17 +57,17 @@ class Norm(eqx.Module):
 
 
 def norm(embed: int, *, shift: bool = True) -> Norm:
-    """The usual layer norm."""
+    """Make the usual layer norm, with a gain and perhaps a shift."""
     return Norm(jnp.ones(embed), jnp.zeros(embed) if shift else None)
 
 
 def bare_norm() -> Norm:
-    """Layer norm without weights: the same for `x` and `k x`."""
+    """Make a layer norm without weights, which maps `x` and `k x` to the same output (k > 0)."""
     return Norm(None, None, INVARIANT_FLOOR)
 
 
 def sinusoids(positions: Float[Array, " seq"], embed: int) -> Float[Array, "seq embed"]:
-    """Positions as sines and cosines of falling frequency (Vaswani et al. 2017)."""
+    """Encode positions as sines and cosines of falling frequency (Vaswani et al. 2017)."""
     half = embed // 2
     rates = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / max(1, half - 1))
     angles = positions[:, None] * rates[None, :]
@@ -75,7 +76,7 @@ def sinusoids(positions: Float[Array, " seq"], embed: int) -> Float[Array, "seq 
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """How steeply each head forgets with distance (Press et al. 2022)."""
+    """Return the slope of the distance penalty of each head (Press et al. 2022)."""
     power = 2 ** int(np.floor(np.log2(heads)))
     slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
     if power < heads:
@@ -85,7 +86,7 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 class Predictors(NamedTuple):
-    """Predictions in any order: a target of PAD does not count."""
+    """Features and targets of predictions, in any order; a target of PAD does not count."""
 
     features: Float[Array, "rows embed"]
     readout: Float[Array, "vocab embed"]
@@ -96,10 +97,14 @@ class Predictors(NamedTuple):
 def tied(
     embedding: Float[Array, "vocab embed"], tokens: Int[Array, "..."]
 ) -> tuple[Float[Array, "... embed"], Float[Array, "vocab embed"]]:
-    """Embeddings of tokens, and the embedding itself for use as output matrix.
+    """Return the embeddings of tokens, and the embedding itself for use as output matrix.
 
-    The gradient of the output matrix has every entry; that of the look-up is added to it in
+    The gradient of the output matrix is dense. The gradient of the look-up is added to it in
     place, so that no second array of that size is filled and summed.
+
+        forward    embedding -+- [tokens] ---> found
+                              +--------------> readout       keeps: tokens
+        backward   d_embedding = d_readout;  d_embedding[tokens] += d_found
     """
     return embedding[tokens], embedding
 
@@ -119,7 +124,7 @@ tied.defvjp(_tied_forward, _tied_backward)
 def softmax_weights(
     scores: Float[Array, "... query key"], allowed: Array, bias: Array | None
 ) -> Float[Array, "... query key"]:
-    """Attention as a softmax over the keys that a query may see."""
+    """Return attention weights: a softmax over the keys that each query may see."""
     scores = scores * 1.0 if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
     return jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
 
@@ -132,13 +137,13 @@ def relu_weights(
     largest: Float[Array, "... query key"],
     floor: float,
 ) -> Float[Array, "... query key"]:
-    """Scale-invariant attention: ReLU, then each row divided by its sum.
+    """Return scale-invariant attention weights: ReLU, then each row divided by its sum.
 
-    A distance bias acts as a factor `exp(bias)`, which a positive scale of the scores passes
-    through. A row without a positive score attends to nothing, and its output is zero. Near
-    such a row the quotient alone turns rounding into any weight, so a share `floor` of the
-    `largest` scores that queries and keys of these lengths can have joins the sum: it scales
-    as the scores do, and 0 gives the published rule.
+    A distance bias acts as a factor `exp(bias)`, so the weights stay invariant to a positive
+    scale of the scores. A row without a positive score attends to nothing, and its output is
+    zero. Near such a row the quotient would amplify rounding errors, so `floor` times the
+    `largest` scores that queries and keys of these lengths can have is added to the sum. This
+    term scales as the scores do; a `floor` of 0 gives the published rule.
     """
     factor = jnp.where(allowed, 1.0, 0.0)
     if bias is not None:
@@ -151,5 +156,5 @@ def relu_weights(
 
 
 def lengths(x: Float[Array, "... width"]) -> Float[Array, "..."]:
-    """Euclidean lengths whose gradient at zero is zero."""
+    """Return Euclidean lengths, whose gradient at zero is zero."""
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1) + 1e-30)

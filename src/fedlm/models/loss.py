@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fedlm.core.types import PAD, Loss
 from fedlm.models.packing import FEWEST_COLUMNS, enough
 
-SIZES = 32  # of the products over the vocabulary: each takes a tenth of a second to compile
+SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
 
 
 def plain_cross_entropy(
@@ -23,7 +23,7 @@ def plain_cross_entropy(
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
 ) -> Float[Array, ""]:
-    """The definition: the oracle of `cross_entropy`."""
+    """Compute `cross_entropy` by its definition; tests compare against it."""
     logs = jax.nn.log_softmax(features @ readout.T)
     nats = -jnp.take_along_axis(logs, targets[:, None], axis=1)[:, 0]
     return jnp.sum(jnp.where(targets != PAD, nats, 0.0))
@@ -35,15 +35,26 @@ def cross_entropy(
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
 ) -> Float[Array, ""]:
-    """Sum of nats over the targets that are not PAD."""
+    """Return the sum of nats over the targets that are not PAD.
+
+    The forward pass computes both gradients while the logits are in cache; the logits are not
+    kept.
+
+        forward    features (F), readout (W) -> logits = F W^T -> p = softmax(logits) -> nats
+                   keeps:  d_F = (p - onehot) W       (rows, embed)
+                           d_W = (p - onehot)^T F     (vocab, embed)
+                   a row with a PAD target adds nothing to nats, d_F and d_W
+        backward   g = d_nats  ->  features: g d_F,  readout: g d_W,  targets: none
+    """
     return _forward(features, readout, targets)[0]
 
 
 def _partition(features, readout, counts):  # type: ignore[no-untyped-def]
-    """Its logarithm in each row, and both gradients while the logits are still in cache.
+    """Return the log partition function of each row and its gradients for features and readout.
 
-    The exponentials stay unnormalised: dividing a row of `embed` numbers by its sum is
-    far cheaper than dividing a row of `vocab` numbers.
+    The gradients are computed while the logits are still in cache. The exponentials stay
+    unnormalised: dividing a row of `embed` numbers by its sum is far cheaper than dividing a row
+    of `vocab` numbers.
     """
     logits = features @ readout.T
     top = jnp.max(logits, axis=1)
@@ -54,10 +65,11 @@ def _partition(features, readout, counts):  # type: ignore[no-untyped-def]
 
 
 def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
-    """Real targets first, and products over as many rows as are enough for them.
+    """Return the sum of nats, and the gradients that `_backward` scales.
 
-    Short rows leave half of a batch empty; logits are most of the work, so the empty part is
-    not computed. What a target takes from its own word is a row, not a matrix: added after.
+    Short rows leave half of a batch empty, and logits are most of the work. So the real targets
+    are sorted to the front, and only the first rows, enough to hold them, are multiplied. The
+    term of the target's own logit is one row per target, not a matrix: it is added afterwards.
     """
     rows = targets.shape[0]
     if rows >= FEWEST_COLUMNS:
@@ -93,7 +105,7 @@ def scores(
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
 ) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
-    """Nats of each target, and whether no other token was more likely."""
+    """Return the nats of each target, and whether no other token was more likely."""
     logits = features @ readout.T
     top = jnp.max(logits, axis=1)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
@@ -108,6 +120,6 @@ def token_loss(
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
 ) -> Loss:
-    """The loss of predictions in any order."""
+    """Return the loss of predictions, which may be in any order."""
     count = jnp.sum(targets != PAD).astype(features.dtype)
     return Loss(cross_entropy(features, readout, targets), count)

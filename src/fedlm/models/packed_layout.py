@@ -4,7 +4,7 @@ In:       features of positions, layers, computations on rows.
 Out:      features of positions.
 Promise:  where a target counts, value and gradient are the same in both layouts; the products
           of a packed batch grow with its tokens, not with its places.
-Not here: which token stands in which column (`ragged.py`).
+Not here: which token stands in which column (`packing.py`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from jaxtyping import Array, Float, Int
 from fedlm.models.layers import Linear
 from fedlm.models.packing import Packing, enough
 
-SIZES = 8  # of a product, each compiled forward and backward for every layer
+SIZES = 8  # compiled sizes of a product, forward and backward, for every layer
 
 
 class Whole:
-    """Rows as they are: features are `(batch, seq, embed)`."""
+    """The layout of unpacked rows: features are `(batch, seq, embed)`."""
 
     def product(self, layer: Linear, x: Array) -> Array:
-        """A layer on every position."""
+        """Apply a linear layer to every position."""
         return layer(x)
 
     def rows(self, compute: Callable[..., Array], *x: Array) -> Array:
-        """`compute` on rows."""
+        """Apply `compute` to rows."""
         return compute(*x)
 
 
 class Packed:
-    """Columns of a packing, `(columns, embed)`; rows only where positions look at each other."""
+    """The layout of packed columns: features are `(columns, embed)`.
+
+    Columns become rows only for computations that mix positions.
+    """
 
     def __init__(self, packing: Packing, batch: int, seq: int) -> None:
         columns = batch * seq
@@ -45,12 +48,15 @@ class Packed:
         self.column = jnp.zeros_like(every).at[at].set(every, mode="drop")
 
     def product(self, layer: Linear, x: Array) -> Array:
-        """A layer on every column in use."""
+        """Apply a linear layer to every column in use."""
         y = product(self.size, layer.weight, x)
         return y if layer.bias is None else y + layer.bias[None]
 
     def rows(self, compute: Callable[..., Array], *x: Array) -> Array:
-        """`compute` on rows, and columns again; beyond the end of a row stands another token."""
+        """Unpack columns into rows, apply `compute`, and pack the result.
+
+        Places beyond the end of a row hold the features of some other token.
+        """
         made = compute(*(part[self.column].reshape(*self.shape, -1) for part in x))
         return made.reshape(made.shape[0] * made.shape[1], -1)[self.home]
 
@@ -62,7 +68,14 @@ Layout = Whole | Packed
 def product(
     size: Int[Array, ""], weight: Float[Array, "out in"], x: Float[Array, "columns in"]
 ) -> Float[Array, "columns out"]:
-    """`x W^T` on the first `size` columns, and zero beyond."""
+    """Return `x W^T` for the first `size` columns, and zero for the others.
+
+    Here n is the least compiled size that holds `size` columns.
+
+        forward    y[:n] = x[:n] W^T,  y[n:] = 0       keeps: size, W, x
+        backward   d_W = d_y[:n]^T x[:n]
+                   d_x[:n] = d_y[:n] W,  d_x[n:] = 0
+    """
     return _forward(size, weight, x)[0]
 
 

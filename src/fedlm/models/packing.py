@@ -4,13 +4,13 @@ In:       target tokens of a batch, PAD where a row has ended.
 Out:      a `Packing`: which token stands in which column, and how many columns are in use.
 Promise:  every target that counts has exactly one column; columns of one time step stand
           together, fullest slot first; what is computed for unused columns is never read.
-Not here: what is computed (`recurrent.py`, `columns.py`, `loss.py`).
+Not here: what is computed (`recurrent.py`, `packed_layout.py`, `loss.py`).
 
-Rows go through a loop over time side by side, in slots. Two rows share a slot, one after the
-other: the longest with the shortest, and so on, so that slots are about as long as each other.
-Those that still run at a time step are the first ones. Widths are few (all slots, three
-quarters, a half, a quarter), and time falls into as many stages: within a stage every step has
-the same width, and a stage's length is data.
+A loop over time processes rows side by side, in slots. Two rows share a slot, one after the
+other: the longest with the shortest, and so on, so that slots have about the same length. The slots
+that still run at a time step are the first slots. A step has one of four widths (all slots, three
+quarters, a half, a quarter), and time is divided into one stage per width: all steps of a stage
+have the same width, and the length of a stage is data.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ from jaxtyping import Array, Bool, Int
 from fedlm.core.types import PAD
 
 T = TypeVar("T")
-# Below this, choosing a size costs more than the columns it leaves out.
+# With fewer columns, choosing a size costs more than skipping unused columns saves.
 FEWEST_COLUMNS = 128
 FEWEST_ROWS = 16
 
 
 class Packing(NamedTuple):
-    """Where each column's token is; all of it is data, the number of columns is not."""
+    """The place of each column's token in the batch.
+
+    All fields are data (traced arrays); only the number of columns is fixed at compile time.
+    """
 
     row: Int[Array, " columns"]
-    time: Int[Array, " columns"]  # in its row
-    used: Bool[Array, " columns"]  # it holds a token: a slot may end before its stage does
+    time: Int[Array, " columns"]  # position in the row
+    used: Bool[Array, " columns"]  # the column holds a token: a slot may end before its stage
     ends: Int[Array, " stages"]  # the first time step beyond each stage
-    size: Int[Array, ""]  # columns that are computed, the first ones
+    size: Int[Array, ""]  # number of leading columns that are computed
 
 
 def widths(batch: int) -> tuple[int, ...]:
-    """How many slots a time step may have.
+    """Return the numbers of slots that a time step may have, widest first.
 
     >>> widths(16), widths(3)
     ((8, 6, 4, 2), (3,))
@@ -52,7 +55,7 @@ def widths(batch: int) -> tuple[int, ...]:
 
 
 def pack(targets: Int[Array, "batch seq"]) -> Packing:
-    """Columns for the targets that count; a row ends with its last one."""
+    """Assign columns to the targets that count; a row ends with its last target that is not PAD."""
     batch, seq = targets.shape
     lengths = jnp.max(jnp.where(targets != PAD, jnp.arange(seq)[None] + 1, 0), axis=1)
     first, second = _slots(lengths)
@@ -71,7 +74,7 @@ def pack(targets: Int[Array, "batch seq"]) -> Packing:
 
 
 def _slots(lengths: Int[Array, " batch"]) -> tuple[Int[Array, " slots"], Int[Array, " slots"]]:
-    """The first and the second row of each slot, the fullest slot first."""
+    """Return the first and the second row of each slot, the fullest slot first."""
     batch = lengths.shape[0]
     slots = widths(batch)[0]
     order = jnp.argsort(-lengths, stable=True)
@@ -83,7 +86,7 @@ def _slots(lengths: Int[Array, " batch"]) -> tuple[Int[Array, " slots"], Int[Arr
 
 
 def _stages(load: Int[Array, " slots"], steps: int, widths: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    """Slot and time step of each column, the end of each stage, and the columns in all."""
+    """Return slot and time step of each column, the end of each stage, and the column count."""
     running = jnp.sum(load[:, None] > jnp.arange(steps)[None], axis=0)
     ends = jnp.stack([jnp.sum(running > narrower) for narrower in (*widths[1:], 0)])
     wide = jnp.zeros(steps, jnp.int32)
@@ -98,12 +101,12 @@ def _stages(load: Int[Array, " slots"], steps: int, widths: tuple[int, ...]):  #
 
 
 def gather(packing: Packing, tokens: Int[Array, "batch seq"]) -> Int[Array, " columns"]:
-    """The token of each column; PAD where a column is not in use."""
+    """Return the token of each column, or PAD if the column is not in use."""
     return jnp.where(packing.used, tokens[packing.row, packing.time], PAD)
 
 
 def choices(columns: int, sizes: int) -> list[int]:
-    """So many sizes of a product over columns; one where columns are few.
+    """Return `sizes` evenly spaced sizes of a product over columns, or one if columns are few.
 
     >>> choices(320, 4), choices(32, 4)
     ([80, 160, 240, 320], [32])
@@ -114,9 +117,9 @@ def choices(columns: int, sizes: int) -> list[int]:
 
 
 def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T], sizes: int) -> T:
-    """`compute(n)` for the least of so many sizes `n` that holds the columns in use.
+    """Return `compute(n)` for the least of the `choices` that holds the columns in use.
 
-    Every size is compiled, one is run; what `compute` returns must not depend on `n` in shape.
+    Every size is compiled, one is run; the shape of the result must not depend on `n`.
     """
     choice = choices(columns, sizes)
     if len(choice) == 1:

@@ -7,12 +7,12 @@ Promise:  what is not trained keeps its bits; a subset follows from its key alon
           index travels.
 Not here: backbones and personal layers (`split.py`), optimisers, bytes (`wire`).
 
-Only tensors that multiply may be held still (matrices, embeddings, gains of norms); shifts and
-biases are few and always train. Subsets are drawn in random order: a tensor is taken if that brings
-the sum of sizes nearer to the share asked for.
+Only tensors that multiply may be frozen (matrices, embeddings, gains of norms); shifts and biases
+are few and always train. A subset is drawn by visiting tensors in random order: a tensor is taken
+if that brings the sum of sizes nearer to the requested share.
 
-Where the subset is the same in every round, the server has nothing to say about the other leaves:
-they are an algorithm's base (`tree.split`), and members train `ON_BASE`. Otherwise the server holds
+If the subset is the same in every round, the server never changes the other leaves: they are an
+algorithm's base (`tree.split`), and members train `ON_BASE`. Otherwise the server holds
 the whole model, and `subset` picks what a round trains.
 """
 
@@ -38,17 +38,17 @@ ON_BASE = TrainablePart(
     init=lambda shared: shared.rest,
     merge=lambda shared, trained: tree.join(trained, shared.base),
 )
-"""What a server sends, trained whole; members hold the other leaves as their base (`OnBase`)."""
+"""All leaves that a server sends; members hold the other leaves as their base (`OnBase`)."""
 
 
 def may_freeze(params: Params) -> list[bool]:
-    """The leaves that may be held still, in tree order."""
+    """Tell for each leaf, in tree order, whether it may be frozen."""
     leaves = tree.named_leaves(params).items()
     return [len(x.shape) >= 2 or name.endswith("gain") for name, x in leaves]
 
 
 def draw_leaves(params: Params, share: float, key: PRNGKeyArray) -> Float[Array, " leaves"]:
-    """One for each leaf that trains, zero for the others."""
+    """Draw the leaves that train: one for each of them, zero for the others."""
     free = np.array(may_freeze(params))
     sizes = np.array([tree.size(leaf) for leaf in jax.tree.leaves(params)])
     target = share * float(sizes[free].sum())
@@ -66,12 +66,12 @@ def draw_leaves(params: Params, share: float, key: PRNGKeyArray) -> Float[Array,
 
 
 def leaves_by_fraction(like: Params, fraction: float, key: PRNGKeyArray) -> list[bool]:
-    """Choose the leaves that train: a fraction of what may be held still, and all the rest."""
+    """Choose the leaves that train: a fraction of those that may be frozen, and all others."""
     return [bool(x) for x in np.asarray(draw_leaves(like, fraction, key))]
 
 
 def leaves_by_name(like: Params, patterns: Sequence[str]) -> list[bool]:
-    """Choose the leaves that train: those whose dotted name one of the patterns matches.
+    """Choose the leaves whose dotted name matches one of the patterns.
 
     >>> leaves_by_name({"embedding": 0, "blocks": [{"bias": 1}, {"bias": 2}]}, ["blocks.1.*"])
     [False, True, False]
@@ -89,7 +89,10 @@ def leaves_by_name(like: Params, patterns: Sequence[str]) -> list[bool]:
 
 
 def subset(keep: Sequence[bool]) -> TrainablePart:
-    """The leaves that `keep` names: the backward work of the others is never done."""
+    """Return the part that trains the leaves marked in `keep`.
+
+    No gradients are computed for the other leaves.
+    """
 
     def pick(params: Params) -> Params:
         return tree.split(params, keep)[0]
@@ -109,28 +112,32 @@ def subset(keep: Sequence[bool]) -> TrainablePart:
 
 
 def drawn_subset(params: Params, share: float, key: PRNGKeyArray) -> TrainablePart:
-    """A subset for all members, drawn once."""
+    """Draw one subset that all members train."""
     return subset(leaves_by_fraction(params, share, key))
 
 
 def own_subset(share: float) -> TrainablePart:
-    """All leaves in one program; each member trains those that its own key draws."""
+    """Return the part in which each member trains the leaves that its own key draws.
+
+    One program serves all members: it holds all leaves, and a mask selects those of a member.
+    """
     return TrainablePart(draw=lambda params, key: draw_leaves(params, share, key))
 
 
 class Basis(NamedTuple):
-    """A model that is held still, and for each matrix the factor that members do not train."""
+    """A frozen model, and for each matrix the factor that members do not train."""
 
     params: Params
     fixed: list[Any]
 
 
 def low_rank(like: Params, rank: int) -> TrainablePart:
-    """Updates of matrices as products of two factors, one drawn anew each round and known to all.
+    """Return the part that trains low-rank updates of matrices.
 
-    For a matrix of m by n, n the smaller, members train B of m by `rank` in B A; A has nearly
-    orthonormal rows. The mean of products is the product of the mean: nothing is approximated
-    when updates are added up. Leaves that are no matrix, or too small to gain, train as they are.
+    For a matrix of m by n, n the smaller, the update is B A. Members train B (m by `rank`). A has
+    nearly orthonormal rows, is drawn anew in each round, and is known to all. Since A is common,
+    the mean of the products is the product of the mean B with A: aggregation approximates
+    nothing. Leaves that are no matrix, or too small to gain, are trained in full.
     """
     shapes = [x.shape for x in jax.tree.leaves(like)]
 
@@ -159,7 +166,7 @@ def low_rank(like: Params, rank: int) -> TrainablePart:
 
 
 def _fixed_factors(shapes: list[tuple[int, ...]], rank: int, key: PRNGKeyArray) -> list[Any]:
-    """For each matrix that is larger than the rank, the factor that is not trained."""
+    """Draw the factor that is not trained, for each matrix that is larger than the rank."""
     keys = jr.split(key, len(shapes))
     return [
         jr.normal(k, (rank, min(shape))) / jnp.sqrt(min(shape))
@@ -176,21 +183,21 @@ def _product(trained: Array, fixed: Array, shape: tuple[int, ...]) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class PartOptions:
-    """What a kind of part may be made from; each kind reads what it needs."""
+    """Options of all kinds of parts; each kind reads the options that it needs."""
 
-    fraction: float = 1.0  # of what may be held still, how much trains
-    subsets: int = 4  # that take turns
-    rank: int = 8  # of a matrix's update
+    fraction: float = 1.0  # share that trains, of the leaves that may be frozen
+    subsets: int = 4  # number of subsets that take turns
+    rank: int = 8  # rank of a matrix's update
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartKind:
-    """A kind of part: `make(shapes, options, key)` returns those that rounds train in turn."""
+    """A kind of part: `make(shapes, options, key)` returns the parts that rounds train in turn."""
 
     make: Callable[[Params, PartOptions, PRNGKeyArray], tuple[TrainablePart, ...]]
     takes_fraction: bool = False
-    takes_feedback: bool = False  # what a codec left out of an update is trained again next time
-    by_member: bool = False  # members train leaves of their own, so codecs must take leaf by leaf
+    takes_feedback: bool = False  # the next round trains what a codec left out of an update
+    by_member: bool = False  # members train different leaves, so codecs must work per leaf
     may_be_private: bool = True  # the clip bounds what the noise is added to
 
 

@@ -23,7 +23,7 @@ from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, tied
 from fedlm.models.packing import Packing, enough, gather, pack, widths
 
-SIZES = 16  # of the products before and after the loop
+SIZES = 16  # compiled sizes of the products before and after the loop
 
 
 class Layer(eqx.Module):
@@ -39,7 +39,7 @@ Columns = Float[Array, "columns embed"]
 
 
 def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
-    """The definition, as a plain loop over time: the oracle of `sequence`."""
+    """Compute `sequence` by its definition, as a plain loop over time; tests compare against it."""
     batch = inputs.shape[1]
     start = tuple(jnp.zeros((batch, size), inputs.dtype) for size in project.shape)
 
@@ -55,17 +55,31 @@ def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sequence(cell: Cell, batch: int, packing: Packing, inputs: Columns, weights: Layer) -> Columns:
-    """All rows of a batch through one cell, column by column of a packing.
+    """Run all rows of a batch through one recurrent layer, over the columns of a packing.
 
-    The products with the inputs are one product before the time loop, and the gradients of
-    the weights are one product each after it; only what truly recurs stays in the loop. The
-    loop runs as long as the fullest slot, and each step is as wide as the slots that are left.
+    The inputs are multiplied by `w_x` in one product before the time loop, and each weight
+    gradient is one product after it; only the recurrence itself stays in the loop. The loop runs
+    as long as the fullest slot, and each step is as wide as the slots that still run.
+
+        forward    before the loop   a = W_x x + b                   all columns at once
+                   for t = 0, 1, ..  z_t = a_t + W_h h_{t-1}
+                                     m_t, c_t = cell(z_t, c_{t-1});  h_t = P m_t
+                   keeps per column: z_t, c_{t-1}, m_t, h_{t-1}; and x, the weights, the packing
+
+        backward   for t = T, T-1 .. d_h_t  = d_out_t + W_h^T d_z_{t+1}
+                                     d_z_t, d_c_{t-1} = cell's vjp at (z_t, c_{t-1})
+                                                        applied to (P^T d_h_t, d_c_t)
+                   after the loop    d_x   = W_x^T d_z               all columns at once
+                                     d_W_x = sum d_z_t x_t^T         d_b = sum d_z_t
+                                     d_W_h = sum d_z_t h_{t-1}^T     d_P = sum d_h_t m_t^T
+
+    Where a new row begins in a slot, h_{t-1} and c_{t-1} are zero and no gradient flows back.
     """
     return _forward(cell, batch, packing, inputs, weights)[0]
 
 
 def _stages(packing: Packing, batch: int):  # type: ignore[no-untyped-def]
-    """Width, first step, step beyond the last, and first column of each stage."""
+    """Yield width, first step, end step (exclusive) and first column of each stage."""
     begin, column = jnp.int32(0), jnp.int32(0)
     for place, width in enumerate(widths(batch)):
         end = packing.ends[place]
@@ -78,7 +92,10 @@ def _by_gate(cell, z):  # type: ignore[no-untyped-def]
 
 
 def _follows(packing, like):  # type: ignore[no-untyped-def]
-    """One where a row goes on, zero where it begins: there the state of the row before ends."""
+    """Return one for columns that continue a row and zero for the first column of a row.
+
+    At a zero the state of the previous row in the slot is dropped.
+    """
     return (packing.time > 0).astype(like.dtype)[:, None]
 
 
@@ -98,7 +115,7 @@ def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-de
         z = inputs[:n] @ layer.w_x.T + layer.bias[None]
         return [jnp.pad(part, ((0, columns - n), (0, 0))) for part in _by_gate(cell, z)]
 
-    # An array a gate: XLA makes scalar code of a loop that reads two parts of a cut.
+    # One array per gate: XLA makes scalar code of a loop that reads two parts of one slice.
     # Read only: a buffer that a step both reads and writes would be copied in every step.
     from_inputs = enough(packing.size, columns, gate_inputs, SIZES)
     sizes = (units,) * cell.gates + (units, units, embed, embed)
@@ -129,8 +146,8 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
     follows = _follows(packing, inputs)
     w_h = jnp.split(layer.w_h, cell.gates)
     d_h, d_c = None, None
-    # The gradient of the gates of each column, and what reaches it. Not written over what a step
-    # reads: that would be copied in every step.
+    # The gradients of the gates and of h, per column. They have buffers of their own: a buffer
+    # that a step both reads and writes would be copied in every step.
     kept = [jnp.zeros_like(x) for x in (*zs, d_hs)]
     for width, begin, end, column in reversed(list(_stages(packing, batch))):
 
@@ -138,7 +155,7 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
             d_h, d_c, kept = carry
             at = column + (end - 1 - i - begin) * width
             d_h = d_h + _cut(d_hs, at, width)
-            # The cell is computed again: cheaper than storing what it would save.
+            # Computing the cell again is cheaper than storing its intermediate values.
             _, pull = jax.vjp(cell.step, [_cut(z, at, width) for z in zs], _cut(cs, at, width))
             d_z, d_c = pull((d_h @ layer.project, d_c))
             kept = [_put(whole, d, at) for whole, d in zip(kept, (*d_z, d_h), strict=True)]
@@ -164,7 +181,7 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
 
 
 def _widen(d, width, like):  # type: ignore[no-untyped-def]
-    """The gradient of the rows that already ran, and zero for those that join."""
+    """Pad the gradient with zeros for the slots that join in a wider stage."""
     if d is None:
         return jnp.zeros((width, like.shape[1]), like.dtype)
     return jnp.pad(d, ((0, width - d.shape[0]), (0, 0)))
@@ -174,14 +191,14 @@ sequence.defvjp(_forward, _backward)
 
 
 class Recurrent(eqx.Module):
-    """An embedding, recurrent layers, and the embedding again as output matrix."""
+    """An embedding, recurrent layers, and the same embedding as output matrix."""
 
     embedding: Float[Array, "vocab embed"]
     layers: tuple[Layer, ...]
     cell: Cell = eqx.field(static=True)
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        """What each position knows of its past; times the embedding it gives logits."""
+        """Return the features of each position; their product with the embedding gives logits."""
         x = self.embedding[inputs.T]
         for layer in self.layers:
             x = plain_sequence(self.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
@@ -190,7 +207,7 @@ class Recurrent(eqx.Module):
     def predictors(
         self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
     ) -> Predictors:
-        """What the loss needs: features and targets without the gaps of short rows."""
+        """Return features and targets for the loss, without the gaps of short rows."""
         packing = pack(targets)
         found, readout = tied(self.embedding, gather(packing, inputs))
         features = self._through(packing, inputs.shape[0], found)
@@ -205,7 +222,7 @@ class Recurrent(eqx.Module):
         return x
 
     def start(self, batch: int, capacity: int = 0) -> tuple[tuple[Array, Array], ...]:
-        """The state before the first token; its size does not depend on how many will follow."""
+        """Return the state before the first token; its size does not depend on `capacity`."""
         width = self.embedding.shape[1]
         return tuple(
             (jnp.zeros((batch, width)), jnp.zeros((batch, layer.project.shape[1])))
@@ -213,7 +230,7 @@ class Recurrent(eqx.Module):
         )
 
     def advance(self, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
-        """The state and the features after one more token of each row."""
+        """Return the state and the features after one more token per row."""
         x, after = self.embedding[token], []
         for layer, (h, c) in zip(self.layers, state, strict=True):
             z = x @ layer.w_x.T + h @ layer.w_h.T + layer.bias[None]
@@ -230,7 +247,7 @@ class Recurrent(eqx.Module):
 def recurrent(
     cell: Cell, vocab: int, embed: int, units: int, *, layers: int = 1, key: PRNGKeyArray
 ) -> Recurrent:
-    """A fresh model: Glorot matrices, zero biases, embeddings of unit expected length."""
+    """Make a fresh model: Glorot matrices, zero biases, embeddings of unit expected length."""
     e_key, *keys = jr.split(key, 1 + 3 * layers)
     embedding = jr.normal(e_key, (vocab, embed)) * embed**-0.5
     gates = cell.gates

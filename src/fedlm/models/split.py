@@ -7,7 +7,7 @@ Not here: what is done with the parts (`federation/tree_round.py`, `federation/l
 
 Rules: `none`, `all`, `last SHARE` (the last share of the blocks, at least one, and the norm after
 them), `kv` (key and value projections of every block), or leaf names with `*`, divided by
-commas. `+ embedding` adds the embedding, and what else stands before the first block.
+commas. `+ embedding` adds the embedding and all other leaves before the first block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMBEDDING = ("stem.*", "embedding")
 
 
 def layer_of(name: str) -> str:
-    """The layer of a leaf: its block, or its first name.
+    """Return the layer of a leaf: its block, or the first part of its name.
 
     >>> [layer_of(n) for n in ("blocks.2.feedforward.up.weight", "last.scale", "embedding")]
     ['blocks.2', 'last', 'embedding']
@@ -35,7 +35,7 @@ def layer_of(name: str) -> str:
 
 
 def personal_layers(names: Sequence[str], rule: str) -> tuple[str | None, ...]:
-    """The personal layer of each leaf, or None where it belongs to the backbone.
+    """Return the personal layer of each leaf, or None if the leaf belongs to the backbone.
 
     >>> personal_layers(["stem.embedding", "blocks.0.up", "blocks.1.up", "last.scale"], "last 0.5")
     (None, None, 'blocks.1', 'last')

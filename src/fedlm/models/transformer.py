@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"relu": jax.nn.relu, "gelu":
 
 
 class Feedforward(eqx.Module):
-    """Up, a bend, and down again."""
+    """Feed-forward layer: product up, activation, product down."""
 
     up: Linear
     down: Linear
@@ -46,7 +46,7 @@ class Feedforward(eqx.Module):
 def feedforward(
     key: PRNGKeyArray, embed: int, units: int, *, bias: bool, invariant: bool, activation: str
 ) -> Feedforward:
-    """A fresh layer; an invariant one has no bias after its second product."""
+    """Make a fresh layer; an invariant layer has no bias after its second product."""
     k_up, k_down = jr.split(key)
     return Feedforward(
         linear(k_up, embed, units, bias=bias),
@@ -56,7 +56,7 @@ def feedforward(
 
 
 class Block(eqx.Module):
-    """Attention and feed-forward, each added to the stream."""
+    """Attention and feed-forward, each added to the residual stream."""
 
     norm_attention: Norm
     attention: Attention
@@ -77,14 +77,14 @@ class Block(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """A stem, blocks, a last norm, and the embedding again as output matrix."""
+    """A stem, blocks, a last norm, and the same embedding as output matrix."""
 
     stem: Stem
     blocks: tuple[Any, ...]
     last: Norm | None
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        """What each position knows of its past; times the embedding it gives logits."""
+        """Return the features of each position; their product with the embedding gives logits."""
         return self._through(self.stem(inputs), Whole())
 
     def _through(self, x: Array, layout: Layout) -> Array:
@@ -95,7 +95,7 @@ class Decoder(eqx.Module):
     def predictors(
         self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
     ) -> Predictors:
-        """What the loss needs: features and targets without the gaps of short rows."""
+        """Return features and targets for the loss, without the gaps of short rows."""
         batch, seq = targets.shape
         if batch * seq < FEWEST_COLUMNS:
             found, readout = tied(self.stem.embedding, inputs)
@@ -108,11 +108,11 @@ class Decoder(eqx.Module):
         return Predictors(features, readout, gather(packing, targets))
 
     def start(self, batch: int, capacity: int = 256) -> tuple[Array, tuple[Any, ...]]:
-        """The state before the first token, with room for `capacity` of them."""
+        """Return the state before the first token, with room for `capacity` tokens."""
         return jnp.int32(0), tuple(block.start(batch, capacity) for block in self.blocks)
 
     def advance(self, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
-        """The state and the features after one more token of each row."""
+        """Return the state and the features after one more token per row."""
         at, caches = state
         x, after = self.stem.advance(token, at), []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -140,7 +140,7 @@ def transformer(
     bias: bool = True,
     activation: str = "gelu",
 ) -> Decoder:
-    """A fresh decoder; `bias=False` with ALiBi is the MPT style."""
+    """Make a fresh decoder; `bias=False` with ALiBi is the MPT style."""
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
     made = []
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):

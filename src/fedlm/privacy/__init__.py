@@ -1,1 +1,1 @@
-"""What is added to a sum, and what it costs: noise of the stated law, and its epsilon."""
+"""Noise for sums of client updates, and the epsilon that this noise gives."""

@@ -1,4 +1,4 @@
-"""What privacy costs: a plan and the rounds that ran to an epsilon, and back.
+"""The privacy account: from a plan and the rounds that ran to an epsilon, and back.
 
 In:       a plan, and how many rounds ran; or a journal.
 Out:      epsilon at the plan's delta, how it was computed and what it assumes; or the noise, or
@@ -29,7 +29,7 @@ SERVER = "whoever sees updates or sums before noise is added is trusted"
 
 
 class Spent(NamedTuple):
-    """An epsilon and what it rests on."""
+    """An epsilon, with the accountant and the assumptions behind it."""
 
     epsilon: float
     delta: float
@@ -39,7 +39,7 @@ class Spent(NamedTuple):
 
 
 def spent(plan: PrivacyPlan, rounds: int) -> Spent:
-    """The cost of the first `rounds` rounds of a plan."""
+    """Return the privacy cost of the first `rounds` rounds of a plan."""
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = MECHANISMS[plan.mechanism].cost(plan, rounds)
@@ -48,9 +48,9 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
 
 
 def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
-    """The smallest noise multiplier with which all planned rounds keep to the target.
+    """Find the smallest noise multiplier with which all planned rounds keep to the target.
 
-    It is found to four digits and never lies below: `spent` with it is at most the target.
+    The result has four correct digits and is rounded up: its epsilon never exceeds the target.
     """
     import scipy.optimize  # here, because loading it takes half a second
 
@@ -80,7 +80,7 @@ def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
 
 
 def _bracket(over: Callable[[float], float], start: float) -> tuple[float, float]:
-    """Logarithms of noise with the target in between, as far as there is any."""
+    """Return two logarithms of noise that enclose the target, or end at the search limit."""
     limit, step = math.log(MOST_NOISE), 0.1
     low = high = start
     while over(high) > 0 and high < limit:
@@ -91,7 +91,7 @@ def _bracket(over: Callable[[float], float], start: float) -> tuple[float, float
 
 
 def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
-    """How many of the planned rounds fit into a budget."""
+    """Return how many of the planned rounds fit into a target epsilon."""
     _check_target(target_epsilon)
     check_plan(plan)
     if _epsilon(plan, plan.rounds) <= target_epsilon:
@@ -105,7 +105,7 @@ def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
 
 
 def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Spent:
-    """The cost of a run, from the plan and the rounds that its journal names."""
+    """Return the privacy cost of a run from the plan and the rounds in its journal."""
     facts = header.get("privacy")
     if facts is None:
         raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
@@ -116,7 +116,7 @@ def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Sp
 
 
 def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
-    """The plan that `dataclasses.asdict` wrote, read strictly."""
+    """Read a plan that `dataclasses.asdict` wrote; refuse unknown names and wrong types."""
     try:
         sampling = _typed(Sampling, facts["sampling"])
         return PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
@@ -129,7 +129,7 @@ def _known(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts with the types of a dataclass; JSON writes 1.0 as 1.0 and infinity as null."""
+    """Check facts against the field types of a dataclass; a null float is infinity in JSON."""
     types = {f.name: f.type for f in dataclasses.fields(kind)}
     read: dict[str, Any] = {}
     for name, value in facts.items():

@@ -1,4 +1,4 @@
-"""What a released model tells about clients that were planted in it.
+"""An empirical privacy audit: how much a released model reveals about planted clients.
 
 In:       cosines of the model's change with the directions that canaries sent, and with directions
           that nobody sent; how many numbers the model has; a delta.
@@ -11,8 +11,8 @@ One run suffices (Andrew et al. 2023). A canary is a client that sends a random 
 full length allowed. The cosine of a random direction of d numbers with anything that does not know
 it has the law of one coordinate of a random point on the sphere: its square is
 Beta(1/2, (d - 1)/2), which is close to N(0, 1/d). Canaries that took part have cosines a little
-higher, and how well the two laws can be told apart is what the release leaks, as far as this attack
-sees. It reads the last model alone; the account allows for all rounds, and for the worst client.
+higher. How well the two laws can be told apart measures what this attack learns from the release.
+The attack reads the last model alone; the account allows for all rounds, and for the worst client.
 
 A test "score > t" is right about a canary with chance p and wrong about a stranger with chance q;
 under (epsilon, delta) p <= e^epsilon q + delta. So every threshold gives the lower bound
@@ -37,7 +37,7 @@ LEAST_CANARIES = 2
 
 
 class Audit(NamedTuple):
-    """What the scores of one run say."""
+    """The result of auditing the scores of one run."""
 
     estimate: float  # epsilon that separates the two normal laws
     lower: float  # epsilon is at least this, with the confidence
@@ -50,7 +50,7 @@ class Audit(NamedTuple):
 def audit(
     scores: Scores, strangers: Scores, dimensions: int, delta: float, confidence: float = 0.95
 ) -> Audit:
-    """The whole answer from the scores of one run."""
+    """Audit the scores of one run."""
     require(
         len(scores) >= LEAST_CANARIES,
         "privacy.canaries",
@@ -71,10 +71,10 @@ def audit(
 
 
 def _beyond_chance(spread: float, count: int) -> float:
-    """The spread, or one if chance explains how far it is from that of strangers.
+    """Return the spread, or 1 if its distance from the strangers' spread can be chance.
 
-    Tails at a delta of one in a million weigh a few percent of spread like an epsilon of one, and
-    a hundred canaries have a few percent by chance.
+    At a delta of one in a million, a few percent more spread look like an epsilon of one, and
+    a hundred canaries deviate by a few percent by chance.
     """
     import scipy.stats
 
@@ -83,10 +83,10 @@ def _beyond_chance(spread: float, count: int) -> float:
 
 
 def epsilon_between(mean: float, spread: float, delta: float) -> float:
-    """The epsilon at delta that tells N(mean, spread^2) from N(0, 1) by a threshold.
+    """Return the epsilon at delta that a threshold between N(mean, spread^2) and N(0, 1) shows.
 
-    The better of both sides and both directions; for spread 1 that of the Gaussian mechanism with
-    sensitivity `mean` and noise 1.
+    It is the largest over both tails and both orders of the two laws. For spread 1 it is the
+    epsilon of the Gaussian mechanism with sensitivity `mean` and noise 1.
     """
     spread = max(spread, 1e-6)
     seen, turned, null = (mean, spread), (-mean, spread), (0.0, 1.0)
@@ -95,7 +95,7 @@ def epsilon_between(mean: float, spread: float, delta: float) -> float:
 
 
 def _one_way(a: tuple[float, float], b: tuple[float, float], delta: float) -> float:
-    """The most that a threshold gives: log((P_a(x > t) - delta) / P_b(x > t)) over t."""
+    """Return the maximum over thresholds t of log((P_a(x > t) - delta) / P_b(x > t))."""
     import scipy.optimize
     import scipy.special
 
@@ -119,7 +119,7 @@ def _one_way(a: tuple[float, float], b: tuple[float, float], delta: float) -> fl
 
 
 def lower_bound(scores: Scores, dimensions: int, delta: float, confidence: float = 0.95) -> float:
-    """A lower bound on epsilon from counts alone, without a law for the canaries.
+    """Return a lower bound on epsilon from counts alone, without a law for the canaries.
 
     At the j-th highest of n scores, the chance that a canary is above it has the law
     Beta(j, n - j + 1): Clopper and Pearson's lower bound for j of n. That a stranger is above it
@@ -140,10 +140,10 @@ def lower_bound(scores: Scores, dimensions: int, delta: float, confidence: float
 
 
 def log_stranger_above(cosine: float, dimensions: int) -> float:
-    """Log of the chance that a random direction has a higher cosine; exact.
+    """Return the exact log probability that a random direction has a higher cosine.
 
     (1 + cosine) / 2 has the law Beta((d - 1)/2, (d - 1)/2), the same statement as that of its
-    square. Far out, where that chance is no longer a number, Mill's ratio goes on.
+    square. Far out, where that probability underflows, Mill's ratio replaces it.
     """
     import scipy.special
 
@@ -165,7 +165,7 @@ def log_stranger_above(cosine: float, dimensions: int) -> float:
 def second_opinion(
     scores: Scores, strangers: Scores, delta: float, confidence: float = 0.95
 ) -> float:
-    """The lower bound of jax_privacy's auditor, which counts strangers instead of knowing them."""
+    """Return jax_privacy's lower bound, which samples strangers instead of using their law."""
     from jax_privacy import auditing
 
     auditor = auditing.CanaryScoreAuditor(scores, strangers)

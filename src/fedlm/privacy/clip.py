@@ -26,20 +26,20 @@ from fedlm.core.types import Total, Update
 from fedlm.privacy.plan import PrivacyPlan
 
 Scalar = Float[Array, ""]
-# Norms are rounded; a hair less keeps them below the limit in any order of summation.
+# Norms are rounded; a slightly smaller scale keeps them below the limit in any summation order.
 HAIR = 1.0 - 2.0**-18
 # The inverse of a larger number is so small that processors take it for zero.
 LARGEST = 2.0**125
-# Where an adaptive limit ends if updates vanish or explode: squares of lengths stay numbers.
+# The range of an adaptive limit if updates vanish or explode: squared norms stay finite.
 SHORTEST, LONGEST = 1e-12, 1e12
 
 
 def clip(update: Update, clip_norm: Scalar) -> Update:
-    """The update, scaled down to the clip_norm if it is longer."""
+    """Scale an update down to the clip norm if it is longer."""
     leaves = jax.tree.leaves(update.delta)
     top = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]))
     sound = top < LARGEST  # not true of NaN either
-    # Over its largest entry an update neither overflows nor vanishes when it is squared.
+    # Divided by its largest entry, an update neither overflows nor vanishes when it is squared.
     unit = jax.tree.map(lambda x: x / jnp.where(top > 0, top, 1.0), update.delta)
     norm = jnp.maximum(tree.norm(unit), 1.0)
     unclipped = top * norm <= HAIR * clip_norm
@@ -60,7 +60,7 @@ def clip(update: Update, clip_norm: Scalar) -> Update:
 def next_clip_norm(
     plan: PrivacyPlan, clip_norm: Scalar, total: Total, key: PRNGKeyArray
 ) -> tuple[Scalar, Scalar]:
-    """The limit of the next round, and the noisy share of members inside that moved it."""
+    """Return the next round's limit, and the noisy share of unclipped members that moved it."""
     centred = total.unclipped - total.members / 2
     noisy = centred + plan.clip_noise * jr.normal(key)
     share = jnp.clip(0.5 + noisy / plan.denominator, 0.0, 1.0)

@@ -25,7 +25,7 @@ Memory = dict[str, Any]
 
 
 def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
-    """Noise of the binary tree, in Honaker's form of least variance.
+    """Make the noise of the binary tree, in Honaker's form of least variance.
 
     Every dyadic block of rounds has a node with fresh noise. A complete block is estimated from its
     node and from its two halves, so its variance is 1 / (2 - 2^-d) at height d instead of 1. The
@@ -63,7 +63,7 @@ def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
 
 
 def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
-    """Rows of M^-1 Z, streamed by jax_privacy with as many buffers as the strategy has."""
+    """Make noise from the rows of M^-1 Z, which jax_privacy streams with the strategy's buffers."""
     inverse = _inverse(chosen)
 
     def init(params: Params) -> Memory:
@@ -97,7 +97,7 @@ def _inverse(chosen: Strategy) -> Any:
 
 
 def _planned(noise: Params, round: Int[Array, ""], rounds: int) -> Params:
-    """The noise, or NaN in a round for which none was planned."""
+    """Return the noise, or NaN in a round beyond the planned ones."""
     return jax.tree.map(lambda n: jnp.where(round < rounds, n, jnp.nan), noise)
 
 

@@ -23,7 +23,7 @@ ORDERS = 1 + np.logspace(-1.9, 6, 4000)
 
 
 def epsilon_of_rho(rho: float, delta: float) -> float:
-    """Find the least over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1)."""
+    """Return the minimum over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1)."""
     import dp_accounting
 
     if rho == 0 or math.isinf(rho):
@@ -41,7 +41,7 @@ def rho_of(squared_sensitivity: float, noise_multiplier: float) -> float:
 
 
 def poisson(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Compose privacy loss distributions; tight up to their grid, which errs upwards.
+    """Compute epsilon by composing privacy loss distributions, on a grid that rounds up.
 
     Every client joins each round by its own coin, with probability `rate`.
     """
@@ -56,18 +56,18 @@ def poisson(noise_multiplier: float, rate: float, rounds: int, delta: float) -> 
 
 
 def poisson_by_rdp(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Bound what `poisson` computes, quickly: to begin a search with."""
+    """Bound the epsilon of `poisson` by Renyi accounting, a quick start for a search."""
     return _rdp(_sampled(noise_multiplier, rate), rounds, delta)
 
 
 def fixed_size(
     noise_multiplier: float, cohort: int, population: int, rounds: int, delta: float
 ) -> float:
-    """Use Renyi accounting of cohorts drawn without replacement.
+    """Compute epsilon by Renyi accounting for cohorts drawn without replacement.
 
     In such a cohort a client that stays out is replaced by another one, so that the sum moves by
-    up to twice the clip: the theorem is applied with half the noise multiplier. That a client
-    joins every round is a second bound, without any chance; the smaller one is the answer.
+    up to twice the clip: the theorem is applied with half the noise multiplier. A second bound
+    assumes that the client joins every round. The smaller bound is returned.
     """
     import dp_accounting
 
@@ -82,7 +82,7 @@ def fixed_size(
 
 
 def _sampled(noise_multiplier: float, rate: float) -> Any:
-    """One round of Gaussian noise on a Poisson cohort, as an event."""
+    """Return the accounting event of one round: Gaussian noise on a Poisson cohort."""
     import dp_accounting
 
     gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)

@@ -20,7 +20,7 @@ def _noise(plan: PrivacyPlan, stddev: float) -> Noise:
 
 
 def _check(plan: PrivacyPlan) -> None:
-    """Refuse rests between two turns of a client: these laws do not keep them."""
+    """Refuse a minimum separation: these sampling laws do not keep it."""
     for name in ("min_separation", "max_participations"):
         value = getattr(plan.sampling, name)
         require(
@@ -76,7 +76,7 @@ def _rate(plan: PrivacyPlan) -> float:
 
 
 def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
-    """Begin the search for a noise multiplier: PLD is slow, RDP of the same rounds is quick."""
+    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD."""
     if plan.sampling.law != "poisson":
         return 1.0
     noise = 1.0

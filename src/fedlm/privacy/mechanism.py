@@ -20,7 +20,7 @@ from fedlm.privacy.strategy import Strategy
 
 
 class Cost(NamedTuple):
-    """What the first rounds of a plan cost, how that was computed, and what it rests on."""
+    """The cost of the first rounds of a plan, with its accountant and its assumptions."""
 
     epsilon: float
     accountant: str
@@ -31,7 +31,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Noise for a stream of sums, with everything that a plan, a run and an account ask of it."""
+    """A privacy mechanism: its noise, its cost and the plans that it accepts."""
 
     noise: Callable[[PrivacyPlan, float], Noise]  # from a plan and a standard deviation
     cost: Callable[[PrivacyPlan, int], Cost]  # of the first so many rounds of a checked plan

@@ -35,12 +35,12 @@ class Noise(NamedTuple):
 
 
 def silent() -> Noise:
-    """No noise."""
+    """Return a `Noise` that adds nothing."""
     return Noise(init=lambda params: (), add=lambda total, memory, key: (total, memory))
 
 
 def gaussian(stddev: float) -> Noise:
-    """Independent normal noise in every round."""
+    """Make independent normal noise for every round."""
 
     def add(total: Params, memory: Any, key: PRNGKeyArray) -> tuple[Params, Any]:
         return add_scaled(total, standard_normal(key, total), stddev), memory
@@ -49,7 +49,7 @@ def gaussian(stddev: float) -> Noise:
 
 
 def standard_normal(key: PRNGKeyArray, like: Params) -> Params:
-    """Independent standard normals in the shapes of `like`, never in less than 32 bits."""
+    """Draw independent standard normals in the shapes of `like`, in at least 32 bits."""
     leaves, structure = jax.tree.flatten(like)
     keys = jr.split(key, max(len(leaves), 1))
     draws = [
@@ -60,5 +60,5 @@ def standard_normal(key: PRNGKeyArray, like: Params) -> Params:
 
 
 def add_scaled(total: Params, noise: Params, stddev: float) -> Params:
-    """The sum plus `stddev` times the noise, in the types of the sum."""
+    """Return the sum plus `stddev` times the noise, in the types of the sum."""
     return jax.tree.map(lambda x, n: (x + stddev * n).astype(x.dtype), total, noise)

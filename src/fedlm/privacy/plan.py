@@ -1,4 +1,4 @@
-"""The privacy plan: everything that a claim rests on, in one hand.
+"""The privacy plan: every number that a privacy claim depends on, in one place.
 
 In:       a mechanism's name, a sampling law, a bound, an amount of noise, a number of rounds.
 Out:      a frozen plan that the sampler, the noise and the accountant all read.
@@ -22,7 +22,7 @@ from fedlm.core.types import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """Everything the privacy claim rests on. No other setting may restate it."""
+    """Every number that the privacy claim depends on; no other setting may restate one."""
 
     mechanism: str  # a name in `catalog.MECHANISMS`
     sampling: Sampling
@@ -30,7 +30,7 @@ class PrivacyPlan:
     clip_norm: float
     noise_multiplier: float  # noise stddev in units of clip_norm
     delta: float
-    restart_every: int = 0  # tree: rounds a tree; 0 is one tree over all rounds
+    restart_every: int = 0  # tree: rounds per tree; 0 is one tree over all rounds
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
     clip_quantile: float = 0.0  # the share of updates that an adaptive clip lets through; 0: fixed
@@ -53,11 +53,11 @@ class PrivacyPlan:
 
     @property
     def denominator(self) -> float:
-        """What the noisy sum is divided by: fixed, because the true head count is private."""
+        """The fixed divisor of the noisy sum; the true number of members is private."""
         return float(self.sampling.cohort)
 
     def noise_to_signal(self, size: int) -> float:
-        """Length of a round's noise in `size` numbers over the longest sum of a cohort."""
+        """Return the norm of a round's noise in `size` numbers over the largest norm of a sum."""
         return self.sum_multiplier * math.sqrt(size) / self.denominator
 
 
@@ -105,7 +105,7 @@ def check_population(sampling: Sampling) -> None:
 
 
 def check_separation(sampling: Sampling, rounds: int) -> None:
-    """Refuse rests between two turns of a client that the population cannot provide."""
+    """Refuse a minimum separation that the population is too small for."""
     apart, most = sampling.min_separation, sampling.max_participations
     require(
         apart >= 0,

@@ -1,4 +1,4 @@
-"""What may be told of a run: the only rule.
+"""The one rule for which facts of a run may be released.
 
 In:       a privacy plan, or None; facts about a run, a round or a model.
 Out:      `Releasable` facts, which journal, terminal, trackers, reports and replies alone accept.
@@ -55,10 +55,10 @@ def release(
     facts: Mapping[str, Any],
     expected: Callable[[], Mapping[str, Any]] = dict,
 ) -> Releasable:
-    """Keeps of `facts` what may be told under a plan; without one, or with `reveal`, all.
+    """Keep the facts that a plan allows to release; without a plan or with `reveal`, all.
 
-    How many members came, and so how many bytes they sent, is a sum over members too. `expected`
-    gives what is told in its place: numbers that follow from the plan alone.
+    The number of members, and so of bytes they sent, is a sum over members too. `expected` holds
+    the numbers that replace them, which follow from the plan alone.
 
     >>> dict(release(None, "round", {"round": 3, "loss": 2.5}))
     {'round': 3, 'loss': 2.5}
@@ -74,12 +74,12 @@ def release(
 
 
 def hides(plan: PrivacyPlan | None) -> bool:
-    """Whether exact sums over members stay untold."""
+    """Return whether exact sums over members stay private."""
     return plan is not None and not plan.reveal
 
 
 def splits(plan: PrivacyPlan | None, available: Sequence[str]) -> list[str]:
-    """The splits whose figures may be told.
+    """Return the splits whose figures may be released.
 
     The validation split is text of training clients: under a plan it gives no figure. Held-out
     clients take part in no round; the plan promises nothing to them.
@@ -91,11 +91,11 @@ def splits(plan: PrivacyPlan | None, available: Sequence[str]) -> list[str]:
 
 
 def baselines(plan: PrivacyPlan | None) -> bool:
-    """Whether n-gram models, counted on the training text without noise, may be told."""
+    """Return whether figures of n-gram models, counted without noise, may be released."""
     return not hides(plan)
 
 
 def extend(plan: PrivacyPlan | None, told: Releasable, facts: Mapping[str, Any]) -> Releasable:
-    """What was told already, with more: figures, epsilon, sums over rounds of what was told."""
+    """Add figures, epsilon and sums over released rounds to facts that were already released."""
     more = {name: value for name, value in facts.items() if name in told or name in ROUND}
     return make_releasable(told.kind, {**told, **(more if hides(plan) else facts)})

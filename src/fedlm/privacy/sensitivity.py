@@ -9,6 +9,42 @@ Not here: noise (`correlated.py`), epsilon (`cost.py`).
 `min_separation` counts the rounds strictly between two participations: 0 allows neighbouring
 rounds. The libraries below count the difference of the two indices, which is one more. A
 `max_participations` of 0 is as many as the separation allows.
+
+Proof sketch. A client joins the rounds of a placement S and contributes x_t of length at most one
+in round t of S. Its squared sensitivity is the maximum, over S and x, of the squared length of the
+difference between the two neighbouring runs before noise of equal variance is added.
+
+Tree. Node v releases the sum of its block of rounds, so the client moves it by the sum of x_t over
+S in v: at most n_v = |S in v|, with equality at every node at once if all x_t are one unit vector.
+Only nodes whose blocks are complete are used, and estimates from them are post-processing. So the
+squared sensitivity is the maximum over S of the sum of n_v^2 over complete nodes.
+- Recursion: in a tree that holds c participations, the sum is c^2 plus the sums of its two halves.
+  The halves share only the total c and the separation. For the right half, the separation depends
+  only on the last participation in the left half.
+- Exchange: of two placements with the same count and the same earliest allowed first round, one
+  whose value is not lower and whose last participation is not later can replace the other, because
+  every continuation of the other stays allowed. So `_tables` loses no maximum by keeping, for each
+  count, value and first round, the earliest last participation. By induction over heights its
+  tables are exact; `_best` joins the trees of the forest from the left by the same exchange.
+- Bound: `_bound` maximises each height alone. A node of 2^d rounds holds at most ceil(2^d / apart)
+  participations, apart = min_separation + 1, and a sum of squares with a given total is largest
+  with as many full nodes as possible. The sum of these maxima is not below the maximum of the sum.
+  It is exact if the closest placement reaches it; else it is used only where the tables would take
+  too long, and marked as not exact.
+
+Matrix. The noise M^-1 Z on sums x is post-processing of M x + Z, so the client moves the release by
+M x. With G = M^T M, |M x|^2 is the sum over s, t in S of G_st <x_s, x_t>.
+- `of_matrix` requires G_st >= 0 (up to rounding). Then each term is at most G_st, with equality for
+  equal unit vectors, and trying every S gives the maximum.
+- `of_strategy`, with at most `apart` diagonals: columns of S do not overlap: G_st = 0 for s != t.
+  The maximum is that of a sum of squared column lengths, which a dynamic programme finds.
+- `of_strategy`, with more: M is Toeplitz (normalised columns are refused) with first column c, and
+  over n rounds
+  G_st = sum_(i < n - t) c_i c_(i + t - s) for s <= t. If c is non-negative and falling, G_st does
+  not fall as t and t - s shrink. The j-th participation, counted from 0, is never before round
+  j * apart, and the i-th and j-th are at least (j - i) * apart rounds from each other. So the
+  placement 0, apart, 2 * apart, ... makes every term largest at once, and one more participation
+  adds no negative term.
 """
 
 from __future__ import annotations
@@ -39,7 +75,7 @@ class Squared(NamedTuple):
 
 
 def participations(rounds: int, min_separation: int, max_participations: int) -> int:
-    """How often a client can join."""
+    """Return the largest number of rounds that a client can join."""
     fit = -(-rounds // (min_separation + 1))
     return min(fit, max_participations) if max_participations else fit
 
@@ -47,10 +83,10 @@ def participations(rounds: int, min_separation: int, max_participations: int) ->
 def of_strategy(
     chosen: Strategy, rounds: int, min_separation: int, max_participations: int
 ) -> float:
-    """The first `rounds` rounds of a matrix strategy, exactly.
+    """Return the exact squared sensitivity of the first `rounds` rounds of a matrix strategy.
 
     Columns that do not overlap at the separation are orthogonal, so their squared lengths add up
-    and the best choice of rounds is a one-dimensional programme. Otherwise the column must be
+    and a one-dimensional dynamic programme finds the worst rounds. Otherwise the column must be
     non-negative and falling; then the worst placement is the earliest and closest one.
     """
     # Imported here: it costs over a second, which runs without such noise need not pay.
@@ -70,9 +106,10 @@ def of_strategy(
 def of_matrix(
     matrix: Float[np.ndarray, "out rounds"], min_separation: int, max_participations: int
 ) -> float:
-    """Any matrix with no negative products of columns, by trying every placement: the definition.
+    """Return the squared sensitivity of a matrix by trying every placement of participations.
 
-    Its time grows exponentially; it is what the faster ways are tested against.
+    No two columns may have a negative product. The time grows exponentially: the faster functions
+    are tested against this one.
     """
     gram = matrix.T @ matrix
     if (gram < -1e-9).any():
@@ -91,7 +128,7 @@ def of_matrix(
 def of_tree(
     rounds: int, min_separation: int, max_participations: int, *, restart_every: int = 0
 ) -> Squared:
-    """The maximum, over placements, of the sum over complete nodes of (participations inside)^2.
+    """Return the maximum over placements of the sum over complete nodes of (participations)^2.
 
     A node counts if its block is complete after `rounds` rounds: only then is its noise used.
     """
@@ -108,7 +145,7 @@ def of_tree(
 
 
 def forest(rounds: int, restart_every: int = 0) -> Iterator[tuple[int, int]]:
-    """The complete binary trees that `rounds` rounds leave behind, as (first round, height).
+    """Yield the complete binary trees that cover `rounds` rounds, as (first round, height).
 
     >>> list(forest(6))
     [(0, 2), (4, 1)]
@@ -130,14 +167,14 @@ class _TooLong(Exception):
     """The programme would touch more than WORK elements."""
 
 
-# For a number of participations: values that can be reached, falling, and for each the earliest
-# last participation, by where the first one may be at the earliest.
+# By number of participations: the values that can be reached, in falling order, and for each value
+# the earliest last participation, by the earliest round that the first one may take.
 PlacementTable = dict[int, tuple[Int[np.ndarray, " values"], Int[np.ndarray, "values starts"]]]
 
 
 @functools.lru_cache(maxsize=64)
 def _tables(heights: int, apart: int, most: int) -> tuple[PlacementTable, ...]:
-    """What a complete tree of each height can hold."""
+    """Return the placement table of a complete tree of each height."""
     one = np.array([[0, FAR]], np.int32)
     tables: list[PlacementTable] = [{1: (np.array([1]), one)}]
     work = 0
@@ -158,7 +195,7 @@ def _tables(heights: int, apart: int, most: int) -> tuple[PlacementTable, ...]:
 def _join(
     below: PlacementTable, count: int, half: int, apart: int
 ) -> tuple[dict[int, Int[np.ndarray, " starts"]], int]:
-    """Every way to share `count` participations between two halves, and how long it took."""
+    """Share `count` participations between two halves in every way; also return the work done."""
     found: dict[int, Int[np.ndarray, " starts"]] = {}
     nowhere = np.full(half, FAR, np.int32)
 
@@ -188,7 +225,7 @@ def _join(
 def _frontier(
     found: dict[int, Int[np.ndarray, " starts"]], gain: int
 ) -> tuple[Int[np.ndarray, " values"], Int[np.ndarray, "values starts"]]:
-    """Only what no higher value reaches as early; every value raised by this node's own."""
+    """Keep the values that no higher value reaches as early, and add this node's own `gain`."""
     values, lasts = [], []
     best: Int[np.ndarray, " starts"] | None = None
     for value in sorted(found, reverse=True):
@@ -203,7 +240,7 @@ def _frontier(
 def _best(
     blocks: list[tuple[int, int]], tables: tuple[PlacementTable, ...], apart: int, most: int
 ) -> int:
-    """The best sum over a row of complete trees, filled from the left."""
+    """Return the maximum over placements in a row of complete trees, filled from the left."""
     states: dict[int, dict[int, int]] = {0: {0: -apart}}  # count -> value -> earliest last
     for start, height in blocks:
         size, table = 1 << height, tables[height]
@@ -232,7 +269,7 @@ def _undominated(values: dict[int, int]) -> dict[int, int]:
 
 
 def _value(blocks: list[tuple[int, int]], placed: range) -> int:
-    """The sum over nodes for one placement."""
+    """Return the sum over nodes of (participations inside)^2 for one placement."""
     inside = np.zeros(sum(1 << height for _, height in blocks), np.int64)
     inside[placed] = 1
     return sum(
@@ -243,7 +280,7 @@ def _value(blocks: list[tuple[int, int]], placed: range) -> int:
 
 
 def _bound(blocks: list[tuple[int, int]], apart: int, most: int) -> int:
-    """Every height filled as full as it can be, without asking whether heights agree."""
+    """Return an upper bound: the sum over heights of the maximum that each height alone allows."""
     total = 0
     for height in range(max(h for _, h in blocks) + 1):
         nodes = sum(1 << (h - height) for _, h in blocks if h >= height)

@@ -30,7 +30,7 @@ def spaced(
     settings: tuple[str, ...],
     strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
 ) -> Mechanism:
-    """Make the entry of correlated noise from its noise, its sensitivity and its own checks."""
+    """Make the registry entry of correlated noise from its noise, sensitivity and own checks."""
 
     def check_all(plan: PrivacyPlan) -> None:
         check_separation(plan.sampling, plan.rounds)
@@ -55,7 +55,7 @@ def matrix(
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
 ) -> Mechanism:
-    """Make the entry of noise that is divided by a matrix, its strategy."""
+    """Make the registry entry of noise that is multiplied by the inverse of a strategy matrix."""
 
     def noise(plan: PrivacyPlan, stddev: float) -> Noise:
         return correlated.for_strategy(stddev, strategy_of(plan), rounds=plan.rounds)
@@ -126,7 +126,7 @@ def _check_tree(plan: PrivacyPlan) -> None:
 
 
 def _bands(plan: PrivacyPlan) -> int:
-    """How many bands the matrix really has."""
+    """Return how many bands the matrix really has."""
     return min(plan.bands or plan.sampling.min_separation + 1, plan.rounds)
 
 

@@ -47,11 +47,11 @@ class Strategy:
 
     @property
     def buffers(self) -> int:
-        """How many copies of the model the noise must remember."""
+        """The number of model-sized buffers that the noise must remember."""
         return len(self.coefficients) - 1 if self.decay is None else len(self.decay)
 
     def column_norms(self, rounds: int) -> Vector:
-        """The lengths of the first `rounds` columns, cut after `rounds` rows."""
+        """Return the norms of the first `rounds` columns, cut after `rounds` rows."""
         squares = np.zeros(self.rounds)
         squares[: len(self.coefficients)] = self.coefficients**2
         upto = np.cumsum(squares)
@@ -59,7 +59,7 @@ class Strategy:
         return seen / np.sqrt(upto[self.rounds - rounds :][::-1]) if self.normalized else seen
 
     def matrix(self) -> Float[np.ndarray, "rounds rounds"]:
-        """The matrix itself, for tests and benchmarks."""
+        """Return the dense matrix, for tests and benchmarks."""
         dense = np.zeros((self.rounds, self.rounds))
         for below, value in enumerate(self.coefficients):
             dense += np.diag(np.full(self.rounds - below, value), -below)
@@ -67,7 +67,7 @@ class Strategy:
 
 
 def toeplitz(rounds: int, bands: int) -> Strategy:
-    """The square root of prefix sums, cut to `bands` diagonals."""
+    """Return the square root of the prefix-sum matrix, cut to `bands` diagonals."""
     from jax_privacy.matrix_factorization import toeplitz as library
 
     with exact():
@@ -77,7 +77,7 @@ def toeplitz(rounds: int, bands: int) -> Strategy:
 
 @functools.lru_cache(maxsize=16)
 def banded(rounds: int, bands: int) -> Strategy:
-    """The best Toeplitz matrix of `bands` diagonals, with columns of length one."""
+    """Optimise a Toeplitz matrix of `bands` diagonals, with columns of length one."""
     from jax_privacy.matrix_factorization import toeplitz as library
 
     with exact():
@@ -87,7 +87,7 @@ def banded(rounds: int, bands: int) -> Strategy:
 
 @functools.lru_cache(maxsize=16)
 def blt(rounds: int, min_separation: int, max_participations: int, buffers: int) -> Strategy:
-    """The best buffered linear Toeplitz matrix for the mean error of prefix sums."""
+    """Optimise a buffered linear Toeplitz matrix for the mean error of prefix sums."""
     from jax_privacy.matrix_factorization import buffered_toeplitz as library
 
     # It advises fewer buffers; a buffer of no weight does no harm.
@@ -110,20 +110,20 @@ def blt(rounds: int, min_separation: int, max_participations: int, buffers: int)
 
 
 def _as_used(numbers: Vector) -> Vector:
-    """Rounded to the 32 bits in which noise is computed, held in 64."""
+    """Round numbers to the 32 bits in which noise is computed, and hold them in 64."""
     return numbers.astype(np.float32).astype(np.float64)
 
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """The surroundings that jax_privacy's calculations need: 64 bits, and ranks that broadcast."""
+    """Enable 64 bits and rank promotion, which jax_privacy's calculations need."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Without the log of one library."""
+    """Silence the log of one library."""
     logger = logging.getLogger(name)
     was, logger.disabled = logger.disabled, True
     try:

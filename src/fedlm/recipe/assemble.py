@@ -4,7 +4,7 @@ In:       a recipe, the sampling law, a privacy plan, the shapes of the model, a
           where a part of it is held still for the whole run.
 Out:      an `Algorithm`.
 Promise:  a combination that would not do what it says is refused with the reason.
-Not here: what settings are allowed (`settings.py`), stores and evaluation (`build.py`).
+Not here: what settings are allowed (`settings.py`), stores and evaluation (`parts.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
 
-# Text and model are in one place: nothing travels.
+# A codec of zero bytes: text and model are in one place, so nothing is sent.
 STAYS = dense()._replace(name="stays", encoded_bytes=lambda like: 0)
-# What members remember is kept for every client, and saved with every checkpoint.
+# Bytes: the members' memories are kept for every client and saved with every checkpoint.
 MOST_REMEMBERED = 2 << 30
 
 
@@ -49,10 +49,10 @@ def algorithm_of(
     like: Params,
     start: Callable[[], Params] | None = None,
 ) -> Algorithm:
-    """Make everything that a round needs to know.
+    """Return the algorithm that a recipe describes.
 
-    With `start`, which makes the model before training, what is never trained is the algorithm's
-    base. Without it the server holds whole models, as the nodes of a tree do, whose models differ.
+    `start` makes the model before training. With it, parameters that are never trained become the
+    algorithm's base. Without it the server holds whole models, as in a tree, where models differ.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check_recipe(recipe, sampling, like)
@@ -75,7 +75,7 @@ def algorithm_of(
 
 
 def trained_leaves(recipe: Recipe, like: Params) -> list[bool] | None:
-    """Return which leaves train in every round, if they are always the same; else None."""
+    """Return a flag per leaf, True if it is trained; None unless a fixed part is trained."""
     wire = recipe.wire
     if wire.trainable != "fixed":
         return None
@@ -84,14 +84,14 @@ def trained_leaves(recipe: Recipe, like: Params) -> list[bool] | None:
 
 
 def _base_maker(start: Callable[[], Params], keep: list[bool]) -> Callable[[], Params]:
-    # Kept here: an algorithm with other codecs, as a node makes one, has the same base.
+    # Kept here, so that an algorithm with other codecs, as at a node, shares the base.
     return cache(lambda: tree.split(start(), keep)[1])
 
 
 def method_options(
     recipe: Recipe, sampling: Sampling, parts: tuple[TrainablePart, ...]
 ) -> MethodOptions:
-    """Make what a federated method is built from."""
+    """Return the options from which a federated method is built."""
     client, server = recipe.client, recipe.server
     rate = schedule(
         server.schedule,
@@ -115,14 +115,17 @@ def method_options(
 
 
 def parts_of(recipe: Recipe, like: Params) -> tuple[TrainablePart, ...]:
-    """Make the parts of the model that rounds train in turn."""
+    """Return the parts of the model that rounds train in turn."""
     wire = recipe.wire
     options = PartOptions(fraction=wire.trainable_fraction, subsets=wire.subsets, rank=wire.rank)
     return TRAINABLE[wire.trainable].make(like, options, key_for(recipe.run.seed, "partial"))
 
 
 def pooled_algorithm(recipe: Recipe) -> Algorithm:
-    """Central training: one member that holds all text and remembers its optimiser's state."""
+    """Return the algorithm of central training.
+
+    Its one member holds all text and keeps its optimiser's state between rounds.
+    """
     client, server = recipe.client, recipe.server
     steps = client.max_steps
     require(
@@ -156,7 +159,7 @@ def pooled_algorithm(recipe: Recipe) -> Algorithm:
 
 
 def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
-    """Make a client's optimiser; without `rate`, at `client.learning_rate`."""
+    """Return a client's optimiser, by default at the rate `client.learning_rate`."""
     client = recipe.client
     return client_optimizer(
         client.optimizer,
@@ -168,7 +171,7 @@ def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
 
 
 def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
-    """Make the server's optimiser at some learning rate."""
+    """Return the server's optimiser at a learning rate."""
     server = recipe.server
     return server_optimizer(
         server.optimizer,
@@ -179,11 +182,11 @@ def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
     )
 
 
-# ---- what does not go together -----------------------------------------------------------
+# ---- settings that exclude each other -----------------------------------------------------------
 
 
 def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
-    """Refuse tables that would not do together what each says."""
+    """Raise `ConfigError` if settings of the recipe contradict each other."""
     method = recipe.client.method
     check_method_settings(method, related_to_method(recipe))
     _check_wire(recipe)
@@ -203,7 +206,7 @@ def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
 
 
 def related_to_method(recipe: Recipe) -> RelatedSettings:
-    """Collect the settings that a method must go together with."""
+    """Return the settings with which a method must be compatible."""
     client, server, wire = recipe.client, recipe.server, recipe.wire
     return RelatedSettings(
         optimizer=client.optimizer,
@@ -244,7 +247,7 @@ def _check_wire(recipe: Recipe) -> None:
 
 
 def _kinds(has: Callable[[PartKind], bool]) -> str:
-    """List the trainable parts that have a property, for an error."""
+    """Return the names of the trainable parts with a property, for an error message."""
     return either(repr(name) for name, kind in TRAINABLE.items() if has(kind))
 
 

@@ -45,7 +45,7 @@ def build(
     out: Path = Path(),
     pooled: bool = False,
 ) -> Run:
-    """Opens the recipe's store and puts a run together; `pooled` trains centrally."""
+    """Open the recipe's store and return its run; with `pooled`, a run of central training."""
     store = open_store(recipe.data, cache, progress)
     resolved = resolve(recipe, store)
     if pooled:
@@ -62,7 +62,10 @@ def flat_run(
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
 ) -> Run:
-    """A flat federation of the store's clients, or of `members` that an `engine` reaches."""
+    """Return the run of a flat federation.
+
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
+    """
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
@@ -85,7 +88,7 @@ def flat_run(
 
 
 def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
-    """Central training: one member that holds all text."""
+    """Return a run of central training, with one member that holds all text."""
     rows = client_rows(recipe, store, training_clients(recipe, store))
     algorithm = pooled_algorithm(recipe)
     engine = engine_of(recipe, algorithm, pooled_rows(rows))

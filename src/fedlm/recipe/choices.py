@@ -21,7 +21,7 @@ from fedlm.core.errors import either
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Allows the names that a registry has at the moment."""
+    """A type annotation that allows the names in a registry at the time of the check."""
 
     registry: Collection[str]
 
@@ -43,5 +43,5 @@ class OneOf:
 
 
 def one_of(registry: Collection[str]) -> OneOf:
-    """Make a type annotation for settings that name an entry: `Annotated[str, one_of(NAMES)]`."""
+    """Return a type annotation for names in a registry: `Annotated[str, one_of(NAMES)]`."""
     return OneOf(registry)

@@ -3,7 +3,7 @@
 In:       the table; the group paths of a store's training clients.
 Out:      a checked `Topology`.
 Promise:  a closed world, like every table; a tree that is none is refused before the first round.
-Not here: what the settings do (`branches.py`).
+Not here: what the settings do (`tree.py`, `federation/tree_round.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class NodeTable(BaseModel):
-    """A place of a tree that is written out; what is left out is as in `[federation]`."""
+    """A node of a tree that is written out; settings left out are as in `[federation]`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -58,7 +58,7 @@ class NodeTable(BaseModel):
 
 
 class FederationTable(BaseModel):
-    """The tree, and how its nodes work together."""
+    """The table `[federation]`: the tree, and how its nodes work together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -160,18 +160,18 @@ class FederationTable(BaseModel):
     @field_validator("optimizer", "learning_rate", "momentum", mode="before")
     @classmethod
     def _by_depth(cls, value: Any) -> Any:
-        """One value for all depths may be written without brackets; 1 means 1.0."""
+        """Return the values per depth as a tuple, integers as floats; a single value is for all."""
         values = value if isinstance(value, (tuple, list)) else (value,)
         return tuple(float(v) if type(v) is int else v for v in values)
 
     def at_depth(self, name: str, depth: int) -> Any:
-        """The value of a setting that is given from the root down."""
+        """Return a setting's value at a depth; values are listed from the root down."""
         values = getattr(self, name)
         return values[min(depth, len(values) - 1)]
 
 
 def topology_of(federation: FederationTable, groups: Sequence[Path]) -> Topology:
-    """The tree of a recipe, for the clients of a store."""
+    """Return the tree of a recipe over clients with these group paths."""
     if (federation.levels is None) == (not federation.node):
         raise ConfigError(
             "[federation]: expected either levels (grown from the store's groups) or node (a tree "

@@ -47,7 +47,7 @@ MOST_COUNTED_TOKENS = 50_000_000
 def given_tokenizer(
     data: Data, bos: str | None = None, eos: str | None = None
 ) -> TextTokenizer | None:
-    """Read the tokenizer file that `[data]` names; None if a tokenizer is to be fitted."""
+    """Read the tokenizer file that `[data]` names; return None if a tokenizer is to be fitted."""
     if kind_of(data.tokenizer) != FILE:
         return None
     require(
@@ -70,7 +70,10 @@ def given_tokenizer(
 
 
 def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSettings:
-    """The part of `[data]` that decides a store's bytes; of a tokenizer file, what it decides."""
+    """Return the settings that decide a store's bytes.
+
+    A `given` tokenizer, read from a file, decides vocabulary and case instead of `[data]`.
+    """
     return StoreSettings(
         tokenizer=kind_of(data.tokenizer),
         vocabulary=data.vocabulary if given is None else given.vocabulary,
@@ -82,7 +85,7 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
 
 
 def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done: None) -> Store:
-    """The recipe's store: the one it names, or one prepared from its source and kept."""
+    """Open the store that `[data]` names, or the one prepared from its source, kept in `cache`."""
     if sum(map(bool, (data.source, data.store, data.stores))) != 1:
         raise ConfigError(
             f"data.source = {data.source!r}, data.store = {data.store!r}, data.stores = "
@@ -104,11 +107,11 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     except CorpusError:
         if not path.exists():
             raise
-        return Store(path)  # another process made the same one meanwhile
+        return Store(path)  # another process made the same store meanwhile
 
 
 def _check_store(store: Store, data: Data) -> None:
-    """A store decides its own tokens: settings that were given must agree with it."""
+    """Raise `ConfigError` if a given setting differs from the one the store was made with."""
     for name, made in vars(store.settings).items():
         asked = getattr(data, name)
         if name in data.model_fields_set and asked != made:
@@ -123,7 +126,7 @@ def _short_name(source: str) -> str:
 
 
 def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None) -> str:
-    """Names a prepared store by its text and settings, so that a changed text is prepared anew."""
+    """Return a hash of a source's text and settings, so that a changed text is prepared anew."""
     digest = hashlib.sha256(repr((FORMAT, source, settings)).encode())
     if given is not None:
         digest.update(f"{given.library.to_str()}{given.special}".encode())
@@ -136,14 +139,14 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
 
 
 def resolve(recipe: Recipe, store: Store) -> Recipe:
-    """The recipe with what its names decide filled in: complete, and equal on every read."""
+    """Return the recipe with all values filled in that its model, store and plan decide."""
     size = dimensions(recipe.model, store.vocabulary)
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
     data, decided = recipe.data, vars(store.settings)
     if data.source is not None:
-        decided = {**decided, "tokenizer": data.tokenizer}  # the path of a file, not that it is one
+        decided = {**decided, "tokenizer": data.tokenizer}  # a path, where the store says "file"
     data = data.model_copy(update=decided)
     return recipe.model_copy(
         update={
@@ -155,7 +158,7 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
 
 
 def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
-    """The model's sizes: those of its name, changed where the recipe says so."""
+    """Return the sizes of the named model, changed where the recipe says so."""
     said = {k: v for k, v in model if v is not None and k not in ("name", "init_from")}
     named = catalog.NAMED[model.name]
     size = replace(named.size, vocab=vocab, **said)
@@ -173,9 +176,9 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
 
 
 def training_clients(recipe: Recipe, store: Store, *, needed: bool = True) -> np.ndarray:
-    """The clients to learn from: all of the store, or those of the groups that are named.
+    """Return the clients to train on: all of the store, or the clients of the named groups.
 
-    A server whose members live at nodes needs none here.
+    If not `needed`, the result may be empty: members of a server may live at nodes.
     """
     found = _of_groups(recipe, store, store.training_clients)
     require(
@@ -197,7 +200,7 @@ def _of_groups(recipe: Recipe, store: Store, clients: np.ndarray) -> np.ndarray:
 
 
 def client_rows(recipe: Recipe, store: Store, clients: np.ndarray) -> ClientRows:
-    """The text of clients, in rows of the recipe's width."""
+    """Return the text of clients in rows of the recipe's width."""
     data = recipe.data
     return ClientRows(
         store=store, clients=clients, sequence_length=data.sequence_length, layout=data.layout
@@ -205,7 +208,7 @@ def client_rows(recipe: Recipe, store: Store, clients: np.ndarray) -> ClientRows
 
 
 def pooled_rows(rows: ClientRows) -> Rows:
-    """All rows of all clients, whoever is asked for: one member that holds all text."""
+    """Return the rows of a single member that holds the text of all clients."""
 
     @cache
     def together() -> np.ndarray:
@@ -215,19 +218,19 @@ def pooled_rows(rows: ClientRows) -> Rows:
 
 
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
-    """The architecture and the sizes that a recipe names."""
+    """Return the architecture and the sizes that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
     size = dimensions(recipe.model, vocabulary)
     return ModelSpec(named.architecture, size, recipe.model.name)
 
 
 def start_key(recipe: Recipe) -> PRNGKeyArray:
-    """The key of a fresh model."""
+    """Return the random key of a fresh model."""
     return key_for(recipe.run.seed, "init")
 
 
 def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
-    """The model before training: another run's, or fresh and the same for the same seed."""
+    """Return the model before training: another run's, or a fresh one decided by the seed."""
     if recipe.model.init_from is None:
         return spec.init(start_key(recipe))
     path = Path(recipe.model.init_from)
@@ -247,18 +250,21 @@ def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
 
 
 def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
-    """Return how to make the model before training; it is made once where a part is held still."""
+    """Return a function that makes the model before training.
+
+    If a part of the model is never trained, the model is made only once.
+    """
     spec = model_spec(recipe, store.vocabulary)
 
     def start() -> Params:
         return start_model(recipe, store, spec)
 
-    # The base of a run and its first state are then the same arrays, in memory once.
+    # The base of a run and its first state then share their arrays in memory.
     return cache(start) if recipe.wire.trainable == "fixed" else start
 
 
 def batch_spec(recipe: Recipe) -> BatchSpec:
-    """How a member's rows become batches."""
+    """Return how a member's rows become batches."""
     client = recipe.client
     return BatchSpec(
         batch_size=client.batch_size,
@@ -270,13 +276,16 @@ def batch_spec(recipe: Recipe) -> BatchSpec:
 
 
 def engine_of(recipe: Recipe, algorithm: Algorithm, rows_of: Rows) -> Engine:
-    """The engine that trains members on the text that is here."""
+    """Return the engine that trains members on the text of this process."""
     kind = ENGINES[recipe.run.engine]
     return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed)
 
 
 def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldOutText:
-    """The held-out rows of clients; every byte is in some target where windows cover the text."""
+    """Return the held-out rows of clients.
+
+    Bytes are counted only where windows cover the whole text, so that every byte is in a target.
+    """
     store, data = rows.store, recipe.data
 
     @cache
@@ -296,7 +305,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
 
 
 def owners_of(recipe: Recipe, store: Store, clients: np.ndarray) -> dict[str, np.ndarray]:
-    """The clients with held-out text, by split."""
+    """Return the clients with held-out text, by split."""
     return {"test": _of_groups(recipe, store, store.test_clients), "validation": clients}
 
 
@@ -309,9 +318,10 @@ def evaluation_of(
     count: bool,
     score: ScoreFn = catalog.score,
 ) -> HeldOutEvaluation:
-    """Held-out text here, of splits that may be told, for the `models` of a state.
+    """Return the evaluation on the held-out text of this process.
 
-    With `count`, n-grams are counted on the training text.
+    It covers the splits that the plan allows to report. `models` maps a state to its models by
+    name. With `count`, n-grams are counted on the training text.
     """
     store = rows.store
     owners = owners_of(recipe, store, rows.clients)
@@ -335,7 +345,7 @@ def evaluation_of(
 
 
 def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Path) -> Any:
-    """The parts that flat runs and trees have alike, by name."""
+    """Return the parts that flat runs and trees have in common, by name."""
     server = recipe.server
     return {
         "model": model_spec(recipe, store.vocabulary),

@@ -23,7 +23,7 @@ from fedlm.recipe.settings import Client, Privacy, Recipe
 
 
 def sampling_of(recipe: Recipe, clients: int) -> Sampling:
-    """Who may join a round; canaries are members of the population like any other."""
+    """Return the law by which members are sampled; canaries count as members of the population."""
     server, privacy = recipe.server, recipe.privacy
     sampling = Sampling(
         law=server.sampling,
@@ -37,13 +37,13 @@ def sampling_of(recipe: Recipe, clients: int) -> Sampling:
 
 
 def participation_of(recipe: Recipe, clients: int) -> Sampling | PrivacyPlan:
-    """Who may join a round: the privacy plan, or the sampling law where nothing is promised."""
+    """Return the privacy plan, or the sampling law if the recipe has no plan."""
     sampling = sampling_of(recipe, clients)
     return plan_of(recipe, sampling) or sampling
 
 
 def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
-    """The privacy plan, its noise found from a target where none is given."""
+    """Return the privacy plan; noise that is not given is found from the target epsilon."""
     asked = recipe.privacy
     if asked.mechanism is None:
         _refuse_half_a_plan(recipe)
@@ -79,7 +79,7 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
 
 
 def _refuse_half_a_plan(recipe: Recipe) -> None:
-    """A table that looks like a promise and is none is an error, not a default."""
+    """Raise `ConfigError` for a `[privacy]` table that looks like a promise and is none."""
     nothing = Privacy()
     for name, value in recipe.privacy:
         require(
@@ -97,7 +97,7 @@ def _refuse_half_a_plan(recipe: Recipe) -> None:
 
 
 def client_of(recipe: Recipe) -> Client:
-    """What a member does; under a plan every weight is one."""
+    """Return the `[client]` table, with uniform weights under a privacy plan."""
     client = recipe.client
     if recipe.privacy.mechanism is None or client.weight == "uniform":
         return client
@@ -113,7 +113,7 @@ def client_of(recipe: Recipe) -> Client:
 
 
 def rounds_of(recipe: Recipe, plan: PrivacyPlan | None) -> int:
-    """The rounds asked for, or as many as the budget holds."""
+    """Return the number of rounds asked for, or as many as the privacy budget allows."""
     asked, budget = recipe.server.rounds, recipe.privacy.epsilon
     if plan is None or budget is None or recipe.privacy.noise_multiplier is None:
         return asked
@@ -130,5 +130,5 @@ def rounds_of(recipe: Recipe, plan: PrivacyPlan | None) -> int:
 
 
 def secret_of(privacy: Privacy) -> bytes:
-    """What private draws are made from: the system's entropy, unless a seed is fixed."""
+    """Return 16 bytes that seed private draws: the system's entropy, or the fixed seed."""
     return os.urandom(16) if privacy.seed is None else privacy.seed.to_bytes(16, "little")

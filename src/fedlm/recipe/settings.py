@@ -31,7 +31,7 @@ from fedlm.recipe.tables import Server as Server
 from fedlm.recipe.tables import Table as Table
 from fedlm.recipe.tables import Wire as Wire
 
-# Settings that had another name before 0.1.0; an old recipe is told the new one.
+# Settings that had another name before 0.1.0; the error for an old name gives the new one.
 RENAMED = {
     "data.length": "sequence_length",
     "model.embed": "embedding_size",
@@ -62,7 +62,7 @@ RENAMED = {
 
 
 def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
-    """A recipe file with changes `table.key=value` applied."""
+    """Read a recipe file and apply changes of the form `table.key=value`."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except OSError as error:
@@ -91,7 +91,7 @@ def _apply(tables: dict[str, Any], change: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A TOML value; anything that is not one is a string, so quotes are not needed."""
+    """Parse a TOML value; any other text is a string, so that quotes are not needed."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -99,7 +99,7 @@ def _value(text: str) -> Any:
 
 
 def parse(tables: dict[str, Any]) -> Recipe:
-    """Tables to a recipe, or one sentence about the first thing that is wrong."""
+    """Convert tables to a recipe, or raise `ConfigError` about the first mistake."""
     try:
         return Recipe.model_validate(_floats(tables))
     except ValidationError as error:
@@ -107,7 +107,10 @@ def parse(tables: dict[str, Any]) -> Recipe:
 
 
 def _floats(tables: dict[str, Any]) -> dict[str, Any]:
-    """TOML tells 1 from 1.0; a person who writes `rate = 1` means 1.0. Lists become tuples."""
+    """Convert integers to floats where a setting is a float, and lists to tuples.
+
+    TOML tells 1 from 1.0; a person who writes `rate = 1` means 1.0.
+    """
     out: dict[str, Any] = {}
     for name, table in tables.items():
         field = Recipe.model_fields.get(name)
@@ -120,7 +123,7 @@ def _floats(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(table: str) -> dict[str, Any]:
-    """The settings of a table, also of one that may be left out."""
+    """Return the settings of a table by name, also if the table is optional."""
     kind = Recipe.model_fields[table].annotation
     options = [k for k in typing.get_args(kind) if k is not type(None)]
     return dict((options[0] if options else kind).model_fields)  # type: ignore[union-attr]
@@ -159,7 +162,10 @@ def _sentence(error: Any) -> str:
 
 
 def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
-    """Paths are looked for beside the recipe, then here; the resolved recipe has them absolute."""
+    """Make the paths of a recipe absolute.
+
+    A path is looked up in the recipe's folder first, then in the current directory.
+    """
     data = recipe.data
     changed: dict[str, Any] = {
         name: _absolute(value, folder)
@@ -170,7 +176,7 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
         changed["tokenizer"] = _absolute(data.tokenizer, folder)
     if data.stores:
         changed["stores"] = tuple(_absolute(path, folder) for path in data.stores)
-    # Built from what was written, so that it stays known which settings were given.
+    # Built from the given settings only, so that `model_fields_set` stays correct.
     given = {k: v for k, v in data if k in data.model_fields_set}
     tables: dict[str, Table] = {"data": Data(**{**given, **changed})}
     if recipe.model.init_from is not None:
@@ -185,7 +191,7 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as TOML; what is None is left out, as TOML has no null."""
+    """Return the recipe as TOML, without settings that are None: TOML has no null."""
     tables = recipe.model_dump(mode="python", exclude_none=True)
     return tomli_w.dumps({k: {n: _toml(v) for n, v in t.items()} for k, t in tables.items()})
 

@@ -52,7 +52,7 @@ class Table(BaseModel):
 
 
 class Data(Table):
-    """Which text, in which tokens, in rows of which shape."""
+    """The text, its tokenizer, and the shape of its rows."""
 
     source: str | None = Field(
         default=None,
@@ -97,7 +97,7 @@ class Data(Table):
 
 
 class Model(Table):
-    """Which architecture, of which size; what is left out comes with the name."""
+    """The architecture and its sizes; sizes left out come with the model's name."""
 
     name: Annotated[str, one_of(NAMED)] = Field(
         default="si-cifg",
@@ -145,7 +145,7 @@ class Model(Table):
 
 
 class Client(Table):
-    """What a member does in a round."""
+    """The training of a member in a round."""
 
     optimizer: Annotated[str, one_of(CLIENT_OPTIMIZERS)] = Field(
         default="sgd", description="The optimiser of a member's local steps."
@@ -188,7 +188,7 @@ class Client(Table):
 
 
 class Server(Table):
-    """What the server does with a cohort's mean change, and how often."""
+    """The server's step with a cohort's mean change, and the number of rounds."""
 
     optimizer: Annotated[str, one_of(SERVER_OPTIMIZERS)] = Field(
         default="fedadam", description="The optimiser that takes the mean change for a gradient."
@@ -236,7 +236,7 @@ class Server(Table):
 
 
 class Privacy(Table):
-    """What is promised to each client; without a mechanism, nothing is."""
+    """The privacy promised to each client; without a mechanism there is no promise."""
 
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
@@ -312,7 +312,7 @@ class Privacy(Table):
 
 
 class Wire(Table):
-    """What travels: which part of the model is trained, and in which bytes it is sent."""
+    """The part of the model that is trained and sent, and its encoding."""
 
     upload: str = Field(
         default="float32",
@@ -342,7 +342,7 @@ class Wire(Table):
 
 
 class RunTable(Table):
-    """How the run is carried out; nothing here changes what is learned but the seed."""
+    """The execution of a run; of these settings only the seed changes the trained model."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         default=0, description="Seed of everything random, except what a privacy plan hides."
@@ -371,7 +371,7 @@ class RunTable(Table):
 
 
 class Recipe(Table):
-    """A whole experiment."""
+    """All settings of an experiment."""
 
     data: Data = Field(default=Data(), description="Which text, in which tokens and rows.")
     model: Model = Field(default=Model(), description="Which architecture, of which size.")

@@ -43,7 +43,7 @@ from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
 from fedlm.wire.dense import dense
 
-# An epsilon beyond this bounds a likelihood ratio by more than twenty thousand: nothing.
+# A larger epsilon bounds a likelihood ratio by more than twenty thousand: it promises nothing.
 MEANINGFUL = 10.0
 NOTHING_HELD = (
     "data.validation: expected held-out text at every leaf of the tree; raise it, or "
@@ -60,7 +60,11 @@ def tree_run(
     engine: Callable[[Algorithm, Topology], Engine] | None = None,
     nothing_held: Callable[[Topology, dict[str, Any]], str] = lambda topology, held: NOTHING_HELD,
 ) -> Run:
-    """A tree over the store's clients, or over `members` that an `engine` reaches."""
+    """Return the run of a tree.
+
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
+    `nothing_held` words the error for a tree without held-out text.
+    """
     settings = settings_of(recipe)
     clients = parts.training_clients(recipe, store, needed=members is None)
     rows = parts.client_rows(recipe, store, clients)
@@ -96,13 +100,16 @@ def tree_run(
 
 
 def settings_of(recipe: Recipe) -> FederationTable:
-    """The table of the tree."""
+    """Return the recipe's `[federation]` table."""
     assert recipe.federation is not None
     return recipe.federation
 
 
 def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
-    """A client's rows; beyond the clients, those of a node with all its text."""
+    """Return a function from member number to rows.
+
+    Numbers below the number of clients are clients; the next ones are nodes with all their text.
+    """
     clients = len(rows.clients)
 
     def rows_of(member: int) -> np.ndarray:
@@ -117,7 +124,7 @@ def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
 
 
 def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
-    """What a member does; the text of a pooled node stays where it is."""
+    """Return the algorithm of a tree's members, after checking that its settings fit a tree."""
     settings, privacy = settings_of(recipe), recipe.privacy
     require(
         privacy.mechanism is None or not settings.pool_clients,
@@ -134,7 +141,7 @@ def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
 def leaf_algorithm(
     recipe: Recipe, participation: Sampling | PrivacyPlan, shapes: Params
 ) -> Algorithm:
-    """The algorithm of a node that trains: on its pooled text, or with its clients as members."""
+    """Return the algorithm of a node that trains on its pooled text or with its clients."""
     settings, client = settings_of(recipe), recipe.client
     made = algorithm_of(recipe, participation, shapes)
     steps, keep = settings.warmup_steps, settings.keep_optimizer
@@ -160,7 +167,10 @@ def leaf_algorithm(
 
 
 def _participation(recipe: Recipe, topology: Topology) -> Sampling | PrivacyPlan:
-    """That of the smallest federation of clients: there a client is drawn most often."""
+    """Return the plan or sampling law of the smallest federation of clients in the tree.
+
+    A client is drawn most often there. Where text is pooled, all nodes join every round.
+    """
     if settings_of(recipe).pool_clients:
         nodes = len(topology.with_text)
         return Sampling(law="fixed", population=nodes, cohort=nodes)
@@ -174,7 +184,7 @@ def _participation_of(recipe: Recipe, held: int, cohort: int) -> Sampling | Priv
 
 
 def _plans(config: TreeConfig) -> tuple[PrivacyPlan, ...]:
-    """The plans of all federations of clients, that which costs a client most first."""
+    """Return the privacy plans of all federations of clients, the most expensive first."""
     plans = [a.plan for a in config.algorithms if a is not None and a.plan is not None]
     return tuple(sorted(plans, key=lambda p: -p.sampling.cohort / p.sampling.population))
 
@@ -182,7 +192,7 @@ def _plans(config: TreeConfig) -> tuple[PrivacyPlan, ...]:
 def config_of(
     recipe: Recipe, store: Any, algorithm: Algorithm, topology: Topology, people: Population
 ) -> TreeConfig:
-    """Everything that a round of the tree needs to know."""
+    """Return the configuration of the tree's rounds."""
     settings = settings_of(recipe)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     names, nodes = list(tree.named_leaves(shapes)), range(len(topology))
@@ -190,7 +200,7 @@ def config_of(
     shelf, most = Shelf(), settings.resident
 
     def rest(node: int, params: Params) -> Params:
-        """Keeps models in memory, unless there are more nodes than may be there."""
+        """Put a node's model on disk if the tree has more nodes than `resident`."""
         return shelf.put(node, params) if 0 < most < len(topology) else params
 
     return TreeConfig(
@@ -216,7 +226,7 @@ def config_of(
 
 
 def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
-    """What a node does with its children's mean change."""
+    """Return the method by which a node applies its children's mean change."""
     settings, server = settings_of(recipe), recipe.server
     place, depth = topology.places[node], topology.depths[node]
 
@@ -235,7 +245,7 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
 
 
 def _weight(settings: FederationTable, topology: Topology, people: Population, node: int) -> float:
-    """How much a node counts at its parent."""
+    """Return the weight of a node in the mean at its parent."""
     weight = 1.0
     if settings.weight == "tokens":
         assert people.tokens is not None  # refused where members live elsewhere
@@ -245,7 +255,10 @@ def _weight(settings: FederationTable, topology: Topology, people: Population, n
 
 
 def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Algorithm | None:
-    """The flat federation of a node's own clients; its plan is that of so many clients."""
+    """Return the algorithm of a node's own clients; None if it has none or pools their text.
+
+    Its privacy plan is computed for the number of these clients.
+    """
     held = len(topology.clients[node])
     if not held or settings_of(recipe).pool_clients:
         return None
@@ -257,7 +270,7 @@ def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Alg
 
 
 def _check_leaf_noise(settings: FederationTable, topology: Topology) -> None:
-    """Refuses noise and clips that would not hold what they say."""
+    """Raise `ConfigError` if noise and clips at the leaves would not protect as promised."""
     require(
         settings.noise_multiplier == 0 or settings.clip_norm > 0,
         "federation.clip_norm",
@@ -287,7 +300,7 @@ def _leaf_secret(settings: FederationTable) -> bytes:
 
 
 def _leaf_claim(settings: FederationTable, rounds: int) -> dict[str, Any]:
-    """What noise at the leaves is worth, in numbers and plain words."""
+    """Return the privacy that noise at the leaves gives, in numbers and plain words."""
     noise, delta = settings.noise_multiplier, settings.delta
     if not noise:
         return {}
@@ -316,7 +329,10 @@ def _evaluation(
     plan: PrivacyPlan | None,
     nothing_held: Callable[[Topology, dict[str, Any]], str],
 ) -> TreeEvaluation:
-    """The first split that may be told and in which every leaf has held-out text."""
+    """Return the evaluation of a tree.
+
+    It uses the first split that the plan allows and in which every node with text holds some out.
+    """
     topology = config.topology
     owners = parts.owners_of(recipe, rows.store, rows.clients)
     held = {split: _held(recipe, rows, topology, found) for split, found in owners.items()}
@@ -337,7 +353,7 @@ def _evaluation(
 def _held(
     recipe: Recipe, rows: ClientRows, topology: Topology, owners: np.ndarray
 ) -> dict[int, np.ndarray]:
-    """The held-out rows of each node that holds text, at most `server.evaluate_rows` of each."""
+    """Return the held-out rows per node with text, at most `server.evaluate_rows` each."""
     most, found = recipe.server.evaluate_rows, {}
     fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
     for node in topology.with_text:

@@ -1,1 +1,1 @@
-"""Nothing is lost by a crash; reports are functions of the journal."""
+"""The record of a run: a crash loses nothing, and reports are functions of the journal."""

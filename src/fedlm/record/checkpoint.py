@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 class _OtherTree(RecordError):
-    """A whole checkpoint of another state: the one before it would not fit either."""
+    """An intact checkpoint of another structure; older checkpoints would not fit either."""
 
 
 def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
@@ -45,7 +45,7 @@ def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or the old one: never a part."""
+    """Write a file so that a crash leaves either the old file or the whole new one."""
     partial = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +56,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(partial, path)
         _sync_folder(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a read-only disk refuses this too
+        with contextlib.suppress(OSError):  # a read-only disk refuses the removal too
             partial.unlink(missing_ok=True)
         raise RecordError(f"{path} could not be written: {error.strerror}.") from None
 
 
 def _sync_folder(path: Path) -> None:
-    """A new name is on the disk only when its folder is."""
+    """Flush a folder to disk: a new file name is not safe before that."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -71,17 +71,18 @@ def _sync_folder(path: Path) -> None:
 
 
 def to_bytes(state: Any, **facts: Any) -> bytes:
-    """A tree as safetensors bytes, its digest in the metadata."""
-    # Not ascontiguousarray, which makes a scalar a vector.
+    """Return a tree as safetensors bytes, with its digest in the metadata."""
+    # Not ascontiguousarray, which turns a scalar into a vector.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in tree.named_leaves(state).items()}
     told = json.dumps(facts)
-    # One entry: safetensors writes several in any order, and equal trees should be equal files.
+    # One entry: safetensors writes several entries in any order, and equal trees should give equal
+    # files.
     metadata = {"fedlm": json.dumps({"digest": _digest(arrays, told), "facts": told})}
     return bytes(save_tensors(arrays, metadata))
 
 
 def from_bytes(data: bytes, like: Any, where: str) -> Any:
-    """The tree that `to_bytes` wrote; `like` gives structure, shapes and types."""
+    """Return the tree that `to_bytes` wrote; `like` gives structure, shapes and types."""
     try:
         size = int.from_bytes(data[:8], "little")
         arrays = load_tensors(data)
@@ -110,7 +111,7 @@ def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:
 
 
 def save(folder: Path, round: int, state: Any, keep: int = 3) -> Path:
-    """Writes the checkpoint of a round and removes all but the newest `keep`."""
+    """Write the checkpoint of a round and remove all but the newest `keep`."""
     path = folder / _NAME.format(round)
     try:
         write_atomically(path, to_bytes(state, round=round))
@@ -124,13 +125,13 @@ def save(folder: Path, round: int, state: Any, keep: int = 3) -> Path:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    # By length first: round 1000000 has a digit more than the name provides for.
+    # By length first: round 1000000 has one digit more than the padded names.
     files = folder.glob("round-*.safetensors")
     return sorted(files, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def load_newest(folder: Path, like: Any, say: Say) -> Any | None:
-    """The newest checkpoint that is whole, or None if there never was one."""
+    """Return the newest intact checkpoint, or None if there never was one."""
     files = _newest_first(folder)
     for path in files:
         try:

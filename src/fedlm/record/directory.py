@@ -1,4 +1,4 @@
-"""The run directory: everything that happened, under one roof.
+"""The run directory: all files of a run in one place.
 
 In:       a path and the resolved recipe as text.
 Out:      the places of recipe, journal, checkpoints, weights, tokenizer, report.
@@ -20,7 +20,7 @@ from fedlm.record.checkpoint import write_atomically
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where the parts of a run lie."""
+    """The paths of the files of a run."""
 
     path: Path
 
@@ -41,8 +41,8 @@ class RunDirectory:
         return self.path / "model.safetensors"
 
     def weights_of(self, node: str) -> Path:
-        """The model of a node of a tree; without a name, that of the whole federation."""
-        # Names come with the text: one that holds a slash must not lead elsewhere.
+        """Return the path of a node's model, or of the federation's model if the name is empty."""
+        # Node names come from the corpus: a slash in a name must not lead to another folder.
         file = f"{quote(node, safe=' ')}.safetensors"
         return self.path / "nodes" / file if node else self.weights
 
@@ -64,7 +64,7 @@ class RunDirectory:
         return self.path / "report.html"
 
     def claim(self, recipe: str, *, resume: bool) -> bool:
-        """Takes the directory for this recipe; True if there is something to go on from."""
+        """Take the directory for this recipe, and return True if it holds a run to resume."""
         if not self.path.exists() or (self.path.is_dir() and self._is_bare()):
             self._begin(recipe)
             return False
@@ -83,7 +83,7 @@ class RunDirectory:
         return True
 
     def _is_bare(self) -> bool:
-        """Nothing, or no more than what a kill left of the first write."""
+        """Tell whether the directory is empty, or holds only leftovers of a killed first write."""
         return all(entry.name.endswith(".part") for entry in self.path.iterdir())
 
     def _read_recipe(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class RunDirectory:
         write_atomically(self.recipe, recipe.encode())
 
     def finished(self) -> RunDirectory:
-        """Itself, if the run has come to its end."""
+        """Return the directory itself, or refuse if the run has not finished."""
         if not self.weights.is_file():
             raise RecordError(
                 f"{self.path} holds no trained model yet: finish it with "
@@ -106,7 +106,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
-        """A directory that holds a run."""
+        """Return the directory at a path, or refuse if it holds no run."""
         found = cls(Path(path))
         if not found.recipe.is_file():
             raise RecordError(f"{path} is not a run directory: it has no recipe.toml.")
@@ -114,7 +114,7 @@ class RunDirectory:
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The first setting in which two recipes differ, in words."""
+    """Describe the first setting in which two recipes differ."""
     for table in sorted(there.keys() | here.keys()):
         a, b = there.get(table, {}), here.get(table, {})
         for name in sorted(a.keys() | b.keys()):
@@ -124,7 +124,7 @@ def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def free_path(root: Path, stem: str) -> Path:
-    """`root/stem`, or the first of `root/stem-2`, `root/stem-3`, ... that is not there."""
+    """Return the first of `root/stem`, `root/stem-2`, `root/stem-3`, ... that does not exist."""
     number, path = 1, root / stem
     while path.exists():
         number += 1
@@ -133,7 +133,7 @@ def free_path(root: Path, stem: str) -> Path:
 
 
 def newest_path(root: Path, stem: str) -> Path:
-    """The last of `root/stem`, `root/stem-2`, ... that is there, else `root/stem`."""
+    """Return the last of `root/stem`, `root/stem-2`, ... that exists, else `root/stem`."""
     number, path = 1, root / stem
     while (root / f"{stem}-{number + 1}").exists():
         number += 1

@@ -20,7 +20,7 @@ from fedlm.record.checkpoint import write_atomically
 
 
 def to_onnx(logits: Callable[[Any], Any], length: int) -> bytes:
-    """ONNX bytes: input `tokens` of shape (batch, length), output `logits`."""
+    """Return ONNX bytes with input `tokens` of shape (batch, length) and output `logits`."""
     try:
         import jax2onnx
     except ImportError:
@@ -37,5 +37,5 @@ def to_onnx(logits: Callable[[Any], Any], length: int) -> bytes:
 
 
 def write_onnx(logits: Callable[[Any], Any], length: int, path: Path) -> None:
-    """The ONNX file of a model."""
+    """Write the ONNX file of a model."""
     write_atomically(path, to_onnx(logits, length))

@@ -1,7 +1,7 @@
-"""The facts of a run, one JSON object a line.
+"""The facts of a run, one JSON object per line.
 
 In:       facts as they happen.
-Out:      `journal.jsonl`: a header, a line a round, a closing line.
+Out:      `journal.jsonl`: a header, one line per round, a closing line.
 Promise:  a line that was appended survives a kill, and after `sync` a power cut; a half-written
           last line is ignored; after `rewind(r)` the journal holds exactly the rounds before r.
 Not here: derived numbers (`report.py` computes them from the journal).
@@ -22,7 +22,7 @@ from fedlm.record.checkpoint import write_atomically
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -33,12 +33,12 @@ def _plain(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """One line of strict JSON."""
+    """Return a value as one line of strict JSON."""
     return json.dumps(_plain(value), allow_nan=False, separators=(", ", ": "))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a journal; a torn last line is what a kill leaves, so it is passed over."""
+    """Yield the entries of a journal, without a last line that a kill left incomplete."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
@@ -64,7 +64,7 @@ class Journal:
         self.path = Path(path)
 
     def append(self, facts: Releasable) -> None:
-        """Adds one line, in one write, and hands it to the operating system."""
+        """Append one line in one write, and flush it to the operating system."""
         line = dumps({"kind": facts.kind, **facts}) + "\n"
         try:
             with open(self.path, "a", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ class Journal:
             ) from None
 
     def sync(self) -> None:
-        """Waits until what was appended is on the disk."""
+        """Wait until all appended lines are on the disk."""
         try:
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
@@ -86,7 +86,7 @@ class Journal:
             ) from None
 
     def rewind(self, round: int) -> None:
-        """Forgets rounds from `round` on, and any closing line, as if they had not run."""
+        """Remove the rounds from `round` on, and any closing line, as if they had not run."""
         kept = [
             entry
             for entry in read(self.path)

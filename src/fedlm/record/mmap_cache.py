@@ -1,4 +1,4 @@
-"""Models that rest in files while nobody uses them.
+"""Models that are kept in memory-mapped files while they are not in use.
 
 In:       a number and a tree of arrays.
 Out:      the same tree, its arrays mapped from a file that is written like a checkpoint.
@@ -24,14 +24,17 @@ from fedlm.record.checkpoint import to_bytes
 
 
 class Shelf:
-    """A folder with one file a number; it goes when the shelf does."""
+    """A temporary folder with one file per number, deleted together with the shelf."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="fedlm-nodes-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def put(self, number: int, state: Any) -> Any:
-        """Writes a tree and returns it from the file; who still holds the one before keeps it."""
+        """Write a tree to its file, and return it mapped from there.
+
+        Trees that an earlier `put` of the same number returned stay valid.
+        """
         path = self._folder / f"{number}.safetensors"
         partial = path.with_suffix(".part")
         try:
@@ -46,7 +49,7 @@ class Shelf:
 
 
 def mapped(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, without reading them."""
+    """Map the arrays of a safetensors file without reading them."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         facts = json.loads(file.read(size))

@@ -24,8 +24,8 @@ class Series(NamedTuple):
 
 
 def script() -> str:
-    """The drawing library, once a page."""
-    from plotly.offline import get_plotlyjs  # in here: loading plotly takes half a second
+    """Return the script of the drawing library, needed once per page."""
+    from plotly.offline import get_plotlyjs  # imported here: loading plotly takes half a second
 
     return f"<script>{get_plotlyjs()}</script>"
 
@@ -39,8 +39,8 @@ def lines(
     log_x: bool = False,
     marks: dict[str, float] | None = None,
 ) -> str:
-    """Curves over a common axis, with horizontal marks for reference values."""
-    import plotly.graph_objects as go  # in here: loading plotly takes half a second
+    """Draw curves over a common axis, with horizontal marks for reference values."""
+    import plotly.graph_objects as go  # imported here: loading plotly takes half a second
 
     figure = go.Figure()
     for number, one in enumerate(series):
@@ -49,7 +49,7 @@ def lines(
         figure.add_trace(go.Scatter(x=one.x, y=one.y, name=one.name, mode=mode, line_color=color))
     ends = [min(min(s.x) for s in series if s.x), max(max(s.x) for s in series if s.x)]
     for name, value in (marks or {}).items():
-        # A trace, not a shape: on a logarithmic axis the label of a shape goes astray.
+        # A trace, not a shape: on a logarithmic axis the label of a shape is misplaced.
         figure.add_trace(
             go.Scatter(
                 x=ends,
@@ -67,8 +67,8 @@ def lines(
 
 
 def bars(names: list[str], values: list[float], *, y: str) -> str:
-    """One bar a name."""
-    import plotly.graph_objects as go  # in here: loading plotly takes half a second
+    """Draw one bar per name."""
+    import plotly.graph_objects as go  # imported here: loading plotly takes half a second
 
     figure = go.Figure(go.Bar(x=names, y=values, marker_color=COLORS[0]))
     figure.update_yaxes(title=y)

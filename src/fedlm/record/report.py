@@ -34,7 +34,7 @@ pre { padding: .7rem; overflow: auto; }
 
 @dataclass
 class Facts:
-    """One run as its journal tells it."""
+    """The facts of one run, from its journal."""
 
     name: str
     header: dict[str, Any]
@@ -47,20 +47,24 @@ class Facts:
 
     @property
     def tokens(self) -> int | None:
-        """How many were trained on; a private run does not tell."""
+        """The number of training tokens, or None for a private run, which does not tell it."""
         if any("tokens" not in r for r in self.rounds):
             return None
         return sum(r["tokens"] for r in self.rounds)
 
     @property
     def member_bytes(self) -> list[float]:
-        """What one member uploads, round by round."""
+        """The mean upload per member in each round, in bytes."""
         totals = [0, *(r["upload_bytes"] for r in self.rounds)]
         came = [max(1, r["members"]) for r in self.rounds]
         return [(b - a) / n for a, b, n in zip(totals, totals[1:], came, strict=False)]
 
     def over(self, axis: str) -> Series:
-        """Perplexity over rounds, seconds, or bytes: uploaded by all, or by one in every round."""
+        """Return perplexity over an axis.
+
+        The axes are rounds, seconds, epsilon, megabytes uploaded by all members, and megabytes
+        uploaded by a member of every round.
+        """
         elapsed = list(itertools.accumulate(r["seconds"] for r in self.rounds))
         each = list(itertools.accumulate(self.member_bytes))
         x = {
@@ -79,7 +83,7 @@ class Facts:
 
 
 def facts_of(path: Path) -> Facts:
-    """Reads the journal of a run directory."""
+    """Read the journal of a run directory."""
     entries = list(journal.read(Path(path) / "journal.jsonl"))
     if not entries or entries[0]["kind"] != "header":
         raise RecordError(f"{path}: its journal has no header, so there is nothing to report.")
@@ -93,7 +97,7 @@ def facts_of(path: Path) -> Facts:
 
 
 def page(runs: list[Facts]) -> str:
-    """The whole report."""
+    """Return the whole report as an HTML page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     parts = [f"<h1>{html.escape(title)}</h1>", _overview(runs)]
     parts += _curves(runs)
@@ -109,7 +113,7 @@ def page(runs: list[Facts]) -> str:
 
 
 def table(head: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    """An HTML table; numbers are set to the right."""
+    """Return an HTML table with numbers aligned to the right."""
 
     def cell(value: Any) -> str:
         if value is None:
@@ -195,7 +199,7 @@ def _curves(runs: list[Facts]) -> list[str]:
 
 
 def _privacy(run: Facts) -> list[str]:
-    """The claim in plain words, from the plan in the header and the rounds that ran."""
+    """State the privacy claim in plain words, from the plan in the header and the rounds run."""
     plan = run.header.get("privacy")
     if plan is None:
         return ["<h2>Privacy</h2><p>This run makes no privacy claim.</p>"]

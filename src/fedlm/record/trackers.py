@@ -26,27 +26,27 @@ from typing import Any, Protocol
 from fedlm.core.errors import FedlmError, require
 from fedlm.core.releasable import Releasable
 
-TrackedMetrics = Mapping[str, Any]  # as they were told: a Releasable, or a line of the journal
-# Who knows the seed of noise can subtract it, and prompts are text: both stay in the run.
+TrackedMetrics = Mapping[str, Any]  # a Releasable, or a line of the journal
+# Noise can be subtracted if its seed is known, and prompts are text: both stay in the run.
 WITHHELD = (("privacy", "seed"), ("federation", "noise_seed"), ("run", "prompts"))
-LAST = "round/round"  # tells MLflow's last round
-PARAMS_PER_REQUEST = 100  # the most that an MLflow server takes
+LAST = "round/round"  # metric that marks a round as complete in MLflow
+PARAMS_PER_REQUEST = 100  # the limit of an MLflow server
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerContext:
-    """What a tracker may know of a run before its first round."""
+    """The facts of a run that a tracker gets before the first round."""
 
     directory: Path
     name: str
-    first_round: int  # 0, or the round at which a resumed run goes on
+    first_round: int  # 0, or the round at which a resumed run continues
     recipe: dict[str, Any]
     earlier: Sequence[
         TrackedMetrics
     ] = ()  # the journal's rounds before the first, each with its number
 
     def config(self) -> dict[str, Any]:
-        """Return the resolved recipe without seeds of noise and prompts."""
+        """Return the resolved recipe without noise seeds and prompts."""
         tables = {name: dict(table) for name, table in self.recipe.items()}
         for table, setting in WITHHELD:
             tables.get(table, {}).pop(setting, None)
@@ -61,7 +61,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending and end."""
+        """Write pending metrics and close the tracker."""
         ...
 
 
@@ -73,7 +73,7 @@ class TensorBoard:
     """
 
     def __init__(self, context: TrackerContext) -> None:
-        from tensorboardX import SummaryWriter  # a quarter of a second
+        from tensorboardX import SummaryWriter  # imported here: it takes a quarter of a second
 
         folder = str(context.directory / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=context.first_round or None)
@@ -91,13 +91,14 @@ class WeightsAndBiases:
     """Write a Weights & Biases run into `RUN/wandb`; `wandb sync` uploads it later.
 
     The mode is offline unless `WANDB_MODE` says otherwise; the project is `WANDB_PROJECT` or fedlm.
-    A resumed run keeps its id. Online it goes on in the same run, with the rounds that the server
-    lacks: a kill loses the last ones. Offline, where the library cannot add to a run, it writes a
-    new folder with all rounds, the earlier ones from the journal: sync the newest folder only.
+    A resumed run keeps its id. Online it continues the same run, with the rounds that the server
+    lacks, since a kill loses the last ones. Offline, where the library cannot add to a run, it
+    writes a new folder with all rounds, the earlier ones from the journal: sync the newest folder
+    only.
     """
 
     def __init__(self, context: TrackerContext) -> None:
-        # Its reports of crashes go over the network even offline. Read when it is imported.
+        # Crash reports go over the network even offline. wandb reads this when it is imported.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -118,14 +119,14 @@ class WeightsAndBiases:
         _catch_up(self, context)
 
     def log(self, round: int, metrics: TrackedMetrics) -> None:
-        if round >= self._run.step:  # the first that is missing, also on the server
+        if round >= self._run.step:  # `step` is the first missing round, also on the server
             self._run.log(scalars(metrics), step=round, commit=True)
 
     def close(self) -> None:
         self._run.finish()
 
 
-# Nothing is printed; terminal, code, packages and load of the machine are not recorded.
+# Print nothing; do not record terminal output, code, packages or machine load.
 _QUIET: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -142,11 +143,11 @@ class MLflow:
     """Write an MLflow run into the file store `RUN/mlflow`, or to `MLFLOW_TRACKING_URI` if set.
 
     The experiment is `MLFLOW_EXPERIMENT_NAME` or fedlm; settings are parameters such as
-    `server.rounds`. A resumed run goes on in the same MLflow run, with the rounds that this lacks.
+    `server.rounds`. A resumed run continues the same MLflow run, with the rounds it lacks.
     """
 
     def __init__(self, context: TrackerContext) -> None:
-        # MLflow reports its use over a network, and refuses a file store that was not asked for.
+        # MLflow sends telemetry over the network, and refuses a file store unless told to allow it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
@@ -166,7 +167,7 @@ class MLflow:
 
         try:
             run = self._client.get_run(id) if id else None
-        except MlflowException:  # another MLFLOW_TRACKING_URI than before
+        except MlflowException:  # MLFLOW_TRACKING_URI has changed
             return None
         if run is not None:
             self._client.update_run(id, status="RUNNING")
@@ -208,7 +209,7 @@ TRACKERS: dict[str, Callable[[TrackerContext], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-# The package that the extra of the same name installs.
+# Tracker name -> the package that the extra of that name installs.
 EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -216,7 +217,7 @@ def check_installed(names: Iterable[str]) -> None:
     """Refuse trackers whose package is missing, before a run has begun."""
     for name in names:
         found = importlib.util.find_spec(EXTRAS[name]) if name in EXTRAS else None
-        # A folder `wandb` or `mlflow` beside the command is no package: it has no file of its own.
+        # A folder `wandb` or `mlflow` in the working directory is no package: it has no origin.
         there = name not in EXTRAS or (found is not None and found.origin is not None)
         way_out = f"Run pip install 'fedlm[{name}]', or leave it out."
         require(there, "run.trackers", name, "its package to be installed", way_out)
@@ -241,12 +242,12 @@ class Trackers:
                 require(False, "run.trackers", name, reason, "Mend that, or leave it out.")
 
     def log(self, round: int, metrics: Releasable) -> None:
-        """Record the metrics of one round everywhere."""
+        """Record the metrics of one round in all trackers."""
         for name, tracker in list(self._open.items()):
             self._try(name, partial(tracker.log, round, metrics))
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all trackers."""
         for name, tracker in list(self._open.items()):
             self._try(name, tracker.close)
         self._open.clear()
@@ -254,7 +255,7 @@ class Trackers:
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        # Their libraries raise what they like, and a round is worth more than its picture.
+        # Tracker libraries may raise any exception, and none of them should end the run.
         except Exception as error:
             del self._open[name]
             self._say(
@@ -277,13 +278,13 @@ def scalars(metrics: TrackedMetrics) -> dict[str, float]:
 
 
 def _catch_up(tracker: Tracker, context: TrackerContext) -> None:
-    """Log earlier rounds of a resumed run; the tracker leaves out those that it has."""
+    """Log the earlier rounds of a resumed run; the tracker skips rounds that it already has."""
     for metrics in context.earlier:
         tracker.log(metrics["round"], metrics)
 
 
 def _flat(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name every setting as `--set` does; lists and inner tables are written as JSON."""
+    """Yield every setting under its `--set` name, with lists and inner tables as JSON."""
     for table, settings in tables.items():
         for name, value in settings.items():
             plain = isinstance(value, (str, int, float))

@@ -1,4 +1,4 @@
-"""What a report says of a tree.
+"""The section of a report about a tree.
 
 In:       the journal of a run whose header holds a tree.
 Out:      HTML: the tree with perplexity and traffic, the matrix of nodes and places, attention,
@@ -19,17 +19,17 @@ from fedlm.record import plots
 from fedlm.record.plots import Series
 
 HtmlTable = Callable[[list[str], list[list[Any]]], str]
-# A backbone this many times as long as after the first round has left its course, as has one that
-# makes the leaves this many times worse each time they receive it.
+# A backbone diverges if its norm grows to LONGER times that of the first round, or if receiving it
+# makes the perplexity of the leaves WORSE times as high.
 LONGER, WORSE = 10.0, 2.0
-# Attention that keeps to itself, or that makes no difference between peers.
+# Entropy below ALONE: every node attends to itself only; above EVEN: all peers count alike.
 ALONE, EVEN = 0.02, 0.98
 
 
 def section(
     header: dict[str, Any], rounds: list[dict[str, Any]], final: dict[str, Any], table: HtmlTable
 ) -> list[str]:
-    """The part of a page that is about the tree; nothing for a flat run."""
+    """Return the part of the page about the tree, or nothing for a flat run."""
     tree = header.get("tree")
     if tree is None:
         return []
@@ -50,7 +50,7 @@ def section(
 
 
 def picture(tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str, Any]) -> list[str]:
-    """One line a node: where it is, its perplexity, and what it sent and received in all."""
+    """Draw the tree, one line per node, with perplexity and total bytes sent and received."""
     names, parents = tree["names"], tree["parents"]
     scores = {node["name"]: node for node in found.get("nodes") or []}
     sent = {n: [_sum(rounds, n, way) for way in ("up_bytes", "down_bytes")] for n in names}
@@ -82,7 +82,7 @@ def _sum(rounds: list[dict[str, Any]], name: str, what: str) -> int:
 
 
 def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
-    """The signs of failure that are known of such federations."""
+    """Return a warning for each known sign of failure in the journal."""
     said: list[str] = []
     if not rounds or "tree" not in header:
         return said
@@ -113,7 +113,7 @@ def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
 
 
 def _hidden(final: dict[str, Any]) -> list[str]:
-    """What noise at the leaves is worth."""
+    """Return the privacy claim for noise at the leaves, or nothing without a claim."""
     claim = final.get("leaves")
     if claim is None:
         return []

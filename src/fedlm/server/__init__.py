@@ -1,1 +1,1 @@
-"""The mean is the mean; one SGD step of size 1 is FedAvg."""
+"""Aggregation of updates: their exact mean; one SGD step of size 1 on it is FedAvg."""

@@ -17,12 +17,12 @@ from fedlm.core.types import Params, Total
 
 
 def over(delta: Params, denominator: float) -> Params:
-    """A sum over a number that does not depend on who came."""
+    """Divide a sum by a fixed number, whichever members took part."""
     return tree.scale(delta, 1.0 / denominator)
 
 
 def mean(total: Total) -> Params:
-    """The weighted mean of the members' changes, each leaf over those who trained it."""
+    """Return the weighted mean of the changes, for each leaf over the members that trained it."""
     if total.shares is None:
         return tree.scale(total.delta, _inverse(total.weight))
     leaves, structure = jax.tree.flatten(total.delta)

@@ -1,1 +1,1 @@
-"""Decoded bytes equal what simulation assumed; the reported size is the real size."""
+"""Codecs of updates: decoded bytes equal the simulated update, and reported sizes are real."""

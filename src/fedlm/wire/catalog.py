@@ -1,10 +1,10 @@
 """Codecs by name.
 
-In:       a name and options, as a recipe has them.
+In:       a name and options, as in a recipe.
 Out:      a `Codec`.
 Promise:  an unknown name or option is refused with the nearest known one; one line in `CODECS`
           adds a family.
-Not here: what a codec does (one file a family).
+Not here: the codecs themselves (one file per family).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Option = tuple[str, str, Callable[[str], Any]]
 
 
 class Family(NamedTuple):
-    """Codecs of one kind: how one is made, and how its options stand in its name.
+    """A family of codecs: the function that makes one, and the options in its name.
 
-    `options` has, in the order of the name, each option with a pattern of its text and what reads
-    it: `("clip", "[0-9.]+", float)` reads the 2.5 of `ternary-2.5`.
+    `options` lists, in the order of the name, each option with the pattern of its text and the
+    function that reads it: `("clip", "[0-9.]+", float)` reads the 2.5 of `ternary-2.5`.
     """
 
     make: Callable[..., Codec]
@@ -56,7 +56,7 @@ CODECS: dict[str, Family] = {
 
 
 def codec(name: str, *, deflate: bool = False, **options: Any) -> Codec:
-    """The codec of a family; `deflate` adds entropy coding to any of them.
+    """Make a codec of a family; `deflate` adds entropy coding.
 
     >>> codec("uniform", bits=4).name, codec("ternary", deflate=True).name
     ('uniform-4', 'ternary-2.5+zlib')
@@ -73,7 +73,7 @@ def codec(name: str, *, deflate: bool = False, **options: Any) -> Codec:
 
 
 def named(setting: str, text: str) -> Codec:
-    """The codec that frames call `text`; what the text leaves out is the family's default.
+    """Make the codec with a name as in frames; options left out have the family's defaults.
 
     >>> named("wire.upload", "uniform-8-block256+zlib").name
     'uniform-8-block256+zlib'

@@ -1,10 +1,10 @@
-"""Every number as it is, in four bytes or in two.
+"""Dense codecs: every number in four bytes (float32) or in two (bfloat16).
 
 In:       an update.
 Out:      a frame of float32 or bfloat16 in tree order, and back.
-Promise:  float32 keeps every bit, NaN and infinities included; bfloat16 is the nearest one,
-          ties to even, of every tame number; the size depends on shapes alone.
-Not here: the envelope (`frame.py`), few bits a number (`quantize.py`).
+Promise:  float32 keeps every bit, NaN and infinities included; bfloat16 rounds every
+          tame number to the nearest, ties to even; the size depends on shapes alone.
+Not here: the envelope (`frame.py`), few bits per number (`quantize.py`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def _decode(payload: bytes, like: Params) -> Params:
     leaves, structure = jax.tree.flatten(like)
     reader = Reader(open_frame(payload, NAME), 4 * tree.size(like))
     parts = [reader.take(leaf.size, "<f4").reshape(leaf.shape) for leaf in leaves]
-    # Numbers where they lie in the frame: a second copy would be half of a server's memory.
+    # Views of the frame, no copies: a second copy would be half of a server's memory.
     made = [p.astype(leaf.dtype, copy=False) for p, leaf in zip(parts, leaves, strict=True)]
     return jax.tree.unflatten(structure, made)
 
 
 def dense() -> Codec:
-    """The codec that changes nothing."""
+    """Make the float32 codec, which changes no number."""
     return Codec(
         name=NAME,
         encode=_encode,
@@ -54,7 +54,7 @@ def dense() -> Codec:
 
 
 def bfloat16() -> Codec:
-    """Half the bytes; 8 significant bits of 24.
+    """Make the bfloat16 codec: half the bytes, and 8 of 24 significant bits.
 
     Rounding moves a number that is not subnormal by at most one part in 257.
     """
@@ -72,7 +72,7 @@ def bfloat16() -> Codec:
 
 
 def _upper_half(x: Vector, coin: Coins | None) -> UInt16[Array, " n"]:
-    # On the bits: a cast there and back is one that a compiler may leave out.
+    # Rounds the bits themselves: a compiler may leave out a cast to bfloat16 and back.
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
     tie = (raw >> 16) & jnp.uint32(1)
     return ((raw + jnp.uint32(0x7FFF) + tie) >> 16).astype(jnp.uint16)

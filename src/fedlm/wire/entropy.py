@@ -1,18 +1,18 @@
-"""Any codec's body, deflated.
+"""Entropy coding: the body of any codec, deflated.
 
 In:       a codec.
 Out:      a codec with the same arithmetic and smaller frames.
-Promise:  what arrives is what the inner codec sends; no frame is longer than the inner one by
-          more than its header says; nothing is inflated beyond what the model needs.
+Promise:  the decoded update is that of the inner codec; no frame is longer than the inner one by
+          more than its header says; nothing is inflated beyond the bytes that the model needs.
 Not here: arithmetic (the inner codec).
 
     offset  size  field of the body
     0       1     0: the inner body as it is; 1: deflated (RFC 1951, no zlib header)
     1       ...   the inner body, or its deflated form
 
-The length depends on the data, so `fixed_size` is false: `encoded_bytes` is the most a frame
-can be, and only `len(encode(...))` tells what it was. Codes of a quantised update have no
-repeats worth a search, so only the Huffman half of deflate is used: as small and faster
+The length depends on the data, so `fixed_size` is false: `encoded_bytes` is the upper
+bound of a frame, and only `len(encode(...))` is its real size. Codes of a quantised update have
+no repeats worth a search, so only the Huffman half of deflate is used: as small and faster
 (docs/wire.md has the figures).
 """
 
@@ -31,7 +31,7 @@ _RAW = -15  # deflate without a header; the frame has its own checksum
 
 
 def deflated(inner: Codec) -> Codec:
-    """`inner` with its body deflated where that makes it smaller."""
+    """Return `inner` with its body deflated if that makes the body smaller."""
     name = f"{inner.name}+zlib"
 
     def encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:

@@ -3,8 +3,8 @@
 In:       a codec's name and its body, or bytes from anywhere.
 Out:      bytes, or the body they hold, section by section.
 Promise:  anything that is not exactly a frame of this version is a `WireError`; no size is
-          believed before it is checked against what really arrived.
-Not here: what the body means (one file a codec).
+          trusted before it is checked against the bytes that arrived.
+Not here: the meaning of the body (one file per codec).
 
     offset  size  field
     0       4     magic "FLM1"
@@ -14,7 +14,7 @@ Not here: what the body means (one file a codec).
     13+n    4     CRC-32 of name and body, little-endian
     17+n    ...   body
 
-The checksum finds accidents, not attackers: who may send is the business of the transport.
+The checksum finds accidents, not attackers: the transport decides who may send.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TAIL = struct.Struct("<QI")
 
 
 def seal_frame(codec: str, *body: bytes | memoryview) -> bytes:
-    """Wraps a body for the wire; its parts are put together once."""
+    """Wrap the parts of a body in a frame, with a single copy of the bytes."""
     name = _name_bytes(codec)
     check = zlib.crc32(name)
     for part in body:
@@ -42,12 +42,12 @@ def seal_frame(codec: str, *body: bytes | memoryview) -> bytes:
 
 
 def overhead(codec: str) -> int:
-    """How many bytes `seal` adds."""
+    """Return the number of bytes that `seal_frame` adds to a body."""
     return len(MAGIC) + 1 + len(_name_bytes(codec)) + _TAIL.size
 
 
 def open_frame(payload: bytes, codec: str) -> memoryview:
-    """The body of a frame made by `codec`."""
+    """Check a frame made by `codec` and return its body."""
     view = memoryview(payload)
     if len(view) < len(MAGIC) + 1 or bytes(view[:4]) != MAGIC:
         raise WireError("payload is not a fedlm frame: it does not begin with FLM1.")
@@ -73,7 +73,7 @@ def _name_bytes(codec: str) -> bytes:
 
 
 class Reader:
-    """A body, read from front to back; every section is checked to be there."""
+    """A reader of a body from front to back, which checks that every section is complete."""
 
     def __init__(self, body: memoryview, wanted: int) -> None:
         if len(body) != wanted:
@@ -81,7 +81,7 @@ class Reader:
         self._body, self._at = body, 0
 
     def take(self, count: int, dtype: str) -> np.ndarray:
-        """The next `count` numbers, without a copy."""
+        """Return the next `count` numbers without a copy."""
         size = count * np.dtype(dtype).itemsize
         part = self._body[self._at : self._at + size]
         if len(part) != size:
@@ -90,7 +90,7 @@ class Reader:
         return np.frombuffer(part, dtype)
 
     def finite(self, count: int) -> np.ndarray:
-        """The next `count` float32, none of them NaN or infinite."""
+        """Return the next `count` float32 numbers; refuse NaN and infinities."""
         found = self.take(count, "<f4")
         if not np.isfinite(found).all():
             raise WireError("frame holds a scale that is not a finite number.")

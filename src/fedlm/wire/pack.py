@@ -1,11 +1,11 @@
-"""Small integers in few bytes.
+"""Packing of small integers into few bytes.
 
 In:       integers of a known width, or ternary digits.
 Out:      bytes, and back.
 Promise:  n integers of w bits take `packed_bytes(n, w)` bytes, at most three more than
-          n * w / 8 rounded up; bits that hold nothing are zero, and a body where they are not
-          is a `WireError`, so that a value has one spelling.
-Not here: what the integers mean.
+          n * w / 8 rounded up; unused bits are zero, and a body in which they are not is a
+          `WireError`, so that a value has one encoding.
+Not here: the meaning of the integers.
 
 A width is the sum of at most one each of 1, 2 and 4 and of 8s; an integer is cut, lowest bits
 first, into fields of these widths in this order, and each field has a section of its own. (The
@@ -25,7 +25,7 @@ from fedlm.wire.frame import Reader
 
 
 def sections(width: int) -> list[int]:
-    """The widths of the fields of an integer.
+    """Return the widths of the fields of an integer.
 
     >>> sections(13)
     [1, 4, 8]
@@ -35,7 +35,7 @@ def sections(width: int) -> list[int]:
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """How many bytes `pack` makes."""
+    """Return the number of bytes that `pack` makes."""
     return sum(_runs(count, w)[1] for w in sections(width))
 
 
@@ -45,7 +45,7 @@ def _runs(count: int, width: int) -> tuple[int, int]:
 
 
 def pack(values: np.ndarray, width: int) -> bytes:
-    """Unsigned integers below 2**width, packed."""
+    """Pack unsigned integers below 2**width."""
     if width in (8, 16, 32):
         return _planes(values, width)
     parts, shift = [], 0
@@ -72,7 +72,7 @@ def _pack_field(field: np.ndarray, width: int) -> bytes:
 
 
 def unpack(reader: Reader, count: int, width: int) -> np.ndarray:
-    """The next `count` integers of a body."""
+    """Unpack the next `count` integers of a body."""
     out = np.zeros(count, "u1" if width <= 8 else "u2" if width <= 16 else "u4")
     shift = 0
     for w in sections(width):
@@ -101,12 +101,12 @@ def _only(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def trit_bytes(count: int) -> int:
-    """How many bytes `pack_trits` makes."""
+    """Return the number of bytes that `pack_trits` makes."""
     return -(-count // 5)
 
 
 def pack_trits(digits: np.ndarray) -> bytes:
-    """Digits 0, 1 and 2, five a byte: 3**5 = 243."""
+    """Pack digits 0, 1 and 2, five per byte (3**5 = 243)."""
     length = trit_bytes(len(digits))
     out = np.zeros(length, np.uint8)
     for i in range(5):
@@ -116,7 +116,7 @@ def pack_trits(digits: np.ndarray) -> bytes:
 
 
 def unpack_trits(reader: Reader, count: int) -> np.ndarray:
-    """The next `count` digits of a body."""
+    """Unpack the next `count` ternary digits of a body."""
     length = trit_bytes(count)
     rest = reader.take(length, "u1")
     if length and rest.max() >= 243:

@@ -21,8 +21,8 @@ Gain. Let B be the size of a block and d that widening. A value moves by less th
 lo and hi are both in the block, so ||v||^2 >= lo^2 + hi^2 >= (hi - lo)^2 / 2 and the move of a
 block is at most sqrt(B) * step <= sqrt(2 B) (1 + d) ||v|| / (k - 1). Values also stay within
 [lo, hi + d (hi - lo)], hence are at most (1 + 2 d) max|v| each. The smaller of the two bounds is
-`norm_gain`. With a block a tensor there is no bound that holds for tensors of every size: the
-gain is infinite, and a private run must clip what it decoded once more.
+`norm_gain`. With one block per tensor no bound holds for tensors of every size: the gain is
+infinite, and a private run must clip the decoded update once more.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
 
-LEAST_STEP = 2.0**-120  # a step that float32 can still round up and divide by
+LEAST_STEP = 2.0**-120  # the least step that float32 can still round up and divide by
 
 
 class Grid(NamedTuple):
-    """One tensor on its grids."""
+    """One tensor, quantised: the grid of each block and the code of each value."""
 
     lo: Any  # blocks
     step: Any  # blocks
@@ -53,7 +53,7 @@ class Grid(NamedTuple):
 
 
 def uniform(bits: int = 8, block: int | None = None) -> Codec:
-    """`bits` a value, and eight bytes a block (None: a tensor is one block)."""
+    """Make a codec of `bits` per value and eight bytes per block (None: a tensor is one block)."""
     require(1 <= bits <= 16, "wire.bits", bits, "1 to 16")
     require(block is None or block >= 2, "wire.block", block, "at least 2, or nothing")
     return per_leaf(
@@ -83,7 +83,7 @@ def _gain(bits: int, block: int | None) -> float:
 
 
 def _rows(x: Vector, block: int) -> Float[Array, "blocks block"]:
-    """The last block is filled up with the last value: it moves neither lo nor hi."""
+    """Cut a vector into blocks and fill the last one with the last value, which keeps lo and hi."""
     short = -len(x) % block
     return (jnp.pad(x, (0, short), mode="edge") if short else x).reshape(-1, block)
 
@@ -93,7 +93,7 @@ def _squeeze(x: Vector, coin: Coins | None, bits: int, block: int) -> Grid:
     top = 2**bits - 1
     rows = _rows(x, block)
     lo, hi = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
-    # Not divided by a constant: compilers disagree with themselves about that.
+    # A product, because compilers do not always divide by a constant in the same way.
     step = jnp.maximum(round_up((hi - lo) * (1 / top), bits), LEAST_STEP)
     u = ((rows - lo[:, None]) / step[:, None]).reshape(-1)[: len(x)]
     floor = jnp.floor(u)

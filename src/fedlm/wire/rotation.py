@@ -1,7 +1,7 @@
-"""DRIVE: one bit a value, after a random rotation.
+"""DRIVE: one bit per value, after a random rotation.
 
 In:       an update.
-Out:      a seed, the signs of the rotated update, and a scale a block.
+Out:      a seed, the signs of the rotated update, and a scale per block.
 Promise:  the size depends on shapes alone; the rotation is known to both ends from the seed.
 Not here: packing (`pack.py`).
 
@@ -16,8 +16,8 @@ with zeros to a power of two. With H the Walsh-Hadamard matrix of size d and D r
 In the terms of R = H D / sqrt(d), a rotation, the scale S = c sqrt(d) of R^-1 sign(Rx) is
 ||Rx||_1 / d or ||Rx||_2^2 / ||Rx||_1. The second is unbiased for a rotation drawn from all
 rotations; for this one (d sign bits in place of a full draw) it is nearly so where no few
-values dominate a block. `decode` is not told the key, so the frame carries a seed drawn from
-it: eight bytes a frame.
+values dominate a block. `decode` does not get the key, so each frame carries eight bytes of
+seed drawn from it.
 
 H y is additions alone and H sign(y) small integers, so every block is the same in any program.
 
@@ -48,21 +48,21 @@ RowMatrix = Float[Array, "blocks d"]
 
 
 class Signs(NamedTuple):
-    """The blocks of one size: `code` is 1 where y is negative."""
+    """The coded blocks of one size; `code` is 1 where y is negative."""
 
     scale: Any  # blocks
     code: Any  # blocks d
 
 
 class Rotated(NamedTuple):
-    """A whole update: full blocks, then the last one; either may be missing."""
+    """A coded update: its full blocks, then its smaller last block; either may be missing."""
 
     seed: Any  # 2
     blocks: list[Signs]
 
 
 def drive(scale: Scale = "mse", block: int = 4096) -> Codec:
-    """One bit a value and four bytes a block of at most `block` values."""
+    """Make a codec of one bit per value and four bytes per block of at most `block` values."""
     require(scale in ("mse", "unbiased"), "wire.scale", scale, "'mse' or 'unbiased'")
     ok = 2 <= block <= 2**16 and block & (block - 1) == 0
     require(ok, "wire.block", block, "a power of two from 2 to 65536")
@@ -80,7 +80,7 @@ def drive(scale: Scale = "mse", block: int = 4096) -> Codec:
 
 
 def layout(total: int, block: int) -> list[tuple[int, int]]:
-    """How many blocks of which size: full ones, then what is left in a smaller one.
+    """Return (count, size) of the full blocks, then of the smaller last block.
 
     >>> layout(10_000, 4096)
     [(2, 4096), (1, 2048)]
@@ -95,7 +95,7 @@ def _block_bytes(total: int, block: int) -> int:
 
 
 def hadamard(rows: RowMatrix) -> RowMatrix:
-    """H times every row, by additions only: eight values at a time, then four or two."""
+    """Multiply every row by H with additions only: eight values at a time, then four or two."""
     count, d = rows.shape
     left, right = count, d
     flat = rows.reshape(-1)
@@ -118,7 +118,7 @@ def _butterflies(x: Float[Array, "left radix right"]) -> Float[Array, " n"]:
 
 
 def _flips(seed: UInt32[Array, "2"], total: int) -> Bool[Array, " total"]:
-    """Which values D turns around: one random bit each."""
+    """Draw the values whose sign D flips, with one random bit per value."""
     drawn = words(seed, -(-total // 32))[:, None]
     bits = (drawn >> jnp.arange(32, dtype=jnp.uint32)[None]) & jnp.uint32(1)
     return bits.reshape(-1)[:total] == 1
@@ -141,7 +141,7 @@ def _squeeze(vectors: Vectors, key: PRNGKeyArray, scale: Scale, block: int) -> R
 
 def _signs(rows: RowMatrix, scale: Scale) -> Signs:
     d = rows.shape[1]
-    # By a power of two, which is exact: squares neither overflow nor vanish.
+    # Division by a power of two is exact; squares then neither overflow nor vanish.
     power = power_below(jnp.max(jnp.abs(rows), axis=1))
     y = hadamard(rows / power[:, None])
     length = fold(jnp.abs(y))

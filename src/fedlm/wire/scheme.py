@@ -1,11 +1,11 @@
-"""How a codec is made from its arithmetic and its bytes.
+"""Codecs made from a scheme: its arithmetic and its bytes.
 
 In:       a `Scheme`: squeeze and expand inside a program, write and read outside.
 Out:      a `Codec`.
-Promise:  `encode` sends what `squeeze` made and `decode` hands the same to `expand`, so
-          `apply = expand after squeeze` is what arrives; shapes and types are kept; the body's
-          length is checked against the model before anything is read.
-Not here: any one format (one file a family).
+Promise:  `encode` sends the parts that `squeeze` made and `decode` gives the same parts to
+          `expand`, so `apply = expand after squeeze` equals the decoded update; shapes and
+          types are kept; the body's length is checked against the model before anything is read.
+Not here: any one format (one file per family).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Vectors = list[Vector]
 Coins = UInt16[Array, " n"]
 Sizes = tuple[int, ...]
 Parts = Any
-"""What a scheme sends: a tree of small arrays."""
+"""The coded form that a scheme sends: a tree of small arrays."""
 
 
 class Scheme(NamedTuple):
-    """A codec without its envelope, over the tamed vectors of a tree that are not empty."""
+    """A codec without its envelope, for the tamed leaves of a tree that are not empty."""
 
     name: str
     squeeze: Callable[[Vectors, PRNGKeyArray], Parts]
@@ -44,7 +44,7 @@ class Scheme(NamedTuple):
 
 
 class LeafScheme(NamedTuple):
-    """The same for one vector; `random` says whether `squeeze` needs coins."""
+    """A codec without its envelope, for one leaf; `random`: `squeeze` needs coins."""
 
     name: str
     squeeze: Callable[[Vector, Coins | None], Parts]
@@ -57,9 +57,9 @@ class LeafScheme(NamedTuple):
 
 
 def codec_of(scheme: Scheme, *, by_leaf: bool = False) -> Codec:
-    """The codec of a scheme; `by_leaf`: its parts are a list, one a leaf."""
+    """Make the codec of a scheme; `by_leaf`: its parts are a list with one entry per leaf."""
     squeeze = jax.jit(lambda update, key: _squeeze(scheme, update, key))
-    # Leaves that are left out make any number of different lists: those are not compiled whole.
+    # By leaf, any subset of leaves may arrive: one program for all would be compiled per subset.
     expand = scheme.expand if by_leaf else jax.jit(scheme.expand, static_argnums=1)
 
     def encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:
@@ -91,13 +91,13 @@ def codec_of(scheme: Scheme, *, by_leaf: bool = False) -> Codec:
 
 
 def sizes_of(like: Params) -> Sizes:
-    """How many numbers each leaf holds, without the empty ones."""
+    """Return the size of each leaf that is not empty."""
     sizes = (int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like))
     return tuple(size for size in sizes if size)
 
 
 def per_leaf(scheme: LeafScheme) -> Codec:
-    """The codec of a scheme that knows one vector and nothing of the others."""
+    """Make the codec of a scheme that codes each leaf without the others."""
 
     expand = jax.jit(scheme.expand, static_argnums=1)
 

@@ -1,8 +1,8 @@
 """TernGrad: every value is minus the scale, zero, or the scale.
 
 In:       an update.
-Out:      for each tensor a scale, then five ternary digits a byte.
-Promise:  unbiased for what the clip leaves; the size depends on shapes alone.
+Out:      for each tensor a scale, then five ternary digits per byte.
+Promise:  unbiased for the clipped values; the size depends on shapes alone.
 Not here: packing (`pack.py`), finer grids (`quantize.py`).
 
     sigma = sqrt(mean(v^2));   c = clip(v, -2.5 sigma, 2.5 sigma);   s = max|c|
@@ -11,7 +11,7 @@ Not here: packing (`pack.py`), finer grids (`quantize.py`).
 Sigma is taken about zero, not about the mean: the two agree for updates, and a tensor that is
 constant or holds one number arrives exactly instead of being clipped away.
 
-Gain. With n values, ||v'|| <= s sqrt(n) <= 2.5 sigma sqrt(n) = 2.5 ||v||: the clip is what
+Gain. With n values, ||v'|| <= s sqrt(n) <= 2.5 sigma sqrt(n) = 2.5 ||v||: the clip
 bounds it.
 """
 
@@ -30,14 +30,14 @@ from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
 
 
 class Trits(NamedTuple):
-    """One tensor: digits 0, 1 and 2 stand for 0, +scale and -scale."""
+    """One coded tensor: digits 0, 1 and 2 stand for 0, +scale and -scale."""
 
     scale: Any  # 1
     digit: Any  # n
 
 
 def ternary(clip: float = 2.5) -> Codec:
-    """1.6 bits a value, and four bytes a tensor; `clip` is in sigmas."""
+    """Make a codec of 1.6 bits per value and four bytes per tensor; `clip` is in sigmas."""
     clip = float(clip)
     require(1 <= clip <= 100, "wire.clip", clip, "1 to 100 sigmas")
     return per_leaf(
@@ -57,7 +57,7 @@ def ternary(clip: float = 2.5) -> Codec:
 def _squeeze(x: Vector, coin: Coins | None, clip: float) -> Trits:
     assert coin is not None
     top = jnp.max(jnp.abs(x))
-    # By a power of two, which is exact: squares neither overflow nor vanish.
+    # Division by a power of two is exact; squares then neither overflow nor vanish.
     power = power_below(top)
     y, top = x / power, top / power
     sigma = jnp.sqrt(fold(square(y)[None])[0] * (1 / len(x)))

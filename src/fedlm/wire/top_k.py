@@ -1,14 +1,14 @@
-"""The largest values of every tensor, and where they were.
+"""Top-k: the largest values of every tensor, and their places.
 
 In:       an update, the share of values to keep.
 Out:      for each tensor the places of its k largest magnitudes, then their values.
 Promise:  ties go to the lower place; the size depends on shapes alone.
-Not here: what was left out. A codec keeps no memory; a member may (`federation/member.py`, error
-          feedback).
+Not here: the values left out. A codec keeps no memory; a member may (error feedback,
+          `federation/member.py`).
 
 Places are an Elias-Fano list: with l = floor(log2(n / k)), the lowest l bits of each place in
 order, packed; then a bit string in which place i of the list sets bit (place >> l) + i. That is
-about 2 + log2(n / k) bits a place whatever the places are (at one percent 8.6, where log2 of the
+about 2 + log2(n / k) bits per place for any places (at one percent 8.6, where log2 of the
 number of choices is 8.1 and plain numbers of a tensor of a million need 20), and it needs no loop
 to read.
 
@@ -38,7 +38,7 @@ Values = Literal["float32", "float16"]
 
 
 class Chosen(NamedTuple):
-    """The kept values of one tensor, divided by `power`; in the order of size or of place."""
+    """The kept values of one tensor, divided by `power`, in the order of size or of place."""
 
     place: Any  # k
     value: Any  # k
@@ -46,7 +46,10 @@ class Chosen(NamedTuple):
 
 
 def topk(share: float = 0.01, values: Values = "float32") -> Codec:
-    """About 2 + log2(1 / share) bits for the place of each kept value, and the value itself."""
+    """Make a codec that sends a share of values, each with its place.
+
+    A place takes about 2 + log2(1 / share) bits.
+    """
     share = float(share)
     require(0 < share <= 1, "wire.trainable_fraction", share, "more than 0 and at most 1")
     require(values in ("float32", "float16"), "wire.values", values, "'float32' or 'float16'")
@@ -64,7 +67,7 @@ def topk(share: float = 0.01, values: Values = "float32") -> Codec:
 
 
 def kept(size: int, share: float) -> int:
-    """How many values of a tensor are sent: the share, rounded up.
+    """Return the number of values of a tensor that are sent: the share, rounded up.
 
     >>> kept(1000, 0.01), kept(3, 0.01), kept(100, 0.07)
     (10, 1, 7)
@@ -74,13 +77,13 @@ def kept(size: int, share: float) -> int:
 
 
 def _squeeze(x: Vector, coin: Coins | None, k: int, values: Values) -> Chosen:
-    # Only the places: a program that also wants the sizes sorts the whole tensor.
+    # Takes only the places: a program that also uses the sizes sorts the whole tensor.
     _, place = jax.lax.top_k(jnp.abs(x), k)
     value = x[place]
     if values == "float32":
         return Chosen(place, value, jnp.ones(1))
     power = power_below(jnp.max(jnp.abs(x)))[None]
-    # float16 of a number in (-2, 2); on purpose not by a cast, which a compiler may leave out.
+    # Rounds a number in (-2, 2) to float16; not by a cast, which a compiler may leave out.
     return Chosen(place, jax.lax.reduce_precision(value / power, 5, 10), power)
 
 

@@ -54,7 +54,7 @@ from fedlm.deploy.flower.transport import LastingTransport, RunTransport, presen
 from fedlm.deploy.workspace import Workspace, address
 from fedlm.engine.dispatch import Presence
 
-# Flower wants a bundle with every run; this one holds no code, and nobody unpacks it.
+# Flower requires a bundle with every run; this one holds no code and is never unpacked.
 BUNDLE = b"""[project]
 name = "fedlm-federation"
 version = "1.0.0"
@@ -72,12 +72,12 @@ clientapp = "fedlm.deploy.node_worker:app"
 [tool.flwr.app.config]
 """
 CONTROL_HEADER = "fedlm-control"
-FIRST_TIMEOUT = 10.0  # seconds for a server that was never reached
-LOST_TIMEOUT = 120.0  # seconds for one that was, and is being started again
+FIRST_TIMEOUT = 10.0  # seconds to wait for a server that was never reached
+LOST_TIMEOUT = 120.0  # seconds to wait for a server that was reached before and restarts
 
 
 class _ControlKey:
-    """Shows the control key with every request."""
+    """An interceptor that adds the control key to every request."""
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
@@ -88,14 +88,14 @@ class _ControlKey:
 
 
 class _Conflict(Exception):
-    """The server says that what was asked for is there already, or no longer."""
+    """The server's answer that an object exists already, or no longer exists."""
 
 
 class SuperLinkClient:
     """A connection to a SuperLink with the control key."""
 
     def __init__(self, workspace: Workspace, *, timeout: float = FIRST_TIMEOUT) -> None:
-        """Connects to a federation's server, which must answer within `timeout` seconds."""
+        """Connect to a federation's server; fail if it does not answer within `timeout` seconds."""
         self.workspace = workspace
         settings = workspace.settings
         local = settings.bind in ("0.0.0.0", "::", "127.0.0.1")
@@ -104,7 +104,7 @@ class SuperLinkClient:
         self.control = self._client(ControlHttpClient, timeout=timeout)
 
     def _client(self, kind: Any, *more: Any, timeout: float = LOST_TIMEOUT) -> Any:
-        """Returns a Flower client that shows the control key; a timeout of 0 tries once."""
+        """Return a Flower client that sends the control key; a timeout of 0 seconds tries once."""
         return kind.from_server_address(
             self.address,
             False,
@@ -119,7 +119,7 @@ class SuperLinkClient:
     # ---- nodes -------------------------------------------------------------------------
 
     def register(self) -> None:
-        """Lets the nodes of the workspace join, and nobody else."""
+        """Allow the nodes of the workspace, and no others, to join."""
         registered = {node.public_key: node for node in self._nodes()}
         wanted = self.workspace.nodes()
         for key, node in registered.items():
@@ -131,7 +131,7 @@ class SuperLinkClient:
                     self._call("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
 
     def nodes(self) -> dict[str, Presence]:
-        """Returns the presence of each registered node by name."""
+        """Return the presence of each registered node by name."""
         return {node.name: presence_of(node) for node in self._nodes()}
 
     def _nodes(self) -> list[Any]:
@@ -157,7 +157,7 @@ class SuperLinkClient:
 
     @contextmanager
     def run(self) -> Iterator[RunTransport]:
-        """Starts a run on the SuperLink for as long as the block lasts, and ends all others."""
+        """Start a run on the SuperLink for the duration of the block, and end all other runs."""
         for left in self._call("ListRuns", ListRunsRequest()).run_dict.values():
             if left.finished_at == "":
                 with suppress(_Conflict):
@@ -169,7 +169,7 @@ class SuperLinkClient:
             yield transport
 
     def _acquire_token(self) -> str:
-        """Takes over the server's task of the run that was just started."""
+        """Return a token for the server's task in the run that was just started."""
         request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
         with closing(self._client(RuntimeHttpClient)) as client:
             token: str = client.AcquireTask(request).token
@@ -179,7 +179,7 @@ class SuperLinkClient:
 
     @contextmanager
     def _transport(self, token: str) -> Iterator[RunTransport]:
-        """Yields the transport of a run, and says at the end how it went."""
+        """Yield the transport of a run, and report the run's outcome at the end."""
         shows_token = RuntimeTokenHttpInterceptor(token=token)
         version = RuntimeVersionHttpInterceptor(component_name="flwr-serverapp")
         with closing(self._client(RuntimeHttpClient, version, shows_token)) as client:
@@ -196,7 +196,7 @@ class SuperLinkClient:
                 self._end_run(status, shows_token)
 
     def _end_run(self, status: str, shows_token: Any) -> None:
-        """Says how a run went, without waiting for a server that is gone."""
+        """Report the outcome of a run, without waiting for a server that is gone."""
         request = PushTaskOutputRequest(sub_status=status, details="")
         client = self._client(RuntimeHttpClient, shows_token, timeout=0)
         with closing(client), suppress(httpx.HTTPError):
@@ -205,7 +205,7 @@ class SuperLinkClient:
 
 @contextmanager
 def open_transport(workspace: Workspace) -> Iterator[LastingTransport]:
-    """Yields a transport to a federation's nodes, and says in words what goes wrong meanwhile."""
+    """Yield a transport to a federation's nodes; explain connection errors in plain words."""
     _return_freed_memory()
     with _locked(workspace), _network_errors(), closing(SuperLinkClient(workspace)) as client:
         client.register()
@@ -214,9 +214,9 @@ def open_transport(workspace: Workspace) -> Iterator[LastingTransport]:
 
 
 def _return_freed_memory() -> None:
-    """Makes glibc return large pieces of memory as soon as they are free.
+    """Make glibc return large blocks of memory as soon as they are free.
 
-    It would keep those of all requests of a round, a whole payload in sum.
+    Otherwise it keeps the blocks of all requests of a round, in sum a whole payload.
     """
     threshold, at_least = -3, 1 << 18  # M_MMAP_THRESHOLD, bytes
     with suppress(OSError, AttributeError):  # another C library
@@ -225,7 +225,7 @@ def _return_freed_memory() -> None:
 
 @contextmanager
 def _locked(workspace: Workspace) -> Iterator[None]:
-    """Allows one run at a time: two would take each other's nodes."""
+    """Hold the workspace's lock: two runs at a time would take each other's nodes."""
     with open(workspace.path / "server" / "train.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,7 +238,7 @@ def _locked(workspace: Workspace) -> Iterator[None]:
 
 @contextmanager
 def _network_errors() -> Iterator[None]:
-    """Converts errors of the connection to sentences with a way out."""
+    """Convert connection errors to messages that say what to do."""
     try:
         yield
     except httpx.TransportError as error:
@@ -254,7 +254,7 @@ def _network_errors() -> Iterator[None]:
 
 
 def _bundle() -> bytes:
-    """Returns the file that Flower wants: a zip archive with a list of what is in it."""
+    """Return the bundle that Flower requires: a zip archive with a list of its contents."""
     digest = hashlib.sha256(BUNDLE).hexdigest()
     content = f"pyproject.toml,{digest},{8 * len(BUNDLE)}"
     made = io.BytesIO()
@@ -265,9 +265,9 @@ def _bundle() -> bytes:
 
 
 def _heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
-    """Returns a function that renews a run's lease and tells whether that worked.
+    """Return a function that renews a run's lease and tells whether it succeeded.
 
-    Flower's own ends the process where the SuperLink has forgotten the run.
+    Flower's own function ends the process if the SuperLink has forgotten the run.
     """
 
     def send() -> bool:
@@ -281,7 +281,7 @@ def _heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
 
 
 def _retries(timeout: float) -> RetryInvoker:
-    """Tries again while the server cannot be reached; anything that it says is final."""
+    """Return a policy that retries while the server is unreachable; any answer is final."""
     return RetryInvoker(
         wait_gen_factory=lambda: exponential(base_delay=0.2, max_delay=2),
         recoverable_exceptions=(httpx.TransportError,),

@@ -43,7 +43,7 @@ from fedlm.core.errors import WireError
 
 CHUNK_DEPTH = 4  # message, records, record, array, chunk
 LONGEST_CHUNK_HEAD = 256  # bytes: a chunk has no children to name
-OBJECT_TIMEOUT = 60.0  # seconds for the next object of a message that its sender has announced
+OBJECT_TIMEOUT = 60.0  # seconds to wait for the next object of an announced message
 SHORTEST_NAP, LONGEST_NAP = 0.02, 0.5
 
 PullObject = Callable[[str], bytes]
@@ -58,12 +58,12 @@ class TooLarge(Exception):
 
 
 def object_puller(verb: Callable[[Any], Any], node: Node, run_id: int) -> PullObject:
-    """Returns a way to pull one object with the `PullObject` verb of a Flower client."""
+    """Return a function that pulls one object with the `PullObject` verb of a Flower client."""
     return make_pull_object_fn_protobuf(verb, node, run_id)
 
 
 def assemble(tree: Any, pull: PullObject, max_bytes: int) -> Message:
-    """Pulls the message of a tree of objects: heads first, then the chunks that they announce."""
+    """Pull the message of a tree of objects: heads first, then the chunks they announce."""
     heads, chunks = _split_by_depth(tree)
     budget = Budget(pull, max_bytes)
     try:
@@ -87,7 +87,7 @@ def assemble(tree: Any, pull: PullObject, max_bytes: int) -> Message:
 
 @contextmanager
 def _as_wire_error() -> Iterator[None]:
-    """Converts any Flower parse error to `WireError`."""
+    """Convert any Flower parse error to `WireError`."""
     try:
         yield
     except Exception as error:
@@ -95,9 +95,9 @@ def _as_wire_error() -> Iterator[None]:
 
 
 class Budget:
-    """Pulls objects one after the other, until they have more bytes than allowed.
+    """A limit on bytes under which objects are pulled one after the other.
 
-    In this thread alone: memory that another thread has freed is not used again here.
+    All objects are pulled in one thread, because memory freed by another thread is not reused.
     """
 
     def __init__(self, pull: PullObject, max_bytes: int) -> None:
@@ -111,7 +111,7 @@ class Budget:
         return content
 
     def _wait(self, object_id: str) -> bytes:
-        """Pulls an object, waiting while its sender is still pushing it."""
+        """Pull an object, waiting while its sender is still pushing it."""
         nap, ends = SHORTEST_NAP, time.monotonic() + OBJECT_TIMEOUT
         while True:
             try:
@@ -124,7 +124,7 @@ class Budget:
 
 
 def _split_by_depth(tree: Any) -> tuple[list[str], set[str]]:
-    """Returns the ids of heads and of chunks, each once."""
+    """Return the ids of heads and the ids of chunks, without duplicates."""
     heads: dict[str, None] = {}
     level = [tree]
     for _ in range(CHUNK_DEPTH):
@@ -136,7 +136,7 @@ def _split_by_depth(tree: Any) -> tuple[list[str], set[str]]:
 
 
 class Announced(NamedTuple):
-    """What the head of an array says."""
+    """The facts in the head of an array."""
 
     dtype: str
     size: int  # bytes
@@ -145,7 +145,7 @@ class Announced(NamedTuple):
 
 
 def _arrays(contents: dict[str, bytes]) -> dict[str, Announced]:
-    """Returns what the arrays among the objects announce, by id."""
+    """Return the announced facts of the arrays among the objects, by id."""
     found = {}
     for object_id, content in contents.items():
         kind, children, _ = get_object_head_values_from_object_content(content)
@@ -160,8 +160,8 @@ def _arrays(contents: dict[str, bytes]) -> dict[str, Announced]:
 
 
 def _fill(array: Announced, known: set[str], pull: PullObject) -> Array:
-    """Pulls an array chunk after chunk, and checks that it is as long as it announced."""
-    made = io.BytesIO()  # hands out what it holds without a copy
+    """Pull an array chunk by chunk, and check that it has the announced length."""
+    made = io.BytesIO()  # returns its contents without a copy
     if 0 < array.size <= len(set(array.chunks)) * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE:
         made.seek(array.size - 1)
         made.write(b"\0")  # reserves the whole size at once: growing would copy

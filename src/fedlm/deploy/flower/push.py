@@ -30,8 +30,8 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 PushObject = Callable[[str, bytes], None]
 Announce = Callable[[Any, Any], tuple[Iterable[str], PushObject]]
-"""Takes a message's head and its tree of objects; returns the ids of those objects that the server
-does not have yet, and a way to push one."""
+"""A function of a message's head and its tree of objects. It returns the ids of the objects that
+the server does not have yet, and a function that pushes one object."""
 
 
 class NotTaken(Exception):
@@ -39,7 +39,7 @@ class NotTaken(Exception):
 
 
 def push(message: Message, announce: Announce) -> None:
-    """Announces a message and pushes those of its objects that the server does not have."""
+    """Announce a message, then push the objects that the server does not have."""
     with no_object_id_recompute():
         head = message_to_proto(remove_content_from_message(message))
         head.metadata.message_id = message.object_id
@@ -50,7 +50,7 @@ def push(message: Message, announce: Announce) -> None:
 
 
 def object_pusher(verb: Callable[[Any], Any], node: Node, run_id: int, session: str) -> PushObject:
-    """Returns a way to push one object with the `PushObject` verb of a Flower client."""
+    """Return a function that pushes one object with the `PushObject` verb of a Flower client."""
     push_object = make_push_object_fn_protobuf(verb, node, run_id, session)
 
     def checked(object_id: str, content: bytes) -> None:

@@ -23,7 +23,7 @@ from flwr.common.serde_utils import metadata_from_proto, metadata_to_proto
 from fedlm.core.errors import WireError
 from fedlm.engine.messages import HELLO_REQUEST, TRAIN_REQUEST, Payload
 
-# Flower knows three categories of requests; what follows the dot is ours.
+# Flower knows three categories of requests; the part after the dot is fedlm's.
 MESSAGE_TYPES = {TRAIN_REQUEST: "train.fedlm", HELLO_REQUEST: "query.fedlm"}
 FRAMES = "frames"
 FRAME_TYPE = "fedlm.frame"
@@ -31,7 +31,7 @@ SCALARS = (str, int, float, bool)
 
 
 class Sender(NamedTuple):
-    """Under which numbers a process sends the requests of a run."""
+    """The numbers under which a process sends the requests of a run."""
 
     run_id: int
     node_id: int
@@ -39,7 +39,7 @@ class Sender(NamedTuple):
 
 
 def request_message(payload: Payload, node_id: int, round: int, sender: Sender) -> Message:
-    """Returns the message that carries a request to a node."""
+    """Return the message that carries a request to a node."""
     head = Metadata(
         run_id=sender.run_id,
         message_id="",  # the hash of the message, set when it is pushed
@@ -56,20 +56,20 @@ def request_message(payload: Payload, node_id: int, round: int, sender: Sender) 
 
 
 def reply_message(payload: Payload, request: Metadata) -> Message:
-    """Returns the message that carries a reply to a request."""
+    """Return the message that carries a reply to a request."""
     return Message(to_records(payload), reply_to=make_message(request, RecordDict()))
 
 
 def with_message_id(head: Metadata, message_id: str) -> Metadata:
-    """Returns a message's head with its id, which Flower leaves out of what it hashes."""
+    """Return a message's head with its id, which is not part of the hash that Flower makes."""
     made = metadata_to_proto(head)
     made.message_id = message_id
     return metadata_from_proto(made)
 
 
 def to_records(payload: Payload) -> RecordDict:
-    """Converts a payload to Flower records: its facts under its kind, and its frames."""
-    # As arrays of bytes: their chunks travel one by one, and a frame for all nodes only once.
+    """Convert a payload to Flower records: its facts under its kind, and its frames."""
+    # As arrays of bytes: chunks are sent one by one, and a frame for all nodes only once.
     arrays = {
         str(i): Array("uint8", (len(frame),), FRAME_TYPE, bytes(frame))
         for i, frame in enumerate(payload.frames)
@@ -79,7 +79,7 @@ def to_records(payload: Payload) -> RecordDict:
 
 
 def from_records(records: RecordDict) -> Payload:
-    """Converts Flower records to a payload, or raises `WireError`."""
+    """Convert Flower records to a payload, or raises `WireError`."""
     kinds = [name for name in records if name != FRAMES]
     if len(kinds) != 1 or FRAMES not in records:
         raise WireError("message does not hold exactly facts and frames.")
@@ -90,7 +90,7 @@ def from_records(records: RecordDict) -> Payload:
 
 
 def _is_fact(value: Any) -> bool:
-    """Tells whether a value is text, a number, a truth value or a list of one of those."""
+    """Tell whether a value is a string, a number, a bool or a list of one of these."""
     values = value if isinstance(value, list) else [value]
     return len({type(v) for v in values}) <= 1 and all(type(v) in SCALARS for v in values)
 

@@ -34,14 +34,14 @@ from flwr.superlink.main import create_app
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.workspace import Workspace
 
-# Flower cuts objects into chunks of 5 MB; what is much larger is nothing that a node sends.
+# Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
 LARGEST_REQUEST = 48 << 20
 REPLIES = "/v1/fleet/push-messages"
 START_TIMEOUT = 120.0  # seconds until the server listens
 
 
 class Guard:
-    """Lets through only who may come in: an ASGI application around another."""
+    """An ASGI application that passes only authorised requests on to another."""
 
     def __init__(self, app: Any, secret: str) -> None:
         self.app, self.secret = app, secret.encode()
@@ -76,10 +76,10 @@ class Guard:
 
 
 def is_own_reply(body: bytes) -> bool:
-    """Tells whether messages are replies of the node that the request names and that signs it."""
+    """Tell whether all messages in a request are replies by the node that the request names."""
     try:
         request = PushMessagesRequest.FromString(body)
-    except Exception:  # of a library without types; whatever it is, it is no request
+    except Exception:  # the library declares none; after any error the body is no request
         return False
     heads = [message.metadata for message in request.messages_list]
     own = request.node.node_id
@@ -87,7 +87,7 @@ def is_own_reply(body: bytes) -> bool:
 
 
 async def _read(receive: Any) -> bytes | None:
-    """Reads the body of a request, whose length was checked; None if the sender went away."""
+    """Read the body of a request of checked length; return None if the sender went away."""
     body, more = bytearray(), True
     while more:
         part = await receive()
@@ -99,7 +99,7 @@ async def _read(receive: Any) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Any) -> Any:
-    """Returns a `receive` that yields a body again that was read already."""
+    """Return a `receive` function that yields a body that was already read."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def give() -> Any:
@@ -114,7 +114,7 @@ async def _refuse(send: Any, status: int) -> None:
 
 
 def application(workspace: Workspace) -> Any:
-    """Returns the guarded SuperLink of a federation."""
+    """Return the guarded SuperLink of a federation."""
     settings = workspace.settings
     files = (workspace.authority, workspace.certificate, workspace.certificate_key)
     ca, certificate, key = (file.read_bytes() for file in files)
@@ -147,13 +147,13 @@ def application(workspace: Workspace) -> Any:
 
 
 def _register(workspace: Workspace) -> None:
-    """Lets the nodes of the workspace join, as soon as the server listens."""
+    """Wait until the server listens, then allow the nodes of the workspace to join."""
     with closing(SuperLinkClient(workspace, timeout=START_TIMEOUT)) as client:
         client.register()
 
 
 def serve(workspace: Workspace) -> None:
-    """Serves until the process is ended."""
+    """Serve a federation's SuperLink until the process ends."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     threading.Thread(target=_register, args=[workspace], daemon=True).start()
     settings = workspace.settings

@@ -46,10 +46,10 @@ from fedlm.deploy.flower.records import from_records, reply_message, with_messag
 from fedlm.deploy.workspace import Kit, address
 from fedlm.engine.messages import LONGEST_FRAME, Payload, encode_refusal
 
-LEASE_SECONDS = 10.0  # Flower's shortest; twice as long after the last sign of life a node is away
+LEASE_SECONDS = 10.0  # Flower's minimum; a node counts as away after two leases without a beat
 LONGEST_WAIT = 5.0  # seconds between two attempts to reach a server that is not there
-BUSY_NAP, IDLE_NAP = 0.2, 2.0  # seconds between two looks for a request, in a run and after one
-IDLE_SECONDS = 60.0  # after which a node is idle
+BUSY_NAP, IDLE_NAP = 0.2, 2.0  # seconds between two polls for a request, in a run and after it
+IDLE_SECONDS = 60.0  # without a request, after which a node is idle
 Say = Callable[[str], None]
 Stop = Callable[[], bool]
 
@@ -63,7 +63,7 @@ class Lost(Exception):
 
 
 class Stale(Exception):
-    """The server does not want this any more."""
+    """The server no longer wants this reply."""
 
 
 class Received(NamedTuple):
@@ -74,7 +74,7 @@ class Received(NamedTuple):
 
 
 def serve(node: SuperNode, respond: Callable[[Payload], Payload], *, say: Say, stop: Stop) -> None:
-    """Replies to one request after the other, and joins again when the server was away."""
+    """Reply to requests one after the other, and join again when the server was away."""
     try:
         while node.join(stop, patient=True):
             say(f"{node.settings.name}: joined {node.settings.federation} at {node.address}")
@@ -131,9 +131,9 @@ class SuperNode:
     # ---- being there -------------------------------------------------------------------
 
     def join(self, stop: Stop, *, patient: bool) -> bool:
-        """Joins the federation; returns False if asked to stop before the server was reached.
+        """Join the federation; return False if asked to stop before the server was reached.
 
-        If `patient`, a server that is not there is waited for; one that rejects the node is an
+        If `patient`, wait for a server that is not there. A server that rejects the node is an
         error.
         """
         wait, gives_up = 0.5, time.monotonic() + 3 * LEASE_SECONDS
@@ -142,7 +142,7 @@ class SuperNode:
                 with self._lock:
                     self._activate()
             except Rejected as error:
-                # A lease of this node that has not run out yet keeps itself out for a while.
+                # A lease from this node's last process, not yet over, rejects it for a while.
                 if not patient or time.monotonic() > gives_up:
                     raise EngineError(str(error)) from None
                 self._left.wait(2.0)
@@ -164,7 +164,7 @@ class SuperNode:
     def _activate(self) -> None:
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=LEASE_SECONDS)
         try:
-            self._deactivate()  # whoever was here under this name before, and was killed
+            self._deactivate()  # a killed process that had joined under this name
             self._node = Node(node_id=self._client.ActivateNode(request).node_id)
             with contextlib.suppress(OSError):  # a kit may be read-only
                 self._file.write_text(str(self.node_id), encoding="ascii")
@@ -179,16 +179,16 @@ class SuperNode:
             raise Lost(f"no connection to {self.address}: {error}.") from None
 
     def _beat(self) -> None:
-        """Renews the lease until the node leaves."""
+        """Renew the lease until the node leaves."""
         while not self._left.wait(LEASE_SECONDS / 3):
             request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=LEASE_SECONDS)
-            # What goes wrong here the loop that receives requests finds out, and says.
+            # Errors are ignored here: the loop that receives requests meets and reports them.
             with self._lock, contextlib.suppress(httpx.HTTPError):
                 if not self._left.is_set():
                     self._client.SendNodeHeartbeat(request)
 
     def leave(self) -> None:
-        """Says goodbye, so that nobody waits for this node."""
+        """Leave the federation, so that the server does not wait for this node."""
         self._left.set()
         with self._lock:
             with contextlib.suppress(httpx.HTTPError):
@@ -203,7 +203,7 @@ class SuperNode:
     # ---- messages ----------------------------------------------------------------------
 
     def receive(self) -> Received | None:
-        """Returns the next request, if one waits; refuses one that is no payload."""
+        """Return the next request, or None; a message that is no payload is refused."""
         found = self.call("PullMessages", PullMessagesRequest(node=self._node))
         if not found.messages_list:
             return None
@@ -228,7 +228,7 @@ class SuperNode:
             return None
 
     def reply(self, request: Metadata, payload: Payload) -> None:
-        """Sends the reply to a request; one that nobody waits for any more is dropped."""
+        """Send the reply to a request; drop a reply that the server no longer waits for."""
 
         def announce(head: Any, tree: Any) -> tuple[list[str], PushObject]:
             announced = PushMessagesRequest(
@@ -250,7 +250,7 @@ class SuperNode:
         return lambda request: self.call(name, request)
 
     def call(self, verb: str, request: Any) -> Any:
-        """Makes a request, again while the connection is interrupted for a moment."""
+        """Make a request, and repeat it while the connection is briefly interrupted."""
         for wait in (0.2, 0.5, 1.0, None):
             try:
                 return getattr(self._client, verb)(request)
@@ -266,7 +266,7 @@ class SuperNode:
 
 
 def _read_id(file: Path) -> int:
-    """Reads the number under which this node was here before; 0 if it was not."""
+    """Read the number under which this node joined before; return 0 if it never joined."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -37,7 +37,7 @@ from fedlm.deploy.flower.records import Sender, from_records, request_message
 from fedlm.engine.dispatch import Presence, Undelivered
 from fedlm.engine.messages import Payload
 
-# The SuperLink's own replies for nodes that went away and messages that it no longer has.
+# The SuperLink's own replies, for nodes that went away and messages that it no longer has.
 UNAVAILABLE = (
     ErrorCode.MESSAGE_UNAVAILABLE,
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
@@ -52,7 +52,7 @@ class RunTransport:
     def __init__(self, client: RuntimeHttpClient, sender: Sender) -> None:
         self.client, self.sender = client, sender
         self.node = Node(node_id=sender.node_id)
-        self._asked: dict[str, int] = {}  # message ids to the node that may reply
+        self._asked: dict[str, int] = {}  # message id to the id of the node that may reply
 
     def send(self, node_id: int, payload: Payload, round: int) -> str:
         message_id = ""
@@ -82,7 +82,7 @@ class RunTransport:
         return None
 
     def _read(self, head: Any, tree: Any, max_bytes: int) -> Payload:
-        """Pulls and checks a reply, and confirms it so that the SuperLink forgets it."""
+        """Pull, check and confirm a reply; the SuperLink then deletes it."""
         asked = self._asked[head.reply_to_message_id]
         try:
             if head.src_node_id not in (asked, SUPERLINK_NODE_ID):
@@ -92,7 +92,7 @@ class RunTransport:
             _check_sender(message, head)
             payload = from_records(message.content)
         except Missing as error:
-            raise Undelivered(str(error)) from None  # its sender may still be asked again
+            raise Undelivered(str(error)) from None  # the sender may still be asked again
         except (WireError, Undelivered):
             self._confirm(head)
             raise
@@ -100,7 +100,7 @@ class RunTransport:
         return payload
 
     def _confirm(self, head: Any) -> None:
-        """Tells the SuperLink that nobody will look at a reply again."""
+        """Tell the SuperLink that a reply is no longer needed."""
         del self._asked[head.reply_to_message_id]
         self.client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(
@@ -113,9 +113,9 @@ class RunTransport:
 
 
 def _check_sender(message: Message, head: Any) -> None:
-    """Checks that a reply says the same inside as outside, and is no failure.
+    """Raise unless a message's own head agrees with its envelope and it is no failure.
 
-    Updates come from nodes only, and of failures only the SuperLink's are believed.
+    Updates are accepted from nodes only, and failures from the SuperLink only.
     """
     inside, from_superlink = message.metadata, head.src_node_id == SUPERLINK_NODE_ID
     if inside.src_node_id != head.src_node_id or (from_superlink and not message.has_error()):
@@ -129,7 +129,7 @@ def _check_sender(message: Message, head: Any) -> None:
 
 
 def presence_of(node: Any) -> Presence:
-    """Converts what Flower knows of a node."""
+    """Convert Flower's information on a node to its presence."""
     return Presence(
         node_id=node.node_id,
         online=node.status == "online",
@@ -141,8 +141,8 @@ def presence_of(node: Any) -> Presence:
 class LastingTransport:
     """A transport that outlives its run on the SuperLink.
 
-    A SuperLink that was away for a minute ends the run there. Then another one is begun: what was
-    sent before is lost, and every node counts as having joined again, so that it is asked again.
+    A SuperLink that was away for a minute ends the run. The transport then begins another run:
+    messages sent before are lost, and every node counts as newly joined, so it is asked again.
     """
 
     def __init__(self, open_run: Callable[[], AbstractContextManager[RunTransport]]) -> None:
@@ -173,12 +173,12 @@ class LastingTransport:
         return {n: p._replace(since=f"{self.runs} {p.since}") for n, p in found.items()}
 
     def _try(self, call: Callable[[], T], otherwise: T) -> T:
-        """Returns what a call returns, or begins another run where the SuperLink ended this one."""
+        """Return a call's result, or `otherwise` after beginning another run if this one ended."""
         try:
             return call()
         except httpx.HTTPStatusError:
             self._stack.close()
             self._sent.clear()
             self.runs += 1
-            self.__enter__()  # where this fails too, the server has another reason, and says it
+            self.__enter__()  # if this fails too, the server raises its real reason
             return otherwise
