@@ -17,19 +17,25 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from fedlm.core.types import Start
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.audit import look
-from fedlm.federation.round import CohortSampler, init_node, server_half, with_text
+from fedlm.federation.round import (
+    CohortSampler,
+    init_node,
+    server_half,
+    start_of_round,
+    with_text,
+)
 from fedlm.privacy import account
 from fedlm.privacy.audit import Audit, audit
 from fedlm.privacy.catalog import noise_for
-from fedlm.privacy.noise import silent
+from fedlm.privacy.noise import Noise
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import parse
@@ -44,6 +50,21 @@ TABLES = {
     "client": {"learning_rate": 0.5, "max_examples": 16},
     "run": {"devices": 1},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dishonest(Algorithm):
+    """An algorithm that adds only a share of the noise that its plan claims."""
+
+    share: float
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The noise that is really added."""
+        assert self.plan is not None
+        return noise_for(
+            replace(self.plan, noise_multiplier=self.share * self.plan.noise_multiplier)
+        )
 
 
 def run_of(mechanism: str, canaries: int, rounds: int) -> Run:
@@ -66,12 +87,9 @@ def run_of(mechanism: str, canaries: int, rounds: int) -> Run:
 def noisy(made: Run, noise: float, share: float) -> Algorithm:
     """The algorithm with a plan of some noise, of which only a share is really added."""
     assert made.plan is not None
-    plan = replace(made.plan, noise_multiplier=noise)
-    added = replace(plan, noise_multiplier=share * noise)
-    algorithm = replace(made.algorithm, participation=plan)
-    # No argument makes an algorithm whose noise is not its plan's: a broken one is made by force.
-    algorithm.__dict__["noise"] = noise_for(added) if share else silent()
-    return algorithm
+    parts = {field.name: getattr(made.algorithm, field.name) for field in fields(made.algorithm)}
+    parts["participation"] = replace(made.plan, noise_multiplier=noise)
+    return Dishonest(**parts, share=share)
 
 
 def one_run(made: Run, algorithm: Algorithm) -> Audit:
@@ -84,7 +102,7 @@ def one_run(made: Run, algorithm: Algorithm) -> Audit:
     for r in range(plan.rounds):
         members = choose(r)
         cohort = made.engine.prepare(r, with_text(algorithm, members))
-        total = made.engine.total(Start(state.params, float(state.clip_norm)), cohort).total
+        total = made.engine.total(start_of_round(algorithm, state, cohort.members), cohort).total
         state = server_half(algorithm, state, total, members)
     # Strangers are for the second opinion, which the table does not show.
     seen = look(algorithm, before, state.params, secret=secret, rounds=plan.rounds, strangers=10)
@@ -112,10 +130,11 @@ def main() -> None:
     args = parser.parse_args()
     for mechanism in ("gaussian", "tree"):
         made = run_of(mechanism, args.canaries, args.rounds)
+        sampling = made.algorithm.sampling
         print(
-            f"\n{mechanism}: {made.algorithm.sampling.population - args.canaries} clients and "
-            f"{args.canaries} canaries, {made.algorithm.sampling.cohort} per round, {args.rounds} "
-            f"rounds, {made.model.parameters:,} parameters, delta {DELTA:g}\n"
+            f"\n{mechanism}: {sampling.population - args.canaries} clients and "
+            f"{args.canaries} canaries, {sampling.cohort} a round, {args.rounds} rounds, "
+            f"{made.model.parameters:,} parameters, delta {DELTA:g}\n"
         )
         print("| noise | accounted | honest: estimate (95% lower) | halved | none |")
         print("|---|---|---|---|---|")

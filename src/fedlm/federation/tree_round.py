@@ -68,6 +68,9 @@ from fedlm.federation.topology import Topology
 from fedlm.privacy.clip import clip
 from fedlm.privacy.noise import add_scaled, standard_normal
 
+Compare = Literal["start", "root"]
+Order = Literal["levels", "together"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
@@ -77,10 +80,10 @@ class TreeConfig:
     personal_layers: tuple[str | None, ...]  # of each leaf of the model; None is the backbone
     seed: int
     temperature: float
-    compare: Literal["start", "root"]  # what changes of personal layers are measured from
+    compare: Compare  # what changes of personal layers are measured from
     residuals: int  # how many per layer each node sends up; 0 is none
     sync_every: int  # rounds of a federation to one report to the federation above it
-    order: Literal["levels", "together"]  # parents train before their children receive, or not
+    order: Order  # parents train before their children receive, or not
     servers: tuple[ServerMethod, ...]  # what each node does with its children's mean change
     weights: tuple[float, ...]  # how much each node counts at its parent
     pool_clients: bool  # a node's text is one member, not a federation of clients

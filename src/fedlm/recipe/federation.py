@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fedlm.core.errors import ConfigError
 from fedlm.federation import topology
 from fedlm.federation.topology import Path, Place, Topology
+from fedlm.federation.tree_round import Compare, Order
 from fedlm.methods.optimizers import SERVER_OPTIMIZERS
 from fedlm.recipe.choices import one_of
 
@@ -91,7 +92,7 @@ class FederationTable(BaseModel):
         description="Temperature of the attention that mixes personal layers: `inf` is their mean, "
         "0 keeps each node's own.",
     )
-    compare: Literal["start", "root"] = Field(
+    compare: Compare = Field(
         default="start",
         description="What changes of personal layers are measured from, to find nodes that are "
         "alike: where all began, or the root's present layers.",
@@ -104,7 +105,7 @@ class FederationTable(BaseModel):
     sync_every: Annotated[int, Field(ge=1)] = Field(
         default=1, description="Rounds of a federation per round of the federation above it."
     )
-    order: Literal["levels", "together"] = Field(
+    order: Order = Field(
         default="levels",
         description="Whether nodes with text train level by level, or all together in one batch.",
     )
