@@ -15,10 +15,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
 
 from fedlm.core import tree
 from fedlm.core.keys import key_for
+from fedlm.corpus import tokenizer_file
 from fedlm.inference import load_params
 from fedlm.models import catalog
 from fedlm.recipe.settings import load
@@ -36,7 +36,7 @@ def models(runs: list[str]) -> dict[str, object]:
     found = {}
     for run in runs:
         directory = RunDirectory.existing(Path(run)).finished()
-        vocabulary = Tokenizer.from_file(str(directory.tokenizer)).get_vocab_size()
+        vocabulary = tokenizer_file.load(directory.tokenizer).vocabulary
         model = load(directory.recipe).model
         found[model.name] = load_params(model, vocabulary, directory.weights)
     return found

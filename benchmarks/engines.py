@@ -59,7 +59,11 @@ class Workload(NamedTuple):
 
 WORKLOADS = [
     *(Workload(name, "large", 10_000, RECURRENT) for name in ("cifg", "si-cifg", "lstm")),
-    *(Workload(name, "large", 10_000, DECODER) for name in sorted(catalog.ATTENTIVE)),
+    *(
+        Workload(name, "large", 10_000, DECODER)
+        for name, known in sorted(catalog.ARCHITECTURES.items())
+        if known.attends
+    ),
     *(
         Workload(name, "small", 2_000, {**SMALL, "layers": 1})
         for name in ("cifg", "si-cifg", "lstm")

@@ -39,7 +39,7 @@ SIZES = {
 def step_of(name: str, portion: TrainablePart, batch: jax.Array):  # type: ignore[no-untyped-def]
     """One member's step, compiled, and how much of the model it trains."""
     params = catalog.make(name, SIZES[name], key_for(0, "init"))
-    local = local_training(catalog.loss, optax.sgd(0.1), portion=portion)
+    local = local_training(catalog.loss, optax.sgd(0.1), part=portion)
     ground = local.shared(params, key_for(0, "partial"))
     carry = local.init(ground, key_for(0, "upload"), None)
     run = jax.jit(local.step)

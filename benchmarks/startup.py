@@ -20,7 +20,7 @@ from benchmarks.probe import machine
 CODE = """
 import time, sys
 began = time.perf_counter()
-from fedlm.cli.devices import use_devices
+from fedlm.engine.devices import use_devices
 from fedlm.core.types import Start
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load

@@ -1,11 +1,9 @@
-"""The direction of imports, and the size of rooms."""
+"""The direction of imports: rooms do not talk sideways, and data flows one way."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "fedlm"
 STATIONS = {
@@ -19,46 +17,25 @@ STATIONS = {
     "evaluate",
     "record",
 }
+BELOW = {"core", "methods", "federation", "engine"} | STATIONS
 MAY_IMPORT = {
     "core": {"core"},
     **{room: {"core", room} for room in STATIONS},
     "methods": {"core", "local", "methods"},
-    "federation": {"core", "cohort", "local", "privacy", "server", "federation"},
+    "federation": {"core", "cohort", "evaluate", "local", "privacy", "server", "federation"},
     "engine": {"core", "cohort", "federation", "engine"},
-    "recipe": {"core", "methods", "federation", "engine", "recipe"} | STATIONS,
-    "run.py": {"core", "cohort", "federation"},
-    "__init__.py": {"core", "methods", "federation", "engine", "recipe", "run", "train"} | STATIONS,
-    # `train` and `sweep` carry a recipe out; above them are only the doors.
+    # `run` names the parts of a run; `recipe` makes them.
+    "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
+    "recipe": {"recipe", "run"} | BELOW,
+    # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
-    "train.py": {"inference", "core", "federation", "engine", "recipe", "run", "train"} | STATIONS,
-    "sweep.py": {"core", "recipe", "record", "train"},
+    "training.py": {"inference", "recipe", "run"} | BELOW,
+    "sweep.py": {"core", "recipe", "record", "training"},
+    "api.py": {"inference", "recipe", "run", "training"} | BELOW,
+    "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {
-        "inference",
-        "core",
-        "methods",
-        "federation",
-        "engine",
-        "recipe",
-        "run",
-        "train",
-        "deploy",
-    }
-    | STATIONS,
-    "cli": {
-        "core",
-        "methods",
-        "federation",
-        "engine",
-        "recipe",
-        "run",
-        "train",
-        "sweep",
-        "deploy",
-        "cli",
-    }
-    | {"inference"}
-    | STATIONS,
+    "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
+    "cli": {"inference", "recipe", "run", "training", "sweep", "deploy", "cli"} | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))
 
@@ -78,28 +55,17 @@ def imported(path):
             yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("fedlm."))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_a_room_imports_only_what_it_may(path):
-    assert set(imported(path)) <= MAY_IMPORT[room_of(path)]
+def test_a_room_imports_only_what_it_may():
+    wrong = {
+        str(path.relative_to(SRC)): sorted(set(imported(path)) - MAY_IMPORT[room_of(path)])
+        for path in FILES
+    }
+    assert not {path: rooms for path, rooms in wrong.items() if rooms}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_files_and_functions_stay_small(path):
-    text = path.read_text(encoding="utf8")
-    assert text.count("\n") <= 500
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            assert lines <= 40, f"{node.name} has {lines} lines"
-            # Commands take an argument an option.
-            most = 10 if room_of(path) == "cli" else 7
-            assert len(node.args.posonlyargs + node.args.args) <= most, node.name
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_every_module_says_what_it_is(path):
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf8")))
+def test_every_module_says_what_it_is():
+    silent = [p for p in FILES if not ast.get_docstring(ast.parse(p.read_text(encoding="utf8")))]
+    assert not silent
 
 
 def test_importing_fedlm_stays_light():

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from turns import Arrays, Turns, load, versions
 
-from fedlm.cli.devices import use_devices
 from fedlm.core import tree
 from fedlm.core.types import BatchSpec, Sampling, Start
+from fedlm.engine.devices import use_devices
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm

@@ -86,7 +86,8 @@ def store_for(plan: Plan, source: str, cache: Path) -> Store:
 def cohort(plan: Plan, store: Store) -> Iterator[tuple[int, np.ndarray]]:
     """The members of a round and their rows: a line a row, as in the Stack Overflow task."""
     law = Sampling(law="fixed", population=len(store.training_clients), cohort=plan.members)
-    rows = ClientRows(store, store.training_clients, plan.length, "lines")
+    clients = store.training_clients
+    rows = ClientRows(store=store, clients=clients, sequence_length=plan.length, layout="lines")
     for member in draw(law, generator_for(plan.seed, "cohort"), 0, no_history(law)):
         yield int(member), rows.train(int(member))
 

@@ -1,7 +1,7 @@
 """Fills the page settings.md with one table per table of a recipe.
 
 A line `<!-- settings: data -->` becomes the settings of `[data]`: type, default, range and
-description, as the pydantic model `fedlm.recipe.settings.Recipe` declares them. Tables inside
+description, as the pydantic model `fedlm.recipe.tables.Recipe` declares them. Tables inside
 a table, such as `[[federation.node]]`, follow below it. A table of the recipe that the page does
 not show is a warning, which stops a strict build; so is a line that names no table.
 
@@ -40,7 +40,7 @@ def on_page_markdown(markdown, *, page, config, files):
 
 def recipe_schema():
     """The JSON Schema of a recipe, made by pydantic."""
-    from fedlm.recipe.settings import Recipe
+    from fedlm.recipe.tables import Recipe
 
     return Recipe.model_json_schema()
 

@@ -1,52 +1,65 @@
 """fedlm trains language models on text that may not leave where it was written.
 
 >>> import fedlm
->>> fedlm.parse({"server": {"rounds": 3}}).server.rounds
-3
+>>> store = fedlm.prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+>>> model = fedlm.models.cifg(store, embedding_size=4, hidden_size=4)
+>>> fed = fedlm.Federation(store, model, cohort=2, rounds=2)
+>>> for told in fed.rounds():
+...     print(told.number, told.perplexity > 1)
+1 True
+2 True
+>>> fed.finish().summary["rounds"]
+2
 """
 
+from fedlm import models as models
+from fedlm.api import Averaging as Averaging
+from fedlm.api import Federation as Federation
+from fedlm.api import RoundReport as RoundReport
+from fedlm.api import TrainedRun as TrainedRun
+from fedlm.api import epsilon as epsilon
+from fedlm.api import fedavg as fedavg
+from fedlm.api import load_run as load_run
+from fedlm.api import prepare as prepare
+from fedlm.api import train as train
 from fedlm.core.errors import ConfigError as ConfigError
 from fedlm.core.errors import CorpusError as CorpusError
 from fedlm.core.errors import DivergenceError as DivergenceError
+from fedlm.core.errors import EngineError as EngineError
 from fedlm.core.errors import FedlmError as FedlmError
 from fedlm.core.errors import RecordError as RecordError
 from fedlm.core.errors import WireError as WireError
-from fedlm.core.types import BatchSpec as BatchSpec
-from fedlm.core.types import Codec as Codec
-from fedlm.core.types import Engine as Engine
 from fedlm.core.types import Sampling as Sampling
-from fedlm.core.types import Total as Total
-from fedlm.core.types import Update as Update
 from fedlm.corpus.store import Store as Store
-from fedlm.engine.loop import LoopEngine as LoopEngine
-from fedlm.engine.mesh import MeshEngine as MeshEngine
-from fedlm.federation.algorithm import Algorithm as Algorithm
-from fedlm.federation.round import NodeState as NodeState
-from fedlm.recipe.build import build as build
+from fedlm.engine.devices import use_devices as use_devices
+from fedlm.privacy.plan import PrivacyPlan as PrivacyPlan
+from fedlm.recipe.settings import Privacy as Privacy
 from fedlm.recipe.settings import Recipe as Recipe
-from fedlm.recipe.settings import load as load
-from fedlm.recipe.settings import parse as parse
+from fedlm.run import Run as Run
 
 __all__ = [
-    "Algorithm",
-    "BatchSpec",
-    "build",
-    "Codec",
+    "Averaging",
     "ConfigError",
     "CorpusError",
     "DivergenceError",
-    "Engine",
+    "EngineError",
+    "epsilon",
+    "fedavg",
+    "Federation",
     "FedlmError",
-    "load",
-    "LoopEngine",
-    "MeshEngine",
-    "NodeState",
-    "parse",
+    "load_run",
+    "models",
+    "prepare",
+    "Privacy",
+    "PrivacyPlan",
     "Recipe",
     "RecordError",
+    "RoundReport",
+    "Run",
     "Sampling",
     "Store",
-    "Total",
-    "Update",
+    "train",
+    "TrainedRun",
+    "use_devices",
     "WireError",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -27,7 +27,7 @@ from fedlm.corpus.population import Population
 from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import Metrics, Played
-from fedlm.models.catalog import ModelSpec
+from fedlm.models.catalog import ModelSpec, ModuleSpec
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend
 from fedlm.record.directory import RunDirectory
@@ -56,6 +56,9 @@ class Round(Protocol):
 
     def models(self, state: Any) -> dict[str, Params]:
         """The models of a state by name."""
+
+    def params(self, state: Any) -> Params:
+        """All parameters of a state, for fingerprints."""
 
     def header(self) -> Metrics:
         """What a journal's header says of the federation's shape."""
@@ -106,11 +109,12 @@ class Run:
     round: Round  # flat, or a tree
     evaluation: Evaluation  # on which text, by whom
     record: RunDirectory  # where facts and states go
-    model: ModelSpec
+    model: ModelSpec | ModuleSpec
     start: Callable[[], Params]  # the model before the first round
     store: Store  # the tokenizer, and whatever text is here
     cadence: Cadence
     recipe: Any  # the resolved settings: a value for the header, which nobody acts on
+    custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
     command: str = "train"  # that goes on with this run
     plans: tuple[PrivacyPlan, ...] = ()  # of every federation of clients; empty without privacy
 

@@ -95,6 +95,8 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
     if state is None:
         like = run.round.init(run.start())
         state = checkpoint.load_newest(directory.checkpoints, like, watcher.say)
+        if state is not None:
+            _check_base(run, like)
     if state is None or int(state.round) < run.cadence.rounds:
         return None
     return _close(run, state, watcher)
@@ -142,6 +144,7 @@ def compare_processes(run: Run) -> None:
     recipe["data"]["tokenizer"] = kind_of(recipe["data"]["tokenizer"])
     recipe["store"] = {f: run.store.manifest[f] for f in STORE}
     recipe["version"] = {name: _version(name) for name in VERSIONS}
+    recipe["base"] = tree.sha256(run.algorithm.base)  # what is not sent to other processes
     there = json.loads(multihost.broadcast(json.dumps(recipe).encode()))
     if there != recipe:
         raise ConfigError(
@@ -183,6 +186,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
         return fresh
+    _check_base(run, fresh)
     journal.rewind(int(found.round))
     watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
     return found
@@ -212,6 +216,19 @@ def check_same(run: Run) -> None:
         )
 
 
+def _check_base(run: Run, fresh: Any) -> None:
+    """Refuses to go on where the frozen part, which no checkpoint holds, has changed since."""
+    if run.algorithm.base is None:
+        return
+    begun = report.facts_of(run.record.path).header["start_sha256"]
+    if tree.sha256(run.round.params(fresh)) != begun:
+        raise RecordError(
+            f"{run.record.path} began with another model than its recipe makes now, and its "
+            "checkpoints hold the trained part alone: bring back the file of model.init_from, or "
+            "begin another run."
+        )
+
+
 def header_of(run: Run, fresh: Any) -> Metrics:
     """What is fixed before the first round: recipe, plan, text, model, versions."""
     return {
@@ -220,9 +237,10 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
         "parameters": run.model.parameters,
         **_promised(run),
+        **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
-        "start_sha256": tree.sha256(fresh.params),
+        "start_sha256": tree.sha256(run.round.params(fresh)),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in VERSIONS},
@@ -343,7 +361,7 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())
-    summary = summary_of(run, state.params, facts)
+    summary = summary_of(run, run.round.params(state), facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     return summary
 

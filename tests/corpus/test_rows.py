@@ -105,7 +105,8 @@ def test_rows_begin_and_end_with_the_tokens_of_the_vocabulary():
 @pytest.mark.parametrize("layout", ["lines", "windows"])
 def test_members_are_numbered_by_place_and_clients_as_in_the_store(layout, tmp_path):
     store = write(LETTERS, tmp_path / "s", SETTINGS)
-    rows = ClientRows(store, store.training_clients[2:], 4, layout)
+    clients = store.training_clients[2:]
+    rows = ClientRows(store=store, clients=clients, sequence_length=4, layout=layout)
     client = int(store.training_clients[3])
     np.testing.assert_array_equal(rows.train(1), cut(store.train(client), 4, layout, OWN))
     wider = cut(store.held(client), 4, layout, OWN, context=2)

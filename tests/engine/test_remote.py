@@ -67,6 +67,7 @@ CASES = {
     "sums": (),
     "lossy both ways": ("wire.upload=uniform-8", "wire.download=bfloat16"),
     "leaves of their own": ("wire.trainable=member", "wire.trainable_fraction=0.5"),
+    "a fixed part": ("wire.trainable=fixed", "wire.trainable_fraction=0.4"),
     "private": (
         "privacy.mechanism=gaussian",
         "privacy.noise_multiplier=1",

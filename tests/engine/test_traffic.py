@@ -25,7 +25,7 @@ from fedlm.local.train import ALL, WEIGHTS, local_training
 from fedlm.methods import feddyn, mimelite, scaffold
 from fedlm.methods.optimizers import client_optimizer, server_optimizer
 from fedlm.models import catalog
-from fedlm.models.partial import drawn_subset, low_rank, own_subset
+from fedlm.models.partial import ON_BASE, drawn_subset, leaves_by_fraction, low_rank, own_subset
 from fedlm.wire.catalog import codec
 from tests.engine.test_laws import (
     MEMBERS,
@@ -53,6 +53,14 @@ def changed(**parts):
     return dataclasses.replace(algorithm(), **parts)
 
 
+KEEP = leaves_by_fraction(LIKE, 0.5, key_for(0, "partial"))
+
+
+def on_a_base(**options):
+    """The leaves of `KEEP` on a base of all others, as `wire.trainable = "fixed"` has it."""
+    return changed(local=trains(ON_BASE, **options), make_base=lambda: tree.split(PARAMS, KEEP)[1])
+
+
 def three_turns():
     keys = jax.random.split(key_for(0, "partial"), 3)
     return tuple(trains(drawn_subset(LIKE, 0.5, key)) for key in keys)
@@ -60,6 +68,14 @@ def three_turns():
 
 ALGORITHMS = {
     "fixed": lambda: changed(local=trains(drawn_subset(LIKE, 0.5, key_for(0, "partial")))),
+    "base": on_a_base,
+    "base, remembering": lambda: on_a_base(optimizer="momentum", remember=True),
+    "base, deflated": lambda: dataclasses.replace(
+        on_a_base(), upload=codec("uniform", bits=6, deflate=True)
+    ),
+    "base, feedback": lambda: dataclasses.replace(
+        on_a_base(), upload=codec("topk", share=0.1), feedback=True
+    ),
     "round": lambda: changed(local=three_turns()[0], turns=three_turns()),
     "member": lambda: changed(local=trains(own_subset(0.5))),
     "member, 8 bits": lambda: changed(local=trains(own_subset(0.5)), upload=codec("uniform")),
@@ -94,7 +110,7 @@ def rounds(engine, chosen, count=2):
 
 
 # One in every run of the tests, all with `make test-all`.
-QUICK = {"member, 8 bits"}
+QUICK = {"member, 8 bits", "base"}
 CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 SETTINGS = {
     "member": ("wire.trainable=member", "wire.trainable_fraction=0.4", "wire.upload=uniform-8"),
+    "fixed": ("wire.trainable=fixed", "wire.trainable_fraction=0.4"),
     "feedback": ("wire.upload=topk-0.1", "wire.error_feedback=true"),
     "scaffold": ("client.method=scaffold", "client.learning_rate=0.1", "server.optimizer=fedavg"),
 }

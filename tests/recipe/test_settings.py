@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlm.core.errors import ConfigError
+from fedlm.methods.optimizers import SERVER_OPTIMIZERS
 from fedlm.recipe.build import open_store
+from fedlm.recipe.choices import OneOf
 from fedlm.recipe.settings import Recipe, dump, load, parse
 
 
@@ -93,6 +95,51 @@ def test_a_bad_choice_is_refused_with_the_choices_and_the_nearest(table, name, v
     said = refusal({table: {name: value}})
     assert said.startswith(f"{table}.{name} = {value!r}: expected '") and " or '" in said
     assert said.endswith(hint) and ("Did you mean" in said) == bool(hint)
+
+
+def test_a_choice_that_is_no_string_is_refused_with_the_choices():
+    assert refusal({"server": {"optimizer": 3}}).startswith(
+        "server.optimizer = 3: expected 'fedavg'"
+    )
+    assert "expected 'gaussian'" in refusal({"privacy": {"mechanism": ["tree"]}})
+
+
+def test_a_choice_that_a_registry_got_later_is_accepted(monkeypatch):
+    tables = {"server": {"optimizer": "mine"}, "federation": {"optimizer": ["mine"]}}
+    assert "expected 'fedavg'" in refusal(tables)
+    monkeypatch.setitem(SERVER_OPTIMIZERS, "mine", SERVER_OPTIMIZERS["fedavg"])
+    made = parse(tables)
+    assert made.server.optimizer == "mine" and made.federation.optimizer == ("mine",)
+    schema = Recipe.model_json_schema()["$defs"]["Server"]["properties"]["optimizer"]
+    assert schema["enum"] == list(SERVER_OPTIMIZERS)
+
+
+def settings_of(table, name):
+    """Every setting of a table and of the tables inside it, by its name."""
+    for key, field in table.model_fields.items():
+        yield f"{name}.{key}", field
+        kinds = [field.annotation, *typing.get_args(field.annotation)]
+        for kind in kinds:
+            if hasattr(kind, "model_fields"):
+                yield from settings_of(kind, f"{name}.{key}")
+
+
+SETTINGS = dict(settings_of(Recipe, "recipe"))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_has_a_description(name):
+    said = SETTINGS[name].description or ""
+    assert said[:1] == "`" or said[:1].isupper()
+    assert said.endswith(".") and "\n" not in said
+
+
+def test_the_tables_inside_tables_are_among_them():
+    assert {
+        "recipe.data.source",
+        "recipe.federation.levels",
+        "recipe.federation.node.weight",
+    } <= set(SETTINGS)
 
 
 def test_what_is_not_a_table_and_what_is_in_a_list_is_named():
@@ -212,6 +259,9 @@ def values_of(kind, metadata=()):
     for part in [m for p in parts for m in (getattr(p, "metadata", None) or [p])]:
         low = getattr(part, "ge", getattr(part, "gt", low))
         high = getattr(part, "le", getattr(part, "lt", high))
+    for part in parts:
+        if isinstance(part, OneOf):
+            return st.sampled_from(list(part.registry))
     kind = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
     if typing.get_origin(kind) is typing.Literal:
         return st.sampled_from(typing.get_args(kind))

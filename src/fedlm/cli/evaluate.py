@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from fedlm.cli.console import AsJson, emit, show, talk
-from fedlm.cli.devices import use_devices
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
+from fedlm.engine.devices import use_devices
 from fedlm.inference import load_params
 from fedlm.privacy import release
 from fedlm.recipe.build import build

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.console import AsJson, Changes, OutPath, RecipeFile, Resume, emit, note, out, show
-from fedlm.cli.devices import use_devices
 from fedlm.cli.train import RUNS, STORES, end, followed, run_path
 from fedlm.core.errors import ConfigError
+from fedlm.engine.devices import use_devices
 from fedlm.recipe.settings import load
 from fedlm.record.directory import free_path
 

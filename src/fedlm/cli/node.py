@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.console import note
-from fedlm.cli.devices import use_devices
 from fedlm.cli.train import polite_stop
+from fedlm.engine.devices import use_devices
 
 app = typer.Typer(
     help="An organisation's side of a federation.", no_args_is_help=True, rich_markup_mode=None

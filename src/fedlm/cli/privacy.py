@@ -10,11 +10,11 @@ import numpy as np
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
-from fedlm.cli.devices import use_devices
 from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
+from fedlm.engine.devices import use_devices
 from fedlm.federation.audit import Seen, look
 from fedlm.inference import load_params
 from fedlm.privacy import account

@@ -26,9 +26,9 @@ from fedlm.cli.console import (
     size,
     talk,
 )
-from fedlm.cli.devices import use_devices
 from fedlm.core.releasable import Releasable
 from fedlm.engine import multihost
+from fedlm.engine.devices import use_devices
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import free_path, newest_path

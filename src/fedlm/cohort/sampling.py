@@ -9,6 +9,9 @@ Not here: which clients exist (`corpus/store.py`), who really answered (an engin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from fedlm.core.errors import require
@@ -30,8 +33,8 @@ def check(sampling: Sampling) -> None:
 
 
 def no_history(sampling: Sampling) -> History:
-    """Before the first round; empty for laws that do not look back."""
-    size = sampling.population if sampling.law == "spaced" else 0
+    """Return the history before the first round; empty for laws that do not look back."""
+    size = sampling.population if LAWS[sampling.law].looks_back else 0
     return History(np.full(size, NEVER, np.int32), np.zeros(size, np.int32))
 
 
@@ -46,19 +49,23 @@ def joined(history: History, members: Members, round: int) -> History:
 
 
 def draw(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
-    """The members of one round."""
-    if sampling.law == "poisson":
-        rate = sampling.cohort / sampling.population
-        return np.flatnonzero(rng.random(sampling.population) < rate)
-    if sampling.law == "spaced":
-        return _separated(sampling, rng, round, history)
+    """Draw the members of one round."""
+    return LAWS[sampling.law].draw(sampling, rng, round, history)
+
+
+def _fixed(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
+    """Exactly `cohort` clients, without replacement."""
     chosen = rng.choice(sampling.population, sampling.cohort, replace=False, shuffle=False)
     return np.sort(chosen)
 
 
-def _separated(
-    sampling: Sampling, rng: np.random.Generator, round: int, history: History
-) -> Members:
+def _poisson(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
+    """Each client by its own coin; `cohort` of them in expectation."""
+    rate = sampling.cohort / sampling.population
+    return np.flatnonzero(rng.random(sampling.population) < rate)
+
+
+def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
     """Clients that rested long enough and may come again.
 
     Where participations are limited those who came least often go first, so that no round has to
@@ -74,3 +81,17 @@ def _separated(
     if sampling.max_participations:
         order += history.times[free]
     return np.sort(free[np.argpartition(order, sampling.cohort - 1)[: sampling.cohort]])
+
+
+class Law(NamedTuple):
+    """How the members of a round are drawn, and whether that depends on who came before."""
+
+    draw: Callable[[Sampling, np.random.Generator, int, History], Members]
+    looks_back: bool = False
+
+
+LAWS: dict[str, Law] = {
+    "fixed": Law(_fixed),
+    "poisson": Law(_poisson),
+    "spaced": Law(_spaced, looks_back=True),
+}

@@ -77,6 +77,32 @@ def with_leaves(a: Tree, leaves: dict[str, Any]) -> Tree:
     return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in names])
 
 
+def split(a: Tree, keep: Sequence[bool]) -> tuple[Tree, Tree]:
+    """Return the leaves that `keep` names and the others, each with None in place of the rest."""
+    leaves, structure = jax.tree.flatten(a)
+    both = list(zip(leaves, keep, strict=True))
+    kept = jax.tree.unflatten(structure, [x if k else None for x, k in both])
+    return kept, jax.tree.unflatten(structure, [None if k else x for x, k in both])
+
+
+def join(a: Tree, b: Tree) -> Tree:
+    """Return the tree that was split into `a` and `b`; without `b`, `a` itself."""
+    if b is None:
+        return a
+    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=_is_none)
+
+
+def without(a: Tree, b: Tree) -> Tree:
+    """Return `a` with None wherever `b` has a leaf; without `b`, `a` itself."""
+    if b is None:
+        return a
+    return jax.tree.map(lambda held, x: x if held is None else None, b, a, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
 def take(a: Tree, at: Any) -> Tree:
     """Row `at` of every leaf, or several rows."""
     return jax.tree.map(lambda x: x[at], a)

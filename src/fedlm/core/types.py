@@ -110,6 +110,17 @@ class History(NamedTuple):
     times: Any  # int32, population
 
 
+class OnBase(NamedTuple):
+    """What the members of a round share where most of a model is held still.
+
+    Every function of a `ClientMethod` but `shared` and `expand` gets it in place of what `shared`
+    made, if the algorithm has a base.
+    """
+
+    base: Params  # what nobody trains, None where a leaf is trained; the same in every round
+    rest: Any  # what `shared` made of this round's message
+
+
 class TrainablePart(NamedTuple):
     """Which numbers of a model a member trains: all, some leaves, or factors of them.
 

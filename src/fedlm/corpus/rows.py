@@ -72,7 +72,7 @@ def cut(
     return rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClientRows:
     """The rows of a store's clients; members are numbered by their place in `clients`."""
 

@@ -15,18 +15,21 @@ from typing import Any
 
 import jax
 
+from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.core.types import BatchSpec, Engine, Rows, Sampling
+from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS, names
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
-from fedlm.recipe.assemble import algorithm_of
+from fedlm.recipe.assemble import algorithm_of, trained_leaves
 from fedlm.recipe.federation import Federation
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.wire.dense import dense
+
+NO_PATHS: dict[str, Any] = {"source": None, "store": None, "stores": ()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +59,26 @@ def members_work(
     rows_of: Rows = pooled if whole else lambda member: rows.train(member - first)
     spec = parts.model_spec(recipe, store.vocabulary)
     participation = privacy_plan.participation_of(recipe, population)
-    algorithm = algorithm_of(recipe, participation, spec.shapes())
-    server = algorithm.server
+    start = parts.start_maker(recipe, store)
+    algorithm = algorithm_of(recipe, participation, spec.shapes(), start)
     bare = replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         algorithm=algorithm,
         engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
-        sent_like=jax.eval_shape(lambda p: server.send(p, server.init(p)), spec.shapes()),
+        sent_like=_sent_like(recipe, algorithm, spec.shapes()),
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=False,
     )
+
+
+def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
+    """Return the shapes of what the server sends: the trained part, where one is held still."""
+    keep, server = trained_leaves(recipe, shapes), algorithm.server
+    trained = shapes if keep is None else tree.split(shapes, keep)[0]
+    return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
 
 
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
@@ -98,6 +108,13 @@ def check_deployable(recipe: Recipe) -> None:
         recipe.client.method,
         f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
         "what members remember between their turns is not kept at nodes",
+    )
+    require(
+        recipe.wire.trainable != "fixed" or recipe.model.init_from is None,
+        "model.init_from",
+        recipe.model.init_from,
+        "none with wire.trainable = 'fixed' over a network: nodes make what is held still from the "
+        "recipe's seed",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:
@@ -139,7 +156,7 @@ def _check_tree(tree: Federation) -> None:
 
 def redacted(recipe: Recipe, noise: float | None = None) -> str:
     """The recipe as nodes are told it: no paths, no secret, the noise that was found."""
-    privacy = recipe.privacy
+    privacy, kind = recipe.privacy, kind_of(recipe.data.tokenizer)
     if noise is not None:
         # That a seed is fixed is told, so that a policy can refuse it; not which one.
         fixed = None if privacy.seed is None else 0
@@ -147,14 +164,7 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
     return dump(
         recipe.model_copy(
             update={
-                "data": recipe.data.model_copy(
-                    update={
-                        "source": None,
-                        "store": None,
-                        "stores": (),
-                        "tokenizer": kind_of(recipe.data.tokenizer),
-                    }
-                ),
+                "data": recipe.data.model_copy(update={**NO_PATHS, "tokenizer": kind}),
                 "model": recipe.model.model_copy(update={"init_from": None}),
                 "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
                 "privacy": privacy,

@@ -33,7 +33,7 @@ from fedlm.core.types import (
     Update,
 )
 from fedlm.engine.payload_size import through_bytes
-from fedlm.federation.algorithm import Algorithm, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import (
     Finished,
     add_member,
@@ -93,7 +93,8 @@ class LoopEngine:
         codec = self.algorithm.download
         payload = codec.encode(model, key_for(self.seed, "download", round=round))
         arrived, key = codec.decode(payload, model), round_key(self.algorithm, round)
-        return self.algorithm.local_of(round).shared(arrived, key), len(payload)
+        shared = self.algorithm.local_of(round).shared(arrived, key)
+        return on_base(self.algorithm.base, shared), len(payload)
 
     def _train(self, start: Start, shared: Any, cohort: Cohort, place: int) -> tuple[Update, int]:
         """Train one member; return what arrives of its update, and the size of its frame."""

@@ -16,6 +16,9 @@ comes back. *Grouped*: as many members at a time as there are lanes, one member 
 member's own update, for members that remember something or begin from a model of their own, and
 for codecs whose frames must be made to know their size.
 
+What nobody trains (`Algorithm.base`) is put on each device once and given to every program as an
+argument: it is no constant of a program, and never copied from round to round.
+
 Where several processes run together (`multihost.py`), the lanes are those of all of them. Each
 packs its own; what goes in and what comes out is local to the process, and the same at each.
 """
@@ -23,7 +26,7 @@ packs its own; what goes in and what comes out is local to the process, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -53,7 +56,7 @@ from fedlm.core.types import (
     Update,
 )
 from fedlm.engine import multihost, payload_size
-from fedlm.federation.algorithm import Algorithm, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import (
     Finished,
     add_member,
@@ -89,7 +92,7 @@ class LaneState(NamedTuple):
 class Lanes(NamedTuple):
     """All lanes at work."""
 
-    shared: Any  # what members begin from
+    shared: Any  # what members begin from, without the base
     clip_norm: Any  # how long a member's update may be
     state: LaneState
     own: bool = False  # the first two have one entry per lane, and are not the same on all
@@ -241,14 +244,19 @@ class MeshEngine:
         """Return lanes that have done nothing yet, whose members all begin from one model."""
         shared = self._share(local, start.model, self._keys(round))
         shared, clip_norm = self._to_all((shared, jnp.float32(start.clip_norm)))
-        return Lanes(shared, clip_norm, self._start(local, shared))
+        return Lanes(shared, clip_norm, self._start(local, shared, self._base))
 
     def _begin_own(self, local: ClientMethod, starts: Sequence[Start], round: int) -> Lanes:
         """Return lanes that have done nothing yet, with one start for each."""
         models = jax.device_put(_stack([start.model for start in starts]), self._per_lane)
-        shared, state = self._start_own(local, models, self._keys(round))
+        shared, state = self._start_own(local, models, self._base, self._keys(round))
         clip_norm = np.array([start.clip_norm for start in starts], np.float32)
         return Lanes(shared, jax.device_put(clip_norm, self._per_lane), state, own=True)
+
+    @cached_property
+    def _base(self) -> Params | None:
+        """What nobody trains, once on every device."""
+        return self._to_all(self.algorithm.base)
 
     def _keys(self, round: int) -> tuple[Any, Any]:
         return key_for(self.seed, "download", round=round), round_key(self.algorithm, round)
@@ -256,7 +264,8 @@ class MeshEngine:
     def _take(self, local: ClientMethod, lanes: Lanes, stream: Stream) -> Lanes:
         """Return the lanes after one more chunk."""
         shared, clip_norm, state, own = lanes
-        state = self._chunk(local, own, shared, clip_norm, state, self._to_lanes(stream))
+        begun, batches = (shared, clip_norm), self._to_lanes(stream)
+        state = self._chunk(local, own, begun, self._base, state, batches)
         return lanes._replace(state=state)
 
     def _groups(self, starts: Starts, cohort: Cohort) -> Iterator[tuple[list[int], Lanes]]:
@@ -276,7 +285,7 @@ class MeshEngine:
             if fresh is None:
                 lanes = self._begin_own(local, own, round)
             else:
-                lanes = fresh._replace(state=self._start(local, fresh.shared))
+                lanes = fresh._replace(state=self._start(local, fresh.shared, self._base))
             if own[0].client_state is not None:
                 rows = jax.device_put(_stack([s.client_state for s in own]), self._per_lane)
                 lanes = lanes._replace(state=lanes.state._replace(client_state=rows))
@@ -309,6 +318,7 @@ class MeshEngine:
         """Really encode a member's update, and return the size of the frame."""
         key = key_for(self.seed, "upload", round=round, member=member)
         local = self.algorithm.local_of(round)
+        done = done._replace(shared=on_base(self.algorithm.base, done.shared))
         return payload_size.really_sent(self.algorithm, local, done, key)
 
     def _compare(self, lanes: Lanes, start: Start, cohort: Cohort) -> None:
@@ -366,16 +376,16 @@ class MeshEngine:
         download, round_key = keys
         return local.shared(self.algorithm.download.apply(model, download), round_key)
 
-    def _start_lanes(self, local: ClientMethod, shared: Any) -> LaneState:
-        one = _start_lane(local, shared)
+    def _start_lanes(self, local: ClientMethod, shared: Any, base: Params | None) -> LaneState:
+        one = _start_lane(local, on_base(base, shared))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
     def _start_own_lanes(
-        self, local: ClientMethod, models: Any, keys: tuple[Any, Any]
+        self, local: ClientMethod, models: Any, base: Params | None, keys: tuple[Any, Any]
     ) -> tuple[Any, LaneState]:
         def one(model: Params) -> tuple[Any, LaneState]:
             shared = self._make_shared(local, model, keys)
-            return shared, _start_lane(local, shared)
+            return shared, _start_lane(local, on_base(base, shared))
 
         made = jax.vmap(one)(models)
         lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self._per_lane)
@@ -385,28 +395,35 @@ class MeshEngine:
         self,
         local: ClientMethod,
         own: bool,
-        shared: Any,
-        clip_norm: Any,
+        begun: tuple[Any, Any],
+        base: Params | None,
         state: LaneState,
         stream: Stream,
     ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
-        begun = lanes if own else P()
+        of_begun = lanes if own else P()
         run = jax.shard_map(
             partial(self._run_lane, local, own),
             mesh=self.mesh,
-            in_specs=((begun, begun), lanes, lanes),
+            in_specs=(of_begun, P(), lanes, lanes),
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run((shared, clip_norm), state, stream)
+        done: LaneState = run(begun, base, state, stream)
         return done
 
     def _run_lane(
-        self, local: ClientMethod, own: bool, begun: Any, state: LaneState, stream: Stream
+        self,
+        local: ClientMethod,
+        own: bool,
+        begun: tuple[Any, Any],
+        base: Params | None,
+        state: LaneState,
+        stream: Stream,
     ) -> LaneState:
-        shared, clip_norm = jax.tree.map(lambda x: x[0], begun) if own else begun
+        rest, clip_norm = jax.tree.map(lambda x: x[0], begun) if own else begun
+        shared = on_base(base, rest)
         state, stream = jax.tree.map(lambda x: x[0], (state, stream))
         codec = self.algorithm.upload
 

@@ -41,6 +41,7 @@ class HeldOutEvaluation:
 
     score: ScoreFn
     special: SpecialTokens
+    models: Callable[[Any], Mapping[str, Params]]  # those of a state, by name; ours is ""
     text: Mapping[str, HeldOutText]  # by split: those whose figures may be told
     vocabulary: int
     watch_split: tuple[str, ...]  # where to look on the way, in order of preference
@@ -70,12 +71,12 @@ class HeldOutEvaluation:
         """Perplexity and accuracy on the sample; None where no text may be looked at."""
         if self.watched is None:
             return {"perplexity": None, "accuracy": None}
-        found = figures(self.evaluator(state.params, self.watched))
+        found = figures(self.evaluator(self.models(state)[""], self.watched))
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
     def final(self, state: Any, split: str) -> dict[str, Any]:
         """All figures of a state on one split."""
-        return self.of_models({"": state.params}, split)
+        return self.of_models(self.models(state), split)
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
         """All figures of the federation's model: together, over clients, per group."""

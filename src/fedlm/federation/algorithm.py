@@ -1,7 +1,7 @@
 """Everything a round needs to know.
 
 In:       a method, codecs, and either a sampling law or a privacy plan.
-Out:      an `Algorithm`; the key and the shapes that server and members derive alike.
+Out:      an `Algorithm`; the key, the base and the shapes that server and members derive alike.
 Promise:  sampling and noise are derived from the privacy plan, so no combination can be built whose
           noise is not the one that its epsilon claims; engines and the loop add nothing.
 Not here: what a member does with it (`member.py`), what the server does (`round.py`).
@@ -9,7 +9,8 @@ Not here: what a member does with it (`member.py`), what the server does (`round
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core.keys import key_for
-from fedlm.core.types import ClientMethod, Codec, Sampling, ServerMethod, Update
+from fedlm.core.types import ClientMethod, Codec, OnBase, Params, Sampling, ServerMethod, Update
 from fedlm.privacy.catalog import check, noise_for
 from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
@@ -41,6 +42,9 @@ class Algorithm:
     turns: tuple[ClientMethod, ...] = ()  # instead of `local` where rounds train different parts
     feedback: bool = False  # members add to an update what the codec left out of their last one
     seed: int = 0  # of what both sides derive
+    # Gives the same arrays whenever it is called. Not compared: programs take a base as an
+    # argument, so that algorithms which differ in it alone share them.
+    make_base: Callable[[], Params] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.plan is not None:
@@ -61,6 +65,17 @@ class Algorithm:
     def noise(self) -> Noise:
         """The plan's noise for a sum in units of the clip norm; silent without a plan."""
         return silent() if self.plan is None else noise_for(self.plan)
+
+    @cached_property
+    def base(self) -> Params | None:
+        """The leaves that nobody trains, None where a leaf is trained; None where all are trained.
+
+        Made when it is first asked for: a node checks a recipe before it makes a model of its size.
+        """
+        if self.make_base is None:
+            return None
+        with jax.ensure_compile_time_eval():  # arrays, also if a trace is the first to ask
+            return self.make_base()
 
     def local_of(self, round: int) -> ClientMethod:
         """What a member does in a round."""
@@ -86,11 +101,16 @@ def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
     """The shapes of a member's update, without training one."""
     local = algorithm.local_of(round)
 
-    def work(sent: Any) -> Update:
+    def work(sent: Any, base: Params | None) -> Update:
         key = key_for(0, "partial")  # only shapes count
-        shared = local.shared(sent, key)
+        shared = on_base(base, local.shared(sent, key))
         client_state = None if local.init_memory is None else local.init_memory(shared)
         return local.finish(shared, local.init(shared, key, client_state), jnp.zeros(()))
 
-    made: Update = jax.eval_shape(work, sent)
+    made: Update = jax.eval_shape(work, sent, algorithm.base)
     return made
+
+
+def on_base(base: Params | None, shared: Any) -> Any:
+    """Return what members get of what they share: with the base, where there is one."""
+    return shared if base is None else OnBase(base, shared)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fedlm.cohort.sampling import LAWS
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import Params
@@ -55,7 +56,7 @@ def look(
     turns = canary_turns(algorithm, state, rounds)
     population = algorithm.sampling.population
     numbers = np.arange(population - algorithm.canaries, population)
-    if algorithm.sampling.law == "spaced":
+    if LAWS[algorithm.sampling.law].looks_back:
         # Its account takes turns for granted. Other laws count on the chance of staying out: a
         # canary that happened to stay out is as much a case there as one that came.
         numbers = numbers[turns > 0]

@@ -40,7 +40,7 @@ from fedlm.core.types import (
     Total,
     Update,
 )
-from fedlm.federation.algorithm import Algorithm, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
 from fedlm.privacy.clip import clip, next_clip_norm
 from fedlm.privacy.noise import standard_normal
@@ -53,7 +53,7 @@ Metrics = dict[str, Any]
 class NodeState(eqx.Module):
     """What a server node carries from round to round; nothing else survives."""
 
-    params: Params
+    params: Params  # the trained part alone, where the algorithm has a base
     server_memory: OptState
     noise_memory: Any
     history: History
@@ -67,8 +67,11 @@ class NodeState(eqx.Module):
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
-    """The state before the first round; a plan needs a secret that nobody can guess."""
-    plan = algorithm.plan
+    """Make the state before the first round; a plan needs a secret that nobody can guess.
+
+    `params` is the whole model; the state keeps what the algorithm's base does not hold.
+    """
+    plan, params = algorithm.plan, tree.without(params, algorithm.base)
     history = no_history(algorithm.sampling)
     memory = algorithm.server.init(params)
     sent = algorithm.server.send(params, memory)
@@ -101,7 +104,8 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
     local = algorithm.local
     own = None
     if local.init_memory is not None:
-        own = local.init_memory(local.shared(sent, round_key(algorithm, 0)))
+        shared = local.shared(sent, round_key(algorithm, 0))
+        own = local.init_memory(on_base(algorithm.base, shared))
     whole = ClientState(own, tree.zeros_like(residual))
     return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
 
@@ -329,8 +333,12 @@ class FlatRound:
                 state = after
 
     def models(self, state: NodeState) -> dict[str, Params]:
-        """The model of a state; it has no name."""
-        return {"": state.params}
+        """The whole model of a state; it has no name."""
+        return {"": self.params(state)}
+
+    def params(self, state: NodeState) -> Params:
+        """All parameters of a state, with those that nobody trains."""
+        return tree.join(state.params, self.algorithm.base)
 
     def header(self) -> Metrics:
         """Nothing: a flat federation has no shape to tell."""

@@ -91,6 +91,10 @@ class TreeRound:
         models = [jax.tree.map(jnp.asarray, model) for model in received(self.config, state)]
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
 
+    def params(self, state: TreeState) -> Params:
+        """The parameters of all nodes."""
+        return state.params
+
     def header(self) -> Metrics:
         """The tree: nodes, parents, how many clients feed each, which layers are personal."""
         config, topology = self.config, self.config.topology

@@ -3,23 +3,25 @@
 In:       a name and its dimensions.
 Out:      a model, or its parameter count.
 Promise:  a count is the number of values in the model that the same arguments make, found
-          without allocating one; a named size has the count that was published for it.
+          without allocating one; a named size has the count that was published for it; one line
+          in `ARCHITECTURES` adds an architecture or a recurrent cell.
 Not here: the architectures (one file a family).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import Loss, Params, Tokens
+from fedlm.core.types import PAD, Loss, LossFn, Params, Tokens
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Positions
@@ -48,10 +50,22 @@ class Dimensions:
     si_row_floor: float = 0.1
 
 
+ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 
 
-def _recurrent(cell: Callable[[Dimensions], Cell]) -> Maker:
+@dataclass(frozen=True)
+class Architecture:
+    """How a model is made, and its sizes where a recipe leaves them out."""
+
+    make: Maker
+    size: Dimensions = Dimensions()
+    attends: bool = False  # with heads, whose number must divide the embedding
+
+
+def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
+    """Make the architecture whose layers repeat a recurrent cell."""
+
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         return recurrent(
             cell(size),
@@ -62,7 +76,7 @@ def _recurrent(cell: Callable[[Dimensions], Cell]) -> Maker:
             key=key,
         )
 
-    return make
+    return Architecture(make)
 
 
 def _si_cifg(size: Dimensions) -> Cell:
@@ -75,7 +89,9 @@ def _si_cifg(size: Dimensions) -> Cell:
     )
 
 
-def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Maker:
+def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Architecture:
+    """Make the architecture of a decoder that reads `options` of the sizes and has `fixed` ones."""
+
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
         read["row_floor"] = size.si_row_floor
@@ -83,24 +99,21 @@ def _decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Make
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
 
-    return make
+    return Architecture(make, SMALL_DECODER, attends=True)
 
 
+SMALL_DECODER = Dimensions(embedding_size=96, hidden_size=384, layers=3, heads=8)
 _PLACED = ("positions", "length")
-ARCHITECTURES: dict[str, Maker] = {
-    "lstm": _recurrent(lambda size: Lstm(size.cell_layer_norm)),
-    "cifg": _recurrent(lambda size: Cifg(size.cell_layer_norm)),
-    "si-cifg": _recurrent(_si_cifg),
-    "transformer": _decoder(transformer, *_PLACED),
-    "si-transformer": _decoder(transformer, *_PLACED, invariant=True),
-    "conformer": _decoder(conformer, *_PLACED, "kernel_size"),
-    "si-conformer": _decoder(conformer, *_PLACED, "kernel_size", invariant=True),
-    "mpt": _decoder(transformer, positions="alibi", bias=False),
+ARCHITECTURES: dict[str, Architecture] = {
+    "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
+    "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
+    "si-cifg": from_cell(_si_cifg),
+    "transformer": decoder(transformer, *_PLACED),
+    "si-transformer": decoder(transformer, *_PLACED, invariant=True),
+    "conformer": decoder(conformer, *_PLACED, "kernel_size"),
+    "si-conformer": decoder(conformer, *_PLACED, "kernel_size", invariant=True),
+    "mpt": decoder(transformer, positions="alibi", bias=False),
 }
-
-
-# Those that look back with heads, whose number must divide the embedding.
-ATTENTIVE = frozenset(ARCHITECTURES) - {"lstm", "cifg", "si-cifg"}
 
 
 @dataclass(frozen=True)
@@ -116,18 +129,9 @@ def _named(architecture: str, published: Any = None, **size: Any) -> Named:
     return Named(architecture, Dimensions(**size), published)
 
 
-_SMALL = {"embedding_size": 96, "hidden_size": 384, "layers": 3, "heads": 8}
 _GBOARD = {"embedding_size": 96, "hidden_size": 670}
 _MPT75 = {"embedding_size": 896, "hidden_size": 3584, "layers": 3, "heads": 16}
-NAMED: dict[str, Named] = {
-    "lstm": _named("lstm"),
-    "cifg": _named("cifg"),
-    "si-cifg": _named("si-cifg"),
-    "transformer": _named("transformer", **_SMALL),
-    "si-transformer": _named("si-transformer", **_SMALL),
-    "conformer": _named("conformer", **_SMALL),
-    "si-conformer": _named("si-conformer", **_SMALL),
-    "mpt": _named("mpt", **_SMALL),
+PUBLISHED: dict[str, Named] = {
     "gboard-cifg-10k": _named("cifg", "1.4M", vocab=10_000, **_GBOARD),
     "gboard-cifg-20k": _named("cifg", "2.4M", vocab=20_000, **_GBOARD),
     "gboard-cifg-30k": _named("cifg", "3.3M", vocab=30_000, **_GBOARD),
@@ -153,9 +157,27 @@ NAMED: dict[str, Named] = {
 }
 
 
+class _Names(Mapping[str, Named]):
+    """Every name of a model: the architectures, then the published sizes."""
+
+    def __getitem__(self, name: str) -> Named:
+        if name in ARCHITECTURES:
+            return Named(name, ARCHITECTURES[name].size)
+        return PUBLISHED[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**ARCHITECTURES, **PUBLISHED})
+
+    def __len__(self) -> int:
+        return len({**ARCHITECTURES, **PUBLISHED})
+
+
+NAMED = _Names()
+
+
 def make(architecture: str, size: Dimensions, key: PRNGKeyArray) -> Params:
     """A fresh model."""
-    return ARCHITECTURES[architecture](size, key)
+    return ARCHITECTURES[architecture].make(size, key)
 
 
 def shapes(architecture: str, size: Dimensions) -> Params:
@@ -178,19 +200,99 @@ class ModelSpec:
 
     architecture: str
     size: Dimensions
+    name: str = ""  # as the recipe's `model.name`; empty: the architecture's
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """A fresh model."""
+        """Returns a fresh model."""
         return make(self.architecture, self.size, key)
 
     def shapes(self) -> Params:
-        """The model with shapes in place of values."""
+        """Returns the model with shapes in place of values."""
         return shapes(self.architecture, self.size)
 
     @property
     def parameters(self) -> int:
         """How many parameters the model has."""
         return count(self.architecture, self.size)
+
+    @property
+    def loss(self) -> LossFn:
+        """The next-token loss of a batch."""
+        return loss
+
+    @property
+    def score(self) -> ScoreFn:
+        """Nats of each target, and whether it was the likeliest token in its place."""
+        return score
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the recipe's `[model]` table."""
+        named = NAMED[self.name or self.architecture].size
+        sizes = {f: v for f, v in vars(self.size).items() if v != getattr(named, f)}
+        return {"name": self.name or self.architecture, **_known(sizes)}
+
+
+def _known(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what a store decides."""
+    return {name: value for name, value in sizes.items() if name not in ("vocab", "length")}
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """A user's own equinox module as a model: `module(tokens[batch, seq]) -> logits`.
+
+    All of its floating-point arrays are trained; whatever else it holds stays as it is.
+    """
+
+    module: Any
+
+    def _split(self) -> tuple[Params, Any]:
+        return eqx.partition(self.module, eqx.is_inexact_array)
+
+    def init(self, key: PRNGKeyArray) -> Params:
+        """Returns the arrays of the module; it was initialised by its maker."""
+        return self._split()[0]
+
+    def shapes(self) -> Params:
+        """Returns the arrays with shapes in place of values."""
+        return eqx.filter_eval_shape(lambda: self._split()[0])
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the module has."""
+        return tree.size(self._split()[0])
+
+    def _logits(self, params: Params, tokens: Int[Array, "batch seq"]) -> Array:
+        return eqx.combine(params, self._split()[1])(tokens)
+
+    @property
+    def loss(self) -> LossFn:
+        """The next-token loss of a batch."""
+
+        def of(params: Params, tokens: Tokens) -> Loss:
+            nats, _ = self.score(params, tokens)
+            count = jnp.sum(tokens[:, 1:] != PAD).astype(nats.dtype)
+            return Loss(jnp.sum(nats), count)
+
+        return of
+
+    @property
+    def score(self) -> ScoreFn:
+        """Nats of each target, and whether it was the likeliest token in its place."""
+
+        def of(params: Params, tokens: Tokens) -> tuple[Array, Array]:
+            targets = tokens[:, 1:]
+            logits = self._logits(params, jnp.maximum(tokens[:, :-1], 0))
+            logs = jax.nn.log_softmax(logits)
+            taken = jnp.take_along_axis(logs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+            right = jnp.argmax(logits, -1) == targets
+            return jnp.where(targets != PAD, -taken, 0.0), right
+
+        return of
+
+    def settings(self) -> dict[str, Any]:
+        """Returns nothing: a recipe cannot name a module."""
+        return {}
 
 
 def listing() -> list[dict[str, Any]]:

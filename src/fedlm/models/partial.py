@@ -1,7 +1,8 @@
 """Which numbers of a model a member trains.
 
 In:       a model's shapes, a share, a rank, keys that both sides know.
-Out:      a `TrainablePart`: all of it, a subset of its leaves, or low-rank factors of them.
+Out:      a `TrainablePart`: all of it, a subset of its leaves, or low-rank factors of them; the
+          leaves that a fraction or name patterns choose.
 Promise:  what is not trained keeps its bits; a subset follows from its key alone, so that no
           index travels.
 Not here: backbones and personal layers (`split.py`), optimisers, bytes (`wire`).
@@ -9,11 +10,17 @@ Not here: backbones and personal layers (`split.py`), optimisers, bytes (`wire`)
 Only tensors that multiply may be held still (matrices, embeddings, gains of norms); shifts and
 biases are few and always train. Subsets are drawn in random order: a tensor is taken if that brings
 the sum of sizes nearer to the share asked for.
+
+Where the subset is the same in every round, the server has nothing to say about the other leaves:
+they are an algorithm's base (`tree.split`), and members train `ON_BASE`. Otherwise the server holds
+the whole model, and `subset` picks what a round trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,7 +31,14 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params, TrainablePart
+
+ON_BASE = TrainablePart(
+    init=lambda shared: shared.rest,
+    merge=lambda shared, trained: tree.join(trained, shared.base),
+)
+"""What a server sends, trained whole; members hold the other leaves as their base (`OnBase`)."""
 
 
 def may_freeze(params: Params) -> list[bool]:
@@ -51,13 +65,34 @@ def draw_leaves(params: Params, share: float, key: PRNGKeyArray) -> Float[Array,
     return (taken | ~jnp.asarray(free)).astype(jnp.float32)
 
 
+def leaves_by_fraction(like: Params, fraction: float, key: PRNGKeyArray) -> list[bool]:
+    """Choose the leaves that train: a fraction of what may be held still, and all the rest."""
+    return [bool(x) for x in np.asarray(draw_leaves(like, fraction, key))]
+
+
+def leaves_by_name(like: Params, patterns: Sequence[str]) -> list[bool]:
+    """Choose the leaves that train: those whose dotted name one of the patterns matches.
+
+    >>> leaves_by_name({"embedding": 0, "blocks": [{"bias": 1}, {"bias": 2}]}, ["blocks.1.*"])
+    [False, True, False]
+
+    Raises:
+        ConfigError: if a pattern matches no leaf.
+    """
+    names = list(tree.named_leaves(like))
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"{pattern!r}: this model has no such leaf; it has {', '.join(names[:6])}, ..."
+            )
+    return [any(fnmatch.fnmatchcase(name, p) for p in patterns) for name in names]
+
+
 def subset(keep: Sequence[bool]) -> TrainablePart:
     """The leaves that `keep` names: the backward work of the others is never done."""
 
     def pick(params: Params) -> Params:
-        leaves, structure = jax.tree.flatten(params)
-        client_state = [x if k else None for x, k in zip(leaves, keep, strict=True)]
-        return jax.tree.unflatten(structure, client_state)
+        return tree.split(params, keep)[0]
 
     def expand(params: Params, key: PRNGKeyArray, delta: Params) -> Params:
         rest = iter(jax.tree.leaves(delta))
@@ -75,7 +110,7 @@ def subset(keep: Sequence[bool]) -> TrainablePart:
 
 def drawn_subset(params: Params, share: float, key: PRNGKeyArray) -> TrainablePart:
     """A subset for all members, drawn once."""
-    return subset([bool(x) for x in np.asarray(draw_leaves(params, share, key))])
+    return subset(leaves_by_fraction(params, share, key))
 
 
 def own_subset(share: float) -> TrainablePart:
@@ -137,3 +172,47 @@ def _fixed_factors(shapes: list[tuple[int, ...]], rank: int, key: PRNGKeyArray) 
 def _product(trained: Array, fixed: Array, shape: tuple[int, ...]) -> Array:
     change = trained @ fixed
     return change if shape[0] >= shape[1] else change.T
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions:
+    """What a kind of part may be made from; each kind reads what it needs."""
+
+    fraction: float = 1.0  # of what may be held still, how much trains
+    subsets: int = 4  # that take turns
+    rank: int = 8  # of a matrix's update
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartKind:
+    """A kind of part: `make(shapes, options, key)` returns those that rounds train in turn."""
+
+    make: Callable[[Params, PartOptions, PRNGKeyArray], tuple[TrainablePart, ...]]
+    takes_fraction: bool = False
+    takes_feedback: bool = False  # what a codec left out of an update is trained again next time
+    by_member: bool = False  # members train leaves of their own, so codecs must take leaf by leaf
+    may_be_private: bool = True  # the clip bounds what the noise is added to
+
+
+def _in_turn(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[TrainablePart, ...]:
+    keys = jr.split(key, options.subsets)
+    return tuple(drawn_subset(like, options.fraction, k) for k in keys)
+
+
+TRAINABLE: dict[str, PartKind] = {
+    "all": PartKind(make=lambda like, options, key: (TrainablePart(),), takes_feedback=True),
+    "fixed": PartKind(
+        make=lambda like, options, key: (drawn_subset(like, options.fraction, key),),
+        takes_fraction=True,
+        takes_feedback=True,
+    ),
+    "round": PartKind(make=_in_turn, takes_fraction=True),
+    "member": PartKind(
+        make=lambda like, options, key: (own_subset(options.fraction),),
+        takes_fraction=True,
+        by_member=True,
+    ),
+    "low-rank": PartKind(
+        make=lambda like, options, key: (low_rank(like, options.rank),), may_be_private=False
+    ),
+}

@@ -56,6 +56,11 @@ def check(plan: PrivacyPlan) -> None:
         _check_adaptive(plan, mechanism)
 
 
+def own_settings() -> list[str]:
+    """List the settings that shape the noise of some mechanisms only."""
+    return sorted({name for entry in MECHANISMS.values() for name in entry.settings})
+
+
 def with_setting(name: str) -> list[str]:
     """List the mechanisms whose noise a setting shapes."""
     return [known for known, entry in MECHANISMS.items() if name in entry.settings]
@@ -77,7 +82,7 @@ def _check_law(plan: PrivacyPlan, mechanism: Mechanism) -> None:
 def _check_unused(plan: PrivacyPlan, mechanism: Mechanism) -> None:
     """Refuse a setting that shapes only the noise of other mechanisms."""
     defaults = {field.name: field.default for field in dataclasses.fields(plan)}
-    for name in sorted({name for entry in MECHANISMS.values() for name in entry.settings}):
+    for name in own_settings():
         require(
             name in mechanism.settings or getattr(plan, name) == defaults[name],
             f"privacy.{name}",

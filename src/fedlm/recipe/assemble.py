@@ -1,6 +1,7 @@
 """From the tables of a recipe to an `Algorithm`.
 
-In:       a recipe, the sampling law, a privacy plan, the shapes of the model.
+In:       a recipe, the sampling law, a privacy plan, the shapes of the model, and how it is made
+          where a part of it is held still for the whole run.
 Out:      an `Algorithm`.
 Promise:  a combination that would not do what it says is refused with the reason.
 Not here: what settings are allowed (`settings.py`), stores and evaluation (`build.py`).
@@ -8,11 +9,13 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`bui
 
 from __future__ import annotations
 
-import jax.random as jr
+from collections.abc import Callable
+from functools import cache
+
 import optax
 
 from fedlm.core import tree
-from fedlm.core.errors import require
+from fedlm.core.errors import either, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import Params, Sampling, TrainablePart
 from fedlm.federation.algorithm import Algorithm
@@ -29,7 +32,7 @@ from fedlm.methods.optimizers import (
     server_optimizer,
 )
 from fedlm.models import catalog
-from fedlm.models.partial import drawn_subset, low_rank, own_subset
+from fedlm.models.partial import ON_BASE, TRAINABLE, PartKind, PartOptions, leaves_by_fraction
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
@@ -41,11 +44,23 @@ STAYS = dense()._replace(name="stays", encoded_bytes=lambda like: 0)
 MOST_REMEMBERED = 2 << 30
 
 
-def algorithm_of(recipe: Recipe, participation: Sampling | PrivacyPlan, like: Params) -> Algorithm:
-    """Everything that a round needs to know."""
+def algorithm_of(
+    recipe: Recipe,
+    participation: Sampling | PrivacyPlan,
+    like: Params,
+    start: Callable[[], Params] | None = None,
+) -> Algorithm:
+    """Make everything that a round needs to know.
+
+    With `start`, which makes the model before training, what is never trained is the algorithm's
+    base. Without it the server holds whole models, as the nodes of a tree do, whose models differ.
+    """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check(recipe, sampling, like)
-    clients, server = METHODS[recipe.client.method].build(method_options(recipe, sampling, like))
+    keep = trained_leaves(recipe, like) if start else None
+    parts = parts_of(recipe, like) if keep is None else (ON_BASE,)
+    options = method_options(recipe, sampling, parts)
+    clients, server = METHODS[recipe.client.method].build(options)
     return Algorithm(
         participation=participation,
         local=clients[0],
@@ -56,10 +71,27 @@ def algorithm_of(recipe: Recipe, participation: Sampling | PrivacyPlan, like: Pa
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
         seed=recipe.run.seed,
+        make_base=_base_maker(start, keep) if start and keep else None,
     )
 
 
-def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOptions:
+def trained_leaves(recipe: Recipe, like: Params) -> list[bool] | None:
+    """Return which leaves train in every round, if they are always the same; else None."""
+    wire = recipe.wire
+    if wire.trainable != "fixed":
+        return None
+    key = key_for(recipe.run.seed, "partial")
+    return leaves_by_fraction(like, wire.trainable_fraction, key)
+
+
+def _base_maker(start: Callable[[], Params], keep: list[bool]) -> Callable[[], Params]:
+    # Kept here: an algorithm with other codecs, as a node makes one, has the same base.
+    return cache(lambda: tree.split(start(), keep)[1])
+
+
+def method_options(
+    recipe: Recipe, sampling: Sampling, parts: tuple[TrainablePart, ...]
+) -> MethodOptions:
     """Make what a federated method is built from."""
     client, server = recipe.client, recipe.server
     rate = schedule(
@@ -77,7 +109,7 @@ def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOp
         client_learning_rate=client.learning_rate,
         server_learning_rate=server.learning_rate,
         weigh=WEIGHTS[client.weight],
-        parts=parts_of(recipe, like),
+        parts=parts,
         proximal=client.proximal,
         participation=sampling.cohort / sampling.population,
     )
@@ -85,15 +117,9 @@ def method_options(recipe: Recipe, sampling: Sampling, like: Params) -> MethodOp
 
 def parts_of(recipe: Recipe, like: Params) -> tuple[TrainablePart, ...]:
     """Make the parts of the model that rounds train in turn."""
-    wire, key = recipe.wire, key_for(recipe.run.seed, "partial")
-    if wire.trainable == "fixed":
-        return (drawn_subset(like, wire.trainable_fraction, key),)
-    if wire.trainable == "round":
-        keys = jr.split(key, wire.subsets)
-        return tuple(drawn_subset(like, wire.trainable_fraction, k) for k in keys)
-    if wire.trainable == "member":
-        return (own_subset(wire.trainable_fraction),)
-    return (low_rank(like, wire.rank),) if wire.trainable == "low-rank" else (TrainablePart(),)
+    wire = recipe.wire
+    options = PartOptions(fraction=wire.trainable_fraction, subsets=wire.subsets, rank=wire.rank)
+    return TRAINABLE[wire.trainable].make(like, options, key_for(recipe.run.seed, "partial"))
 
 
 def pooled_algorithm(recipe: Recipe) -> Algorithm:
@@ -193,28 +219,34 @@ def related_to_method(recipe: Recipe) -> RelatedSettings:
 
 
 def _check_wire(recipe: Recipe) -> None:
-    wire = recipe.wire
+    wire, kind = recipe.wire, TRAINABLE[recipe.wire.trainable]
     upload = named("wire.upload", wire.upload)
     named("wire.download", wire.download)
-    partly = wire.trainable in ("fixed", "round", "member")
     require(
-        partly == (wire.trainable_fraction < 1),
+        kind.takes_fraction == (wire.trainable_fraction < 1),
         "wire.trainable_fraction",
         wire.trainable_fraction,
-        "below 1 with wire.trainable = 'fixed', 'round' or 'member', and 1 otherwise",
+        f"below 1 with wire.trainable = {_kinds(lambda k: k.takes_fraction)}, and 1 otherwise",
     )
     require(
-        wire.trainable != "member" or upload.by_leaf,
+        upload.by_leaf or not kind.by_member,
         "wire.upload",
         wire.upload,
-        "a codec that takes leaf by leaf with wire.trainable = 'member': drive mixes all leaves",
+        f"a codec that takes leaf by leaf with wire.trainable = {wire.trainable!r}: drive mixes "
+        "all leaves",
     )
     require(
-        not wire.error_feedback or wire.trainable in ("all", "fixed"),
+        kind.takes_feedback or not wire.error_feedback,
         "wire.error_feedback",
         True,
-        "wire.trainable = 'all' or 'fixed': what was left out must be trained next time",
+        f"wire.trainable = {_kinds(lambda k: k.takes_feedback)}: what was left out must be trained "
+        "next time",
     )
+
+
+def _kinds(has: Callable[[PartKind], bool]) -> str:
+    """List the trainable parts that have a property, for an error."""
+    return either(repr(name) for name, kind in TRAINABLE.items() if has(kind))
 
 
 def _check_private(recipe: Recipe) -> None:
@@ -225,9 +257,9 @@ def _check_private(recipe: Recipe) -> None:
         "off under a privacy plan: a client's text would enter later rounds than its own",
     )
     require(
-        recipe.wire.trainable != "low-rank",
+        TRAINABLE[recipe.wire.trainable].may_be_private,
         "wire.trainable",
-        "low-rank",
+        recipe.wire.trainable,
         "another part under a privacy plan: the bound is on the factors, noise on the matrices",
     )
     require(

@@ -29,6 +29,7 @@ from fedlm.recipe.parts import (
     pooled_rows,
     resolve,
     shared_parts,
+    start_maker,
     training_clients,
 )
 from fedlm.recipe.settings import Recipe
@@ -65,16 +66,20 @@ def flat_run(
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
-    algorithm = algorithm_of(recipe, privacy_plan.participation_of(recipe, people.size), shapes)
+    start = start_maker(recipe, store)
+    participation = privacy_plan.participation_of(recipe, people.size)
+    algorithm = algorithm_of(recipe, participation, shapes, start)
     made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
     count = engine is None and recipe.run.baselines
+    round = _flat_round(recipe, algorithm, made)
     return Run(
         population=people,
         algorithm=algorithm,
         engine=made,
-        round=_flat_round(recipe, algorithm, made),
-        evaluation=evaluation_of(recipe, rows, algorithm.plan, count=count),
+        round=round,
+        evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
         plans=() if algorithm.plan is None else (algorithm.plan,),
+        start=start,
         **shared_parts(recipe, store, algorithm.plan, out),
     )
 
@@ -84,12 +89,14 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
     rows = client_rows(recipe, store, training_clients(recipe, store))
     algorithm = pooled_algorithm(recipe)
     engine = engine_of(recipe, algorithm, pooled_rows(rows))
+    round = _flat_round(recipe, algorithm, engine)
     return Run(
         population=population.pooled(),
         algorithm=algorithm,
         engine=engine,
-        round=_flat_round(recipe, algorithm, engine),
-        evaluation=evaluation_of(recipe, rows, None, count=recipe.run.baselines),
+        round=round,
+        evaluation=evaluation_of(recipe, rows, None, round.models, count=recipe.run.baselines),
+        start=start_maker(recipe, store),
         command="pretrain",
         **shared_parts(recipe, store, None, out),
     )

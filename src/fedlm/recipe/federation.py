@@ -16,8 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fedlm.core.errors import ConfigError
 from fedlm.federation import topology
 from fedlm.federation.topology import Path, Place, Topology
+from fedlm.methods.optimizers import SERVER_OPTIMIZERS
+from fedlm.recipe.choices import one_of
 
-Outer = Literal["fedavg", "fedavgm", "nesterov", "fedadam", "fedyogi", "fedadagrad"]
+Outer = Annotated[str, one_of(SERVER_OPTIMIZERS)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -28,14 +30,25 @@ class Node(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str
-    parent: str | None = None
-    groups: tuple[str, ...] = ()
-    optimizer: Outer | None = None
-    learning_rate: Positive | None = None
-    momentum: Decay | None = None
-    cohort: Annotated[int, Field(ge=1)] | None = None
-    weight: Positive | None = None  # how much it counts at its parent
+    name: str = Field(description="The name of the place.")
+    parent: str | None = Field(
+        default=None, description="The place above it; not set: it is the root."
+    )
+    groups: tuple[str, ...] = Field(
+        default=(),
+        description='Groups of clients whose text it holds; `"*"` is all that no other place has.',
+    )
+    optimizer: Outer | None = Field(default=None, description="Its own server optimiser.")
+    learning_rate: Positive | None = Field(
+        default=None, description="Its own learning rate of the server's steps."
+    )
+    momentum: Decay | None = Field(
+        default=None, description="Its own momentum of the server's steps."
+    )
+    cohort: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Members per round of its own federation of clients."
+    )
+    weight: Positive | None = Field(default=None, description="How much it counts at its parent.")
 
     @field_validator("groups", mode="before")
     @classmethod
@@ -48,31 +61,100 @@ class Federation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    levels: tuple[int, ...] | None = None  # levels of the store's groups that become levels here
-    node: tuple[Node, ...] = ()  # or the tree, written out
-    only: tuple[str, ...] = ()  # places to keep, with those above them
-    moves: tuple[str, ...] = ()  # "place > parent": put under another parent
-    pool_clients: bool = True  # a node's text is one member; else its clients are a federation
-    personal_layers: str = "last 0.3"  # which layers are a node's own; see models/split.py
-    temperature: Annotated[float, Field(ge=0)] = 0.1  # of attention; inf is the mean, 0 keeps self
-    compare: Literal["start", "root"] = "start"  # what changes of personal layers are measured from
-    residuals: Annotated[int, Field(ge=0)] = 1  # layers sent up per layer and node
-    sync_every: Annotated[int, Field(ge=1)] = 1  # rounds of a federation to one of that above it
-    order: Literal["levels", "together"] = "levels"
-    warmup_steps: Annotated[int, Field(ge=0)] = (
-        0  # steps over which a leaf's rate rises in each round
+    levels: tuple[int, ...] | None = Field(
+        default=None,
+        description="Levels of the clients' groups that become levels of the tree: `[0, 1]` is the "
+        "coarse group over the next one, `[]` a single place with all text.",
     )
-    keep_optimizer: bool = False  # a leaf's optimiser goes on where it stopped the round before
-    # From the root down; the last repeats.
-    optimizer: Annotated[tuple[Outer, ...], Field(min_length=1)] = ("nesterov", "fedavg")
-    learning_rate: Annotated[tuple[Positive, ...], Field(min_length=1)] = (0.7, 1.0)
-    momentum: Annotated[tuple[Decay, ...], Field(min_length=1)] = (0.9,)
-    weight: Literal["uniform", "tokens"] = "uniform"  # how much a node counts at its parent
-    clip_norm: NotNegative = 0.0  # the longest change that leaves a leaf; 0 is any
-    noise_multiplier: NotNegative = 0.0  # on what leaves a leaf, in multiples of the clip
-    noise_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # unsafe: others know it
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # at which the report tells an epsilon
-    resident: Annotated[int, Field(ge=0)] = 0  # models of nodes in memory at once; 0 is all
+    node: tuple[Node, ...] = Field(
+        default=(), description="The tree written out, in place of `levels`."
+    )
+    only: tuple[str, ...] = Field(
+        default=(), description="Places to keep, with those above them; `[]` is all."
+    )
+    moves: tuple[str, ...] = Field(
+        default=(), description='`"place > parent"` puts a place under another parent.'
+    )
+    pool_clients: bool = Field(
+        default=True,
+        description="Whether the text of a place is one member; otherwise its clients are members "
+        "of a federation of their own, with `[server]` and `[privacy]`.",
+    )
+    personal_layers: str = Field(
+        default="last 0.3",
+        description="Which layers each node keeps for itself: `none`, `all`, `last FRACTION` of "
+        "the blocks and the norm after them, `kv`, or leaf names with `*`; `+ embedding` adds the "
+        "embedding.",
+    )
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.1,
+        description="Temperature of the attention that mixes personal layers: `inf` is their mean, "
+        "0 keeps each node's own.",
+    )
+    compare: Literal["start", "root"] = Field(
+        default="start",
+        description="What changes of personal layers are measured from, to find nodes that are "
+        "alike: where all began, or the root's present layers.",
+    )
+    residuals: Annotated[int, Field(ge=0)] = Field(
+        default=1,
+        description="Personal layers that each node sends up because they fit worst, per layer; 0 "
+        "is none.",
+    )
+    sync_every: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Rounds of a federation per round of the federation above it."
+    )
+    order: Literal["levels", "together"] = Field(
+        default="levels",
+        description="Whether nodes with text train level by level, or all together in one batch.",
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Steps over which a leaf's learning rate rises in each round; 0 is none.",
+    )
+    keep_optimizer: bool = Field(
+        default=False,
+        description="Whether a leaf's optimiser continues with its state of the round before.",
+    )
+    optimizer: Annotated[tuple[Outer, ...], Field(min_length=1)] = Field(
+        default=("nesterov", "fedavg"),
+        description="Server optimisers of the nodes, from the root down; the last repeats.",
+    )
+    learning_rate: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
+        default=(0.7, 1.0),
+        description="Learning rates of the nodes' server steps, from the root down; the last "
+        "repeats.",
+    )
+    momentum: Annotated[tuple[Decay, ...], Field(min_length=1)] = Field(
+        default=(0.9,),
+        description="Momenta of the nodes' server steps, from the root down; the last repeats.",
+    )
+    weight: Literal["uniform", "tokens"] = Field(
+        default="uniform",
+        description="How much a node counts at its parent: all alike, or by its tokens.",
+    )
+    clip_norm: NotNegative = Field(
+        default=0.0,
+        description="The longest change that leaves a leaf, as an L2 norm; 0 is no bound.",
+    )
+    noise_multiplier: NotNegative = Field(
+        default=0.0,
+        description="Standard deviation of the noise on what leaves a leaf, in multiples of "
+        "`clip_norm`; 0 is none.",
+    )
+    noise_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = Field(
+        default=None,
+        description="Seed of that noise, for tests. Unsafe: whoever knows it can subtract the "
+        "noise. Not set: the system's entropy.",
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-5, description="The delta at which the report states what that noise is worth."
+    )
+    resident: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="If the tree has more nodes than this, their models are kept in memory-mapped "
+        "files (in `TMPDIR`); 0 keeps all in memory.",
+    )
 
     @field_validator("optimizer", "learning_rate", "momentum", mode="before")
     @classmethod

@@ -10,13 +10,14 @@ Not here: what settings are allowed (`settings.py`), how parts become a run (`bu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
@@ -26,12 +27,11 @@ from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
-from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import MeshEngine
+from fedlm.engine.catalog import ENGINES
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog
-from fedlm.models.catalog import ModelSpec
+from fedlm.models.catalog import ModelSpec, ScoreFn
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
@@ -42,7 +42,6 @@ from fedlm.run import Cadence
 
 # Counting n-grams holds a few numbers per training token in memory; beyond this it is skipped.
 MOST_COUNTED_TOKENS = 50_000_000
-ENGINES = {"mesh": MeshEngine, "loop": LoopEngine}
 
 
 def given_tokenizer(
@@ -161,7 +160,8 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
     named = catalog.NAMED[model.name]
     size = replace(named.size, vocab=vocab, **said)
     require(
-        named.architecture not in catalog.ATTENTIVE or size.embedding_size % size.heads == 0,
+        not catalog.ARCHITECTURES[named.architecture].attends
+        or size.embedding_size % size.heads == 0,
         "model.heads",
         size.heads,
         f"a divisor of model.embedding_size, which is {size.embedding_size}",
@@ -199,7 +199,9 @@ def _of_groups(recipe: Recipe, store: Store, clients: np.ndarray) -> np.ndarray:
 def client_rows(recipe: Recipe, store: Store, clients: np.ndarray) -> ClientRows:
     """The text of clients, in rows of the recipe's width."""
     data = recipe.data
-    return ClientRows(store, clients, data.sequence_length, data.layout)
+    return ClientRows(
+        store=store, clients=clients, sequence_length=data.sequence_length, layout=data.layout
+    )
 
 
 def pooled_rows(rows: ClientRows) -> Rows:
@@ -215,13 +217,19 @@ def pooled_rows(rows: ClientRows) -> Rows:
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
     """The architecture and the sizes that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
-    return ModelSpec(named.architecture, dimensions(recipe.model, vocabulary))
+    size = dimensions(recipe.model, vocabulary)
+    return ModelSpec(named.architecture, size, recipe.model.name)
+
+
+def start_key(recipe: Recipe) -> PRNGKeyArray:
+    """The key of a fresh model."""
+    return key_for(recipe.run.seed, "init")
 
 
 def start_of(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
     """The model before training: another run's, or fresh and the same for the same seed."""
     if recipe.model.init_from is None:
-        return spec.init(key_for(recipe.run.seed, "init"))
+        return spec.init(start_key(recipe))
     path = Path(recipe.model.init_from)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
@@ -236,6 +244,17 @@ def start_of(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
             f"{store.path}, so its tokens mean other words."
         )
     return from_bytes(file.read_bytes(), spec.shapes(), f"model.init_from = {str(path)!r}")
+
+
+def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
+    """Return how to make the model before training; it is made once where a part is held still."""
+    spec = model_spec(recipe, store.vocabulary)
+
+    def start() -> Params:
+        return start_of(recipe, store, spec)
+
+    # The base of a run and its first state are then the same arrays, in memory once.
+    return cache(start) if recipe.wire.trainable == "fixed" else start
 
 
 def batch_spec(recipe: Recipe) -> BatchSpec:
@@ -282,9 +301,18 @@ def owners_of(recipe: Recipe, store: Store, clients: np.ndarray) -> dict[str, np
 
 
 def evaluation_of(
-    recipe: Recipe, rows: ClientRows, plan: PrivacyPlan | None, *, count: bool
+    recipe: Recipe,
+    rows: ClientRows,
+    plan: PrivacyPlan | None,
+    models: Callable[[Any], Mapping[str, Params]],
+    *,
+    count: bool,
+    score: ScoreFn = catalog.score,
 ) -> HeldOutEvaluation:
-    """Held-out text here, of splits that may be told; `count` n-grams on the training text."""
+    """Held-out text here, of splits that may be told, for the `models` of a state.
+
+    With `count`, n-grams are counted on the training text.
+    """
     store = rows.store
     owners = owners_of(recipe, store, rows.clients)
     told = release.splits(plan, list(owners))
@@ -294,8 +322,9 @@ def evaluation_of(
         return (rows.train(member, 2) for member in range(len(rows.clients)))
 
     return HeldOutEvaluation(
-        score=catalog.score,
+        score=score,
         special=store.special,
+        models=models,
         text={split: held_out_text(recipe, rows, owners[split]) for split in told},
         vocabulary=store.vocabulary,
         watch_split=("validation", "test"),
@@ -307,10 +336,9 @@ def evaluation_of(
 
 def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Path) -> Any:
     """The parts that flat runs and trees have alike, by name."""
-    spec, server = model_spec(recipe, store.vocabulary), recipe.server
+    server = recipe.server
     return {
-        "model": spec,
-        "start": lambda: start_of(recipe, store, spec),
+        "model": model_spec(recipe, store.vocabulary),
         "store": store,
         "record": RunDirectory(out),
         "recipe": recipe,

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from fedlm.cohort.sampling import LAWS
 from fedlm.cohort.sampling import check as check_cohort
 from fedlm.core.errors import require
 from fedlm.core.types import Sampling
 from fedlm.privacy import account
-from fedlm.privacy.catalog import check
+from fedlm.privacy.catalog import check, own_settings
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Client, Privacy, Recipe
 
@@ -64,9 +65,7 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
         clip_norm=asked.clip_norm,
         noise_multiplier=asked.noise_multiplier or 0.0,
         delta=asked.delta,
-        restart_every=asked.restart_every,
-        bands=asked.bands,
-        buffers=asked.buffers,
+        **{name: getattr(asked, name) for name in own_settings()},
         clip_quantile=asked.clip_quantile,
         clip_rate=asked.clip_rate,
         clip_noise=count_noise,
@@ -90,9 +89,9 @@ def _refuse_half_a_plan(recipe: Recipe) -> None:
             "privacy.mechanism beside it: without one nothing is clipped and no noise is added",
         )
     require(
-        recipe.server.sampling != "spaced",
+        not LAWS[recipe.server.sampling].looks_back,
         "server.sampling",
-        "spaced",
+        recipe.server.sampling,
         "privacy.mechanism and privacy.min_separation beside it",
     )
 

@@ -1,10 +1,10 @@
-"""What a recipe may say.
+"""Recipes as TOML: read, changed from the command line, saved.
 
 In:       a TOML file, and changes from the command line.
 Out:      a frozen, complete `Recipe`.
 Promise:  a closed world: an unknown key is refused with the nearest known one, a value out of
           range with what was wanted; the resolved recipe, saved and read again, is the same.
-Not here: what the settings do (`build.py`).
+Not here: which settings there are (`tables.py`), what they do (`build.py`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import os
 import tomllib
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
 
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.corpus.sources import CORPORA
-from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
-from fedlm.models.catalog import NAMED
-from fedlm.recipe.federation import Federation, Node
-from fedlm.record.trackers import TRACKERS
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
+from fedlm.recipe.federation import Node
+from fedlm.recipe.tables import Client as Client
+from fedlm.recipe.tables import Data as Data
+from fedlm.recipe.tables import Model as Model
+from fedlm.recipe.tables import Privacy as Privacy
+from fedlm.recipe.tables import Recipe as Recipe
+from fedlm.recipe.tables import Run as Run
+from fedlm.recipe.tables import Server as Server
+from fedlm.recipe.tables import Table as Table
+from fedlm.recipe.tables import Wire as Wire
 
 # Settings that had another name before 0.1.0; an old recipe is told the new one.
 RENAMED = {
@@ -60,159 +59,6 @@ RENAMED = {
     "federation.node.share": "weight",
     "run.tensorboard": "trackers",
 }
-
-
-def _tokenizer(value: str) -> str:
-    """Accept a kind of tokenizer, or the path of a file that holds one."""
-    if kind_of(value) not in (*KINDS, FILE):
-        wanted = "'words', 'bpe', 'bytes' or 'PATH/tokenizer.json'"
-        raise PydanticCustomError("literal_error", "Input should be {wanted}", {"wanted": wanted})
-    return value
-
-
-class Table(BaseModel):
-    """One table of a recipe."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Data(Table):
-    """Which text, in which tokens, in rows of which shape."""
-
-    source: str | None = None  # a corpus name, a file or a folder
-    store: str | None = None  # a store made by `fedlm prepare`
-    stores: tuple[str, ...] = ()  # or several; a store's name is a group of its clients
-    # words, bpe or bytes are fitted to the text; or the path of a tokenizer.json made elsewhere
-    tokenizer: Annotated[str, AfterValidator(_tokenizer)] = "words"
-    vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = 10_000
-    lowercase: bool = True
-    layout: Literal["lines", "windows"] = "lines"
-    sequence_length: Annotated[int, Field(ge=1, le=65_536)] = 20
-    test_clients: Share = 0.1
-    validation: Share = 0.1
-    split_seed: int = 0
-    groups: tuple[str, ...] = ()  # only clients of these groups take part; none named: all
-
-
-class Model(Table):
-    """Which architecture, of which size; what is left out comes with the name."""
-
-    name: Literal[*NAMED] = "si-cifg"  # type: ignore[valid-type]
-    init_from: str | None = None  # a model.safetensors, or a run directory, to start from
-    embedding_size: Count | None = None
-    hidden_size: Count | None = None  # of a recurrent layer, or inside a feed-forward
-    layers: Annotated[int, Field(ge=1, le=512)] | None = None
-    heads: Count | None = None
-    kernel_size: Count | None = None  # taps of a Conformer's convolution
-    positions: Literal["learned", "sinusoidal", "alibi", "none"] | None = None
-    cell_layer_norm: bool | None = None
-    si_measure: Literal["max", "l2", "rms", "none"] | None = None  # what SI-CIFG divides by
-    si_floor: Positive | None = None  # the least it divides by
-    si_candidate: bool | None = None  # whether the candidate is divided
-    si_state: bool | None = None  # whether the emitted state is
-    si_row_floor: NotNegative | None = None  # steadies nearly empty rows of invariant attention
-
-
-class Client(Table):
-    """What a member does in a round."""
-
-    optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
-    learning_rate: Positive = 0.5
-    momentum: Decay = 0.9
-    weight_decay: NotNegative = 0.0
-    gradient_clip_norm: NotNegative = 0.0  # bound on the gradient norm; 0 is off
-    batch_size: Count = 16
-    epochs: Count = 1
-    max_examples: Count | None = None
-    max_steps: Count | None = None
-    weight: Literal["examples", "tokens", "uniform"] = "examples"
-    method: Literal["fedavg", "mimelite", "scaffold", "feddyn"] = "fedavg"
-    proximal: NotNegative = 0.0  # pull towards the server's model: FedProx's mu, FedDyn's alpha
-
-
-class Server(Table):
-    """What the server does with a cohort's mean change, and how often."""
-
-    optimizer: Literal["fedavg", "fedavgm", "nesterov", "fedadam", "fedyogi", "fedadagrad"] = (
-        "fedadam"
-    )
-    learning_rate: Positive = 0.01
-    momentum: Decay = 0.9
-    beta2: Decay = 0.99
-    adam_epsilon: Positive = 1e-5
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_rounds: Annotated[int, Field(ge=0)] = 0
-    final_fraction: Share = 0.0
-    rounds: Count = 100
-    cohort: Count = 20
-    sampling: Literal["fixed", "poisson", "spaced"] = "fixed"
-    evaluate_every: Count = 10
-    evaluate_rows: Annotated[int, Field(ge=0)] = 2_000  # validation rows; 0 is all
-
-
-class Privacy(Table):
-    """What is promised to each client; without a mechanism, nothing is."""
-
-    mechanism: Literal["gaussian", "tree", "banded", "toeplitz", "blt"] | None = None
-    clip_norm: Positive = 1.0  # the longest update one client may send
-    noise_multiplier: NotNegative | None = (
-        None  # in multiples of the clip; left out, found from epsilon
-    )
-    epsilon: Positive | None = None  # what the whole run may spend; it stops before passing it
-    delta: float = 1e-6  # checked with the rest of the plan
-    min_separation: Annotated[int, Field(ge=0)] = 0  # rounds strictly between two turns
-    max_participations: Annotated[int, Field(ge=0)] = 0  # 0: as many as the separation allows
-    restart_every: Annotated[int, Field(ge=0)] = 0
-    bands: Annotated[int, Field(ge=0)] = 0
-    buffers: Count = 3
-    clip_quantile: Share = 0.0  # let the clip follow this quantile of update lengths; 0: fixed
-    clip_rate: Positive = 0.2
-    clip_noise: NotNegative | None = None  # on how many were let through; a twentieth of a cohort
-    canaries: Annotated[int, Field(ge=0)] = 0  # clients that send a known direction, for audits
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # unsafe: a seed others know
-    reveal: bool = False  # record sums without noise; no claim covers them
-
-
-class Wire(Table):
-    """What travels: which part of the model is trained, and in which bytes it is sent."""
-
-    upload: str = "float32"  # a codec by its name in frames: uniform-8, ternary-2.5+zlib, ...
-    download: str = "float32"
-    trainable: Literal["all", "fixed", "round", "member", "low-rank"] = "all"
-    trainable_fraction: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # of what may be held still: how much trains
-    )
-    subsets: Count = 4  # round: how many subsets take turns
-    rank: Count = 8  # low-rank: of a matrix's update
-    error_feedback: bool = False  # members add what the codec left out to their next update
-
-
-class Run(Table):
-    """How the run is carried out; nothing here changes what is learned but the seed."""
-
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    engine: Literal["mesh", "loop"] = "mesh"
-    devices: Annotated[int, Field(ge=0)] = 0  # lanes on this machine; 0 is one a core
-    checkpoint_every: Count = 10
-    keep_checkpoints: Count = 3
-    trackers: tuple[Literal[*TRACKERS], ...] = Field(  # type: ignore[valid-type]
-        default=("tensorboard",), description="programs that get a copy of each round's figures"
-    )
-    baselines: bool = True  # count n-gram models for comparison at the end
-    prompts: tuple[str, ...] = ()
-
-
-class Recipe(Table):
-    """A whole experiment."""
-
-    data: Data = Data()
-    model: Model = Model()
-    client: Client = Client()
-    server: Server = Server()
-    privacy: Privacy = Privacy()
-    wire: Wire = Wire()
-    federation: Federation | None = None  # a tree; without it the federation is flat
-    run: Run = Run()
 
 
 def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:

@@ -90,6 +90,7 @@ def tree_run(
         ),
         evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
         plans=plans,
+        start=parts.start_maker(recipe, store),
         **parts.shared_parts(recipe, store, algorithm.plan, out),
     )
 

@@ -8,10 +8,7 @@ Not here: which figures a report has (`report.py`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from typing import Any, NamedTuple
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 
@@ -28,6 +25,8 @@ class Series(NamedTuple):
 
 def script() -> str:
     """The drawing library, once a page."""
+    from plotly.offline import get_plotlyjs  # in here: loading plotly takes half a second
+
     return f"<script>{get_plotlyjs()}</script>"
 
 
@@ -41,6 +40,8 @@ def lines(
     marks: dict[str, float] | None = None,
 ) -> str:
     """Curves over a common axis, with horizontal marks for reference values."""
+    import plotly.graph_objects as go  # in here: loading plotly takes half a second
+
     figure = go.Figure()
     for number, one in enumerate(series):
         mode = "lines+markers" if len(one.x) <= MOST_MARKERS else "lines"
@@ -67,12 +68,14 @@ def lines(
 
 def bars(names: list[str], values: list[float], *, y: str) -> str:
     """One bar a name."""
+    import plotly.graph_objects as go  # in here: loading plotly takes half a second
+
     figure = go.Figure(go.Bar(x=names, y=values, marker_color=COLORS[0]))
     figure.update_yaxes(title=y)
     return _fragment(figure, False)
 
 
-def _fragment(figure: go.Figure, legend: bool) -> str:
+def _fragment(figure: Any, legend: bool) -> str:
     figure.update_layout(
         template="plotly_white",
         height=380,

@@ -2,7 +2,8 @@
 
 In:       a name and options, as a recipe has them.
 Out:      a `Codec`.
-Promise:  an unknown name or option is refused with the nearest known one.
+Promise:  an unknown name or option is refused with the nearest known one; one line in `CODECS`
+          adds a family.
 Not here: what a codec does (one file a family).
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.core.types import Codec
@@ -22,13 +23,35 @@ from fedlm.wire.rotation import drive
 from fedlm.wire.ternary import ternary
 from fedlm.wire.top_k import topk
 
-CODECS: dict[str, Callable[..., Codec]] = {
-    "float32": dense,
-    "bfloat16": bfloat16,
-    "uniform": uniform,
-    "ternary": ternary,
-    "drive": drive,
-    "topk": topk,
+Option = tuple[str, str, Callable[[str], Any]]
+
+
+class Family(NamedTuple):
+    """Codecs of one kind: how one is made, and how its options stand in its name.
+
+    `options` has, in the order of the name, each option with a pattern of its text and what reads
+    it: `("clip", "[0-9.]+", float)` reads the 2.5 of `ternary-2.5`.
+    """
+
+    make: Callable[..., Codec]
+    options: tuple[Option, ...] = ()
+    examples: tuple[str, ...] = ()
+
+
+_BITS: Option = ("bits", r"\d{1,2}", int)
+_TENSOR_BLOCK: Option = ("block", r"block\d{1,9}", lambda text: int(text[5:]))
+_CLIP: Option = ("clip", r"\d+(\.\d+)?", float)
+_SCALE: Option = ("scale", "mse|unbiased", str)
+_BLOCK: Option = ("block", r"\d{1,9}", int)
+_SHARE: Option = ("share", r"\d*\.?\d+", float)
+_VALUES: Option = ("values", "float32|float16", str)
+CODECS: dict[str, Family] = {
+    "float32": Family(dense, (), ("float32",)),
+    "bfloat16": Family(bfloat16, (), ("bfloat16",)),
+    "uniform": Family(uniform, (_BITS, _TENSOR_BLOCK), ("uniform-8", "uniform-8-block256")),
+    "ternary": Family(ternary, (_CLIP,), ("ternary-2.5",)),
+    "drive": Family(drive, (_SCALE, _BLOCK), ("drive-mse-4096",)),
+    "topk": Family(topk, (_SHARE, _VALUES), ("topk-0.01-float32",)),
 }
 
 
@@ -40,12 +63,12 @@ def codec(name: str, *, deflate: bool = False, **options: Any) -> Codec:
     """
     if name not in CODECS:
         raise ConfigError(f"wire.codec = {name!r}: no such codec. {nearest(name, CODECS)}")
-    known = list(inspect.signature(CODECS[name]).parameters)
+    known = list(inspect.signature(CODECS[name].make).parameters)
     for option in options:
         if option not in known:
             hint = nearest(option, [*known, "deflate"])
             raise ConfigError(f"wire.{option}: {name!r} has no such option. {hint}")
-    made = CODECS[name](**options)
+    made = CODECS[name].make(**options)
     return deflated(made) if deflate else made
 
 
@@ -63,33 +86,16 @@ def named(setting: str, text: str) -> Codec:
         raise ConfigError(f"{setting} = {text!r}: no such codec. {nearest(family, CODECS)}")
     parsed = _options(family, rest)
     if parsed is None or (plus and coder != "zlib"):
+        examples = [repr(name) for known in CODECS.values() for name in known.examples]
         raise ConfigError(
-            f"{setting} = {text!r}: expected a name like {', '.join(map(repr, EXAMPLES))}, with "
-            "'+zlib' behind it to deflate."
+            f"{setting} = {text!r}: expected a name like {', '.join(examples)}, with '+zlib' "
+            "behind it to deflate."
         )
     return codec(family, deflate=bool(plus), **parsed)
 
 
-EXAMPLES = (
-    "float32",
-    "bfloat16",
-    "uniform-8",
-    "uniform-8-block256",
-    "ternary-2.5",
-    "drive-mse-4096",
-    "topk-0.01-float32",
-)
-# How the options of a family stand in its names, in order.
-_FORMS: dict[str, list[tuple[str, str, Callable[[str], Any]]]] = {
-    "uniform": [("bits", r"\d{1,2}", int), ("block", r"block\d{1,9}", lambda t: int(t[5:]))],
-    "ternary": [("clip", r"\d+(\.\d+)?", float)],
-    "drive": [("scale", "mse|unbiased", str), ("block", r"\d{1,9}", int)],
-    "topk": [("share", r"\d*\.?\d+", float), ("values", "float32|float16", str)],
-}
-
-
 def _options(family: str, rest: list[str]) -> dict[str, Any] | None:
-    forms = _FORMS.get(family, [])
+    forms = CODECS[family].options
     if len(rest) > len(forms):
         return None
     found = {}

@@ -18,8 +18,11 @@ from fedlm.core.errors import ConfigError
 PROGRAMS = Path(".fedlm/programs")
 
 
-def use_devices(count: int) -> None:
-    """Shows `count` CPU devices, or one a core for zero; accelerators are used as they are."""
+def use_devices(count: int = 0) -> None:
+    """Shows JAX `count` CPU devices, or one per core for zero; accelerators are used as they are.
+
+    Call it before anything else uses JAX; in a notebook, in the first cell.
+    """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -1,0 +1,438 @@
+"""fedlm in Python: the same objects that the command line uses.
+
+In:       text, a model, a cohort; or a recipe.
+Out:      a store, a trained run, an epsilon.
+Promise:  what Python trains is what the command line trains; under a privacy plan every release is
+          on record before it is yielded; nothing is printed unless it is asked for.
+Not here: how a run is composed (`recipe/build.py`), the loop (`run.py`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import optax
+
+from fedlm.core.errors import ConfigError, require
+from fedlm.core.releasable import Releasable
+from fedlm.corpus import sources, tokenizer_file
+from fedlm.corpus.population import of_store
+from fedlm.corpus.sources import Document
+from fedlm.corpus.store import Store, write
+from fedlm.engine.devices import use_devices
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.round import FlatRound
+from fedlm.inference import load_params
+from fedlm.inference import predict as next_words
+from fedlm.local.train import WEIGHTS
+from fedlm.methods.catalog import METHODS
+from fedlm.methods.method import MethodOptions
+from fedlm.models.catalog import ModelSpec, ModuleSpec
+from fedlm.privacy import account
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe import parts, privacy_plan
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import Privacy, Recipe, load, parse
+from fedlm.record import report as pages
+from fedlm.record.checkpoint import from_bytes, write_atomically
+from fedlm.record.directory import RunDirectory
+from fedlm.record.export import write_onnx
+from fedlm.run import Run
+from fedlm.training import Summary, Watcher, finish, play
+from fedlm.training import train as carry_out
+from fedlm.wire.catalog import named as codec_named
+
+STORES = Path(".fedlm/stores")
+Text = str | Path | Iterable[tuple[str, str] | tuple[str, str, tuple[str, ...]]]
+
+
+def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Store:
+    """Turns text into a client store, and opens it.
+
+    Args:
+      source: a corpus name, a file or a folder, as `fedlm prepare` takes it; or an iterable of
+        `(client, text)` or `(client, text, groups)`.
+      out: where the store goes; it must not exist. By default a folder that is removed at exit.
+      **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
+        `vocabulary`, `lowercase`, `test_clients`, `validation`, `split_seed`.
+
+    Raises:
+      ConfigError: a setting is unknown or out of range.
+      CorpusError: the text is not readable or holds no client.
+
+    >>> store = prepare([("ann", "the cat sat"), ("bob", "the dog ran")] * 3, test_clients=0.0)
+    >>> len(store.training_clients)
+    2
+    """
+    data = parse({"data": settings}).data
+    documents = sources.read(str(source)) if isinstance(source, (str, Path)) else _given(source)
+    given = parts.given_tokenizer(data)
+    path = Path(out) if out is not None else _temporary() / "store"
+    return write(documents, path, parts.store_settings(data, given), tokenizer=given)
+
+
+def _given(pairs: Iterable[Any]) -> Iterator[Document]:
+    for pair in pairs:
+        client, text, *groups = pair
+        yield Document(str(client), tuple(groups[0]) if groups else (), text)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _temporary() -> Path:
+    """A folder that lives as long as the process."""
+    _KEPT.append(tempfile.TemporaryDirectory(prefix="fedlm-", ignore_cleanup_errors=True))
+    return Path(_KEPT[-1].name)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    out: str | Path,
+    *,
+    changes: Iterable[str] = (),
+    resume: bool = False,
+    progress: bool = False,
+) -> TrainedRun | None:
+    """Trains what a recipe describes, in a run directory; None if it was stopped before its end.
+
+    Args:
+      recipe: a TOML file, tables as a mapping, or a `Recipe`.
+      out: the run directory.
+      changes: settings to change, as `table.key=value`; only with a file.
+      resume: go on from the newest checkpoint.
+      progress: print a line per evaluated round.
+
+    >>> run = train({"data": {"source": "sotu"}}, "runs/sotu")  # doctest: +SKIP
+    """
+    if isinstance(recipe, (str, Path)):
+        made = load(Path(recipe), tuple(changes))
+    else:
+        made = recipe if isinstance(recipe, Recipe) else parse(dict(recipe))
+    _lanes(made.run.devices)
+    run = build(made, STORES, out=Path(out))
+    done = carry_out(run, resume=resume, watcher=_watcher(progress))
+    return None if done is None else TrainedRun(run, done)
+
+
+def _watcher(progress: bool) -> Watcher:
+    def show(told: Releasable) -> None:
+        if told.get("perplexity") is not None:
+            print(f"round {told['round'] + 1}: perplexity {told['perplexity']:.1f}")
+
+    return Watcher(say=print, round=show) if progress else Watcher()
+
+
+def load_run(path: str | Path) -> TrainedRun:
+    """Opens a finished run that a recipe made.
+
+    Raises:
+      RecordError: the directory is no run, or the run is not finished.
+    """
+    directory = RunDirectory.existing(Path(path)).finished()
+    facts = pages.facts_of(directory.path)
+    if facts.header.get("custom"):
+        raise ConfigError(
+            f"{path} was trained from Python with parts of its own ({facts.header['custom']}): "
+            "use the run that Federation.finish returned."
+        )
+    run = build(load(directory.recipe), STORES, out=directory.path)
+    summary = finish(run)
+    assert summary is not None
+    return TrainedRun(run, summary)
+
+
+def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.Spent:
+    """Computes what a plan costs one client, or what the rounds of a run have cost.
+
+    Args:
+      of: a plan, or a run directory.
+      rounds: how many rounds of the plan; by default all.
+
+    >>> from fedlm.core.types import Sampling
+    >>> everyone = Sampling(law="poisson", population=1000, cohort=10)
+    >>> plan = PrivacyPlan(mechanism="gaussian", sampling=everyone, rounds=100, clip_norm=0.5,
+    ...                    noise_multiplier=1.0, delta=1e-5)
+    >>> round(epsilon(plan).epsilon, 2)
+    0.72
+    """
+    if isinstance(of, PrivacyPlan):
+        return account.spent(of, of.rounds if rounds is None else rounds)
+    facts = pages.facts_of(RunDirectory.existing(Path(of)).path)
+    return account.from_journal(facts.header, facts.rounds)
+
+
+# ---- a run that is over ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run: figures, predictions, report, export."""
+
+    run: Run
+    summary: Summary
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.run.record.path
+
+    def evaluate(self, split: str = "test") -> dict[str, Any]:
+        """Scores the trained model on a split of the held-out text."""
+        told = self.run.evaluation.splits()
+        require(split in told, "split", split, f"one of {', '.join(told) or 'none'}")
+        return self.run.evaluation.of_models(self._models(), split)
+
+    def predict(self, text: str, top: int = 5) -> list[dict[str, Any]]:
+        """Returns the likeliest next words after a text, with their probabilities."""
+        return next_words(self._models()[""], self.run.store.tokenizer, text, top)
+
+    def report(self) -> Path:
+        """Draws the HTML report again and returns its path."""
+        page = pages.page([pages.facts_of(self.path)])
+        write_atomically(self.run.record.report, page.encode())
+        return self.run.record.report
+
+    def export(self, kind: str, folder: str | Path) -> Path:
+        """Writes the model as `safetensors` or `onnx`, with its tokenizer, into a folder."""
+        require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx")
+        target, record = Path(folder), self.run.record
+        target.mkdir(parents=True, exist_ok=True)
+        file = target / f"model.{kind}"
+        if kind == "safetensors":
+            write_atomically(file, record.weights.read_bytes())
+        else:
+            length, params = self.run.recipe.data.sequence_length, self._models()[""]
+            write_onnx(lambda tokens: params.features(tokens) @ params.readout.T, length, file)
+        write_atomically(target / "tokenizer.json", record.tokenizer.read_bytes())
+        return file
+
+    def _models(self) -> dict[str, Any]:
+        record, model = self.run.record, self.run.recipe.model
+        size = tokenizer_file.load(record.tokenizer).vocabulary
+        if isinstance(self.run.model, ModuleSpec):
+            like = self.run.model.shapes()
+            return {"": from_bytes(record.weights.read_bytes(), like, str(record.weights))}
+        return {
+            name: load_params(model, size, record.weights_of(name)) for name in self.run.round.names
+        }
+
+
+# ---- a federation, round by round ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """Federated averaging with optax optimisers at clients and server."""
+
+    client: optax.GradientTransformation
+    server: optax.GradientTransformation
+    weight: str = "examples"
+    proximal: float = 0.0
+
+
+def fedavg(
+    client: optax.GradientTransformation,
+    server: optax.GradientTransformation,
+    *,
+    weight: str = "examples",
+    proximal: float = 0.0,
+) -> Averaging:
+    """Chooses federated averaging with any optax optimisers.
+
+    Args:
+      client: what a client descends with, as `optax.sgd(0.5)`.
+      server: what the server does with the mean change, as `optax.adam(0.01)`; `optax.sgd(1.0)` is
+        plain averaging.
+      weight: how much a client counts: by `examples`, `tokens` or `uniform`; always uniform under
+        a privacy plan.
+      proximal: FedProx's mu.
+
+    >>> fedavg(optax.sgd(0.5), optax.adam(0.01)).weight
+    'examples'
+    """
+    return Averaging(client=client, server=server, weight=weight, proximal=proximal)
+
+
+class RoundReport(NamedTuple):
+    """What may be told of one round; figures that it does not have are None."""
+
+    number: int  # from one
+    perplexity: float | None
+    loss: float | None  # of the members' training; None under a privacy plan
+    epsilon: float | None
+    told: Releasable
+
+
+class Federation:
+    """A flat federation that is trained round by round, from Python.
+
+    Args:
+      store: a client store, from `prepare`.
+      model: a `fedlm.models` function's result, or an equinox module that maps tokens of shape
+        (batch, seq) to logits of shape (batch, seq, vocabulary).
+      cohort: clients per round.
+      rounds: how many rounds are planned; a privacy plan and a schedule count on it.
+      method: `fedavg(...)`; by default SGD at clients and Adam at the server.
+      privacy: the settings of a recipe's `[privacy]` table, as a `Privacy` or a mapping.
+      upload, download: codecs by name, as `uniform-8`.
+      out: the run directory. Under a privacy plan it is needed, because every release is on record
+        before it is yielded; otherwise a folder that is removed at exit.
+      **settings: further settings as `table__key=value`, as `client__batch_size=8`.
+
+    Raises:
+      ConfigError: settings that do not go together, before the first round.
+
+    >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> from fedlm.models import cifg
+    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=2)
+    >>> [told.number for told in fed.rounds()]
+    [1, 2]
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: ModelSpec | eqx.Module,
+        *,
+        cohort: int,
+        rounds: int,
+        method: Averaging | None = None,
+        privacy: Privacy | Mapping[str, Any] | None = None,
+        upload: str = "float32",
+        download: str = "float32",
+        out: str | Path | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        asked = dict(privacy) if isinstance(privacy, Mapping) else dict(privacy or {})
+        asked = {name: value for name, value in asked.items() if value is not None}
+        require(
+            out is not None or not asked.get("mechanism"),
+            "out",
+            out,
+            "a run directory under a privacy plan: a release is on record before it is yielded",
+        )
+        spec = model if isinstance(model, ModelSpec) else ModuleSpec(model)
+        tables: dict[str, Any] = {
+            "data": {"store": str(store.path)},
+            "model": spec.settings(),
+            "server": {"cohort": cohort, "rounds": rounds, "evaluate_every": 1},
+            "privacy": asked,
+            "wire": {"upload": upload, "download": download},
+            # Kept after every round, so that a loop may be left anywhere and taken up again.
+            "run": {"seed": seed, "baselines": False, "trackers": (), "checkpoint_every": 1},
+        }
+        for name, value in settings.items():
+            table, _, key = name.partition("__")
+            tables.setdefault(table, {})[key] = value
+        if asked.get("mechanism"):
+            tables.setdefault("client", {}).setdefault("weight", "uniform")
+        recipe = parts.resolve(parse(tables), store)
+        path = Path(out) if out is not None else _temporary() / "run"
+        _lanes(recipe.run.devices)
+        self.run, self._begun = _composed(recipe, store, spec, method, path), False
+
+    def rounds(self, count: int | None = None, *, resume: bool = False) -> Iterator[RoundReport]:
+        """Trains `count` further rounds, or all that are planned, and yields each.
+
+        Leave the loop whenever you like; called again, it goes on where it was. `resume` goes on
+        with a run directory that another process began.
+        """
+        resume, self._begun = resume or self._begun, True
+        for done, played in enumerate(play(self.run, resume=resume), start=1):
+            told = played.told
+            yield RoundReport(
+                number=told["round"] + 1,
+                perplexity=told.get("perplexity"),
+                loss=told.get("loss"),
+                epsilon=told.get("epsilon"),
+                told=told,
+            )
+            if done == count:
+                return
+
+    def finish(self) -> TrainedRun:
+        """Closes a run whose rounds have all been played: weights, figures, report."""
+        summary = finish(self.run)
+        if summary is None:
+            raise ConfigError(
+                f"{self.run.record.path}: rounds are missing. Play them with rounds(resume=True)."
+            )
+        return TrainedRun(self.run, summary)
+
+
+def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None, path: Path) -> Run:
+    """The parts of a flat run, with optimisers and a model that no recipe can name."""
+    rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
+    people = of_store(store, rows.clients)
+    participation = privacy_plan.participation_of(recipe, people.size)
+    chosen = method or fedavg(optax.sgd(0.5), optax.adam(0.01))
+    private = isinstance(participation, PrivacyPlan)
+    clients, server = METHODS["fedavg"].build(
+        MethodOptions(
+            loss=spec.loss,
+            inner=chosen.client,
+            outer=chosen.server,
+            base=chosen.server,
+            client_learning_rate=1.0,
+            server_learning_rate=1.0,
+            weigh=WEIGHTS["uniform" if private else chosen.weight],
+            proximal=chosen.proximal,
+        )
+    )
+    algorithm = Algorithm(
+        participation=participation,
+        local=clients[0],
+        server=server,
+        upload=codec_named("wire.upload", recipe.wire.upload),
+        download=codec_named("wire.download", recipe.wire.download),
+        seed=recipe.run.seed,
+    )
+    engine = parts.engine_of(recipe, algorithm, rows.train)
+    plan = algorithm.plan
+    shared = parts.shared_parts(recipe, store, plan, path)
+    custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
+    round = FlatRound(
+        algorithm=algorithm,
+        engine=engine,
+        seed=recipe.run.seed,
+        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+    )
+    return Run(
+        population=people,
+        algorithm=algorithm,
+        engine=engine,
+        round=round,
+        evaluation=parts.evaluation_of(
+            recipe, rows, plan, round.models, count=False, score=spec.score
+        ),
+        plans=() if plan is None else (plan,),
+        **{
+            **shared,
+            "model": spec,
+            "start": lambda: spec.init(parts.start_key(recipe)),
+            "custom": custom,
+        },
+    )
+
+
+def _lanes(count: int) -> None:
+    """Sets the lanes if JAX has not started; a notebook whose kernel used JAX before is told."""
+    try:
+        use_devices(count)
+    except ConfigError:
+        if count or jax.device_count() == 1:
+            warnings.warn(
+                f"JAX already runs with {jax.device_count()} device(s) in this process. Call "
+                "fedlm.use_devices() before JAX is first used, to train in a lane per core "
+                "(in a notebook: restart the kernel).",
+                stacklevel=3,
+            )

@@ -1,0 +1,387 @@
+"""What a recipe may say: the tables, their settings, and what each setting means.
+
+In:       registries, for settings that name an entry of one.
+Out:      `Recipe`, which is frozen and complete, and the tables it is made of.
+Promise:  a closed world: a setting has a type, a range, a default and a description; no choice is
+          written twice.
+Not here: TOML files and errors (`settings.py`), `[federation]` (`federation.py`), what the settings
+          do (`build.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticKnownError
+
+from fedlm.cohort.sampling import LAWS
+from fedlm.core.errors import either
+from fedlm.corpus.rows import Layout
+from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
+from fedlm.engine.catalog import ENGINES
+from fedlm.local.train import WEIGHTS
+from fedlm.methods.catalog import METHODS
+from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from fedlm.models.catalog import NAMED
+from fedlm.models.cells import MEASURES
+from fedlm.models.embedding import Positions
+from fedlm.models.partial import TRAINABLE
+from fedlm.privacy.catalog import MECHANISMS
+from fedlm.recipe.choices import one_of
+from fedlm.recipe.federation import Federation
+from fedlm.record.trackers import TRACKERS
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _tokenizer(value: str) -> str:
+    """Accept a kind of tokenizer, or the path of a file that holds one."""
+    if kind_of(value) in (*KINDS, FILE):
+        return value
+    wanted = either(map(repr, (*KINDS, "PATH/tokenizer.json")))
+    raise PydanticKnownError("literal_error", {"expected": wanted})
+
+
+class Table(BaseModel):
+    """One table of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Data(Table):
+    """Which text, in which tokens, in rows of which shape."""
+
+    source: str | None = Field(
+        default=None,
+        description="Text to prepare: a corpus name, a `.jsonl`, `.csv`, `.parquet` or TFF `.h5` "
+        "file (`.jsonl` and `.csv` also with `.gz`), or a folder.",
+    )
+    store: str | None = Field(default=None, description="A store made by `fedlm prepare`.")
+    stores: tuple[str, ...] = Field(
+        default=(),
+        description="Several stores with one tokenizer (`fedlm prepare --like`), in place of "
+        "`store`. The name of a store's folder becomes the first group of its clients.",
+    )
+    tokenizer: Annotated[str, AfterValidator(_tokenizer)] = Field(
+        default="words",
+        description="`words`, `bpe` or `bytes`, fitted to the training text; or the path of a "
+        "`tokenizer.json` made elsewhere.",
+    )
+    vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = Field(
+        default=10_000, description="The most entries of the vocabulary, special tokens included."
+    )
+    lowercase: bool = Field(default=True, description="Whether text is converted to lower case.")
+    layout: Layout = Field(
+        default="lines",
+        description="How text becomes rows: `lines` makes one row per line, begun with BOS; "
+        "`windows` cuts the text as one stream, in which every token is a target once.",
+    )
+    sequence_length: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        default=20, description="Target tokens per row."
+    )
+    test_clients: Share = Field(
+        default=0.1, description="Fraction of clients held out whole, for the test split."
+    )
+    validation: Share = Field(
+        default=0.1, description="Fraction of each training client's text held out, from its end."
+    )
+    split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    groups: tuple[str, ...] = Field(
+        default=(),
+        description="Only clients of these groups take part, in training and evaluation; `[]` is "
+        "all clients.",
+    )
+
+
+class Model(Table):
+    """Which architecture, of which size; what is left out comes with the name."""
+
+    name: Annotated[str, one_of(NAMED)] = Field(
+        default="si-cifg",
+        description="An architecture or a published size; `fedlm models` lists them.",
+    )
+    init_from: str | None = Field(
+        default=None,
+        description="A `model.safetensors` or a run directory whose model training starts from.",
+    )
+    embedding_size: Count | None = Field(default=None, description="Numbers per token embedding.")
+    hidden_size: Count | None = Field(
+        default=None, description="Units of a recurrent layer, or inside a feed-forward layer."
+    )
+    layers: Annotated[int, Field(ge=1, le=512)] | None = Field(
+        default=None, description="Recurrent layers or decoder blocks."
+    )
+    heads: Count | None = Field(
+        default=None, description="Attention heads; their number must divide `embedding_size`."
+    )
+    kernel_size: Count | None = Field(
+        default=None, description="Taps of a Conformer's convolution, in tokens."
+    )
+    positions: Positions | None = Field(default=None, description="How attention knows positions.")
+    cell_layer_norm: bool | None = Field(
+        default=None, description="Whether a recurrent cell applies layer norm to each gate."
+    )
+    si_measure: Annotated[str, one_of(MEASURES)] | None = Field(
+        default=None, description="SI-CIFG: the measure of a vector that it is divided by."
+    )
+    si_floor: Positive | None = Field(
+        default=None, description="SI-CIFG: the least number that a vector is divided by."
+    )
+    si_candidate: bool | None = Field(
+        default=None, description="SI-CIFG: whether the candidate is divided by its measure."
+    )
+    si_state: bool | None = Field(
+        default=None, description="SI-CIFG: whether the emitted state is divided by its measure."
+    )
+    si_row_floor: NotNegative | None = Field(
+        default=None,
+        description="Scale-invariant attention: the fraction of the largest possible scores that "
+        "is added to a row's sum before the row is divided by it; it keeps nearly empty rows "
+        "stable. 0 is the published rule.",
+    )
+
+
+class Client(Table):
+    """What a member does in a round."""
+
+    optimizer: Annotated[str, one_of(CLIENT_OPTIMIZERS)] = Field(
+        default="sgd", description="The optimiser of a member's local steps."
+    )
+    learning_rate: Positive = Field(default=0.5, description="Learning rate of a member's steps.")
+    momentum: Decay = Field(default=0.9, description="Momentum of the optimiser `momentum`.")
+    weight_decay: NotNegative = Field(
+        default=0.0, description="Weight decay of the optimiser `adamw`."
+    )
+    gradient_clip_norm: NotNegative = Field(
+        default=0.0,
+        description="Largest L2 norm of a batch's gradient, for stability; it gives no privacy. 0 "
+        "is no bound.",
+    )
+    batch_size: Count = Field(default=16, description="Rows per step.")
+    epochs: Count = Field(default=1, description="Passes over a member's rows in a round.")
+    max_examples: Count | None = Field(
+        default=None, description="The most rows that a member uses in a round; not set: all."
+    )
+    max_steps: Count | None = Field(
+        default=None,
+        description="The most steps that a member takes in a round; not set: no limit.",
+    )
+    weight: Annotated[str, one_of(WEIGHTS)] = Field(
+        default="examples",
+        description="How much a member counts in the mean: by its rows, by its target tokens, or "
+        "all alike.",
+    )
+    method: Annotated[str, one_of(METHODS)] = Field(
+        default="fedavg",
+        description="The federated method. With `mimelite` members step with the server's "
+        "optimiser, and `server.learning_rate` 1 is usual; `scaffold` and `feddyn` keep a state "
+        "per client.",
+    )
+    proximal: NotNegative = Field(
+        default=0.0,
+        description="Strength of the pull towards the server's model: FedProx's mu with `fedavg`, "
+        "FedDyn's alpha with `feddyn`. 0 is none.",
+    )
+
+
+class Server(Table):
+    """What the server does with a cohort's mean change, and how often."""
+
+    optimizer: Annotated[str, one_of(SERVER_OPTIMIZERS)] = Field(
+        default="fedadam", description="The optimiser that takes the mean change for a gradient."
+    )
+    learning_rate: Positive = Field(
+        default=0.01, description="Learning rate of the server's steps."
+    )
+    momentum: Decay = Field(
+        default=0.9,
+        description="Momentum of `fedavgm` and `nesterov`; beta1 of `fedadam` and `fedyogi`.",
+    )
+    beta2: Decay = Field(
+        default=0.99, description="Decay of the second moment in `fedadam` and `fedyogi`."
+    )
+    adam_epsilon: Positive = Field(
+        default=1e-5,
+        description="What `fedadam`, `fedyogi` and `fedadagrad` add to the denominator of a step.",
+    )
+    schedule: Annotated[str, one_of(SCHEDULES)] = Field(
+        default="constant", description="How the learning rate changes over the rounds."
+    )
+    warmup_rounds: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Rounds over which the learning rate rises linearly; 0 is none."
+    )
+    final_fraction: Share = Field(
+        default=0.0,
+        description="With a schedule that falls: the last learning rate as a fraction of "
+        "`learning_rate`.",
+    )
+    rounds: Count = Field(default=100, description="Rounds of training.")
+    cohort: Count = Field(
+        default=20,
+        description='Members per round; with `sampling = "poisson"`, the expected number.',
+    )
+    sampling: Annotated[str, one_of(LAWS)] = Field(
+        default="fixed",
+        description="How members are drawn: a `fixed` number without replacement; `poisson`, each "
+        "client by its own coin; `spaced`, after a turn a client rests for "
+        "`privacy.min_separation` rounds.",
+    )
+    evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
+    evaluate_rows: Annotated[int, Field(ge=0)] = Field(
+        default=2_000, description="Held-out rows scored on the way; 0 is all."
+    )
+
+
+class Privacy(Table):
+    """What is promised to each client; without a mechanism, nothing is."""
+
+    mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
+        default=None,
+        description="The noise on each sum: `gaussian` with `server.sampling` `poisson` or "
+        "`fixed`; the others with `spaced`.",
+    )
+    clip_norm: Positive = Field(
+        default=1.0, description="The longest update that one client may send, as an L2 norm."
+    )
+    noise_multiplier: NotNegative | None = Field(
+        default=None,
+        description="Standard deviation of the noise on each sum, in multiples of `clip_norm`; not "
+        "set: found from `epsilon`.",
+    )
+    epsilon: Positive | None = Field(
+        default=None,
+        description="What the whole run may spend. With `noise_multiplier` given too, the run "
+        "stops before the round that would exceed it, and keeps its model.",
+    )
+    delta: float = Field(
+        default=1e-6,
+        description="The delta of the claim, above 0 and well below one in the number of clients.",
+    )
+    min_separation: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="`spaced`: rounds strictly between two turns of a client."
+    )
+    max_participations: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="`spaced`: turns of a client in the whole run; 0 is as many as the separation "
+        "allows.",
+    )
+    restart_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
+    )
+    bands: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="`banded`, `toeplitz`: bands of the matrix; 0 is `min_separation` + 1.",
+    )
+    buffers: Count = Field(
+        default=3,
+        description="`blt`: how many copies of the model the noise remembers, at most 10.",
+    )
+    clip_quantile: Share = Field(
+        default=0.0,
+        description="`gaussian`: the fraction of updates that an adaptive clip norm leaves "
+        "unclipped; 0 keeps the clip norm fixed.",
+    )
+    clip_rate: Positive = Field(
+        default=0.2,
+        description="How fast an adaptive clip norm moves: in each round it is multiplied by "
+        "exp(-clip_rate × (unclipped fraction - clip_quantile)).",
+    )
+    clip_noise: NotNegative | None = Field(
+        default=None,
+        description="Standard deviation of the noise on how many updates were unclipped, in "
+        "clients; it spends a part of the same budget. Not set: a twentieth of `server.cohort`.",
+    )
+    canaries: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Further clients that send a random direction, for `fedlm privacy audit`; 0 is "
+        "none.",
+    )
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = Field(
+        default=None,
+        description="Seed of noise and cohorts, for tests. Unsafe: whoever knows it can subtract "
+        "the noise. Not set: the system's entropy.",
+    )
+    reveal: bool = Field(
+        default=False,
+        description="Whether the journal also holds losses and counts without noise; no claim "
+        "covers them.",
+    )
+
+
+class Wire(Table):
+    """What travels: which part of the model is trained, and in which bytes it is sent."""
+
+    upload: str = Field(
+        default="float32",
+        description="Codec of updates, by its name in frames, such as `uniform-8`.",
+    )
+    download: str = Field(default="float32", description="Codec of what members start from.")
+    trainable: Annotated[str, one_of(TRAINABLE)] = Field(
+        default="all",
+        description="Which part of the model members train: `all`; `fixed`, one subset of its "
+        "tensors; `round`, subsets that take turns; `member`, each member its own subset in each "
+        "round; `low-rank`, factors of its matrices.",
+    )
+    trainable_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="`fixed`, `round`, `member`: the fraction that trains of what may be held "
+        "still (matrices, embeddings and gains); biases and shifts always train.",
+    )
+    subsets: Count = Field(
+        default=4, description="`round`: how many subsets take turns; each is a compiled program."
+    )
+    rank: Count = Field(default=8, description="`low-rank`: the rank of a matrix's update.")
+    error_feedback: bool = Field(
+        default=False,
+        description="Whether members add what the codec left out to their next update; it is kept "
+        "for every client.",
+    )
+
+
+class Run(Table):
+    """How the run is carried out; nothing here changes what is learned but the seed."""
+
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
+        default=0, description="Seed of everything random, except what a privacy plan hides."
+    )
+    engine: Annotated[str, one_of(ENGINES)] = Field(
+        default="mesh",
+        description="`mesh`: one compiled program over all devices; `loop`: member by member, slow "
+        "and obvious.",
+    )
+    devices: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Devices on this machine; 0 is one per core."
+    )
+    checkpoint_every: Count = Field(default=10, description="Rounds between two checkpoints.")
+    keep_checkpoints: Count = Field(
+        default=3, description="How many of the newest checkpoints are kept."
+    )
+    trackers: tuple[Annotated[str, one_of(TRACKERS)], ...] = Field(
+        default=("tensorboard",), description="Programs that get a copy of each round's figures."
+    )
+    baselines: bool = Field(
+        default=True, description="Whether n-gram models are counted at the end, for comparison."
+    )
+    prompts: tuple[str, ...] = Field(
+        default=(), description="Texts whose next words are shown at the end."
+    )
+
+
+class Recipe(Table):
+    """A whole experiment."""
+
+    data: Data = Field(default=Data(), description="Which text, in which tokens and rows.")
+    model: Model = Field(default=Model(), description="Which architecture, of which size.")
+    client: Client = Field(default=Client(), description="What a member does in a round.")
+    server: Server = Field(default=Server(), description="What the server does, and how often.")
+    privacy: Privacy = Field(default=Privacy(), description="What is promised to each client.")
+    wire: Wire = Field(default=Wire(), description="What travels, in which bytes.")
+    federation: Federation | None = Field(
+        default=None, description="A tree of federations; without it the federation is flat."
+    )
+    run: Run = Field(default=Run(), description="How the run is carried out.")

@@ -1,0 +1,31 @@
+"""The examples run as written, with few rounds."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    "script, rounds, words",
+    [
+        ("own_text.py", 2, ("round 2: perplexity", "i hope to ...", "report.html")),
+        ("private_training.py", 2, ("round 2: perplexity", "epsilon", "- one client with all")),
+        ("tree.py", 2, ("oslo: perplexity", "cairo: perplexity")),
+    ],
+)
+def test_an_example_runs(script, rounds, words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), str(rounds)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0, done.stderr
+    for word in words:
+        assert word in done.stdout

@@ -1,0 +1,200 @@
+"""A module outside of fedlm adds one of each kind by one registry line, and recipes use them."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+
+from fedlm.cohort.sampling import LAWS
+from fedlm.corpus.sources import CORPORA, READERS, Document, read
+from fedlm.engine.catalog import ENGINES
+from fedlm.local.train import WEIGHTS
+from fedlm.methods.catalog import METHODS
+from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from fedlm.models.catalog import ARCHITECTURES, NAMED
+from fedlm.models.partial import TRAINABLE
+from fedlm.privacy.catalog import MECHANISMS
+from fedlm.record.trackers import TRACKERS
+from fedlm.wire.catalog import CODECS
+
+REGISTRIES = {
+    "server.optimizer": SERVER_OPTIMIZERS,
+    "server.schedule": SCHEDULES,
+    "server.sampling": LAWS,
+    "client.optimizer": CLIENT_OPTIMIZERS,
+    "client.weight": WEIGHTS,
+    "client.method": METHODS,
+    "model.name": ARCHITECTURES,
+    "privacy.mechanism": MECHANISMS,
+    "wire.upload": CODECS,
+    "wire.trainable": TRAINABLE,
+    "data.source": CORPORA,
+    "run.engine": ENGINES,
+    "run.trackers": TRACKERS,
+    "files": READERS,
+}
+MODULE = r"""
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedlm.cohort.sampling import LAWS, Law
+from fedlm.corpus.sources import CORPORA, READERS, Document
+from fedlm.engine.catalog import ENGINES
+from fedlm.engine.loop import LoopEngine
+from fedlm.local.train import WEIGHTS
+from fedlm.methods import fedavg
+from fedlm.methods.catalog import METHODS
+from fedlm.methods.method import Method
+from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from fedlm.models.catalog import ARCHITECTURES, from_cell
+from fedlm.models.partial import TRAINABLE, PartKind, subset
+from fedlm.privacy.catalog import MECHANISMS
+from fedlm.privacy.gaussian import GAUSSIAN
+from fedlm.record.trackers import TRACKERS
+from fedlm.wire.catalog import CODECS, Family
+from fedlm.wire.dense import dense
+
+SEEN = []  # rounds that the tracker saw
+
+
+@dataclass(frozen=True)
+class Leaky:
+    gates: int = 2
+
+    def step(self, z, c):
+        forget, new = z
+        keep = jax.nn.sigmoid(forget)
+        c = keep * c + (1.0 - keep) * jnp.tanh(new)
+        return c, c
+
+
+def half_of_fedavg(options):
+    clients, _ = fedavg.build(options)
+    return clients, fedavg.server(optax.sgd(0.5))
+
+
+def letters():
+    for number in range(12):
+        yield Document(f"writer-{number}", ("all",), "the cat sat\na dog ran\n" * (number + 3))
+
+
+def shouted(path):
+    yield Document(path.stem, (), path.read_text().upper())
+
+
+def first_leaf(like, options, key):
+    leaves = jax.tree.leaves(like)
+    return (subset([number == 0 for number in range(len(leaves))]),)
+
+
+class Listener:
+    def __init__(self, context):
+        pass
+
+    def log(self, round, metrics):
+        SEEN.append(round)
+
+    def close(self):
+        SEEN.append("closed")
+
+
+class SlowEngine(LoopEngine):
+    pass
+
+
+SERVER_OPTIMIZERS["mine"] = lambda rate, b1, b2, eps: optax.rmsprop(rate, decay=b2, eps=eps)
+SCHEDULES["mine"] = lambda rate, rounds, end: optax.exponential_decay(rate, rounds, 0.5)
+LAWS["mine"] = Law(lambda sampling, rng, round, history: np.arange(sampling.cohort))
+CLIENT_OPTIMIZERS["mine"] = lambda rate, momentum, decay: optax.lion(rate)
+WEIGHTS["mine"] = lambda examples, tokens: jnp.sqrt(tokens)
+METHODS["mine"] = Method(build=half_of_fedavg)
+ARCHITECTURES["mine"] = from_cell(lambda size: Leaky())
+MECHANISMS["mine"] = replace(GAUSSIAN, clip_may_move=False)
+CODECS["mine"] = Family(lambda: dense()._replace(name="mine"))
+TRAINABLE["mine"] = PartKind(make=first_leaf)
+CORPORA["mine"] = letters
+ENGINES["mine"] = SlowEngine
+TRACKERS["mine"] = Listener
+READERS[".shout"] = shouted
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The module, imported; the registries are as before when the test ends."""
+    before = {name: dict(registry) for name, registry in REGISTRIES.items()}
+    (tmp_path / "extensions_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("extensions_of_mine")
+    del sys.modules["extensions_of_mine"]
+    for name, registry in REGISTRIES.items():
+        registry.clear()
+        registry.update(before[name])
+
+
+def trained(run_cli, recipe, out, *settings):
+    """The summary of a run of two rounds."""
+    common = ("server.rounds=2", "run.baselines=false", *settings)
+    changes = [part for setting in common for part in ("--set", setting)]
+    done = run_cli("train", recipe, *changes, "--out", out, "--json")
+    assert done.code == 0, done.stderr
+    return done.json
+
+
+def header(folder):
+    with open(folder / "journal.jsonl", encoding="utf-8") as file:
+        return json.loads(file.readline())
+
+
+def test_each_kind_takes_one_line(mine):
+    lines = [line for line in MODULE.splitlines() if re.match(r"[A-Z_]+\[", line)]
+    assert len(lines) == len(REGISTRIES)
+    for registry in REGISTRIES.values():
+        assert list(registry)[-1] in ("mine", ".shout")
+    assert "mine" in NAMED
+
+
+def test_a_recipe_of_new_parts(mine, run_cli, tiny_recipe, tmp_path):
+    """A corpus, cell, optimisers, schedule, weight, law, trainable part, codec and tracker."""
+    settings = [f"{name}=mine" for name in REGISTRIES if "." in name]
+    left_out = ("client.method", "privacy.mechanism", "run.engine", "run.trackers")
+    settings = [s for s in settings if s.split("=")[0] not in left_out]
+    summary = trained(
+        run_cli, tiny_recipe, "new", *settings, "run.trackers=['mine']", "server.cohort=2"
+    )
+    assert summary["rounds"] == 2 and summary["perplexity"] > 0
+    assert mine.SEEN == [0, 1, "closed"]
+    said = header(tmp_path / "new")["recipe"]
+    for setting in settings:
+        table, name = setting.removesuffix("=mine").split(".")
+        assert said[table][name] == "mine"
+
+
+def test_a_recipe_with_a_new_method_and_engine(mine, run_cli, tiny_recipe):
+    chosen = ("client.method=mine", "run.engine=mine")
+    summary = trained(run_cli, tiny_recipe, "method", *chosen)
+    assert summary["rounds"] == 2
+    refused = run_cli(
+        "train", tiny_recipe, "--set", "client.method=mine", "--set", "client.proximal=1"
+    )
+    assert "client.proximal = 1.0: expected 0 with 'mine'" in refused.stderr
+
+
+def test_a_recipe_with_a_new_mechanism(mine, run_cli, tiny_recipe):
+    plan = ("server.sampling=poisson", "privacy.noise_multiplier=1", "privacy.seed=5")
+    new = trained(run_cli, tiny_recipe, "new", *plan, "privacy.mechanism=mine")
+    old = trained(run_cli, tiny_recipe, "old", *plan, "privacy.mechanism=gaussian")
+    for name in ("params_sha256", "epsilon"):
+        assert new[name] == old[name] is not None
+    assert run_cli("privacy", "epsilon", "new", "--json").json["mechanism"] == "mine"
+
+
+def test_a_file_with_a_new_ending(mine, tmp_path):
+    (tmp_path / "note.shout").write_text("hello")
+    assert list(read(tmp_path / "note.shout")) == [Document("note", (), "HELLO")]
