@@ -36,7 +36,7 @@ def models(runs: list[str]) -> dict[str, object]:
     found = {}
     for run in runs:
         directory = RunDirectory.existing(Path(run)).finished()
-        vocabulary = tokenizer_file.load(directory.tokenizer).vocabulary
+        vocabulary = tokenizer_file.load_tokenizer(directory.tokenizer).vocabulary
         model = load(directory.recipe).model
         found[model.name] = load_params(model, vocabulary, directory.weights)
     return found

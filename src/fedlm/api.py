@@ -216,7 +216,7 @@ class TrainedRun:
 
     def _models(self) -> dict[str, Any]:
         record, model = self.run.record, self.run.recipe.model
-        size = tokenizer_file.load(record.tokenizer).vocabulary
+        size = tokenizer_file.load_tokenizer(record.tokenizer).vocabulary
         if isinstance(self.run.model, ModuleSpec):
             like = self.run.model.shapes()
             return {"": from_bytes(record.weights.read_bytes(), like, str(record.weights))}

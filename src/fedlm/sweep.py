@@ -1,7 +1,7 @@
 """Many runs of one recipe, and one table of them.
 
 In:       a sweep file: a base recipe, axes of settings, perhaps cases and a target.
-Out:      a run directory a point, a table with spread over seeds, one report of all curves.
+Out:      a run directory per point, a table with mean and spread over seeds, one report.
 Promise:  every point is an ordinary run that `fedlm train` would repeat; a finished point is not
           run again; one that diverged is a result, not an error.
 Not here: training (`train.py`).
@@ -69,7 +69,7 @@ class Result:
     diverged: int | None  # the round in which it did
 
 
-def read(path: Path) -> Sweep:
+def read_sweep(path: Path) -> Sweep:
     """A sweep file, checked."""
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -181,7 +181,7 @@ def _personal(facts: report.Facts) -> float | None:
     return last.get("personal_perplexity")
 
 
-def table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any]]]:
+def sweep_table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[list[Any]]]:
     """Head and rows: one row for points that differ in nothing but the seed.
 
     What is the same in all points, and the seed, has no column.
@@ -223,21 +223,24 @@ def _row(
     grown: bool,
 ) -> list[Any]:
     row = [group[0].point.get(n) for n in names] + [len(group)]
-    row += [spread([getattr(r, f) for r in group]) for f in ("perplexity", "validation", "best")]
+    row += [
+        mean_and_spread([getattr(r, f) for r in group])
+        for f in ("perplexity", "validation", "best")
+    ]
     if target:
-        row.append(spread([r.reached for r in group], digits=0))
+        row.append(mean_and_spread([r.reached for r in group], digits=0))
     if private:
         row.append("-" if group[0].epsilon is None else f"{group[0].epsilon:.3g}")
     if most:
         each = statistics.fmean(r.upload_bytes for r in group)
         row += [f"{each / 1e3:.1f}", f"1/{most / each:.1f}" if each else "-"]
     if grown:
-        row.append(spread([r.personal for r in group]))
+        row.append(mean_and_spread([r.personal for r in group]))
     failed = [r.diverged for r in group if r.diverged is not None]
     return [*row, f"{len(failed)} of {len(group)}" if failed else "no"]
 
 
-def spread(values: list[Any], digits: int = 1) -> str:
+def mean_and_spread(values: list[Any], digits: int = 1) -> str:
     """Mean and standard deviation over seeds; a dash where a seed has no value."""
     if any(v is None or not math.isfinite(v) for v in values):
         return "-"

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fedlm.core.releasable import seal
+from fedlm.core.releasable import make_releasable
 from fedlm.privacy.account import spent
 from fedlm.record.journal import Journal
 from tests.cli.test_bad_input import refused
@@ -75,9 +75,9 @@ def test_the_epsilon_of_a_run_is_that_of_its_journal(run_cli, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.toml").write_text("")
     journal = Journal(tmp_path / "run" / "journal.jsonl")
-    journal.append(seal("header", dict(privacy=dataclasses.asdict(chosen))))
+    journal.append(make_releasable("header", dict(privacy=dataclasses.asdict(chosen))))
     for r in range(3):
-        journal.append(seal("round", dict(round=r)))
+        journal.append(make_releasable("round", dict(round=r)))
     found = run_cli("privacy", "epsilon", "run", "--json").json
     assert found["epsilon"] == spent(chosen, 3).epsilon and found["rounds"] == 3
     refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "leave the options away")

@@ -10,7 +10,7 @@ from fedlm.core.types import SpecialTokens
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.store import StoreSettings, write
 from fedlm.corpus.tokenizer import OWN, decode, encode, encode_prompt, fit
-from fedlm.corpus.tokenizer_file import load, special_tokens_map
+from fedlm.corpus.tokenizer_file import load_tokenizer, special_tokens_map
 from tests.corpus import made_elsewhere as others
 from tests.corpus.test_store import LETTERS
 
@@ -31,12 +31,12 @@ def gpt2(folder, **beside):
 
 
 def test_special_tokens_are_found_by_their_usual_names(tmp_path):
-    two = load(llama(tmp_path / "llama"))
+    two = load_tokenizer(llama(tmp_path / "llama"))
     assert two.special == SpecialTokens(bos=1, eos=2, oov=0, reserved=(0, 1, 2))
-    one = load(gpt2(tmp_path / "gpt2"))
+    one = load_tokenizer(gpt2(tmp_path / "gpt2"))
     end = one.library.token_to_id("<|endoftext|>")
     assert one.special == SpecialTokens(bos=end, eos=end, oov=None, reserved=(end,))
-    unigram = load(others.saved(others.like_t5(), tmp_path / "t5"))
+    unigram = load_tokenizer(others.saved(others.like_t5(), tmp_path / "t5"))
     assert unigram.special == SpecialTokens(bos=1, eos=1, oov=2, reserved=(0, 1, 2))
 
 
@@ -44,42 +44,45 @@ def test_special_tokens_are_found_by_their_usual_names(tmp_path):
 def test_own_tokenizers_are_read_like_others(kind, tmp_path):
     fitted = fit(others.TEXTS, kind, 300, lowercase=True)
     path = others.saved(fitted.library, tmp_path)
-    found = load(path).special  # as of a run that was made before the file beside it was
+    found = load_tokenizer(path).special  # as of a run that was made before the file beside it was
     assert (found.bos, found.eos, found.reserved) == (OWN.bos, OWN.eos, OWN.reserved)
     (tmp_path / "special_tokens_map.json").write_bytes(special_tokens_map(fitted))
-    assert load(path).special == OWN
-    assert load(path).vocabulary == fitted.vocabulary
+    assert load_tokenizer(path).special == OWN
+    assert load_tokenizer(path).vocabulary == fitted.vocabulary
 
 
 def test_what_lies_beside_the_file_decides(tmp_path):
     named = {"bos_token": {"content": "<unk>", "special": True}, "eos_token": "<s>"}
-    found = load(llama(tmp_path / "map", special_tokens_map=named)).special
+    found = load_tokenizer(llama(tmp_path / "map", special_tokens_map=named)).special
     assert (found.bos, found.eos) == (0, 1)
     config = {"bos_token": None, "eos_token": "</s>"}
     both = llama(tmp_path / "both", tokenizer_config=config, special_tokens_map=named)
-    assert (load(both).special.bos, load(both).special.eos) == (2, 2)  # no bos: eos
+    assert (load_tokenizer(both).special.bos, load_tokenizer(both).special.eos) == (
+        2,
+        2,
+    )  # no bos: eos
     missing = llama(tmp_path / "missing", tokenizer_config={"eos_token": "<end>"})
     with pytest.raises(CorpusError, match=r"has no token '<end>'.* --eos TOKEN"):
-        load(missing)
+        load_tokenizer(missing)
     (missing.parent / "tokenizer_config.json").write_text("{")
     with pytest.raises(CorpusError, match=r"tokenizer_config\.json, beside .*, is not JSON"):
-        load(missing)
+        load_tokenizer(missing)
 
 
 def test_what_is_given_decides_before_all(tmp_path):
     path = llama(tmp_path, tokenizer_config={"eos_token": "<end>"})
-    found = load(path, bos="</s>", eos="▁the").special
+    found = load_tokenizer(path, bos="</s>", eos="▁the").special
     assert found.bos == 2 and found.eos not in (0, 1, 2)
     assert found.reserved == (0, 1, 2, found.eos)
     with pytest.raises(CorpusError, match=r"has no token 'zzz'.* --bos TOKEN"):
-        load(path, bos="zzz", eos="</s>")
+        load_tokenizer(path, bos="zzz", eos="</s>")
 
 
 def test_without_an_end_of_line_the_way_out_is_named(tmp_path):
     path = others.saved(others.like_bert(), tmp_path)
     with pytest.raises(CorpusError, match=r"special tokens: .*\[SEP\].* --eos TOKEN, and --bos"):
-        load(path)
-    found = load(path, bos="[CLS]", eos="[SEP]").special
+        load_tokenizer(path)
+    found = load_tokenizer(path, bos="[CLS]", eos="[SEP]").special
     assert found == SpecialTokens(bos=2, eos=3, oov=1, reserved=(0, 1, 2, 3, 4))
 
 
@@ -89,7 +92,7 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(case, tmp_path, capfd):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(CorpusError) as caught:
-        load(path)
+        load_tokenizer(path)
     assert said in str(caught.value) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")  # a panic would print its stack
@@ -97,13 +100,13 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(case, tmp_path, capfd):
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(CorpusError, match=r"none\.json is not readable: No such file"):
-        load(tmp_path / "none.json")
+        load_tokenizer(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("make", [others.like_gpt2, others.like_llama], ids=["gpt2", "llama"])
 def test_any_text_comes_back(make, tmp_path):
     """Up to the space at either end of a line, which decoders treat as they do."""
-    tokenizer = load(others.saved(make(), tmp_path))
+    tokenizer = load_tokenizer(others.saved(make(), tmp_path))
     tokens = encode(tokenizer, "\n".join(LINES), np.uint32)
     back = decode(tokenizer, tokens.tolist())
     assert [line.strip() for line in back.split("\n")] == [*(line.strip() for line in LINES), ""]
@@ -115,7 +118,7 @@ def test_any_text_comes_back(make, tmp_path):
     "make", [others.like_gpt2, others.like_llama, others.like_t5], ids=["gpt2", "llama", "t5"]
 )
 def test_a_typed_special_token_is_text_or_nothing(make, tmp_path):
-    tokenizer = load(others.saved(make(), tmp_path))
+    tokenizer = load_tokenizer(others.saved(make(), tmp_path))
     tokens = encode(tokenizer, "a </s> b <s> c <|endoftext|> <pad>", np.int64)
     allowed = {tokenizer.special.oov, None}
     assert not (set(tokens[:-1].tolist()) & set(tokenizer.special.reserved)) - allowed
@@ -130,16 +133,18 @@ def test_padding_truncation_and_dropout_of_a_file_are_switched_off(tmp_path):
     told = json.loads(path.read_text())
     told["model"]["dropout"] = 0.5
     path.write_text(json.dumps(told))
-    plain = load(gpt2(tmp_path / "plain"))
+    plain = load_tokenizer(gpt2(tmp_path / "plain"))
     wanted = encode(plain, LINES[0], np.int64).tolist()
-    assert all(encode(load(path), LINES[0], np.int64).tolist() == wanted for _ in range(5))
+    assert all(
+        encode(load_tokenizer(path), LINES[0], np.int64).tolist() == wanted for _ in range(5)
+    )
 
 
 def test_gaps_in_a_vocabulary_are_no_words(tmp_path):
     told = json.loads(others.like_llama().to_str())
     told["model"]["vocab"]["▁far"] = 500
     (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    made = load(tmp_path / "tokenizer.json")
+    made = load_tokenizer(tmp_path / "tokenizer.json")
     assert made.vocabulary == 501
     gaps = set(range(501)) - set(made.library.get_vocab().values())
     assert gaps and set(made.special.reserved) == {0, 1, 2} | gaps
@@ -151,7 +156,7 @@ def settings(tokenizer):
 
 @pytest.mark.parametrize("make", [others.like_gpt2, others.like_llama], ids=["gpt2", "llama"])
 def test_a_store_keeps_the_tokenizer_and_its_special_tokens(make, tmp_path):
-    tokenizer = load(others.saved(make(), tmp_path / "file"))
+    tokenizer = load_tokenizer(others.saved(make(), tmp_path / "file"))
     store = write(LETTERS, tmp_path / "s", settings(tokenizer), tokenizer=tokenizer)
     assert store.special == store.tokenizer.special == tokenizer.special
     assert store.vocabulary == tokenizer.vocabulary
@@ -164,7 +169,7 @@ def test_a_large_vocabulary_takes_wider_tokens(tmp_path):
     told = json.loads(others.like_llama().to_str())
     told["model"]["vocab"]["▁and▁far"] = 70_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    tokenizer = load(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     store = write(LETTERS, tmp_path / "s", settings(tokenizer), tokenizer=tokenizer)
     assert store.train(0).dtype == np.uint32 and store.vocabulary == 70_001
 
@@ -172,7 +177,7 @@ def test_a_large_vocabulary_takes_wider_tokens(tmp_path):
 def test_stores_with_other_special_tokens_are_not_joined(tmp_path):
     path = llama(tmp_path / "file")
     for name, eos in (("one", "</s>"), ("two", "<s>")):
-        tokenizer = load(path, eos=eos)
+        tokenizer = load_tokenizer(path, eos=eos)
         write(LETTERS, tmp_path / name, settings(tokenizer), tokenizer=tokenizer)
     with pytest.raises(CorpusError, match="has another tokenizer"):
         JoinedStore([tmp_path / "one", tmp_path / "two"])

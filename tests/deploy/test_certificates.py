@@ -67,8 +67,8 @@ def test_a_folder_is_not_written_over(made):
 
 def test_the_doctor_finds_open_keys_and_wrong_names(made, tmp_path):
     certificate = made.certificate.read_bytes()
-    assert doctor.named(certificate, "fed.example.org").well
-    wrong = doctor.named(certificate, "other.example.org")
+    assert doctor.checked_names(certificate, "fed.example.org").well
+    wrong = doctor.checked_names(certificate, "other.example.org")
     assert not wrong.well and "--host other.example.org" in wrong.way_out
     kit = made.kit("south")
     (kit.path / "node.key").chmod(0o644)

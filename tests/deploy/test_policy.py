@@ -3,7 +3,7 @@
 import pytest
 
 from fedlm.core.errors import ConfigError
-from fedlm.deploy.policy import POLICY, Policy, Refusal, check, check_steps, load
+from fedlm.deploy.policy import POLICY, Policy, Refusal, check_policy, check_steps, load_policy
 from fedlm.recipe.privacy_plan import plan_of, sampling_of
 from fedlm.recipe.settings import parse
 
@@ -18,7 +18,7 @@ PRIVATE = parse(
 
 def verdict(policy, recipe, parameters=1000):
     plan = plan_of(recipe, sampling_of(recipe, 1000))
-    check(policy, recipe, plan, parameters)
+    check_policy(policy, recipe, plan, parameters)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_steps_are_counted():
 
 def test_files_are_read_strictly(tmp_path):
     file = tmp_path / "policy.toml"
-    assert load(file) == Policy()
+    assert load_policy(file) == Policy()
     file.write_text(POLICY)
-    assert load(file) == Policy()
+    assert load_policy(file) == Policy()
     file.write_text('allowed_models = ["si-cifg"]\nlargest_epsilon = 8\n')
-    assert load(file) == Policy(allowed_models=("si-cifg",), largest_epsilon=8.0)
+    assert load_policy(file) == Policy(allowed_models=("si-cifg",), largest_epsilon=8.0)
     file.write_text("smalest_cohort = 3\n")
     with pytest.raises(ConfigError, match="Did you mean 'smallest_cohort'"):
-        load(file)
+        load_policy(file)
     file.write_text('smallest_cohort = "many"\n')
     with pytest.raises(ConfigError, match="smallest_cohort = 'many'"):
-        load(file)
+        load_policy(file)

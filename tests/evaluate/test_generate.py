@@ -5,7 +5,7 @@ import jax.random as jr
 import numpy as np
 
 from fedlm.core.types import SpecialTokens
-from fedlm.evaluate.generate import next_words, read, sample, speaker
+from fedlm.evaluate.generate import next_words, read_prompt, sample, speaker
 
 VOCAB = 10
 OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
@@ -25,7 +25,7 @@ def parrot():
 
 
 def test_a_prompt_costs_one_step_a_token():
-    state, _ = read(parrot(), [4, 5, 6], OWN.bos)
+    state, _ = read_prompt(parrot(), [4, 5, 6], OWN.bos)
     assert int(state) == 4  # BOS and three tokens
 
 

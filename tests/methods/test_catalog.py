@@ -10,7 +10,7 @@ import pytest
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Loss, TrainablePart
-from fedlm.methods.catalog import METHODS, RelatedSettings, check, names
+from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings, names
 from fedlm.methods.method import MethodOptions
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
@@ -67,7 +67,7 @@ def test_there_is_a_client_half_per_trainable_part(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_says_of_itself_is_what_is_refused(name):
     method = METHODS[name]
-    check(name, related(name))
+    check_method_settings(name, related(name))
     for fits, change, setting in (
         (method.trains_parts, {"trainable": "fixed"}, "client.method"),
         (method.trains_parts, {"error_feedback": True}, "client.method"),
@@ -80,10 +80,10 @@ def test_what_a_method_says_of_itself_is_what_is_refused(name):
         (method.may_be_private, {"private": True}, "client.method"),
     ):
         if fits:
-            check(name, related(name, **change))
+            check_method_settings(name, related(name, **change))
         else:
             with pytest.raises(ConfigError, match=f"^{setting} = .*: expected "):
-                check(name, related(name, **change))
+                check_method_settings(name, related(name, **change))
 
 
 def test_the_names_in_an_error_are_those_of_the_registry():

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from fedlm.core.errors import ConfigError
-from fedlm.privacy.catalog import MECHANISMS, check, with_setting
+from fedlm.privacy.catalog import MECHANISMS, check_plan, with_setting
 from tests.privacy.plans import APART, FIXED, PLANS, POISSON, plan
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_that_are_sound(name):
-    check(PLANS[name])
-    check(dataclasses.replace(PLANS[name], noise_multiplier=0.0, clip_norm=math.inf))
+    check_plan(PLANS[name])
+    check_plan(dataclasses.replace(PLANS[name], noise_multiplier=0.0, clip_norm=math.inf))
 
 
 def separated(**changes):
@@ -73,7 +73,7 @@ REFUSED = [
 @pytest.mark.parametrize("refused, setting, wanted", REFUSED)
 def test_plans_that_are_refused(refused, setting, wanted):
     with pytest.raises(ConfigError) as error:
-        check(refused)
+        check_plan(refused)
     said = str(error.value)
     assert said.startswith(f"{setting}: expected ") and wanted in said and "\n" not in said
 
@@ -89,10 +89,10 @@ def test_noise_and_denominator():
 def test_the_laws_of_a_mechanism_are_those_that_its_plans_may_have(name):
     for sampling in (APART, FIXED, POISSON):
         if sampling.law in MECHANISMS[name].laws:
-            check(plan(name, sampling))
+            check_plan(plan(name, sampling))
         else:
             with pytest.raises(ConfigError, match=f"^privacy.mechanism = '{name}': expected "):
-                check(plan(name, sampling))
+                check_plan(plan(name, sampling))
 
 
 def test_settings_name_the_mechanisms_that_have_them():

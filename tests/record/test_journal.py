@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlm.core.errors import RecordError
-from fedlm.core.releasable import seal
+from fedlm.core.releasable import make_releasable
 from fedlm.record.journal import Journal, dumps, read
 
 
@@ -16,10 +16,10 @@ from fedlm.record.journal import Journal, dumps, read
 def journal(tmp_path):
     """A header, three rounds and a closing line."""
     made = Journal(tmp_path / "journal.jsonl")
-    made.append(seal("header", dict(recipe={"run": {"seed": 3}})))
+    made.append(make_releasable("header", dict(recipe={"run": {"seed": 3}})))
     for number in range(3):
-        made.append(seal("round", dict(round=number, loss=1.5 / (number + 1))))
-    made.append(seal("final", dict(test={"perplexity": 20.5})))
+        made.append(make_releasable("round", dict(round=number, loss=1.5 / (number + 1))))
+    made.append(make_releasable("final", dict(test={"perplexity": 20.5})))
     return made
 
 
@@ -35,7 +35,7 @@ def test_what_was_appended_is_read_in_order(journal):
 
 def test_a_line_is_in_the_file_as_soon_as_append_returns(journal):
     before = journal.path.stat().st_size
-    journal.append(seal("round", dict(round=3)))
+    journal.append(make_releasable("round", dict(round=3)))
     assert journal.path.read_bytes()[before:] == b'{"kind": "round", "round": 3}\n'
 
 
@@ -82,7 +82,7 @@ def test_rewind_removes_a_torn_line_so_that_the_next_one_starts_afresh(journal):
     with open(journal.path, "a") as file:
         file.write('{"kind": "rou')
     journal.rewind(2)
-    journal.append(seal("round", dict(round=2)))
+    journal.append(make_releasable("round", dict(round=2)))
     assert kinds(journal) == ["header", "round", "round", "round"]
     assert [p.name for p in journal.path.parent.iterdir()] == ["journal.jsonl"]
 
@@ -102,12 +102,14 @@ def test_a_rewind_that_cannot_be_written_changes_nothing(journal, monkeypatch):
 
 def test_an_append_that_cannot_be_written_says_what_to_do():
     with pytest.raises(RecordError, match=r"No space left on device.*repeat with --resume"):
-        Journal("/dev/full").append(seal("round", dict(round=0)))
+        Journal("/dev/full").append(make_releasable("round", dict(round=0)))
 
 
 def test_numbers_that_json_does_not_have_become_null(journal):
     journal.append(
-        seal("round", dict(round=3, loss=math.nan, deep={"a": [math.inf, (-math.inf, 1.0)]}))
+        make_releasable(
+            "round", dict(round=3, loss=math.nan, deep={"a": [math.inf, (-math.inf, 1.0)]})
+        )
     )
     assert list(read(journal.path))[-1] == {
         "kind": "round",

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from fedlm.core.errors import RecordError
-from fedlm.core.releasable import seal
+from fedlm.core.releasable import make_releasable
 from fedlm.record import report
 from fedlm.record.journal import Journal
 
@@ -18,16 +18,20 @@ def write(folder, rounds=4, final=True, **header):
     folder.mkdir(exist_ok=True)
     journal = Journal(folder / "journal.jsonl")
     facts = {"command": "fedlm train x.toml", "recipe": RECIPE, "parameters": 868}
-    journal.append(seal("header", dict(**{**facts, "start": {"perplexity": 321.5}, **header})))
+    journal.append(
+        make_releasable("header", dict(**{**facts, "start": {"perplexity": 321.5}, **header}))
+    )
     for number in range(rounds):
         seen = {"perplexity": 100.0 - number, "accuracy": 0.1} if number % 2 else {}
         moved = {"upload_bytes": 1e6 * (number + 1), "download_bytes": 2e6 * (number + 1)}
         facts = {"members": 4, "tokens": 50, "loss": 3.5, "seconds": 0.25, **moved, **seen}
-        journal.append(seal("round", dict(round=number, **facts)))
+        journal.append(make_releasable("round", dict(round=number, **facts)))
     if final:
         figures = {"perplexity": 87.65, "accuracy": 0.125, "clients": {"p50": 80.0}}
         journal.append(
-            seal("final", dict(test={**figures, "groups": [{"north": figures, "<i>": figures}]}))
+            make_releasable(
+                "final", dict(test={**figures, "groups": [{"north": figures, "<i>": figures}]})
+            )
         )
     return folder
 
@@ -114,7 +118,7 @@ def test_what_the_journal_says_is_text_not_markup(tmp_path):
 def test_null_figures_do_not_stop_a_page(tmp_path):
     run = write(tmp_path / "one", start={"perplexity": None}, final=False)
     Journal(run / "journal.jsonl").append(
-        seal("final", dict(test={"perplexity": None}, baselines={}))
+        make_releasable("final", dict(test={"perplexity": None}, baselines={}))
     )
     assert "<td class='n'>-</td>" in body(page_of(run))
 
@@ -127,6 +131,6 @@ def test_curves_count_rounds_from_one_and_add_seconds_up(tmp_path):
 
 
 def test_a_journal_without_header_is_refused(tmp_path):
-    Journal(tmp_path / "journal.jsonl").append(seal("round", dict(round=0)))
+    Journal(tmp_path / "journal.jsonl").append(make_releasable("round", dict(round=0)))
     with pytest.raises(RecordError, match="its journal has no header"):
         report.facts_of(tmp_path)

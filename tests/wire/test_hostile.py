@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlm.core.errors import WireError
-from fedlm.wire.frame import MAGIC, open_frame, overhead, seal
+from fedlm.wire.frame import MAGIC, open_frame, overhead, seal_frame
 from tests.wire.cases import BY_NAME, CODECS, all_codecs, update
 
 LIKE = update()
@@ -64,7 +64,7 @@ def test_a_body_with_a_right_checksum_may_hold_anything(name, data):
             st.sampled_from([b"\xff\xff\xff\xff", b"\x00", b"\x00\x00\x80\x7f", b"\x5a"])
         )
         body[at : at + len(few)] = few
-    must_hold(codec, seal(name, bytes(body)))
+    must_hold(codec, seal_frame(name, bytes(body)))
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
@@ -72,7 +72,7 @@ def test_a_body_with_a_right_checksum_may_hold_anything(name, data):
 @settings(max_examples=15, deadline=None)
 def test_a_body_of_noise_may_be_of_any_length(name, random, more):
     wanted = BY_NAME[name].encoded_bytes(LIKE) - overhead(name)
-    must_hold(BY_NAME[name], seal(name, random.randbytes(wanted + more)))
+    must_hold(BY_NAME[name], seal_frame(name, random.randbytes(wanted + more)))
 
 
 @given(st.binary(max_size=200))
@@ -85,7 +85,7 @@ def test_noise_is_never_a_frame(data):
 
 @given(st.binary(max_size=200))
 def test_a_frame_gives_back_its_body(body):
-    assert bytes(open_frame(seal("float32", body), "float32")) == body
+    assert bytes(open_frame(seal_frame("float32", body), "float32")) == body
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**40, 2**63, 2**64 - 1])
@@ -102,7 +102,7 @@ def test_a_declared_size_is_not_believed(codec, size):
 @pytest.mark.parametrize("name", ["", "é", "x" * 65])
 def test_a_name_must_be_a_name(name):
     with pytest.raises(WireError, match="ASCII"):
-        seal(name, b"")
+        seal_frame(name, b"")
     raw = name.encode()
     frame = MAGIC + bytes([len(raw)]) + raw + struct.pack("<QI", 0, zlib.crc32(raw))
     with pytest.raises(WireError, match="made by codec"):
@@ -117,10 +117,10 @@ def test_a_small_frame_does_not_become_a_large_body(codec):
     many = codec.encoded_bytes(LIKE) * b"\x00"
     for body in (bomb, short, many, b"", b"\x02abc", b"\x01\xff\xff"):
         with pytest.raises(WireError):
-            quietly(lambda body=body: codec.decode(seal(codec.name, body), LIKE))
+            quietly(lambda body=body: codec.decode(seal_frame(codec.name, body), LIKE))
     large = {"x": np.zeros(2**17, np.float32)}
     with pytest.raises(WireError):
-        quietly(lambda: codec.decode(seal(codec.name, bomb), large))
+        quietly(lambda: codec.decode(seal_frame(codec.name, bomb), large))
 
 
 def quietly(run):

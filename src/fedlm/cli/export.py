@@ -40,7 +40,7 @@ def export(
     directory = RunDirectory.existing(run).finished()
     target = folder or directory.path / "export"
     recipe = load(directory.recipe)
-    tokenizer = tokenizer_file.load(directory.tokenizer)
+    tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
     file = target / f"model.{kind.value}"
     target.mkdir(parents=True, exist_ok=True)
     if kind is Format.safetensors:

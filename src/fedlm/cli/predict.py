@@ -38,7 +38,7 @@ def predict(
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
     directory = RunDirectory.existing(run).finished()
-    tokenizer = tokenizer_file.load(directory.tokenizer)
+    tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
     params = load_params(load(directory.recipe).model, tokenizer.vocabulary, directory.weights)
 
     def answer(prompt: str) -> dict[str, Any]:

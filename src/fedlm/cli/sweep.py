@@ -28,7 +28,7 @@ def sweep(
 
     Example: fedlm sweep recipes/sweeps/irc-grid.toml
     """
-    plan = sweeps.read(file)
+    plan = sweeps.read_sweep(file)
     folder = out_path or RUNS / file.stem
     use_devices(sweeps.recipe_of(plan, plan.points[0]).run.devices)
     with polite_stop() as stop:
@@ -43,7 +43,7 @@ def sweep(
             return Watcher(round=on_round, stop=stop.is_set)
 
         results = sweeps.carry_out(plan, folder, STORES, watch)
-    head, rows = sweeps.table(plan, results)
+    head, rows = sweeps.sweep_table(plan, results)
     write_atomically(folder / "table.md", sweeps.markdown(head, rows).encode())
     page = report.page([report.facts_of(r.path) for r in results])
     write_atomically(folder / "report.html", page.encode())

@@ -61,7 +61,7 @@ def train(
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
     path = run_path(recipe, out_path, resume)
-    with multihost.joined(place, note):
+    with multihost.joined_processes(place, note):
         writes = multihost.first()
         summary = _with_progress(loaded, path, resume) if writes else _follow(loaded)
     if not writes:

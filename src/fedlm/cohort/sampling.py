@@ -20,7 +20,7 @@ from fedlm.core.types import History, Members, Sampling
 NEVER = -(1 << 30)
 
 
-def check(sampling: Sampling) -> None:
+def check_cohort(sampling: Sampling) -> None:
     """Refuses a cohort that the population cannot fill."""
     require(sampling.population > 0, "population", sampling.population, "at least one client")
     require(

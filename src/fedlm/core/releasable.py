@@ -2,8 +2,8 @@
 
 In:       a kind of fact and the facts, from `privacy/release.py` alone.
 Out:      a read-only mapping.
-Promise:  journal, terminal, trackers, reports and replies take nothing else, and only
-          `privacy/release.py` calls `seal` (a test holds it): what may be told is decided there.
+Promise:  journal, terminal, trackers and reports take nothing else, and only `privacy/release.py`
+          calls `make_releasable` (a test holds it): what may be told is decided there.
 Not here: the rule (`privacy/release.py`).
 """
 
@@ -37,6 +37,6 @@ class Releasable(Mapping[str, Any]):
         return f"Releasable({self.kind!r}, {self._facts!r})"
 
 
-def seal(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
+def make_releasable(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
     """Makes facts releasable; for `privacy/release.py` alone."""
     return Releasable(kind, facts, key=_KEY)

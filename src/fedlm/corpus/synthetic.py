@@ -1,6 +1,6 @@
 """Made-up clients in any number, for tests of scale.
 
-In:       a `Population`: how many clients, how much they wrote, from how many words.
+In:       a `SyntheticPopulation`: how many clients, how much they wrote, from how many words.
 Out:      a store as `fedlm prepare` makes it, whose tokens decode to made-up words.
 Promise:  sizes, sentences and words follow the laws below; the same settings give the same
           bytes; a smaller population is the beginning of a larger one; memory holds a block
@@ -38,7 +38,7 @@ SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Population:
+class SyntheticPopulation:
     """How many clients there are, and the laws that they follow."""
 
     clients: int
@@ -55,7 +55,7 @@ class Population:
 # sentence of 19 words and its end fill a row of 20. What the laws are in the real text, the
 # numbers do not claim.
 POPULATIONS = {
-    "stackoverflow": Population(
+    "stackoverflow": SyntheticPopulation(
         clients=342_477,
         median=66.7,
         spread=0.9,
@@ -67,7 +67,7 @@ POPULATIONS = {
 }
 
 
-def population(source: str, clients: int | None = None, groups: str = "") -> Population:
+def population(source: str, clients: int | None = None, groups: str = "") -> SyntheticPopulation:
     """The population of `synthetic:NAME`, changed where asked; `groups` is like `8,50`."""
     name = source.removeprefix(PREFIX)
     if name not in POPULATIONS:
@@ -87,7 +87,7 @@ def population(source: str, clients: int | None = None, groups: str = "") -> Pop
 
 
 def write_synthetic(
-    laws: Population,
+    laws: SyntheticPopulation,
     out: Path,
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
@@ -122,13 +122,13 @@ def made_up_words(count: int) -> list[str]:
     return words
 
 
-def word_chances(laws: Population, words: int) -> np.ndarray:
+def word_chances(laws: SyntheticPopulation, words: int) -> np.ndarray:
     """The probability of each word by rank."""
     weights = np.arange(1, words + 1, dtype=np.float64) ** -laws.exponent
     return weights / weights.sum()
 
 
-class Block(NamedTuple):
+class Sentences(NamedTuple):
     """The text of `BLOCK` clients, one after the other."""
 
     sentences: np.ndarray  # of each client
@@ -137,7 +137,7 @@ class Block(NamedTuple):
     paths: np.ndarray  # clients levels
 
 
-def draw_block(laws: Population, summed: np.ndarray, seed: int, number: int) -> Block:
+def draw_block(laws: SyntheticPopulation, summed: np.ndarray, seed: int, number: int) -> Sentences:
     """One block of clients; `summed` are the summed chances of the words."""
     rng = generator_for(seed, "synthetic", member=number)
     paths = rng.integers(0, np.array(laws.groups, np.int64), (BLOCK, len(laws.groups)))
@@ -148,11 +148,15 @@ def draw_block(laws: Population, summed: np.ndarray, seed: int, number: int) -> 
     tokens = np.searchsorted(summed, rng.random(int(ends[-1]) + 1), side="right")
     tokens += len(SPECIALS)
     tokens[ends] = OWN.eos
-    return Block(sentences, lengths, tokens, paths)
+    return Sentences(sentences, lengths, tokens, paths)
 
 
 def _rows(
-    laws: Population, words: list[str], settings: StoreSettings, dtype: Any, progress: Progress
+    laws: SyntheticPopulation,
+    words: list[str],
+    settings: StoreSettings,
+    dtype: Any,
+    progress: Progress,
 ) -> Iterator[dict[str, Any]]:
     """The clients as `write_tokens` takes them."""
     summed = np.cumsum(word_chances(laws, len(words)))

@@ -37,7 +37,7 @@ FEWEST, MOST = 5, 1_000_000
 TRIAL = "Hello, wörld 12 привет 日本\t🙂"
 
 
-def load(path: Path, bos: str | None = None, eos: str | None = None) -> TextTokenizer:
+def load_tokenizer(path: Path, bos: str | None = None, eos: str | None = None) -> TextTokenizer:
     """Read a tokenizer file and find its special tokens; `bos` and `eos` are names of tokens."""
     try:
         text = Path(path).read_bytes().decode("utf-8")

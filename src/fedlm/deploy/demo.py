@@ -26,7 +26,7 @@ from fedlm.engine.messages import NODE_NAME
 from fedlm.federation.topology import Topology
 from fedlm.inference import load_params
 from fedlm.recipe.build import build
-from fedlm.recipe.federation import Federation, Node, topology_of
+from fedlm.recipe.federation import FederationTable, NodeTable, topology_of
 from fedlm.recipe.parts import open_store, training_clients
 from fedlm.recipe.settings import Recipe, parse
 from fedlm.recipe.tree import settings_of
@@ -37,7 +37,7 @@ from fedlm.training import train as simulate
 
 NODES = ("east", "north", "south", "west")
 TREE = {"one": ("east", "north"), "two": ("south", "west")}
-Start = Callable[[list[str], str], Child]
+StartProcess = Callable[[list[str], str], Child]
 Network = Mapping[str, Any]
 """Nodes by name: the path of a node's store, or the network below a relay."""
 
@@ -78,7 +78,7 @@ def demo(
     simulated = simulate(run, watcher=watcher)
     if networked is None or simulated is None:
         return {"networked": networked, "simulated": simulated, "difference": None}
-    apart = difference(folder / "networked", folder / "simulated", run)
+    apart = largest_difference(folder / "networked", folder / "simulated", run)
     return {"networked": networked, "simulated": simulated, "difference": apart}
 
 
@@ -149,10 +149,10 @@ def _below(topology: Topology, place: int, out: Path) -> Network:
     return network
 
 
-def _written(settings: Federation, topology: Topology) -> Federation:
+def _written(settings: FederationTable, topology: Topology) -> FederationTable:
     """The tree written out, so that its places have the same order on every side."""
     nodes = tuple(
-        Node(name=place.name, parent=place.parent, groups=place.groups, **dict(place.own))
+        NodeTable(name=place.name, parent=place.parent, groups=place.groups, **dict(place.own))
         for place in topology.places
     )
     written = {"levels": None, "node": nodes, "only": (), "moves": ()}
@@ -166,7 +166,7 @@ def _with_store(asked: Recipe, path: Path) -> Recipe:
     return asked.model_copy(update={"data": type(asked.data)(**data)})
 
 
-def _start(folder: Path, name: str, network: Network, start: Start) -> Workspace:
+def _start(folder: Path, name: str, network: Network, start: StartProcess) -> Workspace:
     """A federation with its nodes, and those below its relays."""
     port = free_port()
     path = folder / "federations" / name
@@ -182,7 +182,7 @@ def _start(folder: Path, name: str, network: Network, start: Start) -> Workspace
     return made
 
 
-def difference(one: Path, other: Path, run: Run) -> float:
+def largest_difference(one: Path, other: Path, run: Run) -> float:
     """The largest difference between the parameters of two runs, over all models of a tree."""
     model, size = run.recipe.model, run.store.vocabulary
     largest = 0.0

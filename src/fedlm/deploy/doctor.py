@@ -29,7 +29,7 @@ AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 TIMEOUT = 5.0
 
 
-class Check(NamedTuple):
+class DoctorCheck(NamedTuple):
     """One thing that was looked at."""
 
     what: str
@@ -38,7 +38,7 @@ class Check(NamedTuple):
     way_out: str = ""
 
 
-def examine(path: Path) -> list[Check]:
+def examine(path: Path) -> list[DoctorCheck]:
     """Runs all checks of a federation's workspace or of a kit."""
     if (path / "node.toml").is_file():
         kit = Kit.existing(path)
@@ -52,26 +52,26 @@ def examine(path: Path) -> list[Check]:
     return [_flower(), *checks]
 
 
-def _flower() -> Check:
+def _flower() -> DoctorCheck:
     try:
         found = version("flwr")
     except PackageNotFoundError:
-        return Check("flower", False, "not installed", "pip install 'fedlm[federation]'")
+        return DoctorCheck("flower", False, "not installed", "pip install 'fedlm[federation]'")
     way_out = f"pip install 'flwr=={FLOWER}*', the same at every node"
-    return Check("flower", found.startswith(FLOWER), f"version {found}", way_out)
+    return DoctorCheck("flower", found.startswith(FLOWER), f"version {found}", way_out)
 
 
-def _kit(kit: Kit) -> Iterator[Check]:
+def _kit(kit: Kit) -> Iterator[DoctorCheck]:
     yield _private(kit.path / "node.key")
     public = kit.path / "node.pub"
     fits = public.is_file() and public.read_bytes() == certificates.public_pem(
         certificates.load_private(kit.key)
     )
-    yield Check("node key", fits, "pair" if fits else "no pair", "ask for the kit again")
+    yield DoctorCheck("node key", fits, "pair" if fits else "no pair", "ask for the kit again")
     yield _lifetime("authority", kit.authority)
 
 
-def _workspace(workspace: Workspace) -> Iterator[Check]:
+def _workspace(workspace: Workspace) -> Iterator[DoctorCheck]:
     for path in (
         workspace.certificate_key,
         workspace.control_key,
@@ -85,43 +85,45 @@ def _workspace(workspace: Workspace) -> Iterator[Check]:
     yield _lifetime("certificate", certificate)
     signed = certificates.signed_by(certificate, authority)
     way_out = "the authority was changed: make the federation anew"
-    yield Check("signature", signed, "by the authority" if signed else "by another", way_out)
-    yield named(certificate, workspace.settings.host)
+    yield DoctorCheck("signature", signed, "by the authority" if signed else "by another", way_out)
+    yield checked_names(certificate, workspace.settings.host)
 
 
-def named(certificate: bytes, host: str) -> Check:
+def checked_names(certificate: bytes, host: str) -> DoctorCheck:
     """Checks that a certificate is good for the name by which nodes reach the server."""
     names = certificates.names_of(certificate)
     way_out = f"fedlm federation init with --host {host}, or reach it by one of its names"
-    return Check("name", host in names, f"{host} in {', '.join(names) or 'nothing'}", way_out)
+    return DoctorCheck("name", host in names, f"{host} in {', '.join(names) or 'nothing'}", way_out)
 
 
-def _private(path: Path) -> Check:
+def _private(path: Path) -> DoctorCheck:
     if not path.is_file():
-        return Check(path.name, False, "missing", "ask for it again, or restore it")
+        return DoctorCheck(path.name, False, "missing", "ask for it again, or restore it")
     open_to = stat.S_IMODE(path.stat().st_mode) & 0o077
     way_out = f"chmod 600 {path}"
-    return Check(path.name, not open_to, "private" if not open_to else "others can read", way_out)
+    return DoctorCheck(
+        path.name, not open_to, "private" if not open_to else "others can read", way_out
+    )
 
 
-def _lifetime(what: str, pem: bytes) -> Check:
+def _lifetime(what: str, pem: bytes) -> DoctorCheck:
     found = x509.load_pem_x509_certificate(pem)
     now = dt.datetime.now(dt.UTC)
     well = found.not_valid_before_utc <= now <= found.not_valid_after_utc
     until = f"{found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d}"
-    return Check(f"{what} dates", well, until, "set this machine's clock, or make it anew")
+    return DoctorCheck(f"{what} dates", well, until, "set this machine's clock, or make it anew")
 
 
 # ---- over the network ----------------------------------------------------------------------
 
 
-def _reach(host: str, port: int, authority: bytes) -> Iterator[Check]:
+def _reach(host: str, port: int, authority: bytes) -> Iterator[DoctorCheck]:
     """Checks the server as this machine sees it: port, certificate, clock."""
     try:
         with socket.create_connection((host, port), TIMEOUT):
-            yield Check("port", True, f"{host}:{port} answers")
+            yield DoctorCheck("port", True, f"{host}:{port} answers")
     except OSError as error:
-        yield Check(
+        yield DoctorCheck(
             "port",
             False,
             f"{host}:{port}: {error}",
@@ -134,7 +136,7 @@ def _reach(host: str, port: int, authority: bytes) -> Iterator[Check]:
         yield clock(date, dt.datetime.now(dt.UTC))
 
 
-def handshake(host: str, port: int, authority: bytes) -> tuple[list[Check], str | None]:
+def handshake(host: str, port: int, authority: bytes) -> tuple[list[DoctorCheck], str | None]:
     """Checks the certificate that the server shows as a node would, and returns its date."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=authority.decode("ascii"))
@@ -146,15 +148,15 @@ def handshake(host: str, port: int, authority: bytes) -> tuple[list[Check], str 
             request = f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
             secure.sendall(request.encode())
             answer = secure.recv(1 << 14).decode("latin-1")
-        return [Check("tls", True, "the certificate is good for this name")], _date(answer)
+        return [DoctorCheck("tls", True, "the certificate is good for this name")], _date(answer)
     except ssl.SSLCertVerificationError as error:
         return [_why(error, host)], None
     except (OSError, ssl.SSLError) as error:
         way_out = "something else than fedlm federation serve listens there"
-        return [Check("tls", False, f"no TLS: {error}", way_out)], None
+        return [DoctorCheck("tls", False, f"no TLS: {error}", way_out)], None
 
 
-def _why(error: ssl.SSLCertVerificationError, host: str) -> Check:
+def _why(error: ssl.SSLCertVerificationError, host: str) -> DoctorCheck:
     said = error.verify_message
     if "match" in said:
         way_out = f"the server's certificate is not for {host}: init with --host {host}"
@@ -162,7 +164,7 @@ def _why(error: ssl.SSLCertVerificationError, host: str) -> Check:
         way_out = "set this machine's clock, or make the certificate anew"
     else:
         way_out = "another authority signed it: use the kit of this very federation"
-    return Check("tls", False, said, way_out)
+    return DoctorCheck("tls", False, said, way_out)
 
 
 def _date(answer: str) -> str | None:
@@ -173,11 +175,11 @@ def _date(answer: str) -> str | None:
     return None
 
 
-def clock(date: str, now: dt.datetime) -> Check:
+def clock(date: str, now: dt.datetime) -> DoctorCheck:
     """Checks that this machine's clock is near enough to the server's for signatures to hold."""
     there = email.utils.parsedate_to_datetime(date)
     ahead = (now - there).total_seconds()
     # The server tells whole seconds.
     well = -BEHIND_SECONDS < ahead < AHEAD_SECONDS + 1.0
     found = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
-    return Check("clock", well, found, "set the clock, by NTP if possible")
+    return DoctorCheck("clock", well, found, "set the clock, by NTP if possible")

@@ -25,7 +25,7 @@ from fedlm.methods.catalog import METHODS, names
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
 from fedlm.recipe.assemble import algorithm_of, trained_leaves
-from fedlm.recipe.federation import Federation
+from fedlm.recipe.federation import FederationTable
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.wire.dense import dense
 
@@ -121,7 +121,7 @@ def check_deployable(recipe: Recipe) -> None:
         _check_tree(recipe.federation)
 
 
-def _check_tree(tree: Federation) -> None:
+def _check_tree(tree: FederationTable) -> None:
     """Over a network the root holds the models of all places, and nodes keep nothing."""
     simulate = "Or simulate it, with fedlm train."
     require(

@@ -16,7 +16,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.node_worker import Worker
-from fedlm.deploy.policy import load
+from fedlm.deploy.policy import load_policy
 from fedlm.deploy.processes import follow_parent
 from fedlm.deploy.relay import Relay
 from fedlm.deploy.workspace import Kit, Workspace
@@ -35,7 +35,7 @@ def work(
     """Joins with a store and trains its members until asked to stop."""
     follow_parent()
     kit = Kit.existing(kit_path)
-    policy = load(policy_path or kit.policy)
+    policy = load_policy(policy_path or kit.policy)
     store = Store(store_path)
     store.verify()
     worker = Worker(store, policy, whole=whole, say=say)

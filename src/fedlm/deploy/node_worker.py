@@ -106,7 +106,7 @@ class Worker:
                 population=request.population,
                 whole=self.whole,
             )
-        policies.check(self.policy, recipe, made.algorithm.plan, made.parameters)
+        policies.check_policy(self.policy, recipe, made.algorithm.plan, made.parameters)
         return made
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedlm.core.errors import FedlmError
-from fedlm.deploy.tables import read
+from fedlm.deploy.tables import read_table
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, Table
 
@@ -47,12 +47,12 @@ class Policy(Table):
     largest_parameters: Annotated[int, Field(ge=1)] | None = None
 
 
-def load(path: Path | None) -> Policy:
+def load_policy(path: Path | None) -> Policy:
     """Reads a node's policy; without a file everything is allowed."""
-    return Policy() if path is None or not path.is_file() else read(path, Policy)
+    return Policy() if path is None or not path.is_file() else read_table(path, Policy)
 
 
-def check(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, parameters: int) -> None:
+def check_policy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, parameters: int) -> None:
     """Refuses a recipe that the policy does not allow."""
     # The root of a tree sees what each place learned by itself.
     asked = recipe.server.cohort if recipe.federation is None else 1

@@ -29,12 +29,12 @@ from fedlm.record.checkpoint import write_atomically
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
 NAP = 0.2
 
-Check = Callable[[str, Hello], None]
+HelloCheck = Callable[[str, Hello], None]
 """Raises if a node, by name and hello, must not take part."""
 
 
 def assign_members(
-    transport: Transport, names: Sequence[str], check: Check, say: Callable[[str], None]
+    transport: Transport, names: Sequence[str], check: HelloCheck, say: Callable[[str], None]
 ) -> tuple[Assignment, ...]:
     """Waits until every node has said who it is, then numbers members in the order of names."""
     hellos: dict[str, Hello] = {}
@@ -103,7 +103,7 @@ def leaves_below(assignments: Sequence[Assignment]) -> tuple[tuple[str, int], ..
     return tuple(below)
 
 
-def same_tokenizer(wanted: str, where: str) -> Check:
+def same_tokenizer(wanted: str, where: str) -> HelloCheck:
     """Returns a check that refuses a node whose tokens mean other words."""
 
     def check(name: str, hello: Hello) -> None:

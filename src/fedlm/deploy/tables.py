@@ -21,7 +21,7 @@ from fedlm.recipe.settings import Table
 T = TypeVar("T", bound=Table)
 
 
-def read(path: Path, kind: type[T]) -> T:
+def read_table(path: Path, kind: type[T]) -> T:
     """Reads a small TOML file, strictly."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -29,10 +29,10 @@ def read(path: Path, kind: type[T]) -> T:
         raise ConfigError(f"{path} is not readable: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    return check(kind, tables, str(path))
+    return check_table(kind, tables, str(path))
 
 
-def check(kind: type[T], tables: dict[str, object], where: str) -> T:
+def check_table(kind: type[T], tables: dict[str, object], where: str) -> T:
     """Converts values to settings, or raises one sentence about the first that is wrong."""
     floats = {
         k: float(v) if type(v) is int and _is_float(kind, k) else v for k, v in tables.items()
@@ -58,6 +58,6 @@ def _is_float(kind: type[Table], name: str) -> bool:
     return field is not None and field.annotation in (float, float | None)
 
 
-def write(path: Path, settings: Table) -> None:
+def write_table(path: Path, settings: Table) -> None:
     text = tomli_w.dumps(settings.model_dump(exclude_none=True))
     path.write_text(text, encoding="utf-8")

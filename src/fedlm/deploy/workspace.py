@@ -26,12 +26,12 @@ from pydantic import Field
 from fedlm.core.errors import ConfigError, require
 from fedlm.deploy import certificates
 from fedlm.deploy.policy import POLICY
-from fedlm.deploy.tables import check, read, write
+from fedlm.deploy.tables import check_table, read_table, write_table
 from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
 
 
-class Federation(Table):
+class WorkspaceSettings(Table):
     """The settings of `federation.toml`."""
 
     name: str
@@ -42,7 +42,7 @@ class Federation(Table):
     deadline: Annotated[float, Field(gt=0)] | None = None  # seconds; left out: as long as it takes
 
 
-class Node(Table):
+class KitSettings(Table):
     """The settings of `node.toml`, in the kit of a node."""
 
     federation: str
@@ -58,8 +58,8 @@ class Workspace:
     path: Path
 
     @property
-    def settings(self) -> Federation:
-        return read(self.path / "federation.toml", Federation)
+    def settings(self) -> WorkspaceSettings:
+        return read_table(self.path / "federation.toml", WorkspaceSettings)
 
     @property
     def authority(self) -> Path:
@@ -108,8 +108,8 @@ class Kit:
     path: Path
 
     @property
-    def settings(self) -> Node:
-        return read(self.path / "node.toml", Node)
+    def settings(self) -> KitSettings:
+        return read_table(self.path / "node.toml", KitSettings)
 
     @property
     def authority(self) -> bytes:
@@ -155,7 +155,9 @@ def init(
             node,
             "names of small letters, digits, dots and hyphens",
         )
-    settings = check(Federation, {"name": name, "host": hosts[0], "port": port, **more}, "init")
+    settings = check_table(
+        WorkspaceSettings, {"name": name, "host": hosts[0], "port": port, **more}, "init"
+    )
     top = certificates.authority(name)
     own = certificates.server(top, [*hosts, *_loopback(hosts)])
     (path / "authority").mkdir(parents=True)
@@ -169,11 +171,11 @@ def init(
     certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
     for node in nodes:
         add_node(workspace, settings, node)
-    write(path / "federation.toml", settings)  # last: with it the folder is a federation
+    write_table(path / "federation.toml", settings)  # last: with it the folder is a federation
     return workspace
 
 
-def add_node(workspace: Workspace, settings: Federation, name: str) -> Kit:
+def add_node(workspace: Workspace, settings: WorkspaceSettings, name: str) -> Kit:
     """Creates the kit of one more node."""
     kit = workspace.kit(name)
     require(not kit.path.exists(), "--nodes", name, "a name that is not taken")
@@ -183,8 +185,8 @@ def add_node(workspace: Workspace, settings: Federation, name: str) -> Kit:
     certificates.write_private(kit.path / "node.key", private)
     (kit.path / "node.pub").write_bytes(public)
     kit.policy.write_text(POLICY, encoding="utf-8")
-    reach = Node(federation=settings.name, name=name, host=settings.host, port=settings.port)
-    write(kit.path / "node.toml", reach)
+    reach = KitSettings(federation=settings.name, name=name, host=settings.host, port=settings.port)
+    write_table(kit.path / "node.toml", reach)
     return kit
 
 

@@ -48,7 +48,7 @@ PIECE = 1 << 26  # bytes of a broadcast at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """One process among others; without a coordinator, SLURM says the rest."""
 
     coordinator: str | None = None
@@ -59,7 +59,7 @@ class Place:
 
 def place_of(
     coordinator: str | None, processes: int | None, process: int | None, patience: int
-) -> Place | None:
+) -> ProcessPlace | None:
     """What the command line asks for, checked; None if this process is alone."""
     if coordinator is None:
         for name, value in (("--processes", processes), ("--process", process)):
@@ -73,7 +73,7 @@ def place_of(
                 f"--coordinator = 'auto': {missing[0]} is not set. Start with srun, or give "
                 "--coordinator HOST:PORT --processes N --process I."
             )
-        return Place(patience=patience)
+        return ProcessPlace(patience=patience)
     host, colon, port = coordinator.rpartition(":")
     fine = bool(host and colon) and port.isdecimal() and 0 < int(port) < 1 << 16
     require(fine, "--coordinator", coordinator, "HOST:PORT, or auto under SLURM")
@@ -82,7 +82,7 @@ def place_of(
     number = -1 if process is None else process
     wanted = f"a number from 0 to {count - 1}, another one for each process"
     require(0 <= number < count, "--process", process, wanted)
-    return Place(coordinator=coordinator, processes=count, process=number, patience=patience)
+    return ProcessPlace(coordinator=coordinator, processes=count, process=number, patience=patience)
 
 
 def alone() -> bool:
@@ -95,7 +95,7 @@ def first() -> bool:
 
 
 @contextlib.contextmanager
-def joined(place: Place | None, say: Callable[[str], None]) -> Iterator[None]:
+def joined_processes(place: ProcessPlace | None, say: Callable[[str], None]) -> Iterator[None]:
     """Together with the others inside; an error in here ends all of them, and this process."""
     if place is None:
         yield
@@ -190,14 +190,14 @@ def _interruptible(work: Callable[[], None]) -> None:
 # ---- coming together -----------------------------------------------------------------------
 
 
-def _absent(place: Place) -> str:
+def _absent(place: ProcessPlace) -> str:
     return (
         f"not all processes came within {place.patience} seconds. Start all of them, each with "
         "the same --coordinator and --processes, or raise --patience."
     )
 
 
-def _connect(place: Place) -> None:
+def _connect(place: ProcessPlace) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM for itself, which here asks for a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
@@ -219,10 +219,10 @@ def _connect(place: Place) -> None:
         )
         _ = jax.devices()
     except (RuntimeError, ValueError) as error:
-        raise EngineError(f"the processes could not be joined: {error}.") from None
+        raise EngineError(f"the processes could not be joined_processes: {error}.") from None
 
 
-def _reach(place: Place, coordinator: str) -> None:
+def _reach(place: ProcessPlace, coordinator: str) -> None:
     """Tells a wrong address from a late process before JAX does, whose way to tell is an abort."""
     host, _, port = coordinator.rpartition(":")
     if place.process == 0:

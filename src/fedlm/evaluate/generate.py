@@ -20,29 +20,33 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core.types import SpecialTokens
 
-State = Any
+SpeakerState = Any
 LONGEST_WORD = 12  # tokens
 
 
 class Speaker(NamedTuple):
     """A model that can be asked for the next token, with parameters bound."""
 
-    start: Callable[[], State]
-    advance: Callable[[State, int], tuple[State, Float[Array, " vocab"]]]
+    start: Callable[[], SpeakerState]
+    advance: Callable[[SpeakerState, int], tuple[SpeakerState, Float[Array, " vocab"]]]
 
 
-def speaker(start: Callable[[int], State], advance: Callable[[State, Array], Any]) -> Speaker:
+def speaker(
+    start: Callable[[int], SpeakerState], advance: Callable[[SpeakerState, Array], Any]
+) -> Speaker:
     """One row at a time, compiled once."""
     step = jax.jit(advance)
 
-    def one(state: State, token: int) -> tuple[State, Array]:
+    def one(state: SpeakerState, token: int) -> tuple[SpeakerState, Array]:
         state, logits = step(state, jnp.asarray([token], jnp.int32))
         return state, logits[0]
 
     return Speaker(lambda: start(1), one)
 
 
-def read(model: Speaker, prompt: Sequence[int], bos: int) -> tuple[State, Float[Array, " vocab"]]:
+def read_prompt(
+    model: Speaker, prompt: Sequence[int], bos: int
+) -> tuple[SpeakerState, Float[Array, " vocab"]]:
     """State and logits after BOS and the prompt."""
     state, logits = model.advance(model.start(), bos)
     for token in prompt:
@@ -62,14 +66,16 @@ def next_words(
     A word is one token, and further ones for as long as the likeliest next token `goes_on`
     with the same word (never, for a vocabulary of whole words).
     """
-    state, logits = read(model, prompt, special.bos)
+    state, logits = read_prompt(model, prompt, special.bos)
     chances = np.asarray(jax.nn.softmax(logits))
     order = np.argsort(-chances, kind="stable")
     words = order[~np.isin(order, special.reserved)][:count]
     return [_finish_word(model, state, int(t), float(chances[t]), goes_on) for t in words]
 
 
-def _finish_word(model: Speaker, state: State, token: int, chance: float, goes_on: Any) -> Any:
+def _finish_word(
+    model: Speaker, state: SpeakerState, token: int, chance: float, goes_on: Any
+) -> Any:
     word = [token]
     while len(word) < LONGEST_WORD:
         state, logits = model.advance(state, word[-1])
@@ -92,7 +98,7 @@ def sample(
     key: PRNGKeyArray,
 ) -> list[int]:
     """A continuation, token by token; a temperature of zero always takes the likeliest."""
-    state, logits = read(model, prompt, special.bos)
+    state, logits = read_prompt(model, prompt, special.bos)
     barred = jnp.zeros(logits.shape[0], bool).at[jnp.asarray(special.reserved)].set(True)
     barred = barred.at[special.eos].set(False)
     said: list[int] = []

@@ -23,7 +23,7 @@ from fedlm.core.types import PAD, SpecialTokens
 from fedlm.evaluate.perplexity import perplexity_of
 
 Ints = Int[np.ndarray, " n"]
-Rows = Int[np.ndarray, "rows width"]
+RowArrays = Int[np.ndarray, "rows width"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _interpolate(level: Level, contexts: Ints, targets: Ints, below: np.ndarray,
 class NGrams:
     """Counts of a training corpus up to order three."""
 
-    def __init__(self, blocks: Iterable[Rows], vocab: int, special: SpecialTokens) -> None:
+    def __init__(self, blocks: Iterable[RowArrays], vocab: int, special: SpecialTokens) -> None:
         self.vocab = vocab
         # Of all special tokens only these two can be targets; the uniform law is over targets.
         self.targets = vocab - len(set(special.reserved) - {special.eos, special.oov})
@@ -108,7 +108,7 @@ class NGrams:
             ),
         }
 
-    def perplexities(self, rows: Rows) -> dict[str, float]:
+    def perplexities(self, rows: RowArrays) -> dict[str, float]:
         """Perplexity of each order on the targets of these rows."""
         first, second, targets = _triples(rows)
         return {
@@ -117,7 +117,7 @@ class NGrams:
         }
 
 
-def _triples(rows: Rows) -> tuple[Ints, Ints, Ints]:
+def _triples(rows: RowArrays) -> tuple[Ints, Ints, Ints]:
     """Each target that is not PAD, after the two tokens before it."""
     wide = rows.astype(np.int64)
     real = wide[:, 2:] != PAD

@@ -20,7 +20,7 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core.keys import key_for
 from fedlm.core.types import ClientMethod, Codec, OnBase, Params, Sampling, ServerMethod, Update
-from fedlm.privacy.catalog import check, noise_for
+from fedlm.privacy.catalog import check_plan, noise_for
 from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
 
@@ -48,7 +48,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         if self.plan is not None:
-            check(self.plan)
+            check_plan(self.plan)
 
     @property
     def plan(self) -> PrivacyPlan | None:

@@ -38,7 +38,7 @@ class RelatedSettings:
     private: bool
 
 
-def check(name: str, related: RelatedSettings) -> None:
+def check_method_settings(name: str, related: RelatedSettings) -> None:
     """Refuse settings with which the method would not do what it says."""
     method = METHODS[name]
     require(

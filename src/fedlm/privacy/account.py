@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
-from fedlm.privacy.catalog import MECHANISMS, check
+from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.cost import MOST_NOISE
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
 from fedlm.privacy.plan import PrivacyPlan
@@ -40,7 +40,7 @@ class Spent(NamedTuple):
 
 def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     """The cost of the first `rounds` rounds of a plan."""
-    check(plan)
+    check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = MECHANISMS[plan.mechanism].cost(plan, rounds)
     assumptions = (UNIT, *cost.assumptions, SERVER, *cost.warnings)
@@ -55,7 +55,7 @@ def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
     import scipy.optimize  # here, because loading it takes half a second
 
     _check_target(target_epsilon)
-    check(dataclasses.replace(plan, noise_multiplier=1.0))
+    check_plan(dataclasses.replace(plan, noise_multiplier=1.0))
 
     @functools.cache
     def over(log_noise: float) -> float:
@@ -93,7 +93,7 @@ def _bracket(over: Callable[[float], float], start: float) -> tuple[float, float
 def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
     """How many of the planned rounds fit into a budget."""
     _check_target(target_epsilon)
-    check(plan)
+    check_plan(plan)
     if _epsilon(plan, plan.rounds) <= target_epsilon:
         return plan.rounds
     low, high = 0, plan.rounds  # `low` fits, `high` does not

@@ -37,7 +37,7 @@ def noise_for(plan: PrivacyPlan) -> Noise:
     return MECHANISMS[plan.mechanism].noise(plan, stddev) if stddev else silent()
 
 
-def check(plan: PrivacyPlan) -> None:
+def check_plan(plan: PrivacyPlan) -> None:
     """Refuse a plan that could not keep, or not account for, what it claims."""
     require(
         plan.mechanism in MECHANISMS,

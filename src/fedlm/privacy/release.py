@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedlm.core.releasable import Kind, Releasable, seal
+from fedlm.core.releasable import Kind, Releasable, make_releasable
 from fedlm.privacy.plan import PrivacyPlan
 
 # Of a round: settings, clock, and post-processing of noisy sums. Evaluation figures are those of
@@ -70,7 +70,7 @@ def release(
                 node: {name: value for name, value in of.items() if name in NODE}
                 for node, of in facts["nodes"].items()
             }
-    return seal(kind, facts)
+    return make_releasable(kind, facts)
 
 
 def hides(plan: PrivacyPlan | None) -> bool:
@@ -98,4 +98,4 @@ def baselines(plan: PrivacyPlan | None) -> bool:
 def extend(plan: PrivacyPlan | None, told: Releasable, facts: Mapping[str, Any]) -> Releasable:
     """What was told already, with more: figures, epsilon, sums over rounds of what was told."""
     more = {name: value for name, value in facts.items() if name in told or name in ROUND}
-    return seal(told.kind, {**told, **(more if hides(plan) else facts)})
+    return make_releasable(told.kind, {**told, **(more if hides(plan) else facts)})

@@ -132,18 +132,18 @@ class _TooLong(Exception):
 
 # For a number of participations: values that can be reached, falling, and for each the earliest
 # last participation, by where the first one may be at the earliest.
-Table = dict[int, tuple[Int[np.ndarray, " values"], Int[np.ndarray, "values starts"]]]
+PlacementTable = dict[int, tuple[Int[np.ndarray, " values"], Int[np.ndarray, "values starts"]]]
 
 
 @functools.lru_cache(maxsize=64)
-def _tables(heights: int, apart: int, most: int) -> tuple[Table, ...]:
+def _tables(heights: int, apart: int, most: int) -> tuple[PlacementTable, ...]:
     """What a complete tree of each height can hold."""
     one = np.array([[0, FAR]], np.int32)
-    tables: list[Table] = [{1: (np.array([1]), one)}]
+    tables: list[PlacementTable] = [{1: (np.array([1]), one)}]
     work = 0
     for height in range(1, heights):
         half, below = 1 << (height - 1), tables[-1]
-        table: Table = {}
+        table: PlacementTable = {}
         for count in range(1, min(most, -(-2 * half // apart)) + 1):
             found, cost = _join(below, count, half, apart)
             work += cost
@@ -156,7 +156,7 @@ def _tables(heights: int, apart: int, most: int) -> tuple[Table, ...]:
 
 
 def _join(
-    below: Table, count: int, half: int, apart: int
+    below: PlacementTable, count: int, half: int, apart: int
 ) -> tuple[dict[int, Int[np.ndarray, " starts"]], int]:
     """Every way to share `count` participations between two halves, and how long it took."""
     found: dict[int, Int[np.ndarray, " starts"]] = {}
@@ -200,7 +200,9 @@ def _frontier(
     return np.array(values), np.stack(lasts)
 
 
-def _best(blocks: list[tuple[int, int]], tables: tuple[Table, ...], apart: int, most: int) -> int:
+def _best(
+    blocks: list[tuple[int, int]], tables: tuple[PlacementTable, ...], apart: int, most: int
+) -> int:
     """The best sum over a row of complete trees, filled from the left."""
     states: dict[int, dict[int, int]] = {0: {0: -apart}}  # count -> value -> earliest last
     for start, height in blocks:

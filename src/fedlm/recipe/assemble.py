@@ -21,8 +21,7 @@ from fedlm.core.types import Params, Sampling, TrainablePart
 from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
-from fedlm.methods.catalog import METHODS, RelatedSettings
-from fedlm.methods.catalog import check as check_method
+from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings
 from fedlm.methods.method import MethodOptions
 from fedlm.methods.optimizers import (
     Optimizer,
@@ -56,7 +55,7 @@ def algorithm_of(
     base. Without it the server holds whole models, as the nodes of a tree do, whose models differ.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
-    check(recipe, sampling, like)
+    check_recipe(recipe, sampling, like)
     keep = trained_leaves(recipe, like) if start else None
     parts = parts_of(recipe, like) if keep is None else (ON_BASE,)
     options = method_options(recipe, sampling, parts)
@@ -183,10 +182,10 @@ def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
 # ---- what does not go together -----------------------------------------------------------
 
 
-def check(recipe: Recipe, sampling: Sampling, like: Params) -> None:
+def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
     """Refuse tables that would not do together what each says."""
     method = recipe.client.method
-    check_method(method, related_to_method(recipe))
+    check_method_settings(method, related_to_method(recipe))
     _check_wire(recipe)
     if recipe.privacy.mechanism is not None:
         _check_private(recipe)

@@ -25,7 +25,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Node(BaseModel):
+class NodeTable(BaseModel):
     """A place of a tree that is written out; what is left out is as in `[federation]`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -56,7 +56,7 @@ class Node(BaseModel):
         return tuple(value) if isinstance(value, list) else value
 
 
-class Federation(BaseModel):
+class FederationTable(BaseModel):
     """The tree, and how its nodes work together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -66,7 +66,7 @@ class Federation(BaseModel):
         description="Levels of the clients' groups that become levels of the tree: `[0, 1]` is the "
         "coarse group over the next one, `[]` a single place with all text.",
     )
-    node: tuple[Node, ...] = Field(
+    node: tuple[NodeTable, ...] = Field(
         default=(), description="The tree written out, in place of `levels`."
     )
     only: tuple[str, ...] = Field(
@@ -169,7 +169,7 @@ class Federation(BaseModel):
         return values[min(depth, len(values) - 1)]
 
 
-def topology_of(federation: Federation, groups: Sequence[Path]) -> Topology:
+def topology_of(federation: FederationTable, groups: Sequence[Path]) -> Topology:
     """The tree of a recipe, for the clients of a store."""
     if (federation.levels is None) == (not federation.node):
         raise ConfigError(
@@ -184,13 +184,13 @@ def topology_of(federation: Federation, groups: Sequence[Path]) -> Topology:
     return topology.tree(topology.moved(places, _moves(federation)), groups)
 
 
-def _place(node: Node) -> Place:
+def _place(node: NodeTable) -> Place:
     shape = ("name", "parent", "groups")
     own = tuple((k, v) for k, v in node if v is not None and k not in shape)
     return Place(node.name, node.parent, node.groups, own)
 
 
-def _moves(federation: Federation) -> dict[str, str]:
+def _moves(federation: FederationTable) -> dict[str, str]:
     moves = {}
     for move in federation.moves:
         name, arrow, parent = (part.strip() for part in move.partition(">"))

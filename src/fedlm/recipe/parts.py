@@ -56,7 +56,7 @@ def given_tokenizer(
         data.tokenizer,
         "'words', 'bpe', 'bytes' or 'PATH/tokenizer.json' for text",
     )
-    made = tokenizer_file.load(Path(data.tokenizer), bos, eos)
+    made = tokenizer_file.load_tokenizer(Path(data.tokenizer), bos, eos)
     for name, value in (("vocabulary", made.vocabulary), ("lowercase", False)):
         asked = getattr(data, name)
         require(
@@ -226,7 +226,7 @@ def start_key(recipe: Recipe) -> PRNGKeyArray:
     return key_for(recipe.run.seed, "init")
 
 
-def start_of(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
+def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
     """The model before training: another run's, or fresh and the same for the same seed."""
     if recipe.model.init_from is None:
         return spec.init(start_key(recipe))
@@ -251,7 +251,7 @@ def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
     spec = model_spec(recipe, store.vocabulary)
 
     def start() -> Params:
-        return start_of(recipe, store, spec)
+        return start_model(recipe, store, spec)
 
     # The base of a run and its first state are then the same arrays, in memory once.
     return cache(start) if recipe.wire.trainable == "fixed" else start

@@ -13,11 +13,11 @@ import os
 from dataclasses import replace
 
 from fedlm.cohort.sampling import LAWS
-from fedlm.cohort.sampling import check as check_cohort
+from fedlm.cohort.sampling import check_cohort as check_cohort
 from fedlm.core.errors import require
 from fedlm.core.types import Sampling
 from fedlm.privacy import account
-from fedlm.privacy.catalog import check, own_settings
+from fedlm.privacy.catalog import check_plan, own_settings
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Client, Privacy, Recipe
 
@@ -74,7 +74,7 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
     if asked.noise_multiplier is None:
         assert asked.epsilon is not None
         plan = replace(plan, noise_multiplier=account.calibrate(plan, asked.epsilon))
-    check(plan)
+    check_plan(plan)
     return plan
 
 

@@ -20,13 +20,13 @@ from pydantic import ValidationError
 
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.corpus.sources import CORPORA
-from fedlm.recipe.federation import Node
+from fedlm.recipe.federation import NodeTable
 from fedlm.recipe.tables import Client as Client
 from fedlm.recipe.tables import Data as Data
 from fedlm.recipe.tables import Model as Model
 from fedlm.recipe.tables import Privacy as Privacy
 from fedlm.recipe.tables import Recipe as Recipe
-from fedlm.recipe.tables import Run as Run
+from fedlm.recipe.tables import RunTable as RunTable
 from fedlm.recipe.tables import Server as Server
 from fedlm.recipe.tables import Table as Table
 from fedlm.recipe.tables import Wire as Wire
@@ -140,7 +140,7 @@ def _sentence(error: Any) -> str:
         if len(place) == 1 or place[0] not in Recipe.model_fields:
             return f"there is no table [{place[0]}]. {nearest(place[0], Recipe.model_fields)}"
         if place[:2] == ["federation", "node"] and len(place) > 2:
-            known: Any = Node.model_fields
+            known: Any = NodeTable.model_fields
         else:
             known = _fields(place[0])
         at = ".".join(p for p in place[:-1] if not p.isdigit())

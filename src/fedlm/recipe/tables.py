@@ -29,13 +29,11 @@ from fedlm.models.embedding import Positions
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.choices import one_of
-from fedlm.recipe.federation import Federation
+from fedlm.recipe.federation import Decay, FederationTable, NotNegative, Positive
 from fedlm.record.trackers import TRACKERS
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -343,7 +341,7 @@ class Wire(Table):
     )
 
 
-class Run(Table):
+class RunTable(Table):
     """How the run is carried out; nothing here changes what is learned but the seed."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
@@ -381,7 +379,7 @@ class Recipe(Table):
     server: Server = Field(default=Server(), description="What the server does, and how often.")
     privacy: Privacy = Field(default=Privacy(), description="What is promised to each client.")
     wire: Wire = Field(default=Wire(), description="What travels, in which bytes.")
-    federation: Federation | None = Field(
+    federation: FederationTable | None = Field(
         default=None, description="A tree of federations; without it the federation is flat."
     )
-    run: Run = Field(default=Run(), description="How the run is carried out.")
+    run: RunTable = Field(default=RunTable(), description="How the run is carried out.")

@@ -37,7 +37,7 @@ from fedlm.privacy import account, release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
-from fedlm.recipe.federation import Federation, topology_of
+from fedlm.recipe.federation import FederationTable, topology_of
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
@@ -95,7 +95,7 @@ def tree_run(
     )
 
 
-def settings_of(recipe: Recipe) -> Federation:
+def settings_of(recipe: Recipe) -> FederationTable:
     """The table of the tree."""
     assert recipe.federation is not None
     return recipe.federation
@@ -234,7 +234,7 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
     )
 
 
-def _weight(settings: Federation, topology: Topology, people: Population, node: int) -> float:
+def _weight(settings: FederationTable, topology: Topology, people: Population, node: int) -> float:
     """How much a node counts at its parent."""
     weight = 1.0
     if settings.weight == "tokens":
@@ -256,7 +256,7 @@ def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Alg
 # ---- noise on what leaves a leaf -----------------------------------------------------------
 
 
-def _check_leaf_noise(settings: Federation, topology: Topology) -> None:
+def _check_leaf_noise(settings: FederationTable, topology: Topology) -> None:
     """Refuses noise and clips that would not hold what they say."""
     require(
         settings.noise_multiplier == 0 or settings.clip_norm > 0,
@@ -279,14 +279,14 @@ def _check_leaf_noise(settings: Federation, topology: Topology) -> None:
     )
 
 
-def _leaf_secret(settings: Federation) -> bytes:
+def _leaf_secret(settings: FederationTable) -> bytes:
     if not settings.noise_multiplier:
         return bytes(16)
     seed = settings.noise_seed
     return os.urandom(16) if seed is None else seed.to_bytes(16, "little")
 
 
-def _leaf_claim(settings: Federation, rounds: int) -> dict[str, Any]:
+def _leaf_claim(settings: FederationTable, rounds: int) -> dict[str, Any]:
     """What noise at the leaves is worth, in numbers and plain words."""
     noise, delta = settings.noise_multiplier, settings.delta
     if not noise:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from fedlm.core.errors import FedlmError, require
 from fedlm.core.releasable import Releasable
 
-Metrics = Mapping[str, Any]  # as they were told: a Releasable, or a line of the journal
+TrackedMetrics = Mapping[str, Any]  # as they were told: a Releasable, or a line of the journal
 # Who knows the seed of noise can subtract it, and prompts are text: both stay in the run.
 WITHHELD = (("privacy", "seed"), ("federation", "noise_seed"), ("run", "prompts"))
 LAST = "round/round"  # tells MLflow's last round
@@ -41,7 +41,9 @@ class TrackerContext:
     name: str
     first_round: int  # 0, or the round at which a resumed run goes on
     recipe: dict[str, Any]
-    earlier: Sequence[Metrics] = ()  # the journal's rounds before the first, each with its number
+    earlier: Sequence[
+        TrackedMetrics
+    ] = ()  # the journal's rounds before the first, each with its number
 
     def config(self) -> dict[str, Any]:
         """Return the resolved recipe without seeds of noise and prompts."""
@@ -54,7 +56,7 @@ class TrackerContext:
 class Tracker(Protocol):
     """A program that follows a run, round by round."""
 
-    def log(self, round: int, metrics: Metrics) -> None:
+    def log(self, round: int, metrics: TrackedMetrics) -> None:
         """Record the metrics of one round."""
         ...
 
@@ -76,7 +78,7 @@ class TensorBoard:
         folder = str(context.directory / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=context.first_round or None)
 
-    def log(self, round: int, metrics: Metrics) -> None:
+    def log(self, round: int, metrics: TrackedMetrics) -> None:
         for name, value in scalars(metrics).items():
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
@@ -115,7 +117,7 @@ class WeightsAndBiases:
         known.write(self._run.id)
         _catch_up(self, context)
 
-    def log(self, round: int, metrics: Metrics) -> None:
+    def log(self, round: int, metrics: TrackedMetrics) -> None:
         if round >= self._run.step:  # the first that is missing, also on the server
             self._run.log(scalars(metrics), step=round, commit=True)
 
@@ -183,7 +185,7 @@ class MLflow:
             self._client.log_batch(run.info.run_id, params=params[at : at + PARAMS_PER_REQUEST])
         return run
 
-    def log(self, round: int, metrics: Metrics) -> None:
+    def log(self, round: int, metrics: TrackedMetrics) -> None:
         if round <= self._last:
             return
         from mlflow.entities import Metric
@@ -261,7 +263,7 @@ class Trackers:
             )
 
 
-def scalars(metrics: Metrics) -> dict[str, float]:
+def scalars(metrics: TrackedMetrics) -> dict[str, float]:
     """Return the finite numbers of a round under the names that trackers show.
 
     >>> scalars({"loss": 2.5, "perplexity": float("inf"), "nodes": {}})

@@ -18,7 +18,7 @@ from typing import Any
 from fedlm.record import plots
 from fedlm.record.plots import Series
 
-Table = Callable[[list[str], list[list[Any]]], str]
+HtmlTable = Callable[[list[str], list[list[Any]]], str]
 # A backbone this many times as long as after the first round has left its course, as has one that
 # makes the leaves this many times worse each time they receive it.
 LONGER, WORSE = 10.0, 2.0
@@ -27,7 +27,7 @@ ALONE, EVEN = 0.02, 0.98
 
 
 def section(
-    header: dict[str, Any], rounds: list[dict[str, Any]], final: dict[str, Any], table: Table
+    header: dict[str, Any], rounds: list[dict[str, Any]], final: dict[str, Any], table: HtmlTable
 ) -> list[str]:
     """The part of a page that is about the tree; nothing for a flat run."""
     tree = header.get("tree")
@@ -143,7 +143,7 @@ def _curves(rounds: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _attention(rounds: list[dict[str, Any]], table: Table) -> list[str]:
+def _attention(rounds: list[dict[str, Any]], table: HtmlTable) -> list[str]:
     last = rounds[-1].get("nodes", {}) if rounds else {}
     names = ("self_weight", "entropy_down", "entropy_up", "agreement")
     rows = [
@@ -155,7 +155,7 @@ def _attention(rounds: list[dict[str, Any]], table: Table) -> list[str]:
     return ["<h2>Attention in the last round</h2>", table(head, rows)] if rows else []
 
 
-def _routes(rounds: list[dict[str, Any]], table: Table) -> list[str]:
+def _routes(rounds: list[dict[str, Any]], table: HtmlTable) -> list[str]:
     ways = [way for r in rounds for way in r.get("routes", [])]
     if not ways:
         return []

@@ -19,7 +19,7 @@ from jaxtyping import Array, PRNGKeyArray, UInt16
 from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
-from fedlm.wire.frame import Reader, open_frame, overhead, seal
+from fedlm.wire.frame import Reader, open_frame, overhead, seal_frame
 from fedlm.wire.scheme import Coins, LeafScheme, Vector, per_leaf
 
 NAME = "float32"
@@ -29,7 +29,7 @@ def _encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = Non
     leaves = jax.tree.leaves(update)
     sent = leaves if keep is None else [x for x, kept in zip(leaves, keep, strict=True) if kept]
     whole = [np.ascontiguousarray(np.asarray(leaf), "<f4").reshape(-1) for leaf in sent]
-    return seal(NAME, *(leaf.view(np.uint8).data for leaf in whole))
+    return seal_frame(NAME, *(leaf.view(np.uint8).data for leaf in whole))
 
 
 def _decode(payload: bytes, like: Params) -> Params:

@@ -25,7 +25,7 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
-from fedlm.wire.frame import open_frame, overhead, seal
+from fedlm.wire.frame import open_frame, overhead, seal_frame
 
 _RAW = -15  # deflate without a header; the frame has its own checksum
 
@@ -36,12 +36,12 @@ def deflated(inner: Codec) -> Codec:
 
     def encode(update: Params, key: PRNGKeyArray, keep: Sequence[bool] | None = None) -> bytes:
         body = open_frame(inner.encode(update, key, keep), inner.name)
-        return seal(name, _smaller(body))
+        return seal_frame(name, _smaller(body))
 
     def decode(payload: bytes, like: Params) -> Params:
         wanted = inner.encoded_bytes(like) - overhead(inner.name)
         body = _inflate(open_frame(payload, name), wanted)
-        return inner.decode(seal(inner.name, body), like)
+        return inner.decode(seal_frame(inner.name, body), like)
 
     def most_bytes(like: Params) -> int:
         return inner.encoded_bytes(like) - overhead(inner.name) + overhead(name) + 1

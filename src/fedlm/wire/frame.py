@@ -31,7 +31,7 @@ LONGEST_NAME = 64
 _TAIL = struct.Struct("<QI")
 
 
-def seal(codec: str, *body: bytes | memoryview) -> bytes:
+def seal_frame(codec: str, *body: bytes | memoryview) -> bytes:
     """Wraps a body for the wire; its parts are put together once."""
     name = _name_bytes(codec)
     check = zlib.crc32(name)

@@ -44,7 +44,7 @@ from fedlm.wire.pack import pack, packed_bytes, unpack
 from fedlm.wire.scheme import Scheme, Sizes, Vectors, codec_of
 
 Scale = Literal["mse", "unbiased"]
-Rows = Float[Array, "blocks d"]
+RowMatrix = Float[Array, "blocks d"]
 
 
 class Signs(NamedTuple):
@@ -94,7 +94,7 @@ def _block_bytes(total: int, block: int) -> int:
     return sum(4 * count + packed_bytes(count * d, 1) for count, d in layout(total, block))
 
 
-def hadamard(rows: Rows) -> Rows:
+def hadamard(rows: RowMatrix) -> RowMatrix:
     """H times every row, by additions only: eight values at a time, then four or two."""
     count, d = rows.shape
     left, right = count, d
@@ -124,7 +124,7 @@ def _flips(seed: UInt32[Array, "2"], total: int) -> Bool[Array, " total"]:
     return bits.reshape(-1)[:total] == 1
 
 
-def _cut(x: Float[Array, " n"], block: int) -> Iterator[Rows]:
+def _cut(x: Float[Array, " n"], block: int) -> Iterator[RowMatrix]:
     at = 0
     for count, d in layout(len(x), block):
         part = x[at : at + count * d]
@@ -139,7 +139,7 @@ def _squeeze(vectors: Vectors, key: PRNGKeyArray, scale: Scale, block: int) -> R
     return Rotated(seed, [_signs(rows, scale) for rows in _cut(x, block)])
 
 
-def _signs(rows: Rows, scale: Scale) -> Signs:
+def _signs(rows: RowMatrix, scale: Scale) -> Signs:
     d = rows.shape[1]
     # By a power of two, which is exact: squares neither overflow nor vanish.
     power = power_below(jnp.max(jnp.abs(rows), axis=1))

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt16
 from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
 from fedlm.wire.bitwise import coins, tame
-from fedlm.wire.frame import Reader, open_frame, overhead, seal
+from fedlm.wire.frame import Reader, open_frame, overhead, seal_frame
 
 Vector = Float[Array, " n"]
 Vectors = list[Vector]
@@ -71,7 +71,7 @@ def codec_of(scheme: Scheme, *, by_leaf: bool = False) -> Codec:
             sent = [kept for kept, some in zip(keep, whole, strict=True) if some]
             parts = [part for part, kept in zip(parts, sent, strict=True) if kept]
             sizes = tuple(size for size, kept in zip(sizes, sent, strict=True) if kept)
-        return seal(scheme.name, *scheme.write(parts, sizes))
+        return seal_frame(scheme.name, *scheme.write(parts, sizes))
 
     def decode(payload: bytes, like: Params) -> Params:
         sizes = sizes_of(like)
