@@ -26,7 +26,7 @@ def test_nothing_else_imports_flwr():
 
 def test_work_and_rounds_do_not_load_flwr():
     """What a node and a server do could run over another transport."""
-    rooms = ("engine.remote", "engine.places", "deploy.node_worker", "deploy.relay")
+    rooms = ("engine.remote", "engine.dispatch", "deploy.node_worker", "deploy.relay")
     code = "import sys; " + "; ".join(f"import fedlm.{room}" for room in rooms)
     told = subprocess.check_output(
         [sys.executable, "-c", code + "; print('flwr' in sys.modules)"], text=True

@@ -14,7 +14,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     "script, rounds, words",
     [
         ("own_text.py", 2, ("round 2: perplexity", "i hope to ...", "report.html")),
-        ("private_training.py", 2, ("round 2: perplexity", "epsilon", "- one client with all")),
+        pytest.param(
+            "private_training.py",
+            2,
+            ("round 2: perplexity", "epsilon", "- one client with all"),
+            marks=pytest.mark.slow,  # it prepares the State of the Union addresses
+        ),
         ("tree.py", 2, ("oslo: perplexity", "cairo: perplexity")),
     ],
 )

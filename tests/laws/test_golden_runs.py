@@ -91,9 +91,8 @@ def train(recipe, changes, out):
 
 
 @pytest.mark.skipif(machine() not in GOLDEN, reason=f"no fingerprints of {machine()}")
-@pytest.mark.parametrize(
-    "name", ["flat", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "flat")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_ends_with_the_parameters_that_it_always_had(name, tmp_path):
     found = train(str(ROOT / "recipes/sotu.toml"), (*SMALL, *RUNS[name]), str(tmp_path / name))
     wanted = GOLDEN[machine()][name]

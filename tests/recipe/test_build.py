@@ -132,6 +132,12 @@ def test_a_missing_text_is_refused(tmp_path):
         build(parse({"data": {"source": "nowhere.jsonl"}}), tmp_path, quiet)
 
 
+def test_a_name_that_no_file_can_have_is_refused(tmp_path):
+    (tmp_path / "long.toml").write_text(f'[data]\nsource = "{"x" * 300}"\n')
+    with pytest.raises(CorpusError, match="is neither a file nor a corpus name"):
+        build(load(tmp_path / "long.toml"), tmp_path)
+
+
 def test_settings_arrive_where_they_are_used(made):
     found = made(
         "client.batch_size=3",

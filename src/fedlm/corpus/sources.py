@@ -14,6 +14,7 @@ import gzip
 import importlib.util
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ def read(source: str | Path) -> Documents:
     if str(source) in CORPORA:
         return CORPORA[str(source)]()
     path = Path(source)
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists would raise for a name that is too long
         hint = nearest(str(source), CORPORA)
         raise CorpusError(f"source {str(source)!r} is neither a file nor a corpus name. {hint}")
     if path.is_dir():

@@ -10,6 +10,7 @@ Not here: what settings are allowed (`settings.py`), how parts become a run (`bu
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -122,7 +123,7 @@ def _check_store(store: Store, data: Data) -> None:
 
 
 def _short_name(source: str) -> str:
-    return Path(source).name.split(".")[0] or "text"
+    return Path(source).name.split(".")[0][:40] or "text"
 
 
 def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None) -> str:
@@ -131,7 +132,7 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
     if given is not None:
         digest.update(f"{given.library.to_str()}{given.special}".encode())
     path = Path(source)
-    if source not in sources.CORPORA and path.exists():
+    if source not in sources.CORPORA and os.path.exists(path):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             facts = file.stat()
             digest.update(f"{file}|{facts.st_size}|{facts.st_mtime_ns}".encode())

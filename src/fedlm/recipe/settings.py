@@ -186,8 +186,10 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _absolute(path: str, folder: Path) -> str:
+    """Return a path as an absolute one: beside the recipe if it is there, else from here."""
     beside = folder / path
-    return os.path.abspath(beside if beside.exists() else path)
+    # Not `Path.exists`, which raises if a name is too long or holds a null byte.
+    return os.path.abspath(beside if os.path.exists(beside) else path)
 
 
 def dump(recipe: Recipe) -> str:
