@@ -95,7 +95,8 @@ def tree_run(
         evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
         plans=plans,
         start=parts.start_maker(recipe, store),
-        **parts.shared_parts(recipe, store, algorithm.plan, out),
+        # The budget is that of the plan which costs a client most: the one that is claimed.
+        **parts.shared_parts(recipe, store, plans[0] if plans else None, out),
     )
 
 
