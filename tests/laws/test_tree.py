@@ -278,17 +278,14 @@ def told_by(run):
     return models, rest, [{k: v for k, v in e.items() if k != "seconds"} for e in entries]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param(
             ("federation.sync_every=2", "federation.temperature=inf", *KEPT, *HIDDEN), id="nodes"
         ),
-        pytest.param(
-            ("federation.pool_clients=false", "federation.resident=2"),
-            id="clients",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(("federation.pool_clients=false", "federation.resident=2"), id="clients"),
     ],
 )
 def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes):
