@@ -26,6 +26,16 @@ from fedlm.privacy.plan import PrivacyPlan
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
 SERVER = "whoever sees updates or sums before noise is added is trusted"
+UNITS = {
+    "client": UNIT,
+    "leaf": "one leaf of the tree with all text that it trains on; neighbours differ by everything "
+    "that it sends replaced by zero",
+}
+TRUSTED = {
+    "client": SERVER,
+    "leaf": "the leaf itself, which clips and adds the noise, is trusted, and so is whoever can "
+    "read the run's private files (mode 0600)",
+}
 
 
 class Spent(NamedTuple):
@@ -43,7 +53,7 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = MECHANISMS[plan.mechanism].cost(plan, rounds)
-    assumptions = (UNIT, *cost.assumptions, SERVER, *cost.warnings)
+    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *cost.warnings)
     return Spent(cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions)
 
 

@@ -40,6 +40,15 @@ def rho_of(squared_sensitivity: float, noise_multiplier: float) -> float:
     return squared_sensitivity / (2 * noise_multiplier**2) if noise_multiplier else math.inf
 
 
+def gaussian(noise_multiplier: float, rounds: int, delta: float) -> float:
+    """Compute the exact epsilon of a member that joins every round under independent noise."""
+    import dp_accounting
+
+    if rounds == 0 or noise_multiplier == 0:
+        return math.inf if rounds else 0.0
+    return float(dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(rounds), delta))
+
+
 def poisson(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
     """Compute epsilon by composing privacy loss distributions, on a grid that rounds up.
 

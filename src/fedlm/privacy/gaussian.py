@@ -33,8 +33,19 @@ def _check(plan: PrivacyPlan) -> None:
 
 
 def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    if plan.unit == "leaf":
+        return _leaf(plan, rounds)
     found = _poisson if plan.sampling.law == "poisson" else _fixed_size
     return found(plan, rounds)._replace(warnings=_warnings(plan))
+
+
+def _leaf(plan: PrivacyPlan, rounds: int) -> Cost:
+    """Return the cost of noise that each leaf of a tree adds itself: no leaf stays out."""
+    return Cost(
+        cost.gaussian(plan.noise_multiplier, rounds, plan.delta),
+        "exact profile of Gaussian noise",
+        ("a leaf sends one clipped and noisy change in every round, and nothing else",),
+    )
 
 
 def _poisson(plan: PrivacyPlan, rounds: int) -> Cost:
