@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
+from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.cost import MOST_NOISE
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
@@ -112,7 +113,8 @@ def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Sp
     ran = list(rounds)
     # A line lost in the middle must not make a run look cheaper than it was.
     count = max([len(ran), *(int(entry.get("round", -1)) + 1 for entry in ran)])
-    return spent(plan_from(facts), count)
+    found = spent(plan_from(facts), count)
+    return found._replace(assumptions=(*found.assumptions, *vocabulary.assumptions(header)))
 
 
 def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
