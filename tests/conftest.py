@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import os
+import random
 import sys
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,25 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Keep a few cases of each grid marked `sample(n)` for the default run; the rest are slow.
+
+    Which ones follows from the test's name alone: the same everywhere, and nobody's favourites.
+    """
+    grids = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            grids[item.nodeid.split("[")[0]].append(item)
+    for name, cases in grids.items():
+        kept = cases[0].get_closest_marker("sample").args[0]
+        drawn = random.Random(name).sample(cases, min(kept, len(cases)))
+        for case in cases:
+            if case not in drawn:
+                case.add_marker(pytest.mark.slow)
+
 
 WORDS = ["the", "a", "cat", "dog", "sun", "moon", "sat", "ran", "saw", "on", "big", "red", "and"]
 RECIPE = """

@@ -138,9 +138,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "relayed" else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", CASES)
 def test_a_tree_over_nodes_is_its_simulation(name, folder, store, parts, workers, tmp_path):
     shape, table = CASES[name]
     here, told = rounds(simulated(folder, store, table=table))

@@ -81,13 +81,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "optimizer, weight",
-    [
-        pytest.param(*p, marks=pytest.mark.slow if p[0] in ("adamw", "momentum") else [])
-        for p in PAIRS
-    ],
-)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("optimizer, weight", PAIRS)
 def test_mesh_equals_loop(optimizer, weight):
     chosen = algorithm(optimizer, weight, clip=0.5)
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
@@ -129,29 +124,22 @@ def test_engines_stay_together_while_a_clip_adapts():
     np.testing.assert_allclose(ended[1][1], ended[0][1], rtol=1e-5)
 
 
-QUICK = {"si-cifg"}
-EVERY = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-    for name in sorted(catalog.ARCHITECTURES)
-]
-
-
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))
 def test_mesh_equals_loop_for_every_architecture(name):
     loop, mesh = (E(algorithm(), rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     params = model(name)
     assert_same(total(mesh, params), total(loop, params))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "shape",
     [
         pytest.param(BatchSpec(batch_size=4, sequence_length=6, epochs=3), id="epochs"),
         pytest.param(BatchSpec(batch_size=4, sequence_length=6, max_examples=5), id="examples"),
         pytest.param(BatchSpec(batch_size=4, sequence_length=6, epochs=2, max_steps=3), id="steps"),
-        pytest.param(
-            BatchSpec(batch_size=64, sequence_length=6), id="one batch", marks=pytest.mark.slow
-        ),
+        pytest.param(BatchSpec(batch_size=64, sequence_length=6), id="one batch"),
     ],
 )
 def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
@@ -160,9 +148,8 @@ def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
     assert_same(total(mesh, params, 1), total(loop, params, 1))
 
 
-@pytest.mark.parametrize(
-    "capacity", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 64))]
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("capacity", [1, 2, 3, 64])
 def test_the_cut_into_chunks_changes_nothing(capacity):
     params, chosen = model(), algorithm("adam")
     whole = MeshEngine(chosen, rows_of, SHAPE, 7)

@@ -79,12 +79,8 @@ CASES = {
 }
 
 
-LONG = {"lossy both ways", "leaves of their own", "sums"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else []) for n in CASES]
-)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", CASES)
 def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     made, seats, _ = nodes
     whole = simulated(folder, store, *CASES[name])
@@ -103,11 +99,12 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     assert eqx.tree_equal(*each), "one by one they are the same to the bit, and so are their bytes"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param((), id="sums"),
-        pytest.param(("wire.upload=uniform-8",), id="frames", marks=pytest.mark.slow),
+        pytest.param(("wire.upload=uniform-8",), id="frames"),
     ],
 )
 def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_path):

@@ -109,12 +109,8 @@ def rounds(engine, chosen, count=2):
     return state, upload, download
 
 
-# One in every run of the tests, all with `make test-all`.
-QUICK = {"member, 8 bits", "base"}
-CASES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_mesh_equals_loop_over_rounds(name):
     chosen = ALGORITHMS[name]()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))

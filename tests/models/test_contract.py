@@ -26,29 +26,11 @@ ALL = [
         for positions in ("learned", "alibi")
     ),
 ]
-DECODERS = {"transformer", "conformer", "si-conformer"}  # other positions: si-transformer stays
 every = pytest.mark.parametrize(
-    "name, size",
-    [
-        pytest.param(
-            name,
-            size,
-            id=f"{name}-{size.positions}",
-            marks=pytest.mark.slow if name in DECODERS and size is not SIZE else [],
-        )
-        for name, size in ALL
-    ],
+    "name, size", [pytest.param(name, size, id=f"{name}-{size.positions}") for name, size in ALL]
 )
 each_name = pytest.mark.parametrize("name, size", ALL[: len(catalog.ARCHITECTURES)])
-# The gradient takes long to compile; most of these share their code with one that stays.
-LONG = {"lstm", "transformer", "conformer", "si-conformer"}
-each_gradient = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG else [])
-        for name in catalog.ARCHITECTURES
-    ],
-)
+each = pytest.mark.parametrize("name", catalog.ARCHITECTURES)
 
 
 def fresh(name, size):
@@ -60,6 +42,7 @@ def rows(batch=3, width=10, seed=0):
     return jnp.asarray(tokens, jnp.int32)
 
 
+@pytest.mark.sample(4)
 @every
 def test_shapes_and_type(name, size):
     model = fresh(name, size)
@@ -74,6 +57,7 @@ def test_the_stated_count_is_the_real_count(name, size):
     assert catalog.count(name, size) == tree.size(fresh(name, size))
 
 
+@pytest.mark.sample(4)
 @every
 def test_a_later_token_never_changes_an_earlier_feature(name, size):
     model, tokens = fresh(name, size), rows()
@@ -84,7 +68,8 @@ def test_a_later_token_never_changes_an_earlier_feature(name, size):
     assert np.abs(before[:, 6:] - after[:, 6:]).max() > 1e-6
 
 
-@each_gradient
+@pytest.mark.sample(2)  # a gradient takes long to compile
+@each
 def test_padding_is_inert(name):
     model, tokens = fresh(name, SIZE), rows()
     wide = jnp.pad(tokens, ((0, 2), (0, 3)), constant_values=PAD)
@@ -95,7 +80,8 @@ def test_padding_is_inert(name):
         np.testing.assert_allclose(x, y, atol=2e-4 * max(1.0, float(np.abs(x).max())))
 
 
-@each_gradient
+@pytest.mark.sample(2)  # a gradient takes long to compile
+@each
 def test_padding_gives_no_gradient_to_any_word(name):
     """An array looked up at -1 gives its last entry: no row of the embedding may notice."""
     model = fresh(name, SIZE)
@@ -105,7 +91,8 @@ def test_padding_gives_no_gradient_to_any_word(name):
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(grad))
 
 
-@each_gradient
+@pytest.mark.sample(2)  # a gradient takes long to compile
+@each
 def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name):
     model, traces = fresh(name, SIZE), []
     tokens = 4 + (jnp.arange(10)[None, :] + jnp.arange(8)[:, None]) % 5
@@ -128,13 +115,8 @@ def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "mpt" else pytest.mark.slow)
-        for name in catalog.ARCHITECTURES
-    ],
-)
+@pytest.mark.sample(1)
+@each
 def test_leaving_out_what_short_rows_do_not_hold_changes_nothing(name):
     """Enough columns to be packed, rows of all lengths: the loss of `features`, and its gradient.
 
@@ -158,6 +140,7 @@ def test_leaving_out_what_short_rows_do_not_hold_changes_nothing(name):
             np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.sample(4)
 @every
 def test_one_token_at_a_time_equals_the_whole_row(name, size):
     model, tokens = fresh(name, size), rows()

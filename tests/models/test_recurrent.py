@@ -62,16 +62,12 @@ def ragged_rows(batch, seq, vocab, seed):
 
 
 # 16 rows have stages of several widths, 16 x 12 columns have several sizes of products.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "batch, seq, layers",
-    [
-        (3, 7, 1),
-        *(pytest.param(*size, marks=pytest.mark.slow) for size in ((16, 5, 2), (16, 12, 1))),
-    ],
+    [(3, 7, 1), (16, 5, 2), (16, 12, 1)],
 )
-@pytest.mark.parametrize(
-    "cell", [pytest.param(c, marks=pytest.mark.slow if c == "lstm" else []) for c in CELLS]
-)
+@pytest.mark.parametrize("cell", CELLS)
 def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, layers):
     model = recurrent(KINDS[cell], 40, 12, 33, layers=layers, key=jr.key(1))
     model = jax.tree.map(lambda x: x.astype(jnp.float64), model)

@@ -34,12 +34,8 @@ def rows_of(client):
     return np.random.default_rng(client).integers(4, 20, (3 + client, 7)).astype(np.int16)
 
 
-# One in every run of the tests, all with `make test-all`.
-QUICK = {"uniform-4+zlib"}
-CASES = [pytest.param(c, marks=[] if c.name in QUICK else pytest.mark.slow) for c in CODECS]
-
-
-@pytest.mark.parametrize("codec", CASES, ids=lambda c: c.name)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
 def test_mesh_equals_loop(codec):
     """To rounding, except where two programs that differ in the last bit of an update fall on two
     sides of a threshold: then one value of one member moves by a step."""

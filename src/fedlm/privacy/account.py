@@ -111,8 +111,10 @@ def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Sp
     if facts is None:
         raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
     ran = list(rounds)
-    # A line lost in the middle must not make a run look cheaper than it was.
-    count = max([len(ran), *(int(entry.get("round", -1)) + 1 for entry in ran)])
+    # A line lost in the middle must not make a run look cheaper than it was; a line that tells of
+    # releases counts rounds that were released again.
+    told = [(int(entry.get("round", -1)) + 1, int(entry.get("releases", 0))) for entry in ran]
+    count = max([len(ran), *map(max, told)])
     found = spent(plan_from(facts), count)
     return found._replace(assumptions=(*found.assumptions, *vocabulary.assumptions(header)))
 

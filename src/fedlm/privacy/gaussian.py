@@ -100,6 +100,7 @@ GAUSSIAN = Mechanism(
     "a separation leaves no such chance",
     way_out="Or set server.sampling = 'poisson'.",
     clip_may_move=True,
+    independent=True,
     needs_population=True,
     first_guess=_first_guess,
 )

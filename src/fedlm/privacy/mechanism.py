@@ -41,6 +41,7 @@ class Mechanism:
     way_out: str  # what to set instead
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
     clip_may_move: bool = False  # whether its noise stays right under an adaptive clip
+    independent: bool = False  # whether noise is fresh in every round, so that rounds cost alike
     needs_population: bool = False  # whether its cost depends on how many clients there are
     first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise
     sensitivity: Callable[[PrivacyPlan, int], Squared] | None = None  # of correlated noise

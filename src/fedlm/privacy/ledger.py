@@ -1,0 +1,412 @@
+"""The privacy ledger: what was released about clients, on disk before anybody can see it.
+
+In:       the plans of a run; every release, before it is published.
+Out:      `ledger.jsonl`: a first line with the plans, then one line per release; what all of it
+          cost.
+Promise:  a line that was appended survives a power cut; no line is ever changed or removed; only
+          the owner can read the file; a line that is not understood is refused and never skipped,
+          so that a ledger costs at least what its releases cost.
+Not here: when to append (`training.py`), what may be released (`release.py`), the cost of a plan
+          (`account.py`).
+
+A line cut short by a crash was never completed, so nothing was released after it. Reading drops
+it; the next append ends it with `CUT`, and it stays in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import math
+import os
+import re
+import secrets
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlm.core.errors import RecordError
+from fedlm.privacy import account
+from fedlm.privacy.account import Spent
+from fedlm.privacy.catalog import MECHANISMS
+from fedlm.privacy.cost import epsilon_of_rho, rho_of
+from fedlm.privacy.plan import PrivacyPlan
+
+NAME = "ledger.jsonl"  # in the directory of a run, and of a store whose making cost privacy
+Entry = dict[str, Any]
+MOST_BYTES = 1 << 28  # of a ledger: two million rounds
+MOST_LINE = 1 << 24  # of a line: the plans of twenty thousand nodes
+MOST_ROUND = 1 << 31
+CUT = " #cut"
+UNKNOWN = "0" * 64  # the digest of a release whose line was lost
+
+_HEX = {"run": re.compile("[0-9a-f]{32}"), "digest": re.compile("[0-9a-f]{64}")}
+
+
+# ---- lines -------------------------------------------------------------------------------------
+
+
+def begin_entry(
+    plans: Mapping[str, PrivacyPlan],
+    *,
+    parent: Mapping[str, Any] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    assumes: Iterable[str] = (),
+) -> Entry:
+    """Return the first line of a ledger: a random name of the run, and its plans by node.
+
+    The plan of a flat federation has the empty name. `parent` describes the run that the model was
+    taken from, `tokenizer` where the vocabulary came from, `assumes` what the claim takes for
+    granted.
+    """
+    return {
+        "kind": "begin",
+        "run": secrets.token_hex(16),
+        "plans": {node: _plain(dataclasses.asdict(plan)) for node, plan in plans.items()},
+        "parent": None if parent is None else dict(parent),
+        "tokenizer": dict(tokenizer or {}),
+        "assumes": list(assumes),
+    }
+
+
+def round_entry(round: int, digest: str) -> Entry:
+    """Return the line of one release of a round's noisy sum."""
+    return {"kind": "round", "round": round, "digest": digest}
+
+
+def gaussian_entry(what: str, noise_multiplier: float, delta: float = 0.0) -> Entry:
+    """Return the line of another release with Gaussian noise to the same clients.
+
+    Args:
+      what: what was released, as `vocabulary`.
+      noise_multiplier: the noise's standard deviation over the L2 sensitivity to one client.
+      delta: the probability, added on top, that the release is not protected by the noise.
+    """
+    return {
+        "kind": "gaussian",
+        "what": what,
+        "noise_multiplier": float(noise_multiplier),
+        "delta": float(delta),
+    }
+
+
+def digest_of(secret: bytes, round: int, exact: bytes) -> bytes:
+    """Return the HMAC-SHA256 of a round's exact sum, under a key made from the run's secret.
+
+    It tells two releases of a round apart, and tells nothing else to who has not the secret.
+    """
+    key = hmac.digest(secret, b"fedlm/ledger", "sha256")
+    return hmac.digest(key, round.to_bytes(8, "little") + exact, "sha256")
+
+
+def joined_digest(digests: Sequence[bytes]) -> bytes:
+    """Return one digest for the sums that all nodes of a tree made in a round."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
+
+
+def _plain(value: Any) -> Any:
+    """Replace infinity, which JSON does not have, by None, as journals do."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+class Ledger:
+    """An append-only file of releases, which only its owner can read.
+
+    >>> import tempfile
+    >>> book = Ledger(Path(tempfile.mkdtemp()) / NAME)
+    >>> _ = book.begin(begin_entry({}))
+    >>> book.append(gaussian_entry("vocabulary", 4.0))
+    >>> [entry["kind"] for entry in book.entries()]
+    ['begin', 'gaussian']
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def exists(self) -> bool:
+        """Tell whether there is such a file, or anything else in its place."""
+        return os.path.lexists(self.path)
+
+    def begin(self, facts: Mapping[str, Any]) -> Entry:
+        """Make the file with its first line, which `begin_entry` returns; refuse if it exists."""
+        entry = _checked({**facts, "kind": "begin"}, f"{self.path}, line 1")
+        self._write(_line(entry), os.O_CREAT | os.O_EXCL)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # a new file name is not safe before that
+        finally:
+            os.close(folder)
+        return entry
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Append one line and wait until it is on the disk."""
+        checked = _checked(dict(entry), f"{self.path}, a new line")
+        if checked["kind"] == "begin":
+            raise RecordError(f"{self.path} has begun already: a ledger has one first line.")
+        self._write(_line(checked), 0)
+
+    def entries(self) -> list[Entry]:
+        """Return all lines in order, the first of them the run's plans."""
+        *lines, last = self._read().split(b"\n")
+        found = [
+            _parsed(line, f"{self.path}, line {number}")
+            for number, line in enumerate(lines, start=1)
+            if not line.endswith(CUT.encode())
+        ]
+        with contextlib.suppress(ValueError):  # cut short, unless only its end of line is missing
+            json.loads(last)
+            found.append(_parsed(last, f"{self.path}, its last line"))
+        if not found or found[0]["kind"] != "begin":
+            raise RecordError(f"{self.path} does not begin with the plans of a run: it is damaged.")
+        if any(entry["kind"] == "begin" for entry in found[1:]):
+            raise RecordError(f"{self.path} begins twice: it is damaged.")
+        return found
+
+    def _read(self) -> bytes:
+        with self._opened(os.O_RDONLY) as file:
+            size = os.fstat(file).st_size
+            if size > MOST_BYTES:
+                raise RecordError(f"{self.path} has {size} bytes, more than a ledger can have.")
+            with open(file, "rb", closefd=False) as reader:
+                return reader.read(MOST_BYTES)
+
+    def _write(self, line: bytes, flags: int) -> None:
+        with self._opened(os.O_RDWR | os.O_APPEND | flags) as file:
+            os.fchmod(file, 0o600)
+            rest = memoryview(self._ending(file) + line)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+            os.fsync(file)
+
+    def _ending(self, file: int) -> bytes:
+        """Return what ends a last line that a crash cut short; nothing if it is whole."""
+        size = os.fstat(file).st_size
+        if size == 0 or os.pread(file, 1, size - 1) == b"\n":
+            return b""
+        tail = os.pread(file, MOST_LINE, max(0, size - MOST_LINE)).rpartition(b"\n")[2]
+        try:
+            json.loads(tail)
+        except ValueError:
+            return CUT.encode() + b"\n"
+        return b"\n"
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int) -> Any:
+        """Open the file for a block of code; a link is not followed."""
+        try:
+            file = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RecordError(f"ledger {self.path} cannot be opened: {error.strerror}.") from None
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise RecordError(f"ledger {self.path} is not a file.")
+            yield file
+        except OSError as error:
+            raise RecordError(
+                f"ledger {self.path} could not be written or read: {error.strerror}. Nothing was "
+                "released that it does not hold; repeat with --resume."
+            ) from None
+        finally:
+            os.close(file)
+
+
+def _line(entry: Entry) -> bytes:
+    return json.dumps(entry, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+
+
+def _parsed(line: bytes, where: str) -> Entry:
+    if len(line) > MOST_LINE:
+        raise RecordError(f"{where}: {len(line)} bytes, more than a line can have.")
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise RecordError(f"{where}: not JSON; the ledger is damaged.") from None
+    return _checked(entry, where)
+
+
+def _checked(entry: Any, where: str) -> Entry:
+    """Return an entry that has exactly the fields of its kind; refuse any other."""
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise RecordError(
+            f"{where}: kind {kind!r} is none of {', '.join(_FIELDS)}; what it cost is not known."
+        )
+    fields = _FIELDS[kind]
+    for name in sorted(fields.keys() ^ (entry.keys() - {"kind"})):
+        side = "lacks" if name in fields else "has an unknown"
+        raise RecordError(f"{where}: an entry of kind {kind!r} {side} field {name!r}.")
+    for name, good in fields.items():
+        if not good(entry[name]):
+            raise RecordError(f"{where}: {name} = {str(entry[name])[:80]!r} makes no sense.")
+    return dict(entry)
+
+
+def _is_round(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_ROUND
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_hex(name: str) -> Any:
+    return lambda value: isinstance(value, str) and bool(_HEX[name].fullmatch(value))
+
+
+def _are_plans(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(plan, dict) for plan in value.values())
+
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "begin": {
+        "run": _is_hex("run"),
+        "plans": _are_plans,
+        "parent": lambda value: value is None or isinstance(value, dict),
+        "tokenizer": lambda value: isinstance(value, dict),
+        "assumes": lambda value: isinstance(value, list) and all(isinstance(s, str) for s in value),
+    },
+    "round": {"round": _is_round, "digest": _is_hex("digest")},
+    "gaussian": {
+        "what": lambda value: isinstance(value, str) and 0 < len(value) <= 200,
+        "noise_multiplier": _is_number,
+        "delta": lambda value: _is_number(value) and value < 1,
+    },
+}
+
+
+# ---- what it cost ------------------------------------------------------------------------------
+
+
+def plans_of(entries: Sequence[Entry]) -> dict[str, PrivacyPlan]:
+    """Return the plans of a ledger by node; the plan of a flat federation has the empty name."""
+    return {node: account.plan_from(facts) for node, facts in entries[0]["plans"].items()}
+
+
+def rounds_of(entries: Iterable[Entry]) -> list[int]:
+    """Return the numbers of the released rounds in the order of their release."""
+    return [entry["round"] for entry in entries if entry["kind"] == "round"]
+
+
+def extra_releases(rounds: Sequence[int]) -> int:
+    """Return how many releases there were besides the first one of each round up to the last."""
+    return len(rounds) - len(set(rounds))
+
+
+def spent_of(entries: Sequence[Entry], delta: float | None = None) -> Spent:
+    """Return the cost of everything in a ledger for the clients whom it costs most.
+
+    Args:
+      entries: the lines of a ledger.
+      delta: the probability at which epsilon is computed; by default that of the plans.
+
+    Raises:
+      RecordError: the ledger has no plan and no delta is given.
+    """
+    chosen = _costliest(plans_of(entries).values())
+    return max((_spent(plan, entries, delta) for plan in chosen), key=lambda s: s.epsilon)
+
+
+def spent_by_node(entries: Sequence[Entry], delta: float | None = None) -> dict[str, Spent]:
+    """Return the cost of everything in a ledger for the clients of each node."""
+    return {node: _spent(plan, entries, delta) for node, plan in plans_of(entries).items()}
+
+
+def spent_of_run(
+    folder: Path, header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]
+) -> tuple[Spent, str]:
+    """Return what a run has spent, and the file that says so.
+
+    That is the ledger of the run's folder. A journal that was copied without it counts the rounds
+    that it holds, and its further releases where it tells of any.
+    """
+    book = Ledger(folder / NAME)
+    if header.get("privacy") is not None and book.exists():
+        return spent_of(book.entries()), NAME
+    return account.from_journal(dict(header), [dict(entry) for entry in rounds]), "journal.jsonl"
+
+
+def _costliest(plans: Iterable[PrivacyPlan]) -> list[PrivacyPlan | None]:
+    """Return the plans that can cost most: of those that differ only in who is drawn, one.
+
+    A larger share of the population per round never costs less.
+    """
+    found: dict[PrivacyPlan, PrivacyPlan] = {}
+    for plan in plans:
+        sampling = dataclasses.replace(plan.sampling, population=0, cohort=0)
+        alike = dataclasses.replace(plan, sampling=sampling)
+        if alike not in found or _share(plan) > _share(found[alike]):
+            found[alike] = plan
+    return list(found.values()) or [None]
+
+
+def _share(plan: PrivacyPlan) -> float:
+    return plan.sampling.cohort / plan.sampling.population
+
+
+def _spent(plan: PrivacyPlan | None, entries: Sequence[Entry], delta: float | None) -> Spent:
+    """Return the cost of a plan's rounds and of all other releases in a ledger."""
+    if delta is None and plan is None:
+        raise RecordError("a ledger without a plan has no delta of its own: give one.")
+    at = plan.delta if delta is None and plan is not None else delta
+    assert at is not None
+    others = [entry for entry in entries if entry["kind"] == "gaussian"]
+    return _composed(plan, rounds_of(entries), others, at)
+
+
+def _composed(
+    plan: PrivacyPlan | None, rounds: Sequence[int], others: Sequence[Entry], delta: float
+) -> Spent:
+    """Return the cost of rounds and Gaussian releases together.
+
+    Rounds and the rest each get half of delta where both are there: their epsilons add up.
+    """
+    if not others:
+        assert plan is not None
+        return _of_rounds(dataclasses.replace(plan, delta=delta), rounds)
+    left = delta - sum(entry["delta"] for entry in others)
+    named = ", ".join(sorted({entry["what"] for entry in others}))
+    said = f"{len(others)} releases besides rounds ({named}) are counted"
+    if left <= 0:
+        return Spent(math.inf, delta, None, "none", (f"delta is used up: {said}",))
+    rho = sum(rho_of(1.0, entry["noise_multiplier"]) for entry in others)
+    if plan is None:
+        epsilon = epsilon_of_rho(rho, left)
+        return Spent(epsilon, delta, rho, "zCDP of Gaussian releases", (account.UNIT, said))
+    first = _of_rounds(dataclasses.replace(plan, delta=left / 2), rounds)
+    epsilon = first.epsilon + epsilon_of_rho(rho, left / 2)
+    how = f"{first.accountant}, and zCDP of the rest"
+    return Spent(epsilon, delta, None, how, (*first.assumptions, said))
+
+
+def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
+    """Return the cost of a plan's releases, of which some may be of the same round.
+
+    Independent noise: every release costs one round. Correlated noise: each release of round t
+    gives row t of the strategy matrix C, applied to what was summed until then, with fresh noise.
+    No row adds up entries of different signs (they are positive, or a client meets one of them),
+    so one client moves row t by at most |C u|_t, where u marks its rounds, which the sampler draws
+    alike every time. With no round released more than k times the squared sum is at most k times
+    the largest |C u|^2: that of k runs.
+    """
+    count = 1 + max(rounds, default=-1)  # a lost line in the middle must not lower the cost
+    extra = extra_releases(rounds)
+    if not extra:
+        return account.spent(plan, count)
+    said = f"{extra} rounds were released again after their states were lost, and are counted"
+    if MECHANISMS[plan.mechanism].independent:
+        found = account.spent(plan, count + extra)
+    else:
+        times = max(Counter(rounds).values())
+        noise = plan.noise_multiplier / math.sqrt(times)
+        found = account.spent(dataclasses.replace(plan, noise_multiplier=noise), count)
+    return found._replace(assumptions=(*found.assumptions, said))
