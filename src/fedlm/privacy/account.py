@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
+from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.cost import MOST_NOISE
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
@@ -124,7 +125,8 @@ def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Sp
     # releases counts rounds that were released again.
     told = [(int(entry.get("round", -1)) + 1, int(entry.get("releases", 0))) for entry in ran]
     count = max([len(ran), *map(max, told)])
-    return spent(plan_from(facts), count)
+    found = spent(plan_from(facts), count)
+    return found._replace(assumptions=(*found.assumptions, *vocabulary.assumptions(header)))
 
 
 def plan_from(facts: dict[str, Any]) -> PrivacyPlan:

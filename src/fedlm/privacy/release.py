@@ -51,6 +51,37 @@ NODE = frozenset(
 # Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
 # it stays, also its attention to what others sent.
 OF_OWN_MODEL = frozenset({"personal_perplexity", "entropy_down", "self_weight"})
+# Of the header: what was fixed before the first round, and figures of held-out clients.
+HEADER = frozenset(
+    {
+        "command",
+        "recipe",
+        "store",
+        "parameters",
+        "privacy",
+        "privacy_budget",
+        "canaries",
+        "unsafe_seed",
+        "custom",
+        "tree",
+        "start",
+        "start_sha256",
+        "versions",
+    }
+)
+# Of the store in the header: its tokenizer, which leaves with the model, and a hash of the text
+# under a salt that stays. Exact counts of tokens and plain hashes would tell whether a client is in
+# the text.
+STORE = frozenset(
+    {
+        "format",
+        "vocabulary",
+        "special_tokens",
+        "tokenizer_sha256",
+        "tokenizer_from",
+        "salted_sha256",
+    }
+)
 
 
 def release(
@@ -67,6 +98,10 @@ def release(
     >>> dict(release(None, "round", {"round": 3, "loss": 2.5}))
     {'round': 3, 'loss': 2.5}
     """
+    if kind == "header" and hides(plan):
+        facts = {name: value for name, value in facts.items() if name in HEADER}
+        if "store" in facts:
+            facts["store"] = {k: v for k, v in facts["store"].items() if k in STORE}
     if kind == "round" and hides(plan):
         allowed, of_nodes = _allowed(plan, ROUND), _allowed(plan, NODE)
         facts = {name: value for name, value in facts.items() if name in allowed} | dict(expected())
