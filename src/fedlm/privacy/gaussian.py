@@ -37,6 +37,15 @@ def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
     return found(plan, rounds)._replace(warnings=_warnings(plan))
 
 
+def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+    sampling = plan.sampling
+    if sampling.law == "poisson":
+        return cost.sampled_event(plan.noise_multiplier, _rate(plan), rounds)
+    return cost.fixed_size_event(
+        plan.noise_multiplier, sampling.cohort, sampling.population, rounds
+    )
+
+
 def _poisson(plan: PrivacyPlan, rounds: int) -> Cost:
     sampling = plan.sampling
     return Cost(
@@ -94,6 +103,7 @@ def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
 GAUSSIAN = Mechanism(
     noise=_noise,
     cost=_cost,
+    event=_event,
     check=_check,
     laws=("poisson", "fixed"),
     reason="because the cost of gaussian noise is computed from the chance of joining a round and "
