@@ -40,6 +40,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
+from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
 from fedlm.record.checkpoint import from_bytes, write_atomically
 from fedlm.record.directory import RunDirectory
@@ -77,7 +78,8 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
     documents = sources.read(str(source)) if isinstance(source, (str, Path)) else _given(source)
     given = parts.given_tokenizer(data)
     path = Path(out) if out is not None else _temporary() / "store"
-    return write(documents, path, parts.store_settings(data, given), tokenizer=given)
+    made = parts.store_settings(data, given)
+    return write(documents, path, made, vocabulary=vocabulary_of(data, given))
 
 
 def _given(pairs: Iterable[Any]) -> Iterator[Document]:

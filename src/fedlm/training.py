@@ -29,7 +29,7 @@ from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
-from fedlm.privacy import account
+from fedlm.privacy import account, vocabulary
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
@@ -182,6 +182,8 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
         checkpoint.write_atomically(directory.tokenizer, tokenizer)
         named = special_tokens_map(run.store.tokenizer)
         checkpoint.write_atomically(directory.special_tokens, named)
+        if run.plan is not None:
+            directory.make_salt()
         journal.append(release(run.plan, "header", header_of(run, fresh)))
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
@@ -208,8 +210,8 @@ def check_same(run: Run) -> None:
             f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
             "versions that its journal names."
         )
-    store = run.store.manifest
-    if any(header["store"].get(f, store[f]) != store[f] for f in STORE):
+    told, store = header["store"], store_facts(run, salted="salted_sha256" in header["store"])
+    if any(told.get(f, store.get(f)) != store.get(f) for f in (*STORE, "salted_sha256")):
         raise RecordError(
             f"{path} was begun on another text than {run.store.path} holds now: undo the change, "
             "or begin another run."
@@ -234,7 +236,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
     return {
         "command": shlex.join(["fedlm", run.command, str(run.record.recipe)]),
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
-        "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
+        "store": store_facts(run, salted=run.plan is not None),
         "parameters": run.model.parameters,
         **_promised(run),
         **({"custom": dict(run.custom)} if run.custom else {}),
@@ -249,16 +251,25 @@ def header_of(run: Run, fresh: Any) -> Metrics:
     }
 
 
+def store_facts(run: Run, *, salted: bool) -> Metrics:
+    """Return the manifest of the store without its settings, perhaps with a salted hash."""
+    facts = {k: v for k, v in run.store.manifest.items() if k != "settings"}
+    if salted:
+        facts["salted_sha256"] = run.record.salted(facts["clients_sha256"])
+    return facts
+
+
 def _promised(run: Run) -> Metrics:
     """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
     if run.plan is None:
         return {}
-    privacy = run.recipe.privacy
+    privacy, tree = run.recipe.privacy, run.recipe.federation
+    seed = tree.noise_seed if run.plan.unit == "leaf" else privacy.seed
     return {
         "privacy": asdict(run.plan),
         "privacy_budget": privacy.epsilon,
         "canaries": privacy.canaries,
-        "unsafe_seed": privacy.seed is not None,
+        "unsafe_seed": seed is not None,
     }
 
 
@@ -343,6 +354,9 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
             f"{recipe.server.rounds} would pass epsilon {recipe.privacy.epsilon:g}. The model is "
             "kept."
         )
+    if run.plan is not None:
+        for said in vocabulary.uncovered({"store": run.store.manifest}):
+            watcher.say(f"Warning: {said}.")
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
     models = run.round.models(state)
@@ -376,7 +390,11 @@ def _predictions(run: Run, params: Params) -> list[Metrics]:
 
 def _claim(run: Run, rounds: int) -> Metrics | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
-    return None if run.plan is None else account.spent(run.plan, rounds)._asdict()
+    if run.plan is None:
+        return None
+    claim = account.spent(run.plan, rounds)
+    said = vocabulary.assumptions({"store": run.store.manifest})
+    return claim._replace(assumptions=(*claim.assumptions, *said))._asdict()
 
 
 def save_weights(path: Path, params: Params, run: Run) -> None:

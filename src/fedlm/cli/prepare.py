@@ -10,11 +10,13 @@ import typer
 from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
-from fedlm.corpus.store import Store, write
+from fedlm.corpus.store import Store, vocabulary_like, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
-from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.tokenizer import FILE, kind_of
+from fedlm.corpus.vocabulary import Vocabulary
 from fedlm.recipe.parts import given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
+from fedlm.recipe.vocabulary import vocabulary_of
 
 
 def prepare(
@@ -66,7 +68,7 @@ def prepare(
         "split_seed": split_seed,
     }
     _only_file(tokenizer, {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos)
-    taken = None if like is None else _tokenizer_of(like, asked)
+    taken = None if like is None else _vocabulary_of(like, asked)
     data = parse({"data": {k: v for k, v in asked.items() if v is not None}}).data
     given = given_tokenizer(data, bos, eos) if taken is None else None
     settings = store_settings(data, given)
@@ -79,7 +81,8 @@ def prepare(
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
-            store = write(sources.read(source), out, settings, progress, taken or given)
+            made = taken or vocabulary_of(data, given)
+            store = write(sources.read(source), out, settings, progress, made)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -96,12 +99,12 @@ def prepare(
     note(f"Train on it with data.store = {str(out)!r}.")
 
 
-def _tokenizer_of(like: Path, asked: dict[str, Any]) -> TextTokenizer:
-    """Return the tokenizer of a store, and replace the settings in `asked` by the store's."""
+def _vocabulary_of(like: Path, asked: dict[str, Any]) -> Vocabulary:
+    """Return the vocabulary of a store, and replace the settings in `asked` by the store's."""
     store = Store(like)
     for name in ("tokenizer", "vocabulary", "lowercase"):
         asked[name] = getattr(store.settings, name)
-    return store.tokenizer
+    return vocabulary_like(store)
 
 
 def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: str | None) -> None:

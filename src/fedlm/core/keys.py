@@ -29,6 +29,7 @@ Purpose = Literal[
     "evaluate",
     "generate",
     "synthetic",
+    "vocabulary",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 

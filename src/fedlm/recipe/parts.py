@@ -37,6 +37,7 @@ from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
 from fedlm.run import Cadence
@@ -104,7 +105,8 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     if path.exists():
         return Store(path)
     try:
-        return write(sources.read(data.source), path, settings, progress, given)
+        vocabulary = vocabulary_of(data, given)
+        return write(sources.read(data.source), path, settings, progress, vocabulary)
     except CorpusError:
         if not path.exists():
             raise

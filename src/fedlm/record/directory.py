@@ -1,13 +1,15 @@
 """The run directory: all files of a run in one place.
 
 In:       a path and the resolved recipe as text.
-Out:      the places of recipe, journal, checkpoints, weights, tokenizer, report.
+Out:      the places of recipe, journal, checkpoints, weights, tokenizer, salt, report.
 Promise:  a directory never mixes two recipes; nothing in it is overwritten by another run.
 Not here: the content of those files (their own modules).
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from urllib.parse import quote
 
 from fedlm.core.errors import RecordError
 from fedlm.record.checkpoint import write_atomically
+
+SALT_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,36 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def salt(self) -> Path:
+        """The random bytes that hashes of private text are made with; never to be published."""
+        return self.path / "text.salt"
+
+    def make_salt(self) -> None:
+        """Draw a new salt from the system's entropy into a file that only its owner can read."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.salt.unlink(missing_ok=True)
+            file = os.open(self.salt, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as opened:
+                opened.write(os.urandom(SALT_BYTES))
+                opened.flush()
+                os.fsync(file)
+        except OSError as error:
+            raise RecordError(f"{self.salt} could not be written: {error.strerror}.") from None
+
+    def salted(self, text: str) -> str:
+        """Return the HMAC-SHA256 of a text under the run's salt, as hex."""
+        try:
+            salt = self.salt.read_bytes()
+        except OSError as error:
+            raise RecordError(
+                f"{self.salt} is not readable ({error.strerror}): without it nobody can tell "
+                "whether the text of this private run changed. Only its owner may read it; bring "
+                "the file back if it is lost."
+            ) from None
+        return hmac.new(salt, text.encode(), "sha256").hexdigest()
 
     def claim(self, recipe: str, *, resume: bool) -> bool:
         """Take the directory for this recipe, and return True if it holds a run to resume."""
