@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.core.keys import key_for
+from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import Total, Update
 from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, clip, next_clip_norm
 from tests.privacy.plans import plan
@@ -92,7 +92,7 @@ def total(unclipped, members):
 
 
 def moved(unclipped, members):
-    key = key_for(0, "noise")
+    key = cipher_key_for(0, "noise")
     clip_norm, share = next_clip_norm(EXACT, jnp.float32(1.0), total(unclipped, members), key)
     return float(clip_norm), float(share)
 
@@ -107,7 +107,7 @@ def shares(unclipped, members, draws=1000):
     chosen = plan("gaussian", clip_quantile=0.5, clip_noise=1.0)
     step = jax.jit(lambda t, key: next_clip_norm(chosen, jnp.float32(1.0), t, key)[1])
     told = total(unclipped, members)
-    found = [float(step(told, key_for(0, "noise", round=r))) for r in range(draws)]
+    found = [float(step(told, cipher_key_for(0, "noise", round=r))) for r in range(draws)]
     return (np.array(found) - 0.5) * chosen.denominator
 
 
@@ -137,6 +137,6 @@ def test_a_limit_stays_a_number():
     """Even if all updates vanish, or none is unclipped, for ever."""
     for start, unclipped in ((SHORTEST, 10), (LONGEST, 0)):
         clip_norm, _ = next_clip_norm(
-            EXACT, jnp.float32(start), total(unclipped, 10), key_for(0, "noise")
+            EXACT, jnp.float32(start), total(unclipped, 10), cipher_key_for(0, "noise")
         )
         assert float(clip_norm) == np.float32(start)

@@ -18,11 +18,13 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from fedlm.core import tree
+from fedlm.core.chacha import CipherKey, fold_in
 from fedlm.core.types import Total, Update
+from fedlm.privacy.grid import FINE, add_on_grid
+from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.plan import PrivacyPlan
 
 Scalar = Float[Array, ""]
@@ -32,6 +34,7 @@ HAIR = 1.0 - 2.0**-18
 LARGEST = 2.0**125
 # The range of an adaptive limit if updates vanish or explode: squared norms stay finite.
 SHORTEST, LONGEST = 1e-12, 1e12
+COUNT = FINE + 1  # the stream of a key that the key of the count's noise is made from
 
 
 def clip(update: Update, clip_norm: Scalar) -> Update:
@@ -58,11 +61,14 @@ def clip(update: Update, clip_norm: Scalar) -> Update:
 
 
 def next_clip_norm(
-    plan: PrivacyPlan, clip_norm: Scalar, total: Total, key: PRNGKeyArray
+    plan: PrivacyPlan, clip_norm: Scalar, total: Total, key: CipherKey
 ) -> tuple[Scalar, Scalar]:
     """Return the next round's limit, and the noisy share of unclipped members that moved it."""
     centred = total.unclipped - total.members / 2
-    noisy = centred + plan.clip_noise * jr.normal(key)
+    noisy = centred
+    if plan.clip_noise:
+        own = fold_in(key, COUNT)
+        noisy = add_on_grid(centred, standard_normal(own, centred), plan.clip_noise, 1.0, own)
     share = jnp.clip(0.5 + noisy / plan.denominator, 0.0, 1.0)
     moved = clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
     return jnp.clip(moved, SHORTEST, LONGEST), share
