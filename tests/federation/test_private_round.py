@@ -45,7 +45,8 @@ def loss(params, tokens):
 def algorithm(weight="uniform", server=None, canaries=0, **changes):
     drawn = Sampling(law="poisson", population=4 + canaries, cohort=4)
     settings = {"rounds": 8, "clip_norm": CLIP, "noise_multiplier": 0.0, "delta": 1e-5}
-    plan = PrivacyPlan(mechanism="gaussian", sampling=drawn, **(settings | changes))
+    settings |= {"mechanism": "gaussian", "sampling": drawn}
+    plan = PrivacyPlan(**(settings | changes))
     return Algorithm(
         participation=plan,
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
@@ -133,6 +134,29 @@ def test_the_noise_follows_a_clip_that_moves():
     one, two = (server_half(chosen, s, nobody, np.arange(0)) for s in (state, wider))
     np.testing.assert_allclose(2 * one.params["b"], two.params["b"], rtol=1e-5)
     assert float(one.clip_norm) != CLIP and np.isfinite(float(one.unclipped))
+
+
+def test_a_tree_takes_another_clip_when_it_restarts():
+    """Within a restart the clip stands still; the next one has noise in units of the new clip."""
+    drawn = Sampling(law="spaced", population=20, cohort=4, min_separation=3)
+    chosen = algorithm(
+        mechanism="tree", sampling=drawn, restart_every=2, noise_multiplier=1.5, clip_quantile=0.5,
+        clip_noise=2.0, clip_rate=2.0,
+    )  # fmt: skip
+    state, seen, noise = init_node(chosen, WIDE, SECRET), [], []
+    for r in range(6):
+        total = sum_of(tree.zeros_like(WIDE), clip_norm=float(state.clip_norm))
+        after = server_half(chosen, state, total, np.arange(4 * r % 20, 4 * r % 20 + 4))
+        seen.append(float(state.clip_norm))
+        noise.append(np.asarray(after.params["a"] - state.params["a"]).ravel())
+        state = after
+    assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4] == seen[5]
+    for first in (0, 2, 4):
+        stddev = chosen.plan.sum_multiplier * seen[first] / 4
+        assert noise[first].std() == pytest.approx(stddev, rel=0.15)
+        # Noise of the second round takes a part of the first back; nothing of the last restart.
+        assert np.corrcoef(noise[first], noise[first + 1])[0, 1] < -0.2
+        assert first == 0 or abs(np.corrcoef(noise[first - 1], noise[first])[0, 1]) < 0.2
 
 
 def test_the_same_sum_has_the_same_noise_and_any_other_sum_other_noise():

@@ -42,7 +42,7 @@ from fedlm.core.types import (
 )
 from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
-from fedlm.privacy.clip import clip, next_clip_norm
+from fedlm.privacy.clip import Limit, clip, next_limit
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.release import release
 from fedlm.server.aggregate import mean, over
@@ -59,6 +59,7 @@ class NodeState(eqx.Module):
     history: History
     clip_norm: Float[Array, ""]  # the longest update that a member may send
     unclipped: Float[Array, ""]  # the noisy share of updates that were inside it, where released
+    counted: Float[Array, ""]  # the exact count of which the next such share is made
     secret: UInt32[Array, "4"]  # what private draws are made from
     round: Int[Array, ""]
     client_state: Any = (
@@ -83,6 +84,7 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
         History(*(jnp.asarray(part) for part in history)),
         jnp.float32(math.inf if plan is None else plan.clip_norm),
         jnp.float32(math.nan),
+        jnp.float32(0.0),
         jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
         jnp.int32(0),
         init_client_state(algorithm, sent),
@@ -218,7 +220,7 @@ def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> CipherKe
     """
     if algorithm.plan is None:
         return cipher_key_for(0, "noise")
-    sum_is = int(tree.sha256((total.delta, total.unclipped, total.members)), 16)
+    sum_is = int(tree.sha256((total.delta, total.unclipped, total.members, state.counted)), 16)
     return cipher_key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
 
 
@@ -230,12 +232,8 @@ def _server_step(
     total: Total,
     keys: tuple[CipherKey, PRNGKeyArray],
 ) -> NodeState:
-    plan, clip_norm, unclipped, memory = (
-        algorithm.plan,
-        state.clip_norm,
-        state.unclipped,
-        state.noise_memory,
-    )
+    plan, memory = algorithm.plan, state.noise_memory
+    limit = Limit(state.clip_norm, state.unclipped, state.counted)
     local, (key, shared) = algorithm.local_of(turn), keys
 
     def whole(delta: Any) -> Any:
@@ -246,19 +244,18 @@ def _server_step(
     else:
         first = algorithm.expands_first
         delta = whole(total.delta) if first else total.delta
-        noisy, memory = algorithm.noise.add(delta, memory, key, clip_norm)
+        noisy, memory = algorithm.noise.add(delta, memory, key, limit.clip_norm)
         mean_of = over(noisy, plan.denominator)
         change = mean_of if first else whole(mean_of)
         if plan.clip_quantile:
-            clip_norm, unclipped = next_clip_norm(plan, clip_norm, total, key)
+            limit = next_limit(plan, state.round, limit, total, key)
     params, server_memory = algorithm.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,
         server_memory,
         memory,
         state.history,
-        clip_norm,
-        unclipped,
+        *limit,
         state.secret,
         state.round + 1,
     )
@@ -270,7 +267,7 @@ def told(algorithm: Algorithm, metrics: Metrics, before: NodeState, after: NodeS
     if plan is None:
         return release(None, "round", metrics)
     facts = {**metrics, "clip_norm": float(before.clip_norm)}
-    if plan.clip_quantile:
+    if plan.clip_quantile and not math.isnan(after.unclipped):
         facts["unclipped_share"] = float(after.unclipped)
     # The norm of a round's noise over the largest possible norm of the mean change.
     facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))

@@ -11,14 +11,31 @@ An adaptive limit follows a quantile of the update norms (Andrew et al. 2021): h
 were unclipped, less half of how many came, is a count that one member moves by a half either way,
 and not at all if it is replaced by zero. It is released with noise of its own and moves the limit
 of the next round.
+
+Correlated noise is made for one limit, so there it stands still until the noise restarts. All
+counts of a restart are added up and released once, at its end, with one noise of stddev c. Let a
+client join n_k rounds of restart k, and n_v rounds in the block of node v of a tree. It moves the
+count by n_k / 2 at most, and node v by n_v; counts and nodes together are one release with normal
+noise, whose squared sensitivity in units of the noises is the maximum over placements of
+
+    sum_v n_v^2 / s^2 + sum_k n_k^2 / (2 c)^2
+
+A restart of L rounds is covered by as many complete blocks as L has binary ones, b of them, which
+are nodes: n_k^2 <= b sum_blocks n_v^2. Single rounds are nodes too, so that n_k^2 <= p n_k is at
+most p times the sum over these, if a client can join p rounds of a restart. With w = min(b, p),
+sum_k n_k^2 <= w sum_v n_v^2 for every placement and after any number of rounds, as a count is
+released only after its restart, when all these nodes are complete. So s^-2 + w (2 c)^-2 = z^-2
+makes the whole cost no more than nodes alone with noise z, the plan's noise multiplier.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fedlm.core import tree
 from fedlm.core.chacha import CipherKey, fold_in
@@ -60,15 +77,26 @@ def clip(update: Update, clip_norm: Scalar) -> Update:
     )
 
 
-def next_clip_norm(
-    plan: PrivacyPlan, clip_norm: Scalar, total: Total, key: CipherKey
-) -> tuple[Scalar, Scalar]:
-    """Return the next round's limit, and the noisy share of unclipped members that moved it."""
-    centred = total.unclipped - total.members / 2
-    noisy = centred
+class Limit(NamedTuple):
+    """The clip norm of the next round, and what an adaptive one remembers."""
+
+    clip_norm: Scalar
+    unclipped: Scalar  # the noisy share of unclipped members that moved it last; NaN before
+    counted: Scalar  # the exact centred count since then, which nobody may see
+
+
+def next_limit(
+    plan: PrivacyPlan, round: Int[Array, ""], before: Limit, total: Total, key: CipherKey
+) -> Limit:
+    """Return the limit after a round; it moves in every round, or where the noise restarts."""
+    every = plan.clip_every
+    counted = before.counted + total.unclipped - total.members / 2
+    noisy = counted
     if plan.clip_noise:
         own = fold_in(key, COUNT)
-        noisy = add_on_grid(centred, standard_normal(own, centred), plan.clip_noise, 1.0, own)
-    share = jnp.clip(0.5 + noisy / plan.denominator, 0.0, 1.0)
-    moved = clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
-    return jnp.clip(moved, SHORTEST, LONGEST), share
+        noisy = add_on_grid(counted, standard_normal(own, counted), plan.clip_noise, 1.0, own)
+    share = jnp.clip(0.5 + noisy / (plan.denominator * every), 0.0, 1.0)
+    moved = before.clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
+    after = Limit(jnp.clip(moved, SHORTEST, LONGEST), share, jnp.zeros_like(counted))
+    stays = before._replace(counted=counted)
+    return after if every == 1 else tree.where((round + 1) % every == 0, after, stays)
