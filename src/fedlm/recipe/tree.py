@@ -77,7 +77,6 @@ def tree_run(
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
     config = config_of(recipe, store, algorithm, topology, people)
-    plans = _plans(config)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     return Run(
         population=people,
@@ -93,10 +92,8 @@ def tree_run(
             claim=lambda rounds: _leaf_claim(settings, rounds),
         ),
         evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
-        plans=plans,
         start=parts.start_maker(recipe, store),
-        # The budget is that of the plan which costs a client most: the one that is claimed.
-        **parts.shared_parts(recipe, store, plans[0] if plans else None, out),
+        **parts.shared_parts(recipe, store, _plans(config), out),
     )
 
 
@@ -184,10 +181,11 @@ def _participation_of(recipe: Recipe, held: int, cohort: int) -> Sampling | Priv
     return privacy_plan.participation_of(recipe.model_copy(update={"server": server}), held)
 
 
-def _plans(config: TreeConfig) -> tuple[PrivacyPlan, ...]:
-    """Return the privacy plans of all federations of clients, the most expensive first."""
-    plans = [a.plan for a in config.algorithms if a is not None and a.plan is not None]
-    return tuple(sorted(plans, key=lambda p: -p.sampling.cohort / p.sampling.population))
+def _plans(config: TreeConfig) -> dict[str, PrivacyPlan]:
+    """Return the privacy plans of all federations of clients by node, the dearest first."""
+    inner = zip(config.topology.names, config.algorithms, strict=True)
+    plans = {name: a.plan for name, a in inner if a is not None and a.plan is not None}
+    return account.dearest_first(plans)
 
 
 def config_of(
