@@ -37,6 +37,8 @@ class Spent(NamedTuple):
     rho: float | None
     accountant: str
     assumptions: tuple[str, ...]
+    # Of correlated noise: what papers print, by zCDP and RDP. Never below `epsilon`.
+    published_epsilon: float | None = None
 
 
 def spent(plan: PrivacyPlan, rounds: int) -> Spent:
@@ -45,7 +47,9 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
     assumptions = (UNIT, *cost.assumptions, SERVER, *cost.warnings)
-    return Spent(cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions)
+    return Spent(
+        cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
+    )
 
 
 def spent_by_node(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:
