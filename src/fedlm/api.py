@@ -503,7 +503,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     )
     engine = parts.engine_of(recipe, algorithm, rows.train)
     plan = algorithm.plan
-    shared = parts.shared_parts(recipe, store, plan, path)
+    shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
     round = FlatRound(
         algorithm=algorithm,
@@ -519,7 +519,6 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         evaluation=parts.evaluation_of(
             recipe, rows, plan, round.models, count=False, score=spec.score
         ),
-        plans=() if plan is None else (plan,),
         **{
             **shared,
             "model": spec,

@@ -30,6 +30,7 @@ from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
 from fedlm.privacy import account, vocabulary
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
@@ -205,7 +206,8 @@ def check_same(run: Run) -> None:
             f"{path} was begun with another recipe "
             f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
         )
-    if header.get("privacy") != json.loads(dumps(_promised(run))).get("privacy"):
+    now = json.loads(dumps(promised(run)))
+    if any(header.get(name) != now.get(name) for name in ("privacy", "privacy_nodes")):
         raise RecordError(
             f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
             "versions that its journal names."
@@ -238,7 +240,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
         "store": store_facts(run, salted=run.plan is not None),
         "parameters": run.model.parameters,
-        **_promised(run),
+        **promised(run),
         **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
@@ -259,18 +261,23 @@ def store_facts(run: Run, *, salted: bool) -> Metrics:
     return facts
 
 
-def _promised(run: Run) -> Metrics:
-    """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
+def promised(run: Run) -> Metrics:
+    """Return the privacy plan of every federation of clients, from which the claim follows."""
     if run.plan is None:
         return {}
     privacy, tree = run.recipe.privacy, run.recipe.federation
     seed = tree.noise_seed if run.plan.unit == "leaf" else privacy.seed
     return {
         "privacy": asdict(run.plan),
+        **({} if "" in run.plans else {"privacy_nodes": _by_node(run, asdict)}),
         "privacy_budget": privacy.epsilon,
         "canaries": privacy.canaries,
         "unsafe_seed": seed is not None,
     }
+
+
+def _by_node(run: Run, of: Callable[[PrivacyPlan], Metrics]) -> Metrics:
+    return {node: of(plan) for node, plan in run.plans.items()}
 
 
 def _version(name: str) -> str:
@@ -298,7 +305,7 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
         more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
         so_far.update(more)
         if run.plan is not None and "perplexity" in told:
-            more["epsilon"] = account.spent(run.plan, told["round"] + 1).epsilon
+            more["epsilon"] = _spent(run, told["round"] + 1).epsilon
         told = extend(run.plan, told, more)
         journal.append(told)
         trackers.log(told["round"], told)
@@ -392,9 +399,18 @@ def _claim(run: Run, rounds: int) -> Metrics | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
     if run.plan is None:
         return None
-    claim = account.spent(run.plan, rounds)
+    largest = _spent(run, rounds)
     said = vocabulary.assumptions({"store": run.store.manifest})
-    return claim._replace(assumptions=(*claim.assumptions, *said))._asdict()
+    claim = largest._replace(assumptions=(*largest.assumptions, *said))._asdict()
+    if "" in run.plans:
+        return claim
+    nodes = account.spent_by_node(run.plans, rounds)
+    return {**claim, "nodes": {node: found._asdict() for node, found in nodes.items()}}
+
+
+def _spent(run: Run, rounds: int) -> account.Spent:
+    """Return the largest cost of the first rounds over all federations of clients."""
+    return next(iter(account.spent_by_node(run.plans, rounds).values()))
 
 
 def save_weights(path: Path, params: Params, run: Run) -> None:
@@ -418,7 +434,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
         "tokens": facts.tokens,
         "upload_bytes": last.get("upload_bytes", 0),
         "download_bytes": last.get("download_bytes", 0),
-        **_spent(facts),
+        **_spent_in(facts),
         "params": run.model.parameters,
         "params_sha256": tree.sha256(params),
         "seconds": round(seconds, 3),
@@ -434,7 +450,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
     }
 
 
-def _spent(facts: report.Facts) -> Metrics:
+def _spent_in(facts: report.Facts) -> Metrics:
     if facts.header.get("privacy") is None:
         return {"epsilon": None, "delta": None}
     spent = account.from_journal(facts.header, facts.rounds)

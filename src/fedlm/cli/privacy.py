@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
@@ -110,8 +112,9 @@ def epsilon(
         if mechanism or rounds or noise_multiplier is not None or delta is not None:
             raise ConfigError(f"{run}: a run has its own settings; leave the options away.")
         facts = facts_of(RunDirectory.existing(run).path)
-        found = account.from_journal(facts.header, facts.rounds)
-        plan, ran = account.plan_from(facts.header["privacy"]), len(facts.rounds)
+        nodes = account.by_node_from_journal(facts.header, facts.rounds)
+        dearest, found = next(iter(nodes.items()))
+        plan, ran = account.plans_from(facts.header)[dearest], len(facts.rounds)
     else:
         asked = _given("--noise-multiplier", noise_multiplier)
         plan = _plan(
@@ -127,7 +130,8 @@ def epsilon(
         )
         ran = plan.rounds
         found = account.spent(plan, ran)
-    _answer(plan, ran, found, as_json)
+        nodes = {}
+    _answer(plan, ran, found, as_json, nodes)
 
 
 @app.command()
@@ -290,17 +294,26 @@ def _plan(
     )
 
 
-def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
+def _answer(
+    plan: PrivacyPlan,
+    rounds: int,
+    found: account.Spent,
+    as_json: bool,
+    nodes: Mapping[str, account.Spent] = MappingProxyType({}),
+) -> None:
+    """Print the cost of a plan, and of every node of a tree."""
     facts = {
         "mechanism": plan.mechanism,
         "rounds": rounds,
         "noise_multiplier": plan.noise_multiplier,
         **found._asdict(),
     }
+    by_node = {} if "" in nodes else {node: spent.epsilon for node, spent in nodes.items()}
     if as_json:
-        emit(facts)
+        emit({**facts, **({"nodes": by_node} if by_node else {})})
         return
     rows = [(name, value) for name, value in facts.items() if name != "assumptions"]
+    rows += [(f"epsilon of the clients of {node}", value) for node, value in by_node.items()]
     show("privacy", ["what", "value"], rows)
     out.print("It holds if:")
     for line in found.assumptions:
