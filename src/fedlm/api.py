@@ -63,8 +63,9 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
       out: the folder of the store, which must not exist. By default a folder that is removed at
         exit.
       **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
-        `vocabulary` (entries), `lowercase`, `test_clients` (share of clients held out whole),
-        `validation` (share of each client's text held out), `split_seed`.
+        `vocabulary` (entries), `vocabulary_epsilon` (count it with noise), `lowercase`,
+        `test_clients` (share of clients held out whole), `validation` (share of each client's text
+        held out), `split_seed`.
 
     Raises:
       ConfigError: a setting is unknown or out of range.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from fedlm.corpus.store import Store, vocabulary_like, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
 from fedlm.corpus.tokenizer import FILE, kind_of
 from fedlm.corpus.vocabulary import Vocabulary
+from fedlm.privacy import vocabulary as vocabularies
 from fedlm.recipe.parts import given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
 from fedlm.recipe.vocabulary import vocabulary_of
@@ -30,6 +32,17 @@ def prepare(
     ] = "words",
     vocabulary: Annotated[
         int | None, typer.Option(help="Entries, specials included; 10000 by default.")
+    ] = None,
+    vocabulary_epsilon: Annotated[
+        float | None,
+        typer.Option(help="Count the vocabulary with noise: only words that many clients share."),
+    ] = None,
+    vocabulary_delta: Annotated[
+        float | None, typer.Option(help="The delta of --vocabulary-epsilon; 1e-7 by default.")
+    ] = None,
+    vocabulary_words: Annotated[
+        int | None,
+        typer.Option(help="Distinct words of a client that are counted; 1000 by default."),
     ] = None,
     lowercase: Annotated[
         bool | None, typer.Option("--lowercase/--no-lowercase", help="Fold case; by default it is.")
@@ -55,13 +68,23 @@ def prepare(
 
     Example: fedlm prepare letters.jsonl.gz --out stores/letters --vocabulary 4000
 
+    With a private vocabulary: fedlm prepare letters/ --out store --vocabulary-epsilon 1
+
     With a tokenizer made elsewhere: fedlm prepare letters/ --out store --tokenizer tokenizer.json
 
     For tests of scale: fedlm prepare synthetic:stackoverflow --out stores/many --clients 10000
     """
+    noisy = {
+        "vocabulary_epsilon": vocabulary_epsilon,
+        "vocabulary_delta": vocabulary_delta,
+        "vocabulary_words": vocabulary_words,
+    }
+    if like is not None or source.startswith(PREFIX):
+        _no_counting(noisy, "--like" if like is not None else source)
     asked = {
         "tokenizer": tokenizer,
         "vocabulary": vocabulary,
+        **noisy,
         "lowercase": lowercase,
         "test_clients": test_clients,
         "validation": validation,
@@ -81,7 +104,7 @@ def prepare(
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
-            made = taken or vocabulary_of(data, given)
+            made = taken or vocabulary_of(data, given, progress)
             store = write(sources.read(source), out, settings, progress, made)
     facts = {"store": str(out), **store.manifest}
     if as_json:
@@ -96,6 +119,11 @@ def prepare(
         "vocabulary",
     )
     show(f"store {out}", ["", "count"], [[name, facts[name]] for name in shown])
+    for said in vocabularies.assumptions({"store": facts}):
+        note(f"{said[:1].upper()}{said[1:]}.")
+    passed = facts["tokenizer_from"].get("words_passed")
+    if passed is not None:
+        note(f"{passed:,} words passed the threshold; another preparation costs as much again.")
     note(f"Train on it with data.store = {str(out)!r}.")
 
 
@@ -117,6 +145,13 @@ def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: 
     for name, value in (("--bos", bos), ("--eos", eos)):
         wanted = "nothing without --tokenizer PATH/tokenizer.json: other tokenizers have their own"
         require(value is None, name, value, wanted)
+
+
+def _no_counting(noisy: Mapping[str, object], why: str) -> None:
+    """Refuse options of private counting where no vocabulary is counted."""
+    for name, value in noisy.items():
+        option = f"--{name.replace('_', '-')}"
+        require(value is None, option, value, f"nothing beside {why}, which counts no vocabulary")
 
 
 def _only_synthetic(clients: int | None, groups: str) -> None:

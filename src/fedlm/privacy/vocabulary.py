@@ -86,10 +86,10 @@ class WordSelection:
 
 
 class NoisyWord(NamedTuple):
-    """A released word; its count is noisy, and a client of m words adds 1/sqrt(m) to it."""
+    """A released word; a client of m words added 1/sqrt(m) to its noisy count."""
 
     word: str
-    count: float
+    noisy_count: float
 
 
 def word_selection(epsilon: float, delta: float, words: int) -> WordSelection:
@@ -97,7 +97,7 @@ def word_selection(epsilon: float, delta: float, words: int) -> WordSelection:
 
     >>> made = word_selection(1.0, 1e-7, 1000)
     >>> round(made.noise_multiplier, 2), round(made.threshold, 1)
-    (4.81, 32.0)
+    (4.81, 31.1)
     """
     import dp_accounting  # here, because loading it takes over a second
 
@@ -159,7 +159,7 @@ def select_words(
         steps = round(noisy * COUNT_STEPS)
         if steps >= least:
             found.append(NoisyWord(name, steps / COUNT_STEPS))
-    return sorted(found, key=lambda word: (-word.count, word.word))
+    return sorted(found, key=lambda word: (-word.noisy_count, word.word))
 
 
 # ---- what a claim must say -----------------------------------------------------------------------

@@ -73,6 +73,22 @@ class Data(Table):
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = Field(
         default=10_000, description="The most entries of the vocabulary, special tokens included."
     )
+    vocabulary_epsilon: Positive | None = Field(
+        default=None,
+        description="`words`, `bpe`: count the vocabulary with noise at this epsilon, so that it "
+        "holds only words that many clients share; its cost is added to that of private runs. Not "
+        "set: counted without noise, which no privacy claim covers.",
+    )
+    vocabulary_delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-7,
+        description="The delta of `vocabulary_epsilon`; half of it is taken from "
+        "`privacy.delta`, which must be larger.",
+    )
+    vocabulary_words: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=1_000,
+        description="With `vocabulary_epsilon`: how many distinct words of a client are counted, "
+        "chosen at random.",
+    )
     lowercase: bool = Field(default=True, description="Whether text is converted to lower case.")
     layout: Layout = Field(
         default="lines",
