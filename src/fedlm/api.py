@@ -155,7 +155,8 @@ def load_run(path: str | Path) -> TrainedRun:
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> tables = {"data": {"store": str(store.path)}, "server": {"cohort": 2, "rounds": 1},
-    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4}}
+    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4},
+    ...           "client": {"batch_size": 4}}
     >>> run = train(tables, store.path.parent / "run")
     >>> load_run(run.path).path == run.path
     True
@@ -210,7 +211,8 @@ class TrainedRun:
 
     >>> from fedlm.models import cifg
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
-    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=1)
+    >>> model = cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = Federation(store, model, cohort=2, rounds=1, client__batch_size=4)
     >>> numbers = [told.number for told in fed.rounds()]
     >>> trained = fed.finish()
     >>> trained.evaluate("validation")["perplexity"] > 1
@@ -384,7 +386,8 @@ class Federation:
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> from fedlm.models import cifg
-    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=2)
+    >>> model = cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = Federation(store, model, cohort=2, rounds=2, client__batch_size=4)
     >>> [told.number for told in fed.rounds()]
     [1, 2]
     """

@@ -263,12 +263,13 @@ def _promised(run: Run) -> Metrics:
     """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
     if run.plan is None:
         return {}
-    privacy = run.recipe.privacy
+    privacy, tree = run.recipe.privacy, run.recipe.federation
+    seed = tree.noise_seed if run.plan.unit == "leaf" else privacy.seed
     return {
         "privacy": asdict(run.plan),
         "privacy_budget": privacy.epsilon,
         "canaries": privacy.canaries,
-        "unsafe_seed": privacy.seed is not None,
+        "unsafe_seed": seed is not None,
     }
 
 

@@ -95,6 +95,7 @@ def test_the_denominator_is_fixed_however_many_came():
         assert float(after.params["w"]) == pytest.approx(members * 0.25 / 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sorted(SERVER_OPTIMIZERS))
 def test_noise_enters_before_any_server_optimiser(name):
     """Every rule ends where it ends when it is fed, without a plan, the mean with its noise."""

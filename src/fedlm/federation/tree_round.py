@@ -243,6 +243,19 @@ def received(config: TreeConfig, state: TreeState) -> list[Params]:
     return [result.params for result in results.received.values()]
 
 
+def shown(config: TreeConfig, state: TreeState) -> list[Params]:
+    """Return the models of `received` as others may see them: of clipped, noisy changes alone."""
+    models = received(config, state)
+    if not config.hides:
+        return models
+    return [
+        config.join(model, config.backbone(model), _known(config, state.nodes[node]))
+        if config.topology.clients[node]
+        else model
+        for node, model in enumerate(models)
+    ]
+
+
 def _known(config: TreeConfig, node: TreeNodeState | Received | Trained) -> Layers:
     """Return a node's personal layers as other nodes know them."""
     if node.public_layers is None:

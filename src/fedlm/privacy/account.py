@@ -21,12 +21,22 @@ from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
 from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
-from fedlm.privacy.cost import MOST_NOISE
+from fedlm.privacy.cost import MOST_NOISE, DpEvent
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
 from fedlm.privacy.plan import PrivacyPlan
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
 SERVER = "whoever sees updates or sums before noise is added is trusted"
+UNITS = {
+    "client": UNIT,
+    "leaf": "one leaf of the tree with all text that it trains on; neighbours differ by everything "
+    "that it sends replaced by zero",
+}
+TRUSTED = {
+    "client": SERVER,
+    "leaf": "the leaf itself, which clips and adds the noise, is trusted, and so is whoever can "
+    "read the run's private files (mode 0600)",
+}
 
 
 class Spent(NamedTuple):
@@ -44,8 +54,18 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = MECHANISMS[plan.mechanism].cost(plan, rounds)
-    assumptions = (UNIT, *cost.assumptions, SERVER, *cost.warnings)
+    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *cost.warnings)
     return Spent(cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions)
+
+
+def event_of(plan: PrivacyPlan, rounds: int) -> DpEvent:
+    """Return what the first `rounds` rounds of a plan release, to compose it with other releases.
+
+    `cost.compose` computes the epsilon of several events about the same clients.
+    """
+    check_plan(plan)
+    require(rounds >= 0, "rounds", rounds, "zero or more rounds")
+    return MECHANISMS[plan.mechanism].event(plan, rounds)
 
 
 def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:

@@ -12,9 +12,14 @@ dp_accounting is imported inside functions: it costs over a second, and training
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
+# An event of dp_accounting: what was released, with how much noise, on which sample.
+DpEvent = Any
+Leaves = list[tuple[DpEvent, int]]  # single releases, and how often each happened
 
 # More noise than this drowns any sum; a target that needs more cannot be met.
 MOST_NOISE = 1e6
@@ -79,6 +84,140 @@ def fixed_size(
     always = dp_accounting.GaussianDpEvent(noise_multiplier)
     one = dp_accounting.NeighboringRelation.REPLACE_ONE
     return min(_rdp(drawn, rounds, delta, one), _rdp(always, rounds, delta))
+
+
+# ---- events, and what several of them cost ---------------------------------------------------
+
+
+def gaussian_event(noise_multiplier: float, squared_sensitivity: float = 1.0) -> DpEvent:
+    """Return the event of one sum with normal noise, or of many rounds that are one such sum."""
+    import dp_accounting
+
+    if squared_sensitivity == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.GaussianDpEvent(noise_multiplier / math.sqrt(squared_sensitivity))
+
+
+def sampled_event(noise_multiplier: float, rate: float, rounds: int) -> DpEvent:
+    """Return the event of rounds with normal noise that each client joins with chance `rate`."""
+    import dp_accounting
+
+    if rounds == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.SelfComposedDpEvent(_sampled(noise_multiplier, rate), rounds)
+
+
+def fixed_size_event(noise_multiplier: float, cohort: int, population: int, rounds: int) -> DpEvent:
+    """Return the event of rounds with normal noise on cohorts drawn without replacement.
+
+    Its noise is in units of what replacing a client by another one moves: twice the clip.
+    """
+    import dp_accounting
+
+    if rounds == 0:
+        return dp_accounting.NoOpDpEvent()
+    release = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+    drawn = dp_accounting.SampledWithoutReplacementDpEvent(population, cohort, release)
+    return dp_accounting.SelfComposedDpEvent(drawn, rounds)
+
+
+def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:
+    """Return the epsilon of several releases about the same clients, and its accountant.
+
+    `noise_multiplier` of an event is the noise over the L2 norm by which one client, replaced by
+    zero, moves the release. The exception is sampling without replacement: there it is the norm by
+    which one client replaced by another moves it (twice as much). `extra_delta` is the chance that
+    a release fails to be covered by its event; it is taken off `delta`.
+    """
+    import dp_accounting
+
+    left = delta - extra_delta
+    leaves = _leaves(events)
+    if not leaves:
+        return 0.0, "nothing was released"
+    if left <= 0 or any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e, _ in leaves):
+        return math.inf, "no finite epsilon"
+    return _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(leaves, left)
+
+
+def _leaves(events: Iterable[DpEvent]) -> Leaves:
+    """Return how often each single release happened; without noise it is a non-private one."""
+    import dp_accounting
+
+    counts: Leaves = []  # a list, because events may hold lists, which cannot be hashed
+
+    def add(event: DpEvent, count: int) -> None:
+        if isinstance(event, dp_accounting.NoOpDpEvent) or count == 0:
+            return
+        if isinstance(event, dp_accounting.SelfComposedDpEvent):
+            return add(event.event, count * event.count)
+        if isinstance(event, dp_accounting.ComposedDpEvent):
+            for each in event.events:
+                add(each, count)
+            return
+        if getattr(getattr(event, "event", event), "noise_multiplier", 1.0) == 0:
+            event = dp_accounting.NonPrivateDpEvent()
+        for number, (known, times) in enumerate(counts):
+            if known == event:
+                counts[number] = (event, times + count)
+                return
+        counts.append((event, count))
+
+    for event in events:
+        add(event, 1)
+    return counts
+
+
+def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
+    """Compose Gaussian releases alone: together they are one, and its profile is exact."""
+    import dp_accounting
+
+    if not all(isinstance(event, dp_accounting.GaussianDpEvent) for event, _ in leaves):
+        return None
+    squared = sum(count / event.noise_multiplier**2 for event, count in leaves)
+    return epsilon_of_shift(math.sqrt(squared), delta), "exact Gaussian profile"
+
+
+def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
+    """Compose privacy loss distributions; None if an event has none."""
+    import dp_accounting
+
+    accountant = dp_accounting.pld.PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    whole = dp_accounting.ComposedDpEvent([_repeated(*leaf) for leaf in leaves])
+    if not accountant.supports(whole):
+        return None
+    return float(accountant.compose(whole).get_epsilon(delta)), "PLD"
+
+
+def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
+    """Add up Renyi divergences, each under the relation that its event is stated for."""
+    import dp_accounting
+
+    total, orders = 0.0, np.zeros(0)
+    for event, count in leaves:
+        drawn = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
+        relations = dp_accounting.NeighboringRelation
+        accountant = dp_accounting.rdp.RdpAccountant(
+            neighboring_relation=relations.REPLACE_ONE if drawn else relations.REPLACE_SPECIAL
+        )
+        orders = accountant.orders
+        total = total + accountant.compose(event, count).rdp
+    return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0]), "RDP"
+
+
+def _repeated(event: DpEvent, count: int) -> DpEvent:
+    import dp_accounting
+
+    return event if count == 1 else dp_accounting.SelfComposedDpEvent(event, count)
+
+
+def epsilon_of_shift(shift: float, delta: float) -> float:
+    """Return the exact epsilon of normal noise of stddev one on a sum that moves by `shift`."""
+    import dp_accounting
+
+    if shift == 0 or math.isinf(shift):
+        return shift
+    return float(dp_accounting.get_epsilon_gaussian(1 / shift, delta))
 
 
 def _sampled(noise_multiplier: float, rate: float) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fedlm.privacy.cost import DpEvent
 from fedlm.privacy.noise import Noise
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.sensitivity import Squared
@@ -35,6 +36,7 @@ class Mechanism:
 
     noise: Callable[[PrivacyPlan, float], Noise]  # from a plan and a standard deviation
     cost: Callable[[PrivacyPlan, int], Cost]  # of the first so many rounds of a checked plan
+    event: Callable[[PrivacyPlan, int], DpEvent]  # what those rounds release, for composition
     check: Callable[[PrivacyPlan], None]  # refuses its own settings where they make no sense
     laws: tuple[str, ...]  # of `server.sampling` that it allows, the usual one first
     reason: str  # why any other law is refused

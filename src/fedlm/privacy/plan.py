@@ -7,8 +7,8 @@ Promise:  whatever reads a plan reads the same numbers; the checks here are thos
 Not here: mechanisms by name and the whole check of a plan (`catalog.py`), epsilon (`account.py`),
           who joins (`cohort/sampling.py`).
 
-The unit is one client with all its text. Two runs are neighbours if one client's contributions,
-in every round, are replaced by zero.
+The unit is one client with all its text, or one leaf of a tree with the text of all its clients.
+Two runs are neighbours if all that one unit contributes, in every round, is replaced by zero.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class PrivacyPlan:
     clip_rate: float = 0.2  # how fast it follows
     clip_noise: float = 0.0  # stddev of the noise on how many were let through
     reveal: bool = False  # whether the journal also holds sums without noise; no claim covers them
+    unit: str = "client"  # whose text is hidden: one `client`'s, or the whole of a tree's `leaf`
 
     @property
     def sum_multiplier(self) -> float:

@@ -48,6 +48,9 @@ NODE = frozenset(
     }
 )
 
+# Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
+# it stays, also its attention to what others sent.
+OF_OWN_MODEL = frozenset({"personal_perplexity", "entropy_down", "self_weight"})
 # Of the header: what was fixed before the first round, and figures of held-out clients.
 HEADER = frozenset(
     {
@@ -100,10 +103,11 @@ def release(
         if "store" in facts:
             facts["store"] = {k: v for k, v in facts["store"].items() if k in STORE}
     if kind == "round" and hides(plan):
-        facts = {name: value for name, value in facts.items() if name in ROUND} | dict(expected())
+        allowed, of_nodes = _allowed(plan, ROUND), _allowed(plan, NODE)
+        facts = {name: value for name, value in facts.items() if name in allowed} | dict(expected())
         if "nodes" in facts:
             facts["nodes"] = {
-                node: {name: value for name, value in of.items() if name in NODE}
+                node: {name: value for name, value in of.items() if name in of_nodes}
                 for node, of in facts["nodes"].items()
             }
     return make_releasable(kind, facts)
@@ -112,6 +116,15 @@ def release(
 def hides(plan: PrivacyPlan | None) -> bool:
     """Return whether exact sums over members stay private."""
     return plan is not None and not plan.reveal
+
+
+def _allowed(plan: PrivacyPlan | None, names: frozenset[str]) -> frozenset[str]:
+    return names - OF_OWN_MODEL if own_models_stay(plan) else names
+
+
+def own_models_stay(plan: PrivacyPlan | None) -> bool:
+    """Return whether the leaves' own models, and figures of them, stay private."""
+    return plan is not None and plan.unit == "leaf" and hides(plan)
 
 
 def splits(plan: PrivacyPlan | None, available: Sequence[str]) -> list[str]:
@@ -133,5 +146,6 @@ def baselines(plan: PrivacyPlan | None) -> bool:
 
 def extend(plan: PrivacyPlan | None, told: Releasable, facts: Mapping[str, Any]) -> Releasable:
     """Add figures, epsilon and sums over released rounds to facts that were already released."""
-    more = {name: value for name, value in facts.items() if name in told or name in ROUND}
+    allowed = _allowed(plan, ROUND)
+    more = {name: value for name, value in facts.items() if name in told or name in allowed}
     return make_releasable(told.kind, {**told, **(more if hides(plan) else facts)})

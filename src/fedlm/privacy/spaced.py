@@ -39,6 +39,7 @@ def spaced(
     return Mechanism(
         noise=noise,
         cost=lambda plan, rounds: _cost(plan, rounds, squared),
+        event=lambda plan, rounds: _event(plan, rounds, squared),
         check=check_all,
         laws=("spaced",),
         reason="because correlated noise is accounted by how often and how closely a client may "
@@ -70,13 +71,7 @@ def matrix(
 def _cost(
     plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
 ) -> Cost:
-    require(
-        rounds <= plan.rounds,
-        "rounds",
-        rounds,
-        f"at most the {plan.rounds} rounds for which the noise was made",
-    )
-    squared = squared_of(plan, rounds) if rounds else Squared(0.0)
+    squared = _squared(plan, rounds, squared_of)
     rho = cost.rho_of(squared.value, plan.noise_multiplier)
     return Cost(
         cost.epsilon_of_rho(rho, plan.delta),
@@ -84,6 +79,26 @@ def _cost(
         (_spacing(plan), _placement(squared)),
         rho,
     )
+
+
+def _event(
+    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+) -> cost.DpEvent:
+    """Return one Gaussian release: all rounds together are one sum with normal noise."""
+    squared = _squared(plan, rounds, squared_of)
+    return cost.gaussian_event(plan.noise_multiplier, squared.value)
+
+
+def _squared(
+    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+) -> Squared:
+    require(
+        rounds <= plan.rounds,
+        "rounds",
+        rounds,
+        f"at most the {plan.rounds} rounds for which the noise was made",
+    )
+    return squared_of(plan, rounds) if rounds else Squared(0.0)
 
 
 def _spacing(plan: PrivacyPlan) -> str:
