@@ -254,6 +254,8 @@ def header_of(run: Run, fresh: Any) -> Metrics:
 def store_facts(run: Run, *, salted: bool) -> Metrics:
     """Return the manifest of the store without its settings, perhaps with a salted hash."""
     facts = {k: v for k, v in run.store.manifest.items() if k != "settings"}
+    if run.store.settings.user_field is not None:
+        facts["user_field"] = run.store.settings.user_field
     if salted:
         facts["salted_sha256"] = run.record.salted(facts["clients_sha256"])
     return facts
@@ -355,7 +357,7 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
             "kept."
         )
     if run.plan is not None:
-        for said in vocabulary.uncovered({"store": run.store.manifest}):
+        for said in vocabulary.uncovered({"store": store_facts(run, salted=False)}):
             watcher.say(f"Warning: {said}.")
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
@@ -393,7 +395,7 @@ def _claim(run: Run, rounds: int) -> Metrics | None:
     if run.plan is None:
         return None
     claim = account.spent(run.plan, rounds)
-    said = vocabulary.assumptions({"store": run.store.manifest})
+    said = vocabulary.assumptions({"store": store_facts(run, salted=False)})
     return claim._replace(assumptions=(*claim.assumptions, *said))._asdict()
 
 

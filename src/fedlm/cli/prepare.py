@@ -56,6 +56,10 @@ def prepare(
     test_clients: Annotated[float, typer.Option(help="Share of clients held out whole.")] = 0.1,
     validation: Annotated[float, typer.Option(help="Share of each client's text held out.")] = 0.1,
     split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = 0,
+    user_field: Annotated[
+        str | None,
+        typer.Option(help="The field that names the person: all devices become one client."),
+    ] = None,
     clients: Annotated[int | None, typer.Option(help="How many, of a synthetic source.")] = None,
     groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
     like: Annotated[
@@ -89,6 +93,7 @@ def prepare(
         "test_clients": test_clients,
         "validation": validation,
         "split_seed": split_seed,
+        "user_field": user_field,
     }
     _only_file(tokenizer, {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos)
     taken = None if like is None else _vocabulary_of(like, asked)
@@ -101,11 +106,13 @@ def prepare(
             status.update(f"{stage} {done or ''}")
 
         if source.startswith(PREFIX):
+            wanted = "nothing for a synthetic source, which has no fields"
+            require(user_field is None, "--user-field", user_field, wanted)
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
             made = taken or vocabulary_of(data, given, progress)
-            store = write(sources.read(source), out, settings, progress, made)
+            store = write(sources.read(source, user_field), out, settings, progress, made)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -119,7 +126,7 @@ def prepare(
         "vocabulary",
     )
     show(f"store {out}", ["", "count"], [[name, facts[name]] for name in shown])
-    for said in vocabularies.assumptions({"store": facts}):
+    for said in vocabularies.assumptions({"store": {**facts, "user_field": data.user_field}}):
         note(f"{said[:1].upper()}{said[1:]}.")
     passed = facts["tokenizer_from"].get("words_passed")
     if passed is not None:

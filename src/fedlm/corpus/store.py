@@ -69,6 +69,7 @@ class StoreSettings:
     test_clients: float = 0.1
     validation: float = 0.1
     split_seed: int = 0
+    user_field: str | None = None  # the field of the source that names the person; None: `client`
 
 
 def gather_clients(documents: Iterable[Document]) -> list[Document]:

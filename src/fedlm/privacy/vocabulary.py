@@ -166,18 +166,27 @@ def select_words(
 
 
 def assumptions(header: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a claim must say about the vocabulary, from the header of a run's journal."""
+    """Return what a claim must say about the preparation of the text, from a journal's header.
+
+    That is who counts as one client, if a field of the source decides it, and where the vocabulary
+    came from.
+    """
     store = header.get("store")
     if not isinstance(store, Mapping):
         return ()
-    origin = store.get("tokenizer_from")
+    field, origin = store.get("user_field"), store.get("tokenizer_from")
+    joined = (
+        f"a client is all text with one value of the field {field!r}: a person, not a device",
+    )
+    unit = () if field is None else joined
     if not isinstance(origin, Mapping):
-        return (f"where the vocabulary came from is not recorded: {NOT_COVERED}",)
+        return (*unit, f"where the vocabulary came from is not recorded: {NOT_COVERED}")
     if origin.get("kind") == "like":
         of = origin.get("of")
         found = _said(of) if isinstance(of, Mapping) else f"its origin is not known: {NOT_COVERED}"
-        return (f"the vocabulary is that of the store {origin.get('store')!r}; there, {found}",)
-    return () if origin.get("kind") == "public" else (_said(origin),)
+        said = f"the vocabulary is that of the store {origin.get('store')!r}; there, {found}"
+        return (*unit, said)
+    return unit if origin.get("kind") == "public" else (*unit, _said(origin))
 
 
 def uncovered(header: Mapping[str, Any]) -> tuple[str, ...]:

@@ -86,6 +86,7 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
+        user_field=data.user_field,
     )
 
 
@@ -109,7 +110,9 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)
     try:
         vocabulary = vocabulary_of(data, given, progress)
-        return write(sources.read(data.source), path, settings, progress, vocabulary)
+        return write(
+            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
+        )
     except CorpusError:
         if not path.exists():
             raise

@@ -105,6 +105,12 @@ class Data(Table):
         default=0.1, description="Fraction of each training client's text held out, from its end."
     )
     split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    user_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of a `.jsonl`, `.csv` or `.parquet` source that names the "
+        "person who wrote. All text of a person becomes one client: for sampling, clipping, "
+        "separation and splits. Not set: `client`.",
+    )
     groups: tuple[str, ...] = Field(
         default=(),
         description="Only clients of these groups take part, in training and evaluation; `[]` is "
