@@ -41,10 +41,10 @@ With later releases appended to M, M* and M', which use the same data, steps 1 t
 word: that is why the ledger has one line of a Gaussian release with delta_t on top.
 
 Numbers on a computer: weights are rounded down to multiples of 2^-20 and summed as integers, so
-that no norm exceeds 1 and no order of clients shows. The noise is drawn in 64-bit floating point by
-Philox with a 128-bit key from the system's entropy; noisy counts are rounded to multiples of 2^-10,
-which hides the low bits of floating-point noise, and must exceed the threshold after it was rounded
-up to that grid. The noise itself is not a discrete distribution.
+that no norm exceeds 1 and no order of clients shows. The noise is made of SHAKE-256 under a 128-bit
+secret of the system's entropy, in 64-bit floating point (`host_noise.py`); noisy counts are rounded
+to multiples of 2^-10, which hides the low bits of floating-point noise, and must exceed the
+threshold after it was rounded up to that grid. The noise itself is not a discrete distribution.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedlm.core.errors import require
 from fedlm.core.keys import generator_for
+from fedlm.privacy.host_noise import STEPS, on_grid, standard_normal
 
 NOT_COVERED = "the epsilon does not cover it"
 WEIGHT_STEPS = 1 << 20  # steps per unit of a weight
-COUNT_STEPS = 1 << 10  # steps per unit of a noisy count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +153,13 @@ def select_words(
         if kept:
             counts.update(dict.fromkeys(kept, math.floor(WEIGHT_STEPS / math.sqrt(len(kept)))))
     names = sorted(counts)
-    noise = generator_for(seed, "vocabulary").standard_normal(len(names))
-    least = math.ceil(selection.threshold * COUNT_STEPS) + 1
-    found = []
-    for name, drawn in zip(names, noise.tolist(), strict=True):
-        noisy = counts[name] / WEIGHT_STEPS + selection.noise_multiplier * drawn
-        steps = round(noisy * COUNT_STEPS)
-        if steps >= least:
-            found.append(NoisyWord(name, steps / COUNT_STEPS))
+    exact = np.array([counts[name] for name in names]) / WEIGHT_STEPS
+    drawn = standard_normal(seed, "vocabulary", len(names))
+    noisy = on_grid(exact + selection.noise_multiplier * drawn).tolist()
+    least = (math.ceil(selection.threshold * STEPS) + 1) / STEPS
+    found = [
+        NoisyWord(name, count) for name, count in zip(names, noisy, strict=True) if count >= least
+    ]
     return sorted(found, key=lambda word: (-word.noisy_count, word.word))
 
 
