@@ -65,8 +65,9 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
       out: the folder of the store, which must not exist. By default a folder that is removed at
         exit.
       **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
-        `vocabulary` (entries), `lowercase`, `test_clients` (share of clients held out whole),
-        `validation` (share of each client's text held out), `split_seed`.
+        `vocabulary` (entries), `vocabulary_epsilon` (count it with noise), `lowercase`,
+        `test_clients` (share of clients held out whole), `validation` (share of each client's text
+        held out), `split_seed`, `user_field` (the field that names the person).
 
     Raises:
       ConfigError: a setting is unknown or out of range.
@@ -77,7 +78,12 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
     2
     """
     data = parse({"data": settings}).data
-    documents = sources.read(str(source)) if isinstance(source, (str, Path)) else _given(source)
+    if isinstance(source, (str, Path)):
+        documents = sources.read(str(source), data.user_field)
+    else:
+        wanted = "nothing for pairs, whose first part is the client"
+        require(data.user_field is None, "user_field", data.user_field, wanted)
+        documents = _given(source)
     given = parts.given_tokenizer(data)
     path = Path(out) if out is not None else _temporary() / "store"
     made = parts.store_settings(data, given)

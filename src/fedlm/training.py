@@ -288,6 +288,8 @@ def header_of(run: Run, fresh: Any) -> Metrics:
 def store_facts(run: Run, *, salted: bool) -> Metrics:
     """Return the manifest of the store without its settings, perhaps with a salted hash."""
     facts = {k: v for k, v in run.store.manifest.items() if k != "settings"}
+    if run.store.settings.user_field is not None:
+        facts["user_field"] = run.store.settings.user_field
     if salted:
         facts["salted_sha256"] = run.record.salted(facts["clients_sha256"])
     return facts

@@ -80,6 +80,7 @@ STORE = frozenset(
         "tokenizer_sha256",
         "tokenizer_from",
         "salted_sha256",
+        "user_field",
     }
 )
 

@@ -79,10 +79,14 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
     return StoreSettings(
         tokenizer=kind_of(data.tokenizer),
         vocabulary=data.vocabulary if given is None else given.vocabulary,
+        vocabulary_epsilon=data.vocabulary_epsilon,
+        vocabulary_delta=data.vocabulary_delta,
+        vocabulary_words=data.vocabulary_words,
         lowercase=data.lowercase if given is None else False,
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
+        user_field=data.user_field,
     )
 
 
@@ -105,8 +109,10 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     if path.exists():
         return Store(path)
     try:
-        vocabulary = vocabulary_of(data, given)
-        return write(sources.read(data.source), path, settings, progress, vocabulary)
+        vocabulary = vocabulary_of(data, given, progress)
+        return write(
+            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
+        )
     except CorpusError:
         if not path.exists():
             raise
