@@ -351,10 +351,12 @@ def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
     names = ("members", "refused", "steps", "tokens", "unclipped", "nats")
     read = {name: float(np.asarray(getattr(gathered.total, name))) for name in names}
     nats = read.pop("nats")
+    # Nodes under a plan do not tell their tokens: then only a round that all failed has no loss.
+    failed = read["refused"] >= read["members"]
     return {
         "round": round,
         **{name: int(value) for name, value in read.items()},
-        "loss": mean_loss(nats, read["tokens"], read["refused"]),
+        "loss": mean_loss(nats, read["tokens"], failed * read["refused"]),
         "upload_bytes": gathered.upload_bytes,
         "download_bytes": gathered.download_bytes,
         "seconds": time.perf_counter() - began,

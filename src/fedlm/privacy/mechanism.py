@@ -28,6 +28,7 @@ class Cost(NamedTuple):
     assumptions: tuple[str, ...]
     rho: float | None = None
     warnings: tuple[str, ...] = ()
+    published_epsilon: float | None = None  # by the conversion that papers print, where it differs
 
 
 @dataclass(frozen=True, kw_only=True)

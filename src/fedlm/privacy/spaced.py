@@ -9,6 +9,7 @@ Not here: the matrices (`strategy.py`), the noise (`correlated.py`), the worst p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -77,10 +78,11 @@ def _cost(
     squared = _squared(plan, rounds, squared_of)
     rho = cost.rho_of(squared.value, plan.noise_multiplier)
     return Cost(
-        cost.epsilon_of_rho(rho, plan.delta),
-        f"zCDP of {plan.mechanism} noise, converted through RDP",
+        cost.epsilon_of_shift(math.sqrt(2 * rho), plan.delta),
+        f"exact Gaussian profile of {plan.mechanism} noise",
         (_spacing(plan), _placement(squared)),
         rho,
+        published_epsilon=cost.epsilon_of_rho(rho, plan.delta),
     )
 
 
