@@ -82,10 +82,7 @@ class Relay:
         """Describe the subtree as one node, and assign its members anew, because a run begins."""
         heard: dict[str, Hello] = {}
 
-        def check(name: str, hello: Hello) -> None:
-            heard[name] = hello
-            self.counters.hear(name, hello.counter)
-
+        check = registration.heard(self.counters, heard.__setitem__, self.say)
         below = registration.assign_members(self.transport, self.names, check, self.say)
         tokenizers = {hello.tokenizer for hello in heard.values()}
         if len(tokenizers) != 1:
