@@ -20,6 +20,7 @@ import equinox as eqx
 import jax
 import optax
 
+from fedlm import lineage
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import sources, tokenizer_file
@@ -36,6 +37,7 @@ from fedlm.methods.catalog import METHODS
 from fedlm.methods.method import MethodOptions
 from fedlm.models.catalog import ModelSpec, ModuleSpec
 from fedlm.privacy import account
+from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build
@@ -179,11 +181,13 @@ def load_run(path: str | Path) -> TrainedRun:
     return TrainedRun(run, summary)
 
 
-def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.Spent:
-    """Compute the epsilon that a plan costs each client, or that a run has spent.
+def epsilon(
+    of: PrivacyPlan | Store | str | Path, rounds: int | None = None
+) -> account.Spent | Claim | lineage.StoreSpending:
+    """Compute the epsilon of a plan or of a run, or of all runs on a store together.
 
     Args:
-      of: a plan, or a run directory.
+      of: a plan, a run directory, or a store.
       rounds: the number of rounds of the plan to count; by default all. A run always counts the
         rounds in its journal.
 
@@ -199,8 +203,10 @@ def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.
     """
     if isinstance(of, PrivacyPlan):
         return account.spent(of, of.rounds if rounds is None else rounds)
+    if isinstance(of, Store):
+        return lineage.spent_on(of)
     facts = pages.facts_of(RunDirectory.existing(Path(of)).path)
-    return account.from_journal(facts.header, facts.rounds)
+    return lineage.claim_of_run(Path(of), facts.header, facts.rounds)
 
 
 # ---- a run that is over ----------------------------------------------------------------------
@@ -509,7 +515,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     )
     engine = parts.engine_of(recipe, algorithm, rows.train)
     plan = algorithm.plan
-    shared = parts.shared_parts(recipe, store, plan, path)
+    shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
     round = FlatRound(
         algorithm=algorithm,
@@ -525,7 +531,6 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         evaluation=parts.evaluation_of(
             recipe, rows, plan, round.models, count=False, score=spec.score
         ),
-        plans=() if plan is None else (plan,),
         **{
             **shared,
             "model": spec,

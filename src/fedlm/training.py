@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import shlex
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 
+from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.releasable import Releasable
@@ -29,7 +31,11 @@ from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
-from fedlm.privacy import account, vocabulary
+from fedlm.models.catalog import ModuleSpec
+from fedlm.privacy import ledger
+from fedlm.privacy.claim import ALWAYS, Claim
+from fedlm.privacy.ledger import Ledger
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
@@ -184,6 +190,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
         checkpoint.write_atomically(directory.special_tokens, named)
         if run.plan is not None:
             directory.make_salt()
+        _begin_lineage(run)
         journal.append(release(run.plan, "header", header_of(run, fresh)))
         journal.sync()
         checkpoint.save(directory.checkpoints, 0, fresh)
@@ -192,6 +199,32 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
     journal.rewind(int(found.round))
     watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
     return found
+
+
+def _begin_lineage(run: Run) -> None:
+    """Write down what the run learns from and starts from, and register it in its store."""
+    book = Ledger(run.record.path / ledger.NAME)
+    start = run.recipe.model.init_from or ("python" if _given_module(run) else "")
+    lineage.begin(
+        run.record.path,
+        run.store,
+        run=book.entries()[0]["run"] if book.exists() else lineage.new_run(),
+        private=run.plan is not None,
+        start_sha256=tree.sha256(run.start()),
+        start=start,
+        elsewhere=_nodes(run),
+    )
+
+
+def _given_module(run: Run) -> bool:
+    return isinstance(run.model, ModuleSpec)
+
+
+def _nodes(run: Run) -> list[str]:
+    """Return the nodes that hold the text of a run over a network; none if the store holds it."""
+    if run.population.tokens is not None or run.command == "pretrain":
+        return []
+    return sorted({f"node {'/'.join(path)}" for path in run.population.group_paths()})
 
 
 def check_same(run: Run) -> None:
@@ -205,7 +238,8 @@ def check_same(run: Run) -> None:
             f"{path} was begun with another recipe "
             f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
         )
-    if header.get("privacy") != json.loads(dumps(_promised(run))).get("privacy"):
+    now = json.loads(dumps(promised(run)))
+    if any(header.get(name) != now.get(name) for name in ("privacy", "privacy_nodes")):
         raise RecordError(
             f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
             "versions that its journal names."
@@ -238,7 +272,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
         "store": store_facts(run, salted=run.plan is not None),
         "parameters": run.model.parameters,
-        **_promised(run),
+        **promised(run),
         **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
@@ -261,18 +295,23 @@ def store_facts(run: Run, *, salted: bool) -> Metrics:
     return facts
 
 
-def _promised(run: Run) -> Metrics:
-    """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
+def promised(run: Run) -> Metrics:
+    """Return the privacy plan of every federation of clients, from which the claim follows."""
     if run.plan is None:
         return {}
     privacy, tree = run.recipe.privacy, run.recipe.federation
     seed = tree.noise_seed if run.plan.unit == "leaf" else privacy.seed
     return {
         "privacy": asdict(run.plan),
+        **({} if "" in run.plans else {"privacy_nodes": _by_node(run, asdict)}),
         "privacy_budget": privacy.epsilon,
         "canaries": privacy.canaries,
         "unsafe_seed": seed is not None,
     }
+
+
+def _by_node(run: Run, of: Callable[[PrivacyPlan], Metrics]) -> Metrics:
+    return {node: of(plan) for node, plan in run.plans.items()}
 
 
 def _version(name: str) -> str:
@@ -300,7 +339,9 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
         more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
         so_far.update(more)
         if run.plan is not None and "perplexity" in told:
-            more["epsilon"] = account.spent(run.plan, told["round"] + 1).epsilon
+            played = [{"round": told["round"]}]
+            claim = lineage.claim_of_run(directory.path, entries.header, played)
+            more["epsilon"] = claim.epsilon if math.isfinite(claim.epsilon) else None
         told = extend(run.plan, told, more)
         journal.append(told)
         trackers.log(told["round"], told)
@@ -356,21 +397,23 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
             f"{recipe.server.rounds} would pass epsilon {recipe.privacy.epsilon:g}. The model is "
             "kept."
         )
-    if run.plan is not None:
-        for said in vocabulary.uncovered({"store": store_facts(run, salted=False)}):
-            watcher.say(f"Warning: {said}.")
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
     models = run.round.models(state)
+    claim = _claim(run)
+    if claim is not None:
+        for said in claim.not_covered[: -len(ALWAYS)]:
+            watcher.say(f"Not covered by the privacy claim: {said}.")
     final = {
         **splits,
         **run.round.closing(int(state.round)),
         "baselines": counted,
         "predictions": _predictions(run, models[""]),
-        "privacy": _claim(run, int(state.round)),
+        "privacy": None if claim is None else claim.facts,
     }
     journal.append(release(run.plan, "final", final))
     journal.sync()
+    lineage.add_models(directory.path, run.store, [tree.sha256(m) for m in models.values()])
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, run)
     facts = report.facts_of(directory.path)
@@ -390,13 +433,12 @@ def _predictions(run: Run, params: Params) -> list[Metrics]:
     ]
 
 
-def _claim(run: Run, rounds: int) -> Metrics | None:
+def _claim(run: Run) -> Claim | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
     if run.plan is None:
         return None
-    claim = account.spent(run.plan, rounds)
-    said = vocabulary.assumptions({"store": store_facts(run, salted=False)})
-    return claim._replace(assumptions=(*claim.assumptions, *said))._asdict()
+    facts = report.facts_of(run.record.path)
+    return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
 def save_weights(path: Path, params: Params, run: Run) -> None:
@@ -437,7 +479,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
 
 
 def _spent(facts: report.Facts) -> Metrics:
-    if facts.header.get("privacy") is None:
-        return {"epsilon": None, "delta": None}
-    spent = account.from_journal(facts.header, facts.rounds)
-    return {"epsilon": spent.epsilon, "delta": spent.delta}
+    claim = facts.final.get("privacy") or {}
+    return {"epsilon": claim.get("epsilon"), "delta": claim.get("delta")} | (
+        {"privacy": claim["sentence"]} if claim else {}
+    )

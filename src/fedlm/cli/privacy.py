@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from fedlm import lineage
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
+from fedlm.corpus.store import Store
 from fedlm.engine.devices import use_devices
 from fedlm.federation.audit import Seen, look
 from fedlm.inference import load_params
@@ -83,7 +85,9 @@ Restart = Annotated[
 
 @app.command()
 def epsilon(
-    run: Annotated[Path | None, typer.Argument(help="A run directory.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory, or a store: all runs on it.")
+    ] = None,
     *,
     mechanism: MechanismName = None,
     rounds: Rounds = None,
@@ -102,32 +106,30 @@ def epsilon(
     restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
-    """What settings cost, or what a run has spent.
+    """What settings cost, what a run has spent, or what all runs on a store cost together.
 
     Example: fedlm privacy epsilon runs/private
     """
     if run is not None:
-        if mechanism or rounds or noise_multiplier is not None or delta is not None:
-            raise ConfigError(f"{run}: a run has its own settings; leave the options away.")
-        facts = facts_of(RunDirectory.existing(run).path)
-        found = account.from_journal(facts.header, facts.rounds)
-        plan, ran = account.plan_from(facts.header["privacy"]), len(facts.rounds)
-    else:
-        asked = _given("--noise-multiplier", noise_multiplier)
-        plan = _plan(
-            mechanism=mechanism,
-            rounds=rounds,
-            noise_multiplier=asked,
-            delta=delta,
-            clip_norm=clip,
-            bands=bands,
-            buffers=buffers,
-            restart_every=restart_every,
-            sampling=(sampling, cohort, population, min_separation, max_participations),
-        )
-        ran = plan.rounds
-        found = account.spent(plan, ran)
-    _answer(plan, ran, found, as_json)
+        if mechanism or rounds or noise_multiplier is not None:
+            raise ConfigError(f"{run}: it has its own settings; leave the options away.")
+        if (run / "store.json").is_file():
+            return _answer_store(run, lineage.spent_on(Store(run), delta), as_json)
+        require(delta is None, "--delta", delta, "nothing beside a run, which has its own")
+        return _answer_run(run, as_json)
+    asked = _given("--noise-multiplier", noise_multiplier)
+    plan = _plan(
+        mechanism=mechanism,
+        rounds=rounds,
+        noise_multiplier=asked,
+        delta=delta,
+        clip_norm=clip,
+        bands=bands,
+        buffers=buffers,
+        restart_every=restart_every,
+        sampling=(sampling, cohort, population, min_separation, max_participations),
+    )
+    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
 
 
 @app.command()
@@ -290,7 +292,61 @@ def _plan(
     )
 
 
+def _answer_run(run: Path, as_json: bool) -> None:
+    """Print the claim of a run: the same words as in its report."""
+    facts = facts_of(RunDirectory.existing(run).path)
+    claim = lineage.claim_of_run(run, facts.header, facts.rounds)
+    plan = account.plan_from(facts.header["privacy"])
+    told = {
+        "mechanism": plan.mechanism,
+        "rounds": len(facts.rounds),
+        "noise_multiplier": plan.noise_multiplier,
+        **claim.facts,
+    }
+    if as_json:
+        emit(told)
+        return
+    words = ("sentence", "covers", "not_covered", "assumptions", "nodes")
+    show("privacy", ["what", "value"], [(k, v) for k, v in told.items() if k not in words])
+    if claim.nodes:
+        show("every federation of clients", ["node", "epsilon"], list(claim.nodes.items()))
+    out.print(claim.sentence)
+    for title, lines in (
+        ("It covers:", claim.covers),
+        ("It does not cover:", claim.not_covered),
+        ("It holds if:", claim.assumptions),
+    ):
+        out.print(title)
+        for line in lines:
+            out.print(f"  - {line}")
+
+
+def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> None:
+    """Print what all runs that a store has seen cost one of its clients."""
+    if as_json:
+        emit({"store": str(store), **found._asdict()})
+        return
+    rows = [[each["run"], each["rounds"], each["epsilon"]] for each in found.runs]
+    show(f"runs on {store}", ["run", "rounds", "epsilon alone"], rows)
+    out.print(store_sentence(found))
+
+
+def store_sentence(found: lineage.StoreSpending) -> str:
+    """Say in one sentence what all runs on a store cost together."""
+    known = f"{found.private_runs} private runs and the vocabulary of this store"
+    spent = "nothing that is known"
+    if found.private_epsilon is not None:
+        spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
+    if not found.other_runs:
+        return f"Together, {known} cost one client {spent} ({found.accountant})."
+    return (
+        f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
+        f"it have no privacy plan, or told exact sums. {known} alone cost {spent}."
+    )
+
+
 def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
+    """Print the cost of a plan."""
     facts = {
         "mechanism": plan.mechanism,
         "rounds": rounds,

@@ -221,8 +221,8 @@ def print_summary(summary: Summary) -> None:
         f"{summary['rounds']} rounds{learned} in {summary['seconds']:.0f} s "
         f"({summary['clients_per_second']:.1f} clients/s); {moved}{accuracy}"
     )
-    if summary["epsilon"] is not None:
-        out.print(f"privacy: epsilon {summary['epsilon']:.3f} at delta {summary['delta']:g}")
+    if summary.get("privacy"):
+        out.print(f"privacy: {summary['privacy']}")
     for prompt in summary.get("predictions") or []:
         said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
         out.print(f"  {prompt['prompt']} ... {said}")

@@ -353,7 +353,7 @@ def evaluation_of(
     )
 
 
-def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Path) -> Any:
+def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan], out: Path) -> Any:
     """Return the parts that flat runs and trees have in common, by name."""
     server = recipe.server
     return {
@@ -361,8 +361,9 @@ def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Pa
         "store": store,
         "record": RunDirectory(out),
         "recipe": recipe,
+        "plans": plans,
         "cadence": Cadence(
-            rounds=privacy_plan.rounds_of(recipe, plan),
+            rounds=privacy_plan.rounds_of(recipe, plans.values()),
             evaluate_every=server.evaluate_every,
             checkpoint_every=recipe.run.checkpoint_every,
         ),

@@ -199,37 +199,38 @@ def _curves(runs: list[Facts]) -> list[str]:
 
 
 def _privacy(run: Facts) -> list[str]:
-    """State the privacy claim in plain words, from the plan in the header and the rounds run."""
+    """State the privacy claim in plain words, as it was made when the run ended."""
     plan = run.header.get("privacy")
     if plan is None:
         return ["<h2>Privacy</h2><p>This run makes no privacy claim.</p>"]
-    claim, last = run.final.get("privacy") or {}, run.rounds[-1] if run.rounds else {}
-    epsilon = claim.get("epsilon")
-    said = "No finite epsilon" if claim else "Not finished, so nothing is claimed"
-    if epsilon is not None:
-        said = f"epsilon {epsilon:.4g}"
-    words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get("assumptions", ()))
-    warned = ""
-    if run.header.get("unsafe_seed"):
-        warned = "<p><b>Unsafe for release:</b> the seed of the noise was fixed by a setting.</p>"
+    claim, last = run.final.get("privacy"), run.rounds[-1] if run.rounds else {}
+    if claim is None:
+        return ["<h2>Privacy</h2><p>The run has not ended, so nothing is claimed yet.</p>"]
+    parts = [f"<h2>Privacy</h2><p><b>{html.escape(claim['sentence'])}</b></p>"]
+    for title, name in (
+        ("It covers:", "covers"),
+        ("It does not cover:", "not_covered"),
+        ("It holds if:", "assumptions"),
+    ):
+        words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get(name) or ())
+        parts.append(f"<p>{title}</p><ul>{words}</ul>" if words else "")
+    noisy = plan["clip_noise"] and plan["noise_multiplier"]
+    share = f"share of updates within the clip, {'with' if noisy else 'without'} noise"
+    sampling = plan["sampling"]
+    leaf = plan.get("unit") == "leaf"
     rows = [
         ["mechanism", plan["mechanism"]],
-        ["who joins a round", plan["sampling"]["law"]],
+        ["who joins a round", "every leaf" if leaf else sampling["law"]],
         ["noise, in multiples of the clip", plan["noise_multiplier"]],
         ["clip, last round", last.get("clip_norm", plan["clip_norm"])],
-        ["share of updates within the clip, with noise", last.get("unclipped_share")],
+        [share, last.get("unclipped_share")],
         ["length of the noise over the longest mean change", last.get("noise_to_signal")],
-        ["fixed denominator", plan["sampling"]["cohort"]],
+        ["fixed denominator", None if leaf else sampling["cohort"]],
         ["budget", run.header.get("privacy_budget")],
         ["canaries, for audits", run.header.get("canaries") or None],
         ["computed by", claim.get("accountant", "-")],
     ]
-    return [
-        f"<h2>Privacy</h2><p><b>{said}</b> at delta {plan['delta']:g} "
-        f"after {len(run.rounds)} rounds.</p>",
-        f"{warned}<ul>{words}</ul>",
-        table(["what", "value"], rows),
-    ]
+    return [*parts, table(["what", "value"], rows)]
 
 
 def _one_run(run: Facts) -> list[str]:
