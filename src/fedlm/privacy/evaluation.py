@@ -8,8 +8,8 @@ Promise:  one release is a Gaussian release whose L2 sensitivity to one client i
 Not here: scoring text (`evaluate`), when to release and the ledger's line (`training.py`).
 
 The vector of a client. A client with more than T tokens is scaled down to T tokens, and its mean
-nats per token are clipped to C, the cost of guessing. With n nats, t <= T tokens and r right
-guesses after that, it adds
+nats per token are clipped to C, a little above the cost of guessing. With n nats, t <= T tokens
+and r right guesses after that, it adds
 
     sqrt(0.4) (n - t C / 2) / (T C / 2)    between -t/T and t/T times the root
     sqrt(0.2) t / T
@@ -32,6 +32,7 @@ density there, and half a bin at least.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,25 @@ QUANTILES = (0.1, 0.5, 0.9)
 # A sum of tokens of which noise may be a third or more makes no figure.
 LEAST_SIGNAL = 3.0
 Column = Float[np.ndarray, " clients"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledEvaluation:
+    """Noisy figures that a run releases on a stated cadence.
+
+    Attributes:
+      figures: makes the noisy figures of a state; each call is a release of its own.
+      noise_multiplier: what one release costs, as the ledger writes it.
+      every: rounds between two releases; 0 is one release, after the last round.
+    """
+
+    figures: Callable[[Any], dict[str, Any]]
+    noise_multiplier: float
+    every: int
+
+    def due(self, played: int, rounds: int) -> bool:
+        """Return whether figures are released after `played` of all `rounds`."""
+        return played == rounds or (self.every > 0 and played % self.every == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
