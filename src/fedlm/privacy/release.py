@@ -28,6 +28,7 @@ ROUND = frozenset(
         "epsilon",
         "perplexity",
         "accuracy",
+        "private_validation",
         "personal_perplexity",
         "places",
         "nodes",
