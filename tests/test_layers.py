@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "recipe": {"recipe", "run"} | BELOW,
     # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
-    "training.py": {"inference", "recipe", "run"} | BELOW,
+    "write_ahead.py": {"core", "privacy", "record", "run"},
+    "training.py": {"inference", "recipe", "run", "write_ahead"} | BELOW,
     "sweep.py": {"core", "recipe", "record", "training"},
     "api.py": {"inference", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,

@@ -20,6 +20,7 @@ from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
 from fedlm.privacy.catalog import MECHANISMS, with_setting
+from fedlm.privacy.ledger import spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
@@ -110,8 +111,9 @@ def epsilon(
         if mechanism or rounds or noise_multiplier is not None or delta is not None:
             raise ConfigError(f"{run}: a run has its own settings; leave the options away.")
         facts = facts_of(RunDirectory.existing(run).path)
-        found = account.from_journal(facts.header, facts.rounds)
+        found, said_by = spent_of_run(run, facts.header, facts.rounds)
         plan, ran = account.plan_from(facts.header["privacy"]), len(facts.rounds)
+        note(f"Counted from {run / said_by}.")
     else:
         asked = _given("--noise-multiplier", noise_multiplier)
         plan = _plan(
@@ -183,7 +185,7 @@ def audit(
     require(0.5 < confidence < 1, "--confidence", confidence, "between 0.5 and 1")
     directory = RunDirectory.existing(run)
     facts = facts_of(directory.path)
-    accounted = account.from_journal(facts.header, facts.rounds)
+    accounted, _ = spent_of_run(run, facts.header, facts.rounds)
     if not facts.header.get("canaries"):
         raise ConfigError(
             f"{run} has no canaries to look for: train again with --set privacy.canaries=100."
@@ -209,13 +211,13 @@ def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
             "model changed is not known."
         )
     after = load_params(recipe.model, run.store.vocabulary, directory.weights)
-    state = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
-    if state is None:
+    saved = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
+    if saved is None:
         raise RecordError(
             f"{directory.path} holds no checkpoint, and with it the secret is gone from which the "
             "canaries were drawn: audit a run before its checkpoints are removed."
         )
-    secret = np.asarray(state.secret).astype("<u4").tobytes()
+    secret = np.asarray(saved.state.secret).astype("<u4").tobytes()
     return look(run.algorithm, before, after, secret=secret, rounds=rounds)
 
 
