@@ -299,6 +299,8 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     context = _context(record, header, plan.unit)
     if record is not None and entries and not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)
+    context = context._replace(covered=(*context.covered, *_evaluations(entries)))
+    spent = spent._replace(assumptions=_assumptions(spent, header, context))
     claim = claim_of(spent, plan, released, context)
     if "privacy_nodes" not in header or math.isinf(claim.epsilon):
         return claim
@@ -308,6 +310,18 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
         else account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
     )
     return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
+
+
+def _evaluations(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Return the words on noisy figures of training clients, if a ledger has any."""
+    count = sum(entry.get("what") == "evaluation" for entry in entries)
+    return (f"{count} noisy figures of training clients' held-out text",) if count else ()
+
+
+def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> tuple[str, ...]:
+    """Return what a claim assumes, with who counts as a client and where words came from."""
+    said = dict.fromkeys((*spent.assumptions, *vocabulary.assumptions(header)))
+    return tuple(each for each in said if each not in context.uncovered)
 
 
 def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:
