@@ -275,7 +275,8 @@ class Privacy(Table):
     )
     epsilon: Positive | None = Field(
         default=None,
-        description="What the whole run may spend. With `noise_multiplier` given too, the run "
+        description="What all rounds may spend; what a private vocabulary cost comes on top. With "
+        "`noise_multiplier` given too, the run "
         "stops before the round that would exceed it, and keeps its model.",
     )
     delta: float = Field(
