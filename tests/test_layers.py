@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "inference.py": {"core", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
-    "training.py": {"inference", "lineage", "recipe", "run"} | BELOW,
+    "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
+    "training.py": {"inference", "lineage", "recipe", "run", "write_ahead"} | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "training"},
     "api.py": {"inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -138,14 +139,24 @@ class Ledger:
         return os.path.lexists(self.path)
 
     def begin(self, facts: Mapping[str, Any]) -> Entry:
-        """Make the file with its first line, which `begin_entry` returns; refuse if it exists."""
+        """Make the file with its first line, which `begin_entry` returns; refuse if it exists.
+
+        A crash leaves the whole line or no file.
+        """
         entry = _checked({**facts, "kind": "begin"}, f"{self.path}, line 1")
-        self._write(_line(entry), os.O_CREAT | os.O_EXCL)
-        folder = os.open(self.path.parent, os.O_RDONLY)
+        partial = Ledger(self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part"))
+        partial._write(_line(entry), os.O_CREAT | os.O_EXCL)
         try:
-            os.fsync(folder)  # a new file name is not safe before that
-        finally:
-            os.close(folder)
+            os.link(partial.path, self.path)
+            partial.path.unlink()
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # a new file name is not safe before that
+            finally:
+                os.close(folder)
+        except OSError as error:
+            partial.path.unlink(missing_ok=True)
+            raise RecordError(f"ledger {self.path} cannot be made: {error.strerror}.") from None
         return entry
 
     def append(self, entry: Mapping[str, Any]) -> None:
@@ -391,7 +402,8 @@ def _composed(
 def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
     """Return the cost of a plan's releases, of which some may be of the same round.
 
-    Independent noise: every release costs one round. Correlated noise: each release of round t
+    Independent noise: every release costs one round, because members and noise of a round that is
+    played again are drawn anew (`federation/round.py`). Correlated noise: each release of round t
     gives row t of the strategy matrix C, applied to what was summed until then, with fresh noise.
     No row adds up entries of different signs (they are positive, or a client meets one of them),
     so one client moves row t by at most |C u|_t, where u marks its rounds, which the sampler draws
@@ -401,12 +413,18 @@ def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
     count = 1 + max(rounds, default=-1)  # a lost line in the middle must not lower the cost
     extra = extra_releases(rounds)
     if not extra:
-        return account.spent(plan, count)
+        return _cost(plan, count)
     said = f"{extra} rounds were released again after their states were lost, and are counted"
     if MECHANISMS[plan.mechanism].independent:
-        found = account.spent(plan, count + extra)
+        found = _cost(plan, count + extra)
     else:
         times = max(Counter(rounds).values())
         noise = plan.noise_multiplier / math.sqrt(times)
-        found = account.spent(dataclasses.replace(plan, noise_multiplier=noise), count)
+        found = _cost(dataclasses.replace(plan, noise_multiplier=noise), count)
     return found._replace(assumptions=(*found.assumptions, said))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cost(plan: PrivacyPlan, rounds: int) -> Spent:
+    """Return the cost of rounds; kept, because journal, claim and summary ask for the same."""
+    return account.spent(plan, rounds)

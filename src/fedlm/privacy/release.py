@@ -26,14 +26,18 @@ ROUND = frozenset(
         "unclipped_share",
         "noise_to_signal",
         "epsilon",
+        "releases",
         "perplexity",
         "accuracy",
+        "private_validation",
         "personal_perplexity",
         "places",
         "nodes",
         "routes",
     }
 )
+# Of a round: what the plan expects, in place of what happened.
+EXPECTED = ("members", "upload_bytes", "download_bytes")
 # Of a node of a tree: sizes, and functions of models that already carry noise.
 NODE = frozenset(
     {
@@ -52,7 +56,7 @@ NODE = frozenset(
 # noise). How much text was trained on and how well it went stays at the node.
 REPLY = frozenset({"weight", "refused", "unclipped"})
 # Of who answered a round: which nodes were asked tells who was drawn, even as a number.
-NODES = frozenset({"round", "seconds"})
+NODES = frozenset({"round"})
 
 # Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
 # it stays, also its attention to what others sent.
@@ -121,6 +125,15 @@ def release(
         kept = REPLY if kind == "reply" else NODES
         facts = {name: value for name, value in facts.items() if name in kept} | dict(expected())
     return make_releasable(kind, facts)
+
+
+def recall(plan: PrivacyPlan | None, told: Mapping[str, Any]) -> Releasable:
+    """Return the facts of a round again that were released, but that a crash kept from the journal.
+
+    The rule is applied once more; numbers that follow from the plan stay as they were.
+    """
+    expected = {name: told[name] for name in EXPECTED if name in told}
+    return release(plan, "round", told, lambda: expected)
 
 
 def hides(plan: PrivacyPlan | None) -> bool:
