@@ -30,8 +30,8 @@ MECHANISMS: dict[str, Mechanism] = {
 def noise_for(plan: PrivacyPlan) -> Noise:
     """Make the noise of a plan, in units of the clip norm.
 
-    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: the server
-    divides the sum of a round by the clip norm before it adds this noise.
+    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: `Noise.add`
+    multiplies it by the clip norm of the round.
     """
     stddev = plan.sum_multiplier
     return MECHANISMS[plan.mechanism].noise(plan, stddev) if stddev else silent()
