@@ -22,7 +22,7 @@ from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
 from fedlm.privacy.catalog import MECHANISMS, with_setting
-from fedlm.privacy.ledger import spent_of_run
+from fedlm.privacy.ledger import NAME, spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
@@ -297,6 +297,8 @@ def _answer_run(run: Path, as_json: bool) -> None:
     """Print the claim of a run: the same words as in its report."""
     facts = facts_of(RunDirectory.existing(run).path)
     claim = lineage.claim_of_run(run, facts.header, facts.rounds)
+    if not (run / NAME).exists():
+        note(f"Counted from {run / 'journal.jsonl'}: {NAME}, which counts releases, is not there.")
     plan = account.plan_from(facts.header["privacy"])
     told = {
         "mechanism": plan.mechanism,

@@ -9,19 +9,15 @@ Not here: one ledger (`ledger.py`), which ledgers belong together (`lineage.py`)
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedlm.core.errors import RecordError
 from fedlm.privacy import account, cost
 from fedlm.privacy.account import Spent
-from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.ledger import Entry, extra_releases, plans_of, rounds_of
-from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.ledger import Entry, plans_of, released, rounds_of
 
 Book = Sequence[Entry]
 # Trees whose nodes have different noise give each client one of several plans; beyond so many
@@ -86,16 +82,3 @@ def _choices(book: Book) -> list[Any]:
     if not rounds:
         return []
     return [released(plan, rounds) for plan in dict.fromkeys(plans_of(book).values())]
-
-
-def released(plan: PrivacyPlan, rounds: Sequence[int]) -> Any:
-    """Return the event of a plan's releases, of which some may be of the same round.
-
-    Independent noise: every release is one round more. Correlated noise: `ledger.py` has the proof
-    that k releases of a round cost at most as much as k runs.
-    """
-    count = 1 + max(rounds, default=-1)
-    if MECHANISMS[plan.mechanism].independent:
-        return account.event_of(plan, count + extra_releases(rounds))
-    noise = plan.noise_multiplier / math.sqrt(max(Counter(rounds).values(), default=1))
-    return account.event_of(dataclasses.replace(plan, noise_multiplier=noise), count)
