@@ -32,7 +32,7 @@ MAY_IMPORT = {
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
     "training.py": {"inference", "lineage", "recipe", "run"} | BELOW,
-    "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "training"},
+    "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
     "api.py": {"inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.

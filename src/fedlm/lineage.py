@@ -164,6 +164,7 @@ def begin(
     start_sha256: str,
     start: str,
     elsewhere: Iterable[str] = (),
+    register: bool = True,
 ) -> Record:
     """Write down what a run learns from and starts from, and register it in its store.
 
@@ -175,6 +176,7 @@ def begin(
       start_sha256: the hash of the parameters that it starts from.
       start: the path of a start model, `python` for one that a program made; empty if it is fresh.
       elsewhere: the names of nodes that hold the text, if the store does not.
+      register: whether the store counts it; not a candidate of a private selection.
     """
     names = list(elsewhere)
     found, traced = _trace(start_sha256, start, store)
@@ -189,9 +191,22 @@ def begin(
         traced=traced or not start,
     )
     write(folder / FILE, record)
-    if not names:
+    if register and not names:
         _register(store, record)
     return record
+
+
+def begin_selection(
+    folder: Path, store: Store, entry: Entry, *, start_sha256: str, start: str
+) -> None:
+    """Count a private selection for its store, before its first run."""
+    book = Ledger(folder / ledger.NAME)
+    if not book.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        first = book.begin(begin_entry({}))
+        book.append(entry)
+        begin(folder, store, run=first["run"], private=True, start_sha256=start_sha256, start=start)
+    copies(store, book.entries())
 
 
 def new_run() -> str:
@@ -302,6 +317,25 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     return claim_of(spent, plan, released, context)
 
 
+def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
+    """Return the claim of a private selection from its ledger, its lineage and a run's header."""
+    entries = Ledger(folder / ledger.NAME).entries()
+    told = next(entry for entry in entries if entry["kind"] == "selection")
+    plan, record = account.plan_from(told["plan"]), read(folder / FILE)
+    alone = account.spent(plan, told["rounds"])
+    context = _context(record, header, plan.unit)
+    released = (
+        f"the best of a random number of runs ({told['law']}, {told['mean']:g} on average) of "
+        f"{told['rounds']} rounds, chosen by held-out clients; the others, and their number, stay "
+        "secret"
+    )
+    spent = alone._replace(epsilon=math.inf)
+    if not context.broken:
+        found = spending.total([entries], plan.delta)
+        spent = _with_others(record, entries, found._replace(assumptions=alone.assumptions))
+    return claim_of(spent, plan, told["rounds"], context._replace(released=released))
+
+
 def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:
     """Return the cost of a run together with its vocabulary and the runs it started from."""
     same = [each for each in record.ancestors if overlap(each.clients, record.clients)]
@@ -393,7 +427,7 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
             entries = Ledger(file).entries()
             open_ = spending.made_no_promise(entries)
             plain, private = plain + open_, private + (not open_)
-            own = math.inf if open_ else ledger.spent_of(entries, delta).epsilon
+            own = math.inf if open_ else spending.total([entries], delta).epsilon
             told.append({"run": _name_of(file), "rounds": len(ledger.rounds_of(entries))})
             told[-1] |= {"epsilon": own, "private": not open_}
             if not open_:

@@ -117,6 +117,7 @@ class Run:
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
     command: str = "train"  # the fedlm command that resumes this run
     plans: tuple[PrivacyPlan, ...] = ()  # of every federation of clients; empty without privacy
+    counted: bool = True  # whether the store counts it; not a candidate of a private selection
 
     @property
     def plan(self) -> PrivacyPlan | None:

@@ -212,6 +212,7 @@ def _begin_lineage(run: Run) -> None:
         start_sha256=tree.sha256(run.start()),
         start=start,
         elsewhere=_nodes(run),
+        register=run.counted,
     )
 
 

@@ -115,7 +115,9 @@ def epsilon(
             raise ConfigError(f"{run}: it has its own settings; leave the options away.")
         if (run / "store.json").is_file():
             return _answer_store(run, lineage.spent_on(Store(run), delta), as_json)
-        require(delta is None, "--delta", delta, "nothing beside a run, which has its own")
+        require(
+            delta is None, "--delta", delta, "a store: a run has its own; leave the options away"
+        )
         return _answer_run(run, as_json)
     asked = _given("--noise-multiplier", noise_multiplier)
     plan = _plan(

@@ -30,6 +30,7 @@ Purpose = Literal[
     "generate",
     "synthetic",
     "vocabulary",
+    "selection",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
