@@ -65,8 +65,9 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
       out: the folder of the store, which must not exist. By default a folder that is removed at
         exit.
       **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
-        `vocabulary` (entries), `lowercase`, `test_clients` (share of clients held out whole),
-        `validation` (share of each client's text held out), `split_seed`.
+        `vocabulary` (entries), `vocabulary_epsilon` (count it with noise), `lowercase`,
+        `test_clients` (share of clients held out whole), `validation` (share of each client's text
+        held out), `split_seed`, `user_field` (the field that names the person).
 
     Raises:
       ConfigError: a setting is unknown or out of range.
@@ -77,7 +78,12 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
     2
     """
     data = parse({"data": settings}).data
-    documents = sources.read(str(source)) if isinstance(source, (str, Path)) else _given(source)
+    if isinstance(source, (str, Path)):
+        documents = sources.read(str(source), data.user_field)
+    else:
+        wanted = "nothing for pairs, whose first part is the client"
+        require(data.user_field is None, "user_field", data.user_field, wanted)
+        documents = _given(source)
     given = parts.given_tokenizer(data)
     path = Path(out) if out is not None else _temporary() / "store"
     made = parts.store_settings(data, given)
@@ -156,7 +162,8 @@ def load_run(path: str | Path) -> TrainedRun:
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> tables = {"data": {"store": str(store.path)}, "server": {"cohort": 2, "rounds": 1},
-    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4}}
+    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4},
+    ...           "client": {"batch_size": 4}}
     >>> run = train(tables, store.path.parent / "run")
     >>> load_run(run.path).path == run.path
     True
@@ -215,7 +222,8 @@ class TrainedRun:
 
     >>> from fedlm.models import cifg
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
-    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=1)
+    >>> model = cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = Federation(store, model, cohort=2, rounds=1, client__batch_size=4)
     >>> numbers = [told.number for told in fed.rounds()]
     >>> trained = fed.finish()
     >>> trained.evaluate("validation")["perplexity"] > 1
@@ -389,7 +397,8 @@ class Federation:
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> from fedlm.models import cifg
-    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=2)
+    >>> model = cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = Federation(store, model, cohort=2, rounds=2, client__batch_size=4)
     >>> [told.number for told in fed.rounds()]
     [1, 2]
     """
@@ -506,7 +515,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     )
     engine = parts.engine_of(recipe, algorithm, rows.train)
     plan = algorithm.plan
-    shared = parts.shared_parts(recipe, store, plan, path)
+    shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
     round = FlatRound(
         algorithm=algorithm,
@@ -522,7 +531,6 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         evaluation=parts.evaluation_of(
             recipe, rows, plan, round.models, count=False, score=spec.score
         ),
-        plans=() if plan is None else (plan,),
         **{
             **shared,
             "model": spec,

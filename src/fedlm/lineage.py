@@ -314,7 +314,15 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     context = _context(record, header, plan.unit)
     if record is not None and entries and not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)
-    return claim_of(spent, plan, released, context)
+    claim = claim_of(spent, plan, released, context)
+    if "privacy_nodes" not in header or math.isinf(claim.epsilon):
+        return claim
+    nodes = (
+        ledger.spent_by_node(entries)
+        if entries
+        else account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
+    )
+    return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
 
 
 def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:

@@ -116,13 +116,14 @@ class Run:
     recipe: Any  # the resolved settings, for the header; the loop does not act on them
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
     command: str = "train"  # the fedlm command that resumes this run
-    plans: tuple[PrivacyPlan, ...] = ()  # of every federation of clients; empty without privacy
+    # Of every federation of clients by node, the dearest first; a flat federation's name is ''.
+    plans: Mapping[str, PrivacyPlan] = field(default_factory=dict)
     counted: bool = True  # whether the store counts it; not a candidate of a private selection
 
     @property
     def plan(self) -> PrivacyPlan | None:
-        """The plan that the run claims, or None where nothing is promised."""
-        return self.plans[0] if self.plans else None
+        """The plan that costs a client most, or None where nothing is promised."""
+        return next(iter(self.plans.values()), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy import ledger
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.ledger import Ledger
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
@@ -238,7 +239,8 @@ def check_same(run: Run) -> None:
             f"{path} was begun with another recipe "
             f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
         )
-    if header.get("privacy") != json.loads(dumps(_promised(run))).get("privacy"):
+    now = json.loads(dumps(promised(run)))
+    if any(header.get(name) != now.get(name) for name in ("privacy", "privacy_nodes")):
         raise RecordError(
             f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
             "versions that its journal names."
@@ -271,7 +273,7 @@ def header_of(run: Run, fresh: Any) -> Metrics:
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
         "store": store_facts(run, salted=run.plan is not None),
         "parameters": run.model.parameters,
-        **_promised(run),
+        **promised(run),
         **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
@@ -287,23 +289,30 @@ def header_of(run: Run, fresh: Any) -> Metrics:
 def store_facts(run: Run, *, salted: bool) -> Metrics:
     """Return the manifest of the store without its settings, perhaps with a salted hash."""
     facts = {k: v for k, v in run.store.manifest.items() if k != "settings"}
+    if run.store.settings.user_field is not None:
+        facts["user_field"] = run.store.settings.user_field
     if salted:
         facts["salted_sha256"] = run.record.salted(facts["clients_sha256"])
     return facts
 
 
-def _promised(run: Run) -> Metrics:
-    """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
+def promised(run: Run) -> Metrics:
+    """Return the privacy plan of every federation of clients, from which the claim follows."""
     if run.plan is None:
         return {}
     privacy, tree = run.recipe.privacy, run.recipe.federation
     seed = tree.noise_seed if run.plan.unit == "leaf" else privacy.seed
     return {
         "privacy": asdict(run.plan),
+        **({} if "" in run.plans else {"privacy_nodes": _by_node(run, asdict)}),
         "privacy_budget": privacy.epsilon,
         "canaries": privacy.canaries,
         "unsafe_seed": seed is not None,
     }
+
+
+def _by_node(run: Run, of: Callable[[PrivacyPlan], Metrics]) -> Metrics:
+    return {node: of(plan) for node, plan in run.plans.items()}
 
 
 def _version(name: str) -> str:

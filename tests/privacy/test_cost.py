@@ -3,10 +3,19 @@
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
+import scipy.integrate
+import scipy.stats
 
 from fedlm.privacy.account import event_of, spent
-from fedlm.privacy.cost import compose, gaussian_event, sampled_event
+from fedlm.privacy.cost import (
+    compose,
+    epsilon_of_rho,
+    epsilon_of_shift,
+    gaussian_event,
+    sampled_event,
+)
 from tests.privacy.plans import PLANS, plan
 
 GAUSSIAN = dp_accounting.GaussianDpEvent
@@ -52,3 +61,38 @@ def test_the_event_of_a_plan_costs_what_the_plan_costs(name):
     epsilon, _ = compose([event_of(chosen, 5)], chosen.delta)
     assert 0.9 * spent(chosen, 5).epsilon < epsilon <= spent(chosen, 5).epsilon * (1 + 1e-9)
     assert compose([event_of(chosen, 0)], chosen.delta)[0] == 0
+
+
+# ---- the exact profile of normal noise ---------------------------------------------------------
+
+
+def integrated(shift, epsilon):
+    """The mass that N(shift, 1) has above e^epsilon times N(0, 1), by adding up slices."""
+    begin = epsilon / shift + shift / 2  # where the densities are in that ratio
+    x = np.linspace(begin, begin + 40 + shift, 2_000_001)
+    ratio = np.expm1(epsilon - shift * x + shift**2 / 2)  # minus the share that is above
+    return scipy.integrate.trapezoid(scipy.stats.norm.pdf(x, shift) * -ratio, x)
+
+
+@pytest.mark.parametrize("shift", [0.01, 0.3, 1.27, 5.0, 40.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12])
+def test_the_profile_is_the_integral(shift, delta):
+    epsilon = epsilon_of_shift(shift, delta)
+    assert np.isclose(integrated(shift, epsilon), delta, rtol=1e-4)
+    assert integrated(shift, epsilon * 0.999) > delta, "a smaller epsilon would be a lie"
+    assert epsilon <= epsilon_of_rho(shift**2 / 2, delta) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shift", [0.3, 2.0])
+def test_the_profile_is_that_of_the_loss_distribution(shift):
+    accountant = dp_accounting.pld.PLDAccountant().compose(GAUSSIAN(1 / shift))
+    exact, rounded_up = epsilon_of_shift(shift, 1e-6), accountant.get_epsilon(1e-6)
+    assert exact <= rounded_up < exact * 1.001
+
+
+def test_profiles_at_the_ends():
+    assert epsilon_of_shift(0.0, 1e-6) == 0 and epsilon_of_shift(math.inf, 1e-6) == math.inf
+    assert epsilon_of_shift(1e-9, 1e-6) == 0, "so little moves that delta alone covers it"
+    loud = [epsilon_of_shift(shift, 1e-300) for shift in (1e-3, 1.0, 1e3, 1e4)]
+    assert all(np.isfinite(loud)) and loud == sorted(loud)
+    assert np.isclose(loud[-1], 1e8 / 2 + 1e4 * -scipy.stats.norm.ppf(1e-300), rtol=1e-6)

@@ -170,3 +170,18 @@ def test_nothing_held_out_is_nothing_watched(made):
     assert found.evaluation.watched is None and found.evaluation.baselines([]) == {}
     state = found.round.init(found.start())
     assert found.evaluation.watch(state)["perplexity"] is None
+
+
+def test_with_a_user_field_a_member_is_a_person_with_all_devices(made, tiny_text, tmp_path):
+    rows = [json.loads(line) for line in tiny_text.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["user"] = f"person-{number // 2}"
+    tiny_text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    devices, people = made(), made("data.user_field=user")
+    assert (devices.population.size, people.population.size) == (18, 9)
+    store = people.store
+    names = {store.client(n) for n in range(len(store))}
+    assert names == {f"person-{n}" for n in range(10)}  # a person is in one split only
+    assert people.recipe.data.user_field == store.settings.user_field == "user"
+    with pytest.raises(ConfigError, match=r"data\.user_field = 'device'.*made with 'user'"):
+        with_store(tmp_path, store.path, user_field="device")

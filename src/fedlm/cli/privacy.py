@@ -308,8 +308,10 @@ def _answer_run(run: Path, as_json: bool) -> None:
     if as_json:
         emit(told)
         return
-    words = ("sentence", "covers", "not_covered", "assumptions")
+    words = ("sentence", "covers", "not_covered", "assumptions", "nodes")
     show("privacy", ["what", "value"], [(k, v) for k, v in told.items() if k not in words])
+    if claim.nodes:
+        show("every federation of clients", ["node", "epsilon"], list(claim.nodes.items()))
     out.print(claim.sentence)
     for title, lines in (
         ("It covers:", claim.covers),
@@ -346,6 +348,7 @@ def store_sentence(found: lineage.StoreSpending) -> str:
 
 
 def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
+    """Print the cost of a plan."""
     facts = {
         "mechanism": plan.mechanism,
         "rounds": rounds,

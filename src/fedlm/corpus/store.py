@@ -62,10 +62,14 @@ class StoreSettings:
 
     tokenizer: str = "words"  # a kind that fedlm fits, or `file`: a tokenizer made elsewhere
     vocabulary: int = 10_000
+    vocabulary_epsilon: float | None = None  # None: counted without noise
+    vocabulary_delta: float = 1e-7
+    vocabulary_words: int = 1_000  # of each client, that are counted with noise
     lowercase: bool = True
     test_clients: float = 0.1
     validation: float = 0.1
     split_seed: int = 0
+    user_field: str | None = None  # the field of the source that names the person; None: `client`
 
 
 def gather_clients(documents: Iterable[Document]) -> list[Document]:
@@ -327,7 +331,15 @@ class Store:
     @property
     def ledgers(self) -> tuple[Path, ...]:
         """The files that say what preparing this store cost its clients; none: nothing."""
-        return tuple(file for file in (self.path / LEDGER,) if file.is_file())
+        file, origin = self.path / LEDGER, self.manifest["tokenizer_from"]
+        if file.is_file():
+            return (file,)
+        if "private" in (origin["kind"], origin.get("of", {}).get("kind")):
+            raise CorpusError(
+                f"store {self.path} has no {LEDGER}: what its vocabulary cost the clients is not "
+                "known. Bring the file back."
+            )
+        return ()
 
     def _column(self, number: int, column: str) -> pa.Scalar:
         batch = bisect.bisect_right(self._starts, number) - 1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedlm.core.errors import ConfigError, EngineError, RecordError, WireError
+from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Transport, Undelivered
 from fedlm.engine.messages import (
     MOST_HELLO_BYTES,
@@ -115,6 +116,16 @@ def same_tokenizer(wanted: str, where: str) -> HelloCheck:
                 f"node {name} has another tokenizer than {where}: its tokens mean other words. "
                 "Prepare its store again, with fedlm prepare --like."
             )
+
+    return check
+
+
+def heard(counters: Counters, then: HelloCheck) -> HelloCheck:
+    """Return a check that remembers how far a node's ledger has come, and then does another."""
+
+    def check(name: str, hello: Hello) -> None:
+        counters.hear(name, hello.counter)
+        then(name, hello)
 
     return check
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
@@ -23,6 +23,7 @@ from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.cost import MOST_NOISE, DpEvent
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
+from fedlm.privacy.mechanism import Cost
 from fedlm.privacy.plan import PrivacyPlan
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
@@ -47,15 +48,33 @@ class Spent(NamedTuple):
     rho: float | None
     accountant: str
     assumptions: tuple[str, ...]
+    # Of correlated noise: what papers print, by zCDP and RDP. Never below `epsilon`.
+    published_epsilon: float | None = None
 
 
 def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     """Return the privacy cost of the first `rounds` rounds of a plan."""
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
-    cost = MECHANISMS[plan.mechanism].cost(plan, rounds)
+    cost = _cost(plan, rounds)
     assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *cost.warnings)
-    return Spent(cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions)
+    return Spent(
+        cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
+    )
+
+
+def spent_by_node(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:
+    """Return what the first `rounds` rounds cost the clients of each node, the dearest first."""
+    found = {node: spent(plan, rounds) for node, plan in plans.items()}
+    return dict(sorted(found.items(), key=lambda entry: -entry[1].epsilon))
+
+
+def dearest_first(plans: Mapping[str, PrivacyPlan]) -> dict[str, PrivacyPlan]:
+    """Order the plans of a tree's nodes by what all their rounds cost, the dearest first."""
+    if len(set(plans.values())) < 2:
+        return dict(plans)
+    cost = {node: spent(plan, plan.rounds).epsilon for node, plan in plans.items()}
+    return {node: plans[node] for node in sorted(plans, key=lambda node: -cost[node])}
 
 
 def event_of(plan: PrivacyPlan, rounds: int) -> DpEvent:
@@ -126,17 +145,38 @@ def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
 
 
 def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Spent:
-    """Return the privacy cost of a run from the plan and the rounds in its journal."""
-    facts = header.get("privacy")
-    if facts is None:
-        raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
-    ran = list(rounds)
+    """Return the privacy cost of a run from the plan and the rounds in its journal.
+
+    In a tree every node's clients have a plan of their own: the largest cost is returned.
+    """
+    found = by_node_from_journal(header, rounds)
+    return max(found.values(), key=lambda spent: spent.epsilon)
+
+
+def by_node_from_journal(
+    header: dict[str, Any], rounds: Iterable[dict[str, Any]]
+) -> dict[str, Spent]:
+    """Return the privacy cost of a run per node; the name of a flat federation is empty."""
+    plans, ran = plans_from(header), list(rounds)
     # A line lost in the middle must not make a run look cheaper than it was; a line that tells of
     # releases counts rounds that were released again.
     told = [(int(entry.get("round", -1)) + 1, int(entry.get("releases", 0))) for entry in ran]
     count = max([len(ran), *map(max, told)])
-    found = spent(plan_from(facts), count)
-    return found._replace(assumptions=(*found.assumptions, *vocabulary.assumptions(header)))
+    said = vocabulary.assumptions(header)
+    return {
+        node: found._replace(assumptions=(*found.assumptions, *said))
+        for node, found in spent_by_node(plans, count).items()
+    }
+
+
+def plans_from(header: dict[str, Any]) -> dict[str, PrivacyPlan]:
+    """Return the plans in a journal's header by node; the name of a flat federation is empty."""
+    facts, nodes = header.get("privacy"), header.get("privacy_nodes", {})
+    if facts is None:
+        raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
+    if not isinstance(nodes, dict):
+        raise RecordError("the journal's privacy plans of nodes are damaged.")
+    return {node: plan_from(of) for node, of in (nodes or {"": facts}).items()}
 
 
 def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
@@ -186,4 +226,9 @@ def _check_target(target_epsilon: float) -> None:
 
 def _epsilon(plan: PrivacyPlan, rounds: int) -> float:
     """Return the epsilon of `spent` for a plan that was checked."""
-    return MECHANISMS[plan.mechanism].cost(plan, rounds).epsilon
+    return _cost(plan, rounds).epsilon
+
+
+@functools.lru_cache(maxsize=256)  # nodes of a tree often share a plan, and each is asked again
+def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    return MECHANISMS[plan.mechanism].cost(plan, rounds)

@@ -11,7 +11,7 @@ Not here: what releases cost (`ledger.py`, `account.py`), where a model came fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.privacy.account import Spent
@@ -42,11 +42,15 @@ class Claim(NamedTuple):
     accountant: str
     assumptions: tuple[str, ...]
     models_epsilon: float | None = None  # for somebody who sees only models, where files tell more
+    published_epsilon: float | None = None  # by the conversion that was published, where it differs
+    nodes: Mapping[str, float] | None = None  # of a tree: what its releases cost at each node
 
     @property
     def facts(self) -> dict[str, Any]:
         """The claim as facts for a journal or for `--json`."""
-        return self._asdict()
+        told = self._asdict()
+        optional = ("models_epsilon", "published_epsilon", "nodes")
+        return {name: v for name, v in told.items() if v is not None or name not in optional}
 
 
 class Context(NamedTuple):
@@ -85,6 +89,7 @@ def claim_of(spent: Spent, plan: PrivacyPlan, releases: int, context: Context = 
         spent.accountant,
         spent.assumptions,
         spent.epsilon if revealed else None,
+        None if reasons or plan.reveal else spent.published_epsilon,
     )
 
 

@@ -1,7 +1,7 @@
 """Epsilons of Gaussian noise, as dp_accounting computes them.
 
-In:       a noise multiplier or a rho, how cohorts are drawn, rounds, a delta.
-Out:      epsilon.
+In:       a noise multiplier or a rho, how cohorts are drawn, rounds, a delta; or events.
+Out:      epsilon; the events of rounds, and what several events cost together.
 Promise:  epsilon holds for one client replaced by zero in every round; no rounds cost nothing, and
           without noise the cost is infinite.
 Not here: which noise a plan has (`catalog.py`), the noise for a target (`account.py`).
@@ -28,7 +28,10 @@ ORDERS = 1 + np.logspace(-1.9, 6, 4000)
 
 
 def epsilon_of_rho(rho: float, delta: float) -> float:
-    """Return the minimum over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1)."""
+    """Convert zCDP through RDP, as papers do: an upper bound for any mechanism with that rho.
+
+    It is the minimum over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1).
+    """
     import dp_accounting
 
     if rho == 0 or math.isinf(rho):
@@ -212,12 +215,37 @@ def _repeated(event: DpEvent, count: int) -> DpEvent:
 
 
 def epsilon_of_shift(shift: float, delta: float) -> float:
-    """Return the exact epsilon of normal noise of stddev one on a sum that moves by `shift`."""
-    import dp_accounting
+    """Return the exact epsilon of normal noise of stddev one on a sum that moves by `shift`.
+
+    It solves delta = Phi(shift/2 - epsilon/shift) - e^epsilon Phi(-shift/2 - epsilon/shift), the
+    profile of Balle and Wang (2018). That is all of correlated noise too: M x + Z over all rounds
+    is one normal vector, and turned so that the client's M x lies on the first axis, only that
+    coordinate differs between neighbours.
+
+    With a = epsilon/shift - shift/2, the density f and Mills' ratio m(x) = Phi(-x) / f(x), delta is
+    f(a) (m(a) - m(a + shift)): no product of a huge and a tiny number, whatever delta is.
+    """
+    import scipy.optimize  # here, because loading it takes half a second
+    import scipy.special
 
     if shift == 0 or math.isinf(shift):
         return shift
-    return float(dp_accounting.get_epsilon_gaussian(1 / shift, delta))
+
+    def excess(a: float) -> float:
+        """Return the logarithm of the profile's delta over the one asked for."""
+        if a < -5:  # only for shifts above 10: what is taken off is small
+            log_rest = shift * a + shift**2 / 2 + scipy.special.log_ndtr(-a - shift)
+            return math.log(scipy.special.ndtr(-a) - math.exp(log_rest)) - math.log(delta)
+        mills = scipy.special.erfcx(np.array([a, a + shift]) / math.sqrt(2))
+        log_density = -(a**2) / 2 - math.log(2)  # erfcx is Mills' ratio, up to a factor
+        fall = mills[0] - mills[1]
+        return log_density + (math.log(fall) if fall > 0 else -math.inf) - math.log(delta)
+
+    low, high = -shift / 2, max(-scipy.special.ndtri(delta), -shift / 2) + 1e-6
+    if excess(low) <= 0:
+        return 0.0
+    found = scipy.optimize.brentq(excess, low, high, xtol=1e-13, rtol=1e-14)
+    return float(shift * (found + 1e-12 * max(1.0, abs(found))) + shift**2 / 2)
 
 
 def _sampled(noise_multiplier: float, rate: float) -> Any:

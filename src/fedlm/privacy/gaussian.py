@@ -129,7 +129,7 @@ GAUSSIAN = Mechanism(
     reason="because the cost of gaussian noise is computed from the chance of joining a round and "
     "a separation leaves no such chance",
     way_out="Or set server.sampling = 'poisson'.",
-    clip_may_move=True,
+    clip_moves="every round",
     independent=True,
     needs_population=True,
     first_guess=_first_guess,

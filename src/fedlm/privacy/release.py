@@ -47,6 +47,12 @@ NODE = frozenset(
         "backbone_norm",
     }
 )
+# Of a node's reply to the server that adds the noise. The server needs how many updates its sum
+# holds, how many were unusable, and how many were unclipped (an adaptive clip releases that with
+# noise). How much text was trained on and how well it went stays at the node.
+REPLY = frozenset({"weight", "refused", "unclipped"})
+# Of who answered a round: which nodes were asked tells who was drawn, even as a number.
+NODES = frozenset({"round", "seconds"})
 
 # Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
 # it stays, also its attention to what others sent.
@@ -80,6 +86,7 @@ STORE = frozenset(
         "tokenizer_sha256",
         "tokenizer_from",
         "salted_sha256",
+        "user_field",
     }
 )
 
@@ -110,6 +117,9 @@ def release(
                 node: {name: value for name, value in of.items() if name in of_nodes}
                 for node, of in facts["nodes"].items()
             }
+    elif kind in ("reply", "nodes") and hides(plan):
+        kept = REPLY if kind == "reply" else NODES
+        facts = {name: value for name, value in facts.items() if name in kept} | dict(expected())
     return make_releasable(kind, facts)
 
 

@@ -9,7 +9,9 @@ Not here: the matrices (`strategy.py`), the noise (`correlated.py`), the worst p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 from fedlm.core.errors import require
 from fedlm.privacy import correlated, cost, sensitivity, strategy
@@ -29,6 +31,7 @@ def spaced(
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
     strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
+    clip_moves: Literal["never", "at restarts"] = "never",
 ) -> Mechanism:
     """Make the registry entry of correlated noise from its noise, sensitivity and own checks."""
 
@@ -46,6 +49,7 @@ def spaced(
         "join, and that law bounds neither",
         way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
         settings=settings,
+        clip_moves=clip_moves,
         sensitivity=squared,
         strategy=strategy_of,
     )
@@ -74,10 +78,11 @@ def _cost(
     squared = _squared(plan, rounds, squared_of)
     rho = cost.rho_of(squared.value, plan.noise_multiplier)
     return Cost(
-        cost.epsilon_of_rho(rho, plan.delta),
-        f"zCDP of {plan.mechanism} noise, converted through RDP",
+        cost.epsilon_of_shift(math.sqrt(2 * rho), plan.delta),
+        f"exact Gaussian profile of {plan.mechanism} noise",
         (_spacing(plan), _placement(squared)),
         rho,
+        published_epsilon=cost.epsilon_of_rho(rho, plan.delta),
     )
 
 
@@ -197,7 +202,9 @@ def _check_buffers(plan: PrivacyPlan) -> None:
     )
 
 
-TREE = spaced(_tree_noise, _tree_sensitivity, _check_tree, ("restart_every",))
+TREE = spaced(
+    _tree_noise, _tree_sensitivity, _check_tree, ("restart_every",), clip_moves="at restarts"
+)
 BANDED = matrix(_banded, _check_narrow, ("bands",))
 TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
 BLT = matrix(_blt, _check_buffers, ("buffers",))

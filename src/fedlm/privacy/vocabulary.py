@@ -41,10 +41,10 @@ With later releases appended to M, M* and M', which use the same data, steps 1 t
 word: that is why the ledger has one line of a Gaussian release with delta_t on top.
 
 Numbers on a computer: weights are rounded down to multiples of 2^-20 and summed as integers, so
-that no norm exceeds 1 and no order of clients shows. The noise is drawn in 64-bit floating point by
-Philox with a 128-bit key from the system's entropy; noisy counts are rounded to multiples of 2^-10,
-which hides the low bits of floating-point noise, and must exceed the threshold after it was rounded
-up to that grid. The noise itself is not a discrete distribution.
+that no norm exceeds 1 and no order of clients shows. The noise is made of SHAKE-256 under a 128-bit
+secret of the system's entropy, in 64-bit floating point (`host_noise.py`); noisy counts are rounded
+to multiples of 2^-10, which hides the low bits of floating-point noise, and must exceed the
+threshold after it was rounded up to that grid. The noise itself is not a discrete distribution.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedlm.core.errors import require
 from fedlm.core.keys import generator_for
+from fedlm.privacy.host_noise import STEPS, on_grid, standard_normal
 
 NOT_COVERED = "the epsilon does not cover it"
 WEIGHT_STEPS = 1 << 20  # steps per unit of a weight
-COUNT_STEPS = 1 << 10  # steps per unit of a noisy count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,10 @@ class WordSelection:
 
 
 class NoisyWord(NamedTuple):
-    """A released word; its count is noisy, and a client of m words adds 1/sqrt(m) to it."""
+    """A released word; a client of m words added 1/sqrt(m) to its noisy count."""
 
     word: str
-    count: float
+    noisy_count: float
 
 
 def word_selection(epsilon: float, delta: float, words: int) -> WordSelection:
@@ -97,7 +99,7 @@ def word_selection(epsilon: float, delta: float, words: int) -> WordSelection:
 
     >>> made = word_selection(1.0, 1e-7, 1000)
     >>> round(made.noise_multiplier, 2), round(made.threshold, 1)
-    (4.81, 32.0)
+    (4.81, 31.1)
     """
     import dp_accounting  # here, because loading it takes over a second
 
@@ -151,33 +153,41 @@ def select_words(
         if kept:
             counts.update(dict.fromkeys(kept, math.floor(WEIGHT_STEPS / math.sqrt(len(kept)))))
     names = sorted(counts)
-    noise = generator_for(seed, "vocabulary").standard_normal(len(names))
-    least = math.ceil(selection.threshold * COUNT_STEPS) + 1
-    found = []
-    for name, drawn in zip(names, noise.tolist(), strict=True):
-        noisy = counts[name] / WEIGHT_STEPS + selection.noise_multiplier * drawn
-        steps = round(noisy * COUNT_STEPS)
-        if steps >= least:
-            found.append(NoisyWord(name, steps / COUNT_STEPS))
-    return sorted(found, key=lambda word: (-word.count, word.word))
+    exact = np.array([counts[name] for name in names]) / WEIGHT_STEPS
+    drawn = standard_normal(seed, "vocabulary", len(names))
+    noisy = on_grid(exact + selection.noise_multiplier * drawn).tolist()
+    least = (math.ceil(selection.threshold * STEPS) + 1) / STEPS
+    found = [
+        NoisyWord(name, count) for name, count in zip(names, noisy, strict=True) if count >= least
+    ]
+    return sorted(found, key=lambda word: (-word.noisy_count, word.word))
 
 
 # ---- what a claim must say -----------------------------------------------------------------------
 
 
 def assumptions(header: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a claim must say about the vocabulary, from the header of a run's journal."""
+    """Return what a claim must say about the preparation of the text, from a journal's header.
+
+    That is who counts as one client, if a field of the source decides it, and where the vocabulary
+    came from.
+    """
     store = header.get("store")
     if not isinstance(store, Mapping):
         return ()
-    origin = store.get("tokenizer_from")
+    field, origin = store.get("user_field"), store.get("tokenizer_from")
+    joined = (
+        f"a client is all text with one value of the field {field!r}: a person, not a device",
+    )
+    unit = () if field is None else joined
     if not isinstance(origin, Mapping):
-        return (f"where the vocabulary came from is not recorded: {NOT_COVERED}",)
+        return (*unit, f"where the vocabulary came from is not recorded: {NOT_COVERED}")
     if origin.get("kind") == "like":
         of = origin.get("of")
         found = _said(of) if isinstance(of, Mapping) else f"its origin is not known: {NOT_COVERED}"
-        return (f"the vocabulary is that of the store {origin.get('store')!r}; there, {found}",)
-    return () if origin.get("kind") == "public" else (_said(origin),)
+        said = f"the vocabulary is that of the store {origin.get('store')!r}; there, {found}"
+        return (*unit, said)
+    return unit if origin.get("kind") == "public" else (*unit, _said(origin))
 
 
 def uncovered(header: Mapping[str, Any]) -> tuple[str, ...]:

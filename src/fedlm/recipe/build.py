@@ -81,9 +81,8 @@ def flat_run(
         engine=made,
         round=round,
         evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
-        plans=() if algorithm.plan is None else (algorithm.plan,),
         start=start,
-        **shared_parts(recipe, store, algorithm.plan, out),
+        **shared_parts(recipe, store, algorithm.plans, out),
     )
 
 
@@ -101,7 +100,7 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
         evaluation=evaluation_of(recipe, rows, None, round.models, count=recipe.run.baselines),
         start=start_maker(recipe, store),
         command="pretrain",
-        **shared_parts(recipe, store, None, out),
+        **shared_parts(recipe, store, {}, out),
     )
 
 

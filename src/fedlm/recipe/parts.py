@@ -79,10 +79,14 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
     return StoreSettings(
         tokenizer=kind_of(data.tokenizer),
         vocabulary=data.vocabulary if given is None else given.vocabulary,
+        vocabulary_epsilon=data.vocabulary_epsilon,
+        vocabulary_delta=data.vocabulary_delta,
+        vocabulary_words=data.vocabulary_words,
         lowercase=data.lowercase if given is None else False,
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
+        user_field=data.user_field,
     )
 
 
@@ -105,8 +109,10 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     if path.exists():
         return Store(path)
     try:
-        vocabulary = vocabulary_of(data, given)
-        return write(sources.read(data.source), path, settings, progress, vocabulary)
+        vocabulary = vocabulary_of(data, given, progress)
+        return write(
+            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
+        )
     except CorpusError:
         if not path.exists():
             raise
@@ -347,7 +353,7 @@ def evaluation_of(
     )
 
 
-def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Path) -> Any:
+def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan], out: Path) -> Any:
     """Return the parts that flat runs and trees have in common, by name."""
     server = recipe.server
     return {
@@ -355,8 +361,9 @@ def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Pa
         "store": store,
         "record": RunDirectory(out),
         "recipe": recipe,
+        "plans": plans,
         "cadence": Cadence(
-            rounds=privacy_plan.rounds_of(recipe, plan),
+            rounds=privacy_plan.rounds_of(recipe, plans.values()),
             evaluate_every=server.evaluate_every,
             checkpoint_every=recipe.run.checkpoint_every,
         ),

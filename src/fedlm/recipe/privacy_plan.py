@@ -10,6 +10,7 @@ Not here: which plans are sound (`privacy/catalog.py`), what they cost (`privacy
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fedlm.cohort.sampling import LAWS
@@ -57,7 +58,8 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
     )
     count_noise = asked.clip_noise
     if count_noise is None:
-        count_noise = sampling.cohort / 20 if asked.clip_quantile else 0.0
+        counted = sampling.cohort * (asked.restart_every or 1)
+        count_noise = counted / 20 if asked.clip_quantile else 0.0
     plan = PrivacyPlan(
         mechanism=asked.mechanism,
         sampling=sampling,
@@ -112,11 +114,15 @@ def client_of(recipe: Recipe) -> Client:
     return client.model_copy(update={"weight": "uniform"})
 
 
-def rounds_of(recipe: Recipe, plan: PrivacyPlan | None) -> int:
-    """Return the number of rounds asked for, or as many as the privacy budget allows."""
-    asked, budget = recipe.server.rounds, recipe.privacy.epsilon
-    if plan is None or budget is None or recipe.privacy.noise_multiplier is None:
-        return asked
+def rounds_of(recipe: Recipe, plans: Iterable[PrivacyPlan]) -> int:
+    """Return the number of rounds asked for, or as many as the budget allows under every plan."""
+    budget = recipe.privacy.epsilon
+    if budget is None or recipe.privacy.noise_multiplier is None:
+        return recipe.server.rounds
+    return min((_fitting(plan, budget) for plan in set(plans)), default=recipe.server.rounds)
+
+
+def _fitting(plan: PrivacyPlan, budget: float) -> int:
     fits = account.allowed_rounds(plan, budget)
     require(
         fits > 0,

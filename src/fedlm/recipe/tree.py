@@ -33,7 +33,7 @@ from fedlm.methods import fedavg
 from fedlm.methods.optimizers import schedule, server_optimizer
 from fedlm.models import catalog
 from fedlm.models.split import personal_layers
-from fedlm.privacy import release
+from fedlm.privacy import account, release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
@@ -76,7 +76,7 @@ def tree_run(
     )
     config = config_of(recipe, store, algorithm, topology, people)
     plans = _plans(config, leaf_plan(recipe, topology))
-    plan = plans[0] if plans else None
+    plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     return Run(
         population=people,
@@ -92,10 +92,8 @@ def tree_run(
             plan=plan,
         ),
         evaluation=_evaluation(recipe, rows, config, plan, nothing_held),
-        plans=plans,
         start=parts.start_maker(recipe, store),
-        # The budget is that of the plan which costs a client most: the one that is claimed.
-        **parts.shared_parts(recipe, store, plan, out),
+        **parts.shared_parts(recipe, store, plans, out),
     )
 
 
@@ -183,12 +181,13 @@ def _participation_of(recipe: Recipe, held: int, cohort: int) -> Sampling | Priv
     return privacy_plan.participation_of(recipe.model_copy(update={"server": server}), held)
 
 
-def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> tuple[PrivacyPlan, ...]:
+def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyPlan]:
     """Return the plan of the leaves, or those of all federations of clients, the dearest first."""
     if leaves is not None:
-        return (leaves,)
-    plans = [a.plan for a in config.algorithms if a is not None and a.plan is not None]
-    return tuple(sorted(plans, key=lambda p: -p.sampling.cohort / p.sampling.population))
+        return {"": leaves}
+    inner = zip(config.topology.names, config.algorithms, strict=True)
+    plans = {name: a.plan for name, a in inner if a is not None and a.plan is not None}
+    return account.dearest_first(plans)
 
 
 def config_of(
