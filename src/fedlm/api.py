@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.round import FlatRound
+from fedlm.federation.round import FlatRound, Played
 from fedlm.inference import load_params
 from fedlm.inference import predict as next_words
 from fedlm.local.train import WEIGHTS
@@ -189,7 +189,7 @@ def epsilon(
     Args:
       of: a plan, a run directory, or a store.
       rounds: the number of rounds of the plan to count; by default all. A run always counts the
-        rounds in its journal.
+        releases in its ledger, or the rounds of a journal that was copied without it.
 
     Raises:
       RecordError: the directory is no run, or the run has no privacy plan.
@@ -445,6 +445,7 @@ class Federation:
         path = Path(out) if out is not None else _temporary() / "run"
         _lanes(recipe.run.devices)
         self.run, self._begun = _composed(recipe, store, spec, method, path), False
+        self._playing: Generator[Played, None, None] | None = None
 
     def rounds(self, count: int | None = None, *, resume: bool = False) -> Iterator[RoundReport]:
         """Train `count` further rounds, or all planned rounds, and yield a report of each.
@@ -460,7 +461,10 @@ class Federation:
           DivergenceError: loss or parameters are no longer finite.
         """
         resume, self._begun = resume or self._begun, True
-        for done, played in enumerate(play(self.run, resume=resume), start=1):
+        if self._playing is not None:
+            self._playing.close()  # a loop that was left holds the directory no longer
+        self._playing = playing = play(self.run, resume=resume)
+        for done, played in enumerate(playing, start=1):
             told = played.told
             yield RoundReport(
                 number=told["round"] + 1,

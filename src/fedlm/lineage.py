@@ -21,6 +21,7 @@ import hashlib
 import heapq
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from fedlm.privacy import account, ledger, spending, vocabulary
 from fedlm.privacy.account import Spent
 from fedlm.privacy.claim import Claim, Context, claim_of
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
-from fedlm.record.checkpoint import write_atomically
 
 FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
@@ -94,9 +94,18 @@ def write(path: Path, record: Record) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    write_atomically(path, data)
-    path.chmod(0o600)
+    """Write a file that only its owner can read, whole or not at all; its folder stays as it is."""
+    partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RecordError(f"{path} could not be written: {error.strerror}.") from None
 
 
 def read(path: Path) -> Record:
@@ -222,7 +231,7 @@ def _stores(store: Store) -> list[Path]:
 def _register(store: Store, record: Record) -> None:
     for path in _stores(store):
         folder = path / REGISTER
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RecordError):
             folder.mkdir(mode=0o700, exist_ok=True)
             write(folder / f"{record.run}.json", record)
             if not record.private:
@@ -323,6 +332,11 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
         else account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
     )
     return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
+
+
+def source_of(folder: Path) -> str:
+    """Return the file of a run that its releases are counted from."""
+    return ledger.NAME if Ledger(folder / ledger.NAME).exists() else "journal.jsonl"
 
 
 def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:

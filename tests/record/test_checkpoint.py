@@ -57,7 +57,7 @@ def names(folder):
 def newest(folder, like=None):
     said = []
     found = checkpoint.load_newest(folder, like or state_of(), said.append)
-    return found, said
+    return None if found is None else found.state, said
 
 
 def test_a_nested_module_comes_back_to_the_byte(folder):

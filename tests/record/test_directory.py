@@ -38,7 +38,9 @@ def test_an_empty_directory_is_taken(tmp_path, resume):
 
 def test_a_directory_whose_first_write_was_killed_is_taken(tmp_path):
     (tmp_path / "recipe.toml.part").write_text(RECIPE[:10])
-    assert RunDirectory(tmp_path).claim(RECIPE, resume=True) is False
+    directory = RunDirectory(tmp_path)
+    with directory.locked():
+        assert directory.claim(RECIPE, resume=True) is False
     assert [p.name for p in tmp_path.iterdir()] == ["recipe.toml"]
 
 

@@ -22,6 +22,7 @@ from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
 from fedlm.privacy.catalog import MECHANISMS, with_setting
+from fedlm.privacy.ledger import spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
@@ -187,7 +188,7 @@ def audit(
     require(0.5 < confidence < 1, "--confidence", confidence, "between 0.5 and 1")
     directory = RunDirectory.existing(run)
     facts = facts_of(directory.path)
-    accounted = account.from_journal(facts.header, facts.rounds)
+    accounted, _ = spent_of_run(run, facts.header, facts.rounds)
     if not facts.header.get("canaries"):
         raise ConfigError(
             f"{run} has no canaries to look for: train again with --set privacy.canaries=100."
@@ -213,13 +214,13 @@ def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
             "model changed is not known."
         )
     after = load_params(recipe.model, run.store.vocabulary, directory.weights)
-    state = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
-    if state is None:
+    saved = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
+    if saved is None:
         raise RecordError(
             f"{directory.path} holds no checkpoint, and with it the secret is gone from which the "
             "canaries were drawn: audit a run before its checkpoints are removed."
         )
-    secret = np.asarray(state.secret).astype("<u4").tobytes()
+    secret = np.asarray(saved.state.secret).astype("<u4").tobytes()
     return look(run.algorithm, before, after, secret=secret, rounds=rounds)
 
 
@@ -298,6 +299,7 @@ def _answer_run(run: Path, as_json: bool) -> None:
     """Print the claim of a run: the same words as in its report."""
     facts = facts_of(RunDirectory.existing(run).path)
     claim = lineage.claim_of_run(run, facts.header, facts.rounds)
+    note(f"Counted from {run / lineage.source_of(run)}.")
     plan = account.plan_from(facts.header["privacy"])
     told = {
         "mechanism": plan.mechanism,

@@ -241,9 +241,9 @@ class Handover:
     def write(self, name: str, reply: TrainReply) -> None:
         """Write a reply, its facts last: a reply counts as present once its facts are."""
         for i, frame in enumerate(reply.frames):
-            write_atomically(self.path / f"{name}.{i}", frame)
+            write_atomically(self.path / f"{name}.{i}", frame, private=True)
         facts = {"members": reply.members, "sums": [dict(part) for part in reply.sums]}
-        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode())
+        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode(), private=True)
 
     def read(self, name: str, request: TrainRequest) -> TrainReply:
         facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ def train(
     settings = home.settings
     patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with open_transport(home) as post:
+    with open_transport(home) as post, directory.locked():
         check_deployable(recipe)
         store = parts.open_store(recipe.data, stores)
         resolved = parts.resolve(recipe, store)

@@ -10,10 +10,11 @@ Not here: loops over rounds (`run.py`), a member's half (`member.py`), named cho
 from __future__ import annotations
 
 import contextlib
+import hmac
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -43,6 +44,7 @@ from fedlm.core.types import (
 from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
 from fedlm.privacy.clip import Limit, clip, next_limit
+from fedlm.privacy.ledger import digest_of
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.release import release
 from fedlm.server.aggregate import mean, over
@@ -65,6 +67,7 @@ class NodeState(eqx.Module):
     client_state: Any = (
         None  # what each client remembers, where the method has it remember anything
     )
+    digest: Any = None  # under a plan: the ledger's digest of the sum that led here, as 32 numbers
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
@@ -88,6 +91,7 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
         jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
         jnp.int32(0),
         init_client_state(algorithm, sent),
+        None if plan is None else jnp.zeros(32, jnp.uint8),
     )
 
 
@@ -125,7 +129,23 @@ def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> 
 
 def private_seed(state: NodeState) -> int:
     """Return the seed of cohort draws and noise under a plan, never that of the recipe."""
-    return int.from_bytes(np.asarray(state.secret).astype("<u4").tobytes(), "little")
+    return int.from_bytes(secret_of(state), "little")
+
+
+def secret_of(state: NodeState) -> bytes:
+    """Return the 16 bytes that private draws are made from."""
+    return np.asarray(state.secret).astype("<u4").tobytes()
+
+
+def another_secret(secret: UInt32[Array, "4"], lines: int) -> UInt32[Array, "4"]:
+    """Return the secret that follows a secret after a ledger of so many lines.
+
+    A round that is played again after its state was lost draws other members and other noise, so
+    that it costs what any round costs: no two releases share the chance of staying out.
+    """
+    before = np.asarray(secret).astype("<u4").tobytes()
+    made = hmac.digest(before, f"fedlm/again/{lines}".encode(), "sha256")[:16]
+    return jnp.asarray(np.frombuffer(made, "<u4").astype(np.uint32))
 
 
 class CohortSampler:
@@ -180,7 +200,7 @@ def server_half(
 ) -> NodeState:
     """Return the state after the server's step with the sum of a cohort."""
     total = _add_canaries(algorithm, state, total, members)
-    key = _noise_key(algorithm, state, total)
+    key, digest = _noise_key(algorithm, state, total), _digest(algorithm, state, total)
     history = joined(History(*(np.asarray(h) for h in state.history)), members, int(state.round))
     round = int(state.round)
     turn = round % len(algorithm.turns) if algorithm.turns else 0
@@ -194,6 +214,7 @@ def server_half(
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
     client_state = History(*(jnp.asarray(part) for part in history))
     after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(client_state))
+    after = eqx.tree_at(lambda s: s.digest, after, digest, is_leaf=_is_none)
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
 
 
@@ -222,6 +243,15 @@ def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> CipherKe
         return cipher_key_for(0, "noise")
     sum_is = int(tree.sha256((total.delta, total.unclipped, total.members, state.counted)), 16)
     return cipher_key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
+
+
+def _digest(algorithm: Algorithm, state: NodeState, total: Total) -> Any:
+    """Return the ledger's digest of a round's exact sum; None without a plan."""
+    if algorithm.plan is None:
+        return None
+    exact = tree.sha256((total.delta, total.unclipped, total.members)).encode()
+    made = digest_of(secret_of(state), int(state.round), exact)
+    return jnp.asarray(np.frombuffer(made, np.uint8))
 
 
 @eqx.filter_jit
@@ -336,6 +366,14 @@ class FlatRound:
     def params(self, state: NodeState) -> Params:
         """Return all parameters of a state, with the frozen ones."""
         return tree.join(state.params, self.algorithm.base)
+
+    def renewed(self, state: NodeState, lines: int) -> NodeState:
+        """Return a state whose further draws are others, after a ledger of so many lines."""
+        return replace(state, secret=another_secret(state.secret, lines))
+
+    def digest(self, state: NodeState) -> bytes:
+        """Return the ledger's digest of the sum that led to a state."""
+        return np.asarray(state.digest).tobytes()
 
     def header(self) -> Metrics:
         """Return nothing: a flat federation has no shape to describe."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,18 @@ from fedlm.core.releasable import Releasable
 from fedlm.core.types import Engine, Params, Total, Update
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.layer_attention import Routed, entropy, length
-from fedlm.federation.round import Metrics, Played, mean_loss
+from fedlm.federation.round import Metrics, Played, another_secret, mean_loss
 from fedlm.federation.tree_round import (
     Results,
     TreeConfig,
+    TreeNodeState,
     TreeState,
     init_tree,
     received,
     shown,
     tree_round,
 )
+from fedlm.privacy.ledger import joined_digest
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import own_models_stay, release
 
@@ -109,6 +111,25 @@ class TreeRound:
     def params(self, state: TreeState) -> Params:
         """Return the parameters of all nodes, as they may be shown."""
         return tuple(self._view(state)) if own_models_stay(self.plan) else state.params
+
+    def renewed(self, state: TreeState, lines: int) -> TreeState:
+        """Return a state whose further draws are others, after a ledger of so many lines."""
+
+        def other(node: TreeNodeState) -> TreeNodeState:
+            inner = node.federation
+            if inner is None:
+                return node
+            secret = another_secret(inner.secret, lines)
+            return replace(node, federation=replace(inner, secret=secret))
+
+        nodes = tuple(map(other, state.nodes))
+        return replace(state, nodes=nodes, secret=another_secret(state.secret, lines))
+
+    def digest(self, state: TreeState) -> bytes:
+        """Return the ledger's digest of the sums of all federations of clients."""
+        inner = [node.federation.digest for node in state.nodes if node.federation is not None]
+        found = [np.asarray(digest).tobytes() for digest in inner if digest is not None]
+        return joined_digest(found) if found else bytes(32)
 
     def header(self) -> Metrics:
         """Describe the tree: nodes, parents, clients per node, and personal layers."""

@@ -26,6 +26,7 @@ ROUND = frozenset(
         "unclipped_share",
         "noise_to_signal",
         "epsilon",
+        "releases",
         "perplexity",
         "accuracy",
         "personal_perplexity",
@@ -34,6 +35,8 @@ ROUND = frozenset(
         "routes",
     }
 )
+# Of a round: what the plan expects, in place of what happened.
+EXPECTED = ("members", "upload_bytes", "download_bytes")
 # Of a node of a tree: sizes, and functions of models that already carry noise.
 NODE = frozenset(
     {
@@ -121,6 +124,15 @@ def release(
         kept = REPLY if kind == "reply" else NODES
         facts = {name: value for name, value in facts.items() if name in kept} | dict(expected())
     return make_releasable(kind, facts)
+
+
+def recall(plan: PrivacyPlan | None, told: Mapping[str, Any]) -> Releasable:
+    """Return the facts of a round again that were released, but that a crash kept from the journal.
+
+    The rule is applied once more; numbers that follow from the plan stay as they were.
+    """
+    expected = {name: told[name] for name in EXPECTED if name in told}
+    return release(plan, "round", told, lambda: expected)
 
 
 def hides(plan: PrivacyPlan | None) -> bool:
