@@ -37,6 +37,7 @@ FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
 SKETCH = 256  # hashes of client names: two stores that share 2% of them share five, on average
 MOST_BYTES = 1 << 27
+ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
 
 
 class Record(NamedTuple):
@@ -407,8 +408,7 @@ def _kinship(each: Ancestor, record: Record, unit: str) -> tuple[bool, bool, str
         )
     kept = each.private and each.entries and not spending.made_no_promise(each.entries)
     if kept and unit == "client":
-        count = len(ledger.rounds_of(each.entries))
-        return False, True, f"{count} noisy sums of {each.name}, whose model this run started from"
+        return False, True, f"what {each.name} released, whose model this run started from"
     why = "has no privacy plan" if not each.private else "has no ledger, or told exact sums"
     why = "whose plan does not say what it cost a whole leaf" if kept else why
     return (
@@ -438,6 +438,7 @@ class StoreSpending(NamedTuple):
     private_epsilon: float | None  # of the vocabulary and the private runs alone
     accountant: str
     runs: tuple[dict[str, Any], ...]  # each by name, with its own epsilon
+    not_covered: tuple[str, ...] = ()
 
 
 def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
@@ -450,8 +451,8 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
             open_ = spending.made_no_promise(entries)
             plain, private = plain + open_, private + (not open_)
             own = math.inf if open_ else spending.total([entries], delta).epsilon
-            told.append({"run": _name_of(file), "rounds": len(ledger.rounds_of(entries))})
-            told[-1] |= {"epsilon": own, "private": not open_}
+            count = None if open_ else len(ledger.rounds_of(entries))
+            told.append({"run": _name_of(file), "rounds": count, "epsilon": own})
             if not open_:
                 books.append(entries)
     at = delta if delta is not None else spending.largest_delta(books)
@@ -461,7 +462,8 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
     alone = None if found is None else found.epsilon
     whole = math.inf if plain else (0.0 if alone is None else alone)
     how = "none" if found is None else found.accountant
-    return StoreSpending(whole, at, private, plain, alone, how, tuple(told))
+    left = (*vocabulary.uncovered({"store": store.manifest}), ELSEWHERE)
+    return StoreSpending(whole, at, private, plain, alone, how, tuple(told), left)
 
 
 def _name_of(file: Path) -> str:

@@ -58,6 +58,9 @@ class Round(Protocol):
     def models(self, state: Any) -> dict[str, Params]:
         """Return the models of a state by name."""
 
+    def own_models(self, state: Any) -> dict[str, Params]:
+        """Return models by name that a node keeps to itself, where `models` gives others."""
+
     def params(self, state: Any) -> Params:
         """Return all parameters of a state, for fingerprints."""
 

@@ -488,6 +488,8 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     lineage.add_models(directory.path, run.store, [tree.sha256(m) for m in models.values()])
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, run)
+    for name, params in run.round.own_models(state).items():
+        save_weights(directory.own_weights_of(name), params, run, private=True)
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
@@ -513,11 +515,11 @@ def _claim(run: Run) -> Claim | None:
     return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
-def save_weights(path: Path, params: Params, run: Run) -> None:
+def save_weights(path: Path, params: Params, run: Run, *, private: bool = False) -> None:
     """Write the model as safetensors by leaf name, with its settings in the metadata."""
     model = run.recipe.model.model_dump_json()
     data = checkpoint.to_bytes(params, model=model, vocabulary=run.store.vocabulary)
-    checkpoint.write_atomically(path, data)
+    checkpoint.write_atomically(path, data, private=private)
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:

@@ -1,6 +1,7 @@
 """A tree from the command line: its nodes in the summary, its report, and what is refused."""
 
 import json
+import stat
 
 import dp_accounting
 import equinox as eqx
@@ -9,6 +10,7 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.inference import load_params
+from fedlm.privacy.ledger import Ledger
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.checkpoint import load_newest
@@ -123,6 +125,11 @@ def test_under_noise_at_the_leaves_saved_models_are_those_that_others_know(hidde
     assert done.json["params_sha256"] == tree.sha256(run.round.params(state))
     assert done.json["params_sha256"] != tree.sha256(state.params)
     assert eqx.tree_equal(weights, seen)
+    # The leaf's own model is for its owner alone.
+    kept = made / "run" / "private" / "north.safetensors"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert [entry["round"] for entry in Ledger(made / "run/ledger.jsonl").entries()[1:]] == [0, 1]
 
 
 def test_places_may_be_stores(tmp_path):

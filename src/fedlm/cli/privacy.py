@@ -333,11 +333,14 @@ def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> N
     rows = [[each["run"], each["rounds"], each["epsilon"]] for each in found.runs]
     show(f"runs on {store}", ["run", "rounds", "epsilon alone"], rows)
     out.print(store_sentence(found))
+    out.print("It does not cover:")
+    for line in found.not_covered:
+        out.print(f"  - {line}")
 
 
 def store_sentence(found: lineage.StoreSpending) -> str:
     """Say in one sentence what all runs on a store cost together."""
-    known = f"{found.private_runs} private runs and the vocabulary of this store"
+    known = f"the {found.private_runs} private runs known to this store"
     spent = "nothing that is known"
     if found.private_epsilon is not None:
         spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
@@ -345,7 +348,7 @@ def store_sentence(found: lineage.StoreSpending) -> str:
         return f"Together, {known} cost one client {spent} ({found.accountant})."
     return (
         f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
-        f"it have no privacy plan, or told exact sums. {known} alone cost {spent}."
+        f"it have no privacy plan, or told exact sums. Alone, {known} cost {spent}."
     )
 
 

@@ -72,7 +72,7 @@ def claim_of(spent: Spent, plan: PrivacyPlan, releases: int, context: Context = 
     if not reasons and math.isinf(spent.epsilon):
         reasons = ["what was released has no finite cost"] if releases else []
     what = "sums" if plan.unit == "client" else "changes of every leaf"
-    rounds = f"{releases} noisy {what}, and every model computed from them"
+    rounds = f"the noisy {what} of {releases} released rounds, and every model computed from them"
     covers = (context.released or rounds, *context.covered)
     uncovered = [*context.uncovered]
     uncovered += [REVEALED] if plan.reveal else []
