@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fedlm.record.journal import read
 from tests.conftest import call, write_tiny
 
 SMALL = ("model.name=cifg", "run.prompts=[]", "run.baselines=false", "server.rounds=1")
@@ -39,7 +40,7 @@ def test_open_rounds_before_private_ones_leave_no_epsilon_anywhere(tmp_path):
     assert "epsilon 0" not in done.stderr
     run = tmp_path / "private"
     assert json.loads((run / "summary.json").read_text())["epsilon"] is None
-    assert all(json.loads(line).get("epsilon") is None for line in open(run / "journal.jsonl"))
+    assert all(entry.get("epsilon") is None for entry in read(run / "journal.jsonl"))
     page = (run / "report.html").read_text()
     assert page.count("<h2>Privacy") == 1 and "No finite epsilon holds" in page
     found = call(tmp_path, "privacy", "epsilon", "private", "--json").json
