@@ -41,6 +41,7 @@ from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build
+from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
@@ -534,6 +535,9 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         round=round,
         evaluation=parts.evaluation_of(
             recipe, rows, plan, round.models, count=False, score=spec.score
+        ),
+        private_evaluation=private_evaluation_of(
+            recipe, rows, plan, round.models, score=spec.score
         ),
         **{
             **shared,

@@ -29,6 +29,7 @@ from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.catalog import ModelSpec, ModuleSpec
+from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend
 from fedlm.record.directory import RunDirectory
@@ -128,6 +129,7 @@ class Run:
     store: Store  # the tokenizer, and whatever text is here
     cadence: Cadence
     recipe: Any  # the resolved settings, for the header; the loop does not act on them
+    private_evaluation: ScheduledEvaluation | None = None  # noisy figures of training clients
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
     command: str = "train"  # the fedlm command that resumes this run
     # Of every federation of clients by node, the dearest first; a flat federation's name is ''.

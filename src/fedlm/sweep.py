@@ -260,6 +260,12 @@ def _one_plan(runs: list[Run]) -> PrivacyPlan:
         runs[0].recipe.data.test_clients,
         "held-out clients beside a selection: the best run is chosen by their text",
     )
+    require(
+        all(run.private_evaluation is None for run in runs),
+        "selection",
+        "points of this sweep",
+        "no noisy figures of training clients: the cost of a selection is that of rounds alone",
+    )
     starts = {run.recipe.model.init_from for run in runs}
     require(len(starts) == 1, "model.init_from", starts, "one start for all points of a selection")
     cadences = {run.cadence.rounds for run in runs}

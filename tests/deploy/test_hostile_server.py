@@ -4,12 +4,15 @@ import json
 import stat
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
 from fedlm.core.errors import RecordError
+from fedlm.core.types import Gathered, Total
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
-from fedlm.deploy.lifetime import lifetime
+from fedlm.deploy import registration
+from fedlm.deploy.lifetime import Release, Share, epsilon_of, lifetime
 from fedlm.deploy.local import redacted
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
@@ -19,7 +22,11 @@ from fedlm.deploy.server_app import record_nodes
 from fedlm.deploy.status import rounds_of
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.messages import REFUSAL, TrainRequest, encode_request
+from fedlm.engine.messages import REFUSAL, SUMS, TrainRequest, encode_request
+from fedlm.federation.round import metrics_of
+from fedlm.privacy.account import spent
+from fedlm.privacy.cost import epsilon_of_shift
+from fedlm.privacy.release import release
 from fedlm.recipe.build import build
 from fedlm.recipe.privacy_plan import plan_of, sampling_of
 from fedlm.recipe.settings import load
@@ -197,12 +204,13 @@ def test_a_population_is_believed_as_far_as_it_is_known(node, asked, folder):
     """More clients would make it unlikely that one is drawn: 10^9 of them, very."""
     strict = Policy(largest_epsilon=2.1)
     worker = node(strict)
-    many = asked(worker, (*POISSON[:-1], "privacy.delta=1e-10"), population=10**9)
+    once = (*POISSON[1:-1], "server.rounds=1", "privacy.delta=1e-10")
+    many = asked(worker, once, population=10**9)
     refused = said(worker, many)
     assert "would spend epsilon" in refused and "not on 1000000000" in refused
     known = node(strict.model_copy(update={"largest_population": 100_000}))
     assert ADMITTED in said(known, replace(many, text=known.text, members=(0,)))
-    canaries = (*POISSON, "privacy.canaries=1000000000", "privacy.delta=1e-10")
+    canaries = (*once, "privacy.canaries=1000000000")
     assert "would spend epsilon" in said(worker, asked(worker, canaries))
     least = node(Policy(smallest_population=100))
     assert "wants at least 100" in said(least, asked(least))
@@ -220,15 +228,32 @@ def test_delta_is_a_small_probability(node, asked):
 
 
 def test_all_runs_together_have_a_limit(node, asked):
-    worker = node(Policy(largest_lifetime_epsilon=9.0))
-    reasons = [said(worker, asked(worker, run=f"{n:032x}")) for n in range(4)]
-    assert ADMITTED in reasons[0] and "over all runs" in reasons[-1]
-    answered = sum(ADMITTED in reason for reason in reasons)
-    assert 1 <= answered < 4
-    assert lifetime(worker.ledger).epsilon <= 9.0
+    free = node()
+    assert ADMITTED in said(free, asked(free))
+    one = lifetime(free.ledger).epsilon  # four Gaussian releases of the same cost twice as much,
+    worker = node(Policy(largest_lifetime_epsilon=2.5 * one))  # and a little for their length
+    reasons = [said(worker, asked(worker, run=f"{n:032x}")) for n in range(8)]
+    answered = [ADMITTED in reason for reason in reasons]
+    assert answered == sorted(answered, reverse=True) and 2 < sum(answered) < 8
+    assert "over all runs" in reasons[-1]
+    assert one < lifetime(worker.ledger).epsilon <= 2.5 * one
     # Others have taken part in nothing yet.
     assert ADMITTED in said(worker, asked(worker, run=OTHER, members=(5, 6)))
     assert "mechanism with noise" in said(worker, asked(worker, (), run="c" * 32))
+
+
+def test_a_run_counts_as_planned_or_by_turns(folder):
+    recipe = load(folder / "tiny.toml", (*POISSON, "privacy.noise_multiplier=4"))
+    always = plan_of(recipe, sampling_of(recipe, 4))  # who is always drawn has nothing from chance
+    three = epsilon_of_shift(3**0.5 / 4, always.delta)  # by turns: three releases
+    shares = (Share(always, 1), Share(always, 2))
+    assert epsilon_of(shares, always.delta) == pytest.approx(three)
+    four = epsilon_of((Share(always, 2),), always.delta, (Release(4.0, 0.0), Release(4.0, 0.0)))
+    assert epsilon_of((Share(always, 4),), always.delta) == pytest.approx(four)
+    assert epsilon_of((*shares, Share(None)), always.delta) == float("inf")
+    plan = plan_of(recipe, sampling_of(recipe, 18))
+    planned = spent(plan, plan.rounds).epsilon
+    assert epsilon_of((Share(plan, 3),), plan.delta) == pytest.approx(planned)
 
 
 def test_a_run_without_privacy_has_no_finite_epsilon(node, asked):
@@ -364,13 +389,39 @@ def test_who_answered_is_a_secret_under_a_plan(folder, tmp_path):
     told = (tmp_path / "nodes.jsonl").read_text()
     assert not spoken and not any(name in told for name in ("north", "sweden", "south"))
     for round, line in enumerate(told.splitlines()):
-        assert json.loads(line) == {"round": round, "seconds": 0.0, "nodes": 3}
+        assert json.loads(line) == {"round": round, "nodes": 3}
     private = tmp_path / "nodes.private.jsonl"
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     assert [entry["away"] for entry in rounds_of(tmp_path)] == [["sweden"]] * 2
     private.unlink()
     with pytest.raises(RecordError, match="secret of its owner"):
         rounds_of(tmp_path)
+
+
+def test_a_reply_holds_no_more_than_the_server_needs(folder):
+    recipe = load(folder / "tiny.toml", POISSON)
+    plan = plan_of(recipe, sampling_of(recipe, 18))
+    sums = dict.fromkeys(SUMS, 3.0)
+    assert set(release(plan, "reply", sums)) == {"weight", "refused", "unclipped"}
+    assert dict(release(replace(plan, reveal=True), "reply", sums)) == sums
+    assert dict(release(None, "reply", sums)) == sums
+
+
+def test_an_unusable_update_ends_no_run_whose_tokens_are_not_told():
+    zero, one, three = jnp.zeros(()), jnp.ones(()), jnp.full((), 3.0)
+    total = Total(None, three, zero, zero, zero, one, three, three)
+    assert metrics_of(0, Gathered(total, 0, 0), 0.0)["loss"] == 0.0
+    lost = replace(total, refused=three)
+    assert metrics_of(0, Gathered(lost, 0, 0), 0.0)["loss"] == float("inf")
+
+
+def test_a_server_notices_an_older_ledger(node):
+    counters, spoken = Counters(), []
+    check = registration.heard(counters, lambda name, hello: None, spoken.append)
+    counters.hear("north", 7)
+    check("north", node().hello())
+    check("south", node().hello())
+    assert len(spoken) == 1 and "north came back with a ledger at 0, and 7" in spoken[0]
 
 
 def test_without_a_plan_everything_is_told(tmp_path):

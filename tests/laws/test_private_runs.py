@@ -246,14 +246,19 @@ def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path):
+@pytest.mark.parametrize("every", [1, 2], ids=["gaussian", "tree"])
+def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path, every):
+    chosen = GAUSSIAN if every == 1 else (*TREE, f"privacy.restart_every={every}")
     adaptive = (
         "privacy.clip_quantile=0.5",
         "privacy.clip_noise=2.0",
         "privacy.noise_multiplier=1.0",
     )
-    done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")
+    done = run_cli("train", tiny_recipe, *changes(*chosen, *adaptive), "--out", "run", "--json")
     assert done.code == 0, done.stderr
     rounds = facts_of(tmp_path / "run").rounds
-    assert len({entry["clip_norm"] for entry in rounds}) > 2
-    assert all(0 <= entry["unclipped"] <= 1 for entry in rounds)
+    clips = [entry["clip_norm"] for entry in rounds]
+    assert len(set(clips)) == -(-len(clips) // every) > 2
+    assert all(clips[i] == clips[i - i % every] for i in range(len(clips)))
+    assert all(0 <= entry["unclipped_share"] <= 1 for entry in rounds[every - 1 :])
+    assert all("unclipped_share" not in entry for entry in rounds[: every - 1])

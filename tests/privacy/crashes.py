@@ -25,6 +25,9 @@ from fedlm.record.journal import Journal, dumps, read
 from fedlm.training import Watcher, train
 from tests.conftest import write_tiny
 
+# What may be seen while it is written: what was there before a round, or was seen already.
+PUBLIC = ("recipe", "tokenizer", "special", "journal", "model", "report", "summary")
+
 
 class Killed(BaseException):
     """The process is gone."""
@@ -99,7 +102,7 @@ class Observer:
     """Reads every file that is not its owner's alone, at every moment; remembers what it saw."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.seen, self.known = folder, set(), {}
+        self.folder, self.seen, self.models, self.known = folder, set(), set(), {}
 
     def look(self) -> None:
         for path in self._open_files(self.folder):
@@ -122,7 +125,9 @@ class Observer:
     def _read(self, path) -> None:
         data = path.read_bytes()
         if path.suffix == ".part":
-            assert not data or path.name.startswith(("recipe", "tokenizer", "special", "journal"))
+            assert not data or path.name.startswith(PUBLIC)
+        elif path.suffix == ".safetensors":
+            self.models.add((path.name, data))
         elif path.name == "journal.jsonl":
             for line in data.splitlines():
                 with contextlib.suppress(ValueError):
@@ -148,10 +153,9 @@ class Disk:
         self.on = False  # what the observer does is no moment of the run
         self.observer.look()
         folder = self.observer.folder
-        with contextlib.suppress(FileNotFoundError):
-            paid = released(folder) if (folder / "ledger.jsonl").stat().st_size else []
-            # Law 10: nothing is seen that the ledger does not hold.
-            assert not self._beyond(self.observer.rounds, paid), (self.observer.seen, paid)
+        paid = released(folder) if (folder / "ledger.jsonl").exists() else []
+        # Law 10: nothing is seen that the ledger does not hold.
+        assert not self._beyond(self.observer.rounds, paid), (self.observer.seen, paid)
         self.on = True
         self.left -= 1
         if self.left == 0:

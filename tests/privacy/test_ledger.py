@@ -135,8 +135,9 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 def test_a_ledger_begins_once(book):
-    with pytest.raises(RecordError, match="cannot be opened: File exists"):
+    with pytest.raises(RecordError, match="cannot be made: File exists"):
         book.begin(begin_entry({}))
+    assert [path.name for path in book.path.parent.iterdir()] == [NAME]
     with pytest.raises(RecordError, match="has begun already"):
         book.append(begin_entry({}))
 

@@ -3,7 +3,6 @@ for twice."""
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from fedlm.privacy.account import spent
 from fedlm.privacy.ledger import Ledger
 from fedlm.record import checkpoint
 from fedlm.record.journal import Journal
+from fedlm.training import finish
 from tests.conftest import call
 from tests.privacy.crashes import Killed, go_on, placed, released, runs_of, told
 
@@ -25,7 +25,7 @@ ROUNDS = 6
 SHARED = ("privacy.clip_norm=0.1", "privacy.noise_multiplier=1.0", "server.cohort=2")
 GAUSSIAN = (*SHARED, "privacy.mechanism=gaussian", "server.sampling=poisson")
 TREE = (*SHARED, "privacy.mechanism=tree", "server.sampling=spaced", "privacy.min_separation=3")
-FOREST = (*GAUSSIAN, 'federation.levels=["leaf"]', "federation.pool_clients=false")
+FOREST = (*GAUSSIAN, "federation.levels=[0]", "federation.pool_clients=false")
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def figures(out):
 # ---- the order of a round ----------------------------------------------------------------------
 
 
-def test_a_round_is_saved_then_paid_for_then_told(gaussian, tmp_path, monkeypatch):
+def test_a_round_is_saved_then_paid_for_then_told(tree, tmp_path, monkeypatch):
     order = []
     save, append, tell = checkpoint.save, Ledger.append, Journal.append
-    watch = gaussian[0].evaluation.watch
+    watch = tree[0].evaluation.watch
 
     monkeypatch.setattr(
         checkpoint, "save", lambda *args: (order.append(("state", args[1] - 1)), save(*args))
@@ -88,11 +88,11 @@ def test_a_round_is_saved_then_paid_for_then_told(gaussian, tmp_path, monkeypatc
         Journal, "append", lambda self, t: (order.append((t.kind, t.get("round"))), tell(self, t))
     )
     monkeypatch.setattr(
-        type(gaussian[0].evaluation),
+        type(tree[0].evaluation),
         "watch",
         lambda self, state: (order.append(("scored", int(state.round) - 1)), watch(state))[1],
     )
-    go_on(gaussian[0], tmp_path / "run")
+    go_on(tree[0], tmp_path / "run")
     begun = [("scored", -1), ("header", None), ("state", -1)]
     each = [(what, r) for r in range(ROUNDS) for what in ("state", "ledger", "scored", "round")]
     assert order == [*begun, *each, ("final", None)]
@@ -106,10 +106,10 @@ def test_without_a_plan_nothing_is_paid_for(folder, tmp_path):
     assert names == {"round-000000.safetensors", "round-000002.safetensors"}
 
 
-def test_secrets_are_their_owners_alone(gaussian, tmp_path):
+def test_secrets_are_their_owners_alone(tree, tmp_path):
     before = os.umask(0)
     try:
-        go_on(gaussian[0], tmp_path / "run")
+        go_on(tree[0], tmp_path / "run")
     finally:
         os.umask(before)
     run = tmp_path / "run"
@@ -122,7 +122,7 @@ def test_secrets_are_their_owners_alone(gaussian, tmp_path):
 # ---- after a kill ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+@pytest.mark.parametrize("mechanism", [pytest.param("gaussian", marks=pytest.mark.slow), "tree"])
 def test_a_saved_round_is_not_played_again_with_other_lanes(
     request, tmp_path, monkeypatch, mechanism
 ):
@@ -144,10 +144,10 @@ def test_a_saved_round_is_not_played_again_with_other_lanes(
     assert summary["epsilon"] == spent(mesh.plan, ROUNDS).epsilon
 
 
-def test_lanes_do_differ(gaussian, tmp_path):
+def test_lanes_do_differ(tree, tmp_path):
     """Or the test above would show nothing."""
     digests = set()
-    for number, run in enumerate(gaussian):
+    for number, run in enumerate(tree):
         start = placed(run, tmp_path / str(number))
         state = start.round.init(start.start())
         played = next(start.round.play(state, range(1)))
@@ -155,22 +155,20 @@ def test_lanes_do_differ(gaussian, tmp_path):
     assert len(digests) == 2
 
 
-def test_a_kill_before_the_ledger_pays_once(gaussian, tmp_path, monkeypatch):
+def test_a_kill_before_the_ledger_pays_once(tree, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    killed_at(gaussian[0], out, 2, monkeypatch, (Ledger, "append"))
+    killed_at(tree[0], out, 2, monkeypatch, (Ledger, "append"))
     assert released(out) == [0, 1] and len(told(out)) == 2
-    go_on(gaussian[1], out)
+    go_on(tree[1], out)
     assert released(out) == list(range(ROUNDS))
 
 
-def test_finish_alone_pays_for_the_last_round(gaussian, tmp_path, monkeypatch):
-    from fedlm.training import finish
-
+def test_finish_alone_pays_for_the_last_round(tree, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    killed_at(gaussian[0], out, ROUNDS - 1, monkeypatch, (Ledger, "append"))
-    done = finish(placed(gaussian[0], out))
+    killed_at(tree[0], out, ROUNDS - 1, monkeypatch, (Ledger, "append"))
+    done = finish(placed(tree[0], out))
     assert released(out) == list(range(ROUNDS)) and len(told(out)) == ROUNDS
-    assert done["epsilon"] == spent(gaussian[0].plan, ROUNDS).epsilon
+    assert done["epsilon"] == spent(tree[0].plan, ROUNDS).epsilon
 
 
 # ---- what is lost ------------------------------------------------------------------------------
@@ -183,24 +181,24 @@ def without_states(out, first):
 
 
 @pytest.mark.parametrize("lost", ["checkpoints", "ledger.jsonl"])
-def test_no_run_goes_on_without_its_states_or_its_ledger(gaussian, tmp_path, monkeypatch, lost):
+def test_no_run_goes_on_without_its_states_or_its_ledger(tree, tmp_path, monkeypatch, lost):
     out = tmp_path / "run"
-    killed_at(gaussian[0], out, 3, monkeypatch)
+    killed_at(tree[0], out, 3, monkeypatch)
     (out / lost).rename(tmp_path / "lost")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.raises(RecordError, match="or begin another run with another --out"):
-        go_on(gaussian[0], out)
+        go_on(tree[0], out)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     # Neither does a ledger that lacks lines, as from a backup.
     (tmp_path / "lost").rename(out / lost)
     lines = (out / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (out / "ledger.jsonl").write_bytes(b"".join(lines[:-2]))
     with pytest.raises(RecordError, match="lacks lines that were there when round 4 was saved"):
-        go_on(gaussian[0], out)
+        go_on(tree[0], out)
     other = json.loads(lines[-1]) | {"digest": "0" * 64}
     (out / "ledger.jsonl").write_bytes(b"".join([*lines[:-1], json.dumps(other).encode(), b"\n"]))
     with pytest.raises(RecordError, match="are of different runs"):
-        go_on(gaussian[0], out)
+        go_on(tree[0], out)
 
 
 def test_gaussian_rounds_whose_states_are_lost_are_paid_for_twice(gaussian, tmp_path, monkeypatch):
@@ -225,6 +223,7 @@ def test_gaussian_rounds_whose_states_are_lost_are_paid_for_twice(gaussian, tmp_
     assert copied.json["epsilon"] == done["epsilon"] and "journal.jsonl" in copied.stderr
 
 
+@pytest.mark.slow
 def test_a_kill_in_a_repeated_round_is_paid_for_too(gaussian, tmp_path, monkeypatch):
     """The ledger has a line of that round already, of the release whose state was lost."""
     out = tmp_path / "run"
@@ -249,6 +248,7 @@ def test_a_correlated_run_whose_states_are_lost_ends_with_what_it_has(tree, tmp_
     assert kept is not None and int(kept.state.round) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["noise", "target"])
 def test_the_budget_counts_what_was_released_again(folder, tmp_path, monkeypatch, given):
     noise = spent(runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan, ROUNDS).epsilon
@@ -265,6 +265,7 @@ def test_the_budget_counts_what_was_released_again(folder, tmp_path, monkeypatch
     assert "The privacy budget ends here: round 5 of 6" in " ".join(said)
 
 
+@pytest.mark.slow
 def test_a_tree_of_federations_goes_the_same_way(folder, tmp_path, monkeypatch):
     (run,) = runs_of(folder, *FOREST, "server.rounds=4", engines=("mesh",))
     out = tmp_path / "run"
@@ -285,44 +286,42 @@ def test_a_tree_of_federations_goes_the_same_way(folder, tmp_path, monkeypatch):
 # ---- two at once -------------------------------------------------------------------------------
 
 
+# What the lock of a run directory is, without the seconds that importing fedlm takes.
 HOLD = """
-    import sys, time
-    from pathlib import Path
-    from fedlm.record.directory import RunDirectory
-    with RunDirectory(Path(sys.argv[1])).locked():
-        print("locked", flush=True)
-        time.sleep(600)
+    import fcntl, os, sys, time
+    file = os.open(sys.argv[1] + "/.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(file, str(os.getpid()).encode())
+    print("locked", flush=True)
+    time.sleep(600)
 """
 
 
-def test_two_processes_do_not_train_in_one_directory(gaussian, tmp_path, monkeypatch):
+def test_two_processes_do_not_train_in_one_directory(tree, folder, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    killed_at(gaussian[0], out, 2, monkeypatch)
+    killed_at(tree[0], out, 2, monkeypatch)
     before = (out / "journal.jsonl").read_bytes()
-    other = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLD), str(out)], stdout=subprocess.PIPE
-    )
-    try:
-        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
-        with pytest.raises(
-            RecordError, match=rf"is being trained by another process \(pid {other.pid}\)"
-        ):
-            go_on(gaussian[0], out)
-        done = call(tmp_path, "train", out / "recipe.toml", "--out", out, "--resume")
-        assert done.code == 2 and "another process" in done.stderr, done.stderr
-        assert (out / "journal.jsonl").read_bytes() == before
-    finally:
-        other.kill()
-        other.wait()
-    go_on(gaussian[0], out)  # the lock went with the process
+    hold = [sys.executable, "-c", textwrap.dedent(HOLD), str(out)]
+    with subprocess.Popen(hold, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+            with pytest.raises(
+                RecordError, match=rf"is being trained by another process \(pid {other.pid}\)"
+            ):
+                go_on(tree[0], out)
+            done = call(folder, "train", out / "recipe.toml", "--out", out, "--resume")
+            assert done.code == 2 and "another process" in done.stderr, done.stderr
+            assert (out / "journal.jsonl").read_bytes() == before
+        finally:
+            other.kill()
+    go_on(tree[0], out)  # the lock went with the process
     assert released(out) == list(range(ROUNDS))
 
 
 @pytest.mark.slow
-def test_two_resumes_at_once_do_not_double_a_journal(gaussian, tmp_path, folder, monkeypatch):
+def test_two_resumes_at_once_do_not_double_a_journal(tree, tmp_path, folder, monkeypatch):
     out = tmp_path / "run"
-    killed_at(gaussian[0], out, 1, monkeypatch)
-    shutil.copytree(folder / "stores", tmp_path / ".fedlm" / "stores")
+    killed_at(tree[0], out, 1, monkeypatch)
     main = "from fedlm.cli.main import main; main()"
     command = [sys.executable, "-c", main, "train", out / "recipe.toml", "--out", out, "--resume"]
     both = [subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE) for _ in range(2)]
@@ -338,11 +337,11 @@ def test_two_resumes_at_once_do_not_double_a_journal(gaussian, tmp_path, folder,
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_killed_by_the_system_goes_on_from_what_it_paid_for(
-    gaussian, tmp_path, folder, seed, monkeypatch
+    tree, tmp_path, folder, seed, monkeypatch
 ):
     """A real SIGKILL, at any moment."""
     out, rng = tmp_path / "run", np.random.default_rng(seed)
-    killed_at(gaussian[0], out, 0, monkeypatch)
+    killed_at(tree[0], out, 0, monkeypatch)
     main = "from fedlm.cli.main import main; main()"
     command = [sys.executable, "-c", main, "train", out / "recipe.toml", "--out", out, "--resume"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
@@ -351,5 +350,5 @@ def test_a_process_killed_by_the_system_goes_on_from_what_it_paid_for(
     time.sleep(rng.random() / 20)
     process.kill()
     process.wait()
-    go_on(gaussian[1], out)
+    go_on(tree[1], out)
     assert released(out) == list(range(ROUNDS)) and len(told(out)) == ROUNDS

@@ -1,5 +1,7 @@
 """A run directory never mixes two recipes."""
 
+import os
+import threading
 import tomllib
 
 import pytest
@@ -127,3 +129,55 @@ def test_the_newest_path_is_the_last_that_is_there(tmp_path):
         free_path(tmp_path, "tiny").mkdir()
     assert newest_path(tmp_path, "tiny") == tmp_path / "tiny-3"
     assert newest_path(tmp_path, "other") == tmp_path / "other"
+
+
+# ---- one at a time -----------------------------------------------------------------------------
+
+
+def test_a_directory_is_locked_for_others_and_not_for_who_holds_it(tmp_path):
+    directory, refused = RunDirectory(tmp_path / "run"), []
+
+    def other():
+        try:
+            with RunDirectory(tmp_path / "run" / ".." / "run").locked():
+                refused.append("let in")
+        except RecordError as error:
+            refused.append(str(error))
+
+    with directory.locked():
+        with directory.locked():  # a server locks it, and so does the training that it starts
+            assert directory.claim(RECIPE, resume=False) is False
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert f"is being trained by another process (pid {os.getpid()})" in refused[0]
+    assert [path.name for path in directory.path.iterdir()] == ["recipe.toml"]
+    other()
+    assert refused[1:] == ["let in"]
+
+
+def test_a_lock_left_by_a_killed_process_holds_nobody_up(tmp_path):
+    (tmp_path / ".lock").write_text("99999999")
+    directory = RunDirectory(tmp_path)
+    with directory.locked():
+        assert directory.claim(RECIPE, resume=False) is False
+
+
+def test_a_lock_is_put_into_no_other_directory(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with (
+        pytest.raises(RecordError, match="is not a run directory"),
+        RunDirectory(tmp_path).locked(),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with (
+        pytest.raises(RecordError, match="could not be written: Not a directory"),
+        RunDirectory(tmp_path / "thesis.tex" / "deeper").locked(),
+    ):
+        pass
+    (tmp_path / "thesis.tex").unlink()
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match="could not be written"), RunDirectory(tmp_path).locked():
+        pass
+    assert not (tmp_path / "elsewhere").exists()

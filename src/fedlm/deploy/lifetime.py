@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger, RunEntry
@@ -79,7 +78,7 @@ def _run(name: str, run: RunEntry) -> dict[str, Any]:
         "participations": {str(turns): clients for turns, clients in counts.items()},
         "population_believed": None if plan is None else plan.sampling.population,
         "delta": None if plan is None else plan.delta,
-        "epsilon": math.inf if plan is None else _cheapest(Share(plan, most), plan.delta),
+        "epsilon": math.inf if plan is None else _cheapest(Share(plan, most), plan.delta)[0],
     }
 
 
@@ -123,30 +122,23 @@ def _turns(run: RunEntry, client: str) -> int:
 @functools.lru_cache(maxsize=4096)
 def epsilon_of(shares: tuple[Share, ...], delta: float, others: tuple[Release, ...] = ()) -> float:
     """Return the epsilon of runs and other releases together, at a delta."""
-    left = delta - sum(release.delta for release in others)
-    if left <= 0 or any(share.plan is None for share in shares):
-        return math.inf
-    parts = len(shares) + bool(others)
-    each = left / max(parts, 1)
-    # Epsilons and deltas of parts add up, whatever the parts are.
-    total = sum(_cheapest(share, each) for share in shares)
-    if others:
-        from fedlm.privacy import cost  # here, because importing dp_accounting takes a second
+    from fedlm.privacy import cost  # here, because importing dp_accounting takes a second
 
-        rho = sum(cost.rho_of(1.0, release.noise_multiplier) for release in others)
-        total += cost.epsilon_of_rho(rho, each)
-    return total
+    if any(share.plan is None for share in shares):
+        return math.inf
+    events = [_cheapest(share, delta)[1] for share in shares]
+    events += [cost.gaussian_event(release.noise_multiplier) for release in others]
+    return cost.compose(events, delta, sum(release.delta for release in others))[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest(share: Share, delta: float) -> float:
-    """Return the epsilon of one run for one client, counted in the cheaper way."""
+def _cheapest(share: Share, delta: float) -> tuple[float, Any]:
+    """Return the epsilon and the event of one run for one client, counted in the cheaper way."""
     from fedlm.privacy import account, cost  # here, because importing dp_accounting takes a second
 
-    assert share.plan is not None
-    plan = replace(share.plan, delta=delta)
-    planned = account.spent(plan, plan.rounds).epsilon
-    if share.turns is None or not MECHANISMS[plan.mechanism].independent:
-        return planned
-    rho = cost.rho_of(float(share.turns), plan.noise_multiplier)
-    return min(planned, cost.epsilon_of_rho(rho, delta))
+    plan = share.plan
+    assert plan is not None
+    events = [account.event_of(plan, plan.rounds)]
+    if share.turns is not None and MECHANISMS[plan.mechanism].independent:
+        events.append(cost.gaussian_event(plan.noise_multiplier, share.turns))
+    return min(((cost.compose([e], delta)[0], e) for e in events), key=lambda pair: pair[0])

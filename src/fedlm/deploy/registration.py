@@ -120,10 +120,16 @@ def same_tokenizer(wanted: str, where: str) -> HelloCheck:
     return check
 
 
-def heard(counters: Counters, then: HelloCheck) -> HelloCheck:
+def heard(counters: Counters, then: HelloCheck, say: Callable[[str], None]) -> HelloCheck:
     """Return a check that remembers how far a node's ledger has come, and then does another."""
 
     def check(name: str, hello: Hello) -> None:
+        if hello.counter < counters.of(name):
+            say(
+                f"node {name} came back with a ledger at {hello.counter}, and {counters.of(name)} "
+                "was heard before: it will answer nothing until its operator confirms "
+                "(fedlm node ledger KIT --confirm)."
+            )
         counters.hear(name, hello.counter)
         then(name, hello)
 

@@ -82,10 +82,7 @@ class Relay:
         """Describe the subtree as one node, and assign its members anew, because a run begins."""
         heard: dict[str, Hello] = {}
 
-        def check(name: str, hello: Hello) -> None:
-            heard[name] = hello
-            self.counters.hear(name, hello.counter)
-
+        check = registration.heard(self.counters, heard.__setitem__, self.say)
         below = registration.assign_members(self.transport, self.names, check, self.say)
         tokenizers = {hello.tokenizer for hello in heard.values()}
         if len(tokenizers) != 1:
@@ -224,8 +221,8 @@ class Handover:
     def __init__(self, folder: Path, request: TrainRequest) -> None:
         self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
         self._forget(folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # updates before any noise
-        self.path.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # replies hold exact updates
+        self.path.mkdir(mode=0o700, exist_ok=True)
 
     def _forget(self, folder: Path) -> None:
         """Delete the replies of old rounds, which are not asked for again."""

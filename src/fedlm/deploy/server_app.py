@@ -67,7 +67,7 @@ def train(
         if seats is None:
             tokens = store.tokens_sha256
             same = registration.same_tokenizer(tokens, f"the server's store {store.path}")
-            check = registration.heard(counters, same)
+            check = registration.heard(counters, same, watcher.say)
             seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
             registration.save_assignments(directory.path / SEATS, seats)
 
@@ -87,8 +87,8 @@ def train(
         )
         if hides(run.plan):
             watcher.say(
-                f"who answers stays secret under the plan: {directory.path / PRIVATE_TALLIES} has "
-                "it, for you alone"
+                f"Which nodes are asked stays secret under the plan: it is in {PRIVATE_TALLIES} of "
+                f"{directory.path}, for you alone, and fedlm federation status --run shows it."
             )
         return carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
 

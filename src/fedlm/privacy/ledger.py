@@ -158,14 +158,24 @@ class Ledger:
         return os.path.lexists(self.path)
 
     def begin(self, facts: Mapping[str, Any]) -> Entry:
-        """Make the file with its first line, which `begin_entry` returns; refuse if it exists."""
+        """Make the file with its first line, which `begin_entry` returns; refuse if it exists.
+
+        A crash leaves the whole line or no file.
+        """
         entry = _checked({**facts, "kind": "begin"}, f"{self.path}, line 1")
-        self._write(_line(entry), os.O_CREAT | os.O_EXCL)
-        folder = os.open(self.path.parent, os.O_RDONLY)
+        partial = Ledger(self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part"))
+        partial._write(_line(entry), os.O_CREAT | os.O_EXCL)
         try:
-            os.fsync(folder)  # a new file name is not safe before that
-        finally:
-            os.close(folder)
+            os.link(partial.path, self.path)
+            partial.path.unlink()
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # a new file name is not safe before that
+            finally:
+                os.close(folder)
+        except OSError as error:
+            partial.path.unlink(missing_ok=True)
+            raise RecordError(f"ledger {self.path} cannot be made: {error.strerror}.") from None
         return entry
 
     def append(self, entry: Mapping[str, Any]) -> None:

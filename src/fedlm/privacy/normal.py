@@ -28,7 +28,7 @@ from fedlm.core.chacha import CipherKey
 from fedlm.core.types import Params
 
 # Blocks that are drawn at once: they fit into a processor's cache, and three words make a pair.
-# On two cores 20 million normals take 0.4 s in such pieces and 0.9 s in one piece.
+# On two cores 20 million words take 0.23 s in such pieces and 0.58 s in one piece.
 PIECE = 6144
 PAIRS = PIECE * chacha.BLOCK // 3
 

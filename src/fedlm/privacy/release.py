@@ -29,6 +29,7 @@ ROUND = frozenset(
         "releases",
         "perplexity",
         "accuracy",
+        "private_validation",
         "personal_perplexity",
         "places",
         "nodes",
@@ -55,7 +56,7 @@ NODE = frozenset(
 # noise). How much text was trained on and how well it went stays at the node.
 REPLY = frozenset({"weight", "refused", "unclipped"})
 # Of who answered a round: which nodes were asked tells who was drawn, even as a number.
-NODES = frozenset({"round", "seconds"})
+NODES = frozenset({"round"})
 
 # Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
 # it stays, also its attention to what others sent.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 from fedlm.core.errors import require
 from fedlm.privacy import correlated, cost, sensitivity, strategy
@@ -31,7 +30,6 @@ def spaced(
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
     strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
-    clip_moves: Literal["never", "at restarts"] = "never",
 ) -> Mechanism:
     """Make the registry entry of correlated noise from its noise, sensitivity and own checks."""
 
@@ -49,7 +47,7 @@ def spaced(
         "join, and that law bounds neither",
         way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
         settings=settings,
-        clip_moves=clip_moves,
+        clip_moves="at restarts" if "restart_every" in settings else "never",
         sensitivity=squared,
         strategy=strategy_of,
     )
@@ -202,9 +200,7 @@ def _check_buffers(plan: PrivacyPlan) -> None:
     )
 
 
-TREE = spaced(
-    _tree_noise, _tree_sensitivity, _check_tree, ("restart_every",), clip_moves="at restarts"
-)
+TREE = spaced(_tree_noise, _tree_sensitivity, _check_tree, ("restart_every",))
 BANDED = matrix(_banded, _check_narrow, ("bands",))
 TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
 BLT = matrix(_blt, _check_buffers, ("buffers",))

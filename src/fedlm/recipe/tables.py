@@ -318,6 +318,20 @@ class Privacy(Table):
         "round, or with `tree` in a restart; it spends a part of the same budget. Not set: a "
         "twentieth of `server.cohort`, times the rounds of a restart.",
     )
+    evaluation_noise: Positive | None = Field(
+        default=None,
+        description="Report figures of training clients' held-out text with noise of this standard "
+        "deviation, in multiples of what one client can change; every report is paid in the "
+        "ledger. Not set: no figures of training clients.",
+    )
+    evaluation_every: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="With `evaluation_noise`: rounds between two reports; 0 is one, at the end.",
+    )
+    evaluation_tokens: Count = Field(
+        default=50,
+        description="With `evaluation_noise`: the most tokens with which a client counts.",
+    )
     canaries: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Further clients that send a random direction, for `fedlm privacy audit`; 0 is "

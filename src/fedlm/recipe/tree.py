@@ -38,6 +38,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
+from fedlm.recipe.private_evaluation import refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
@@ -63,6 +64,7 @@ def tree_run(
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
     `nothing_held` words the error for a tree without held-out text.
     """
+    refuse_private_evaluation(recipe, "in a tree of federations: it is for flat runs")
     settings = settings_of(recipe)
     clients = parts.training_clients(recipe, store, needed=members is None)
     rows = parts.client_rows(recipe, store, clients)

@@ -32,6 +32,16 @@ pre { padding: .7rem; overflow: auto; }
 """
 
 
+# Noisy figures of training clients, by their names in a journal.
+NOISY = {
+    "perplexity": "perplexity",
+    "accuracy": "accuracy",
+    "p10": "a tenth of clients below",
+    "p50": "median client",
+    "p90": "nine tenths below",
+}
+
+
 @dataclass
 class Facts:
     """The facts of one run, from its journal."""
@@ -233,9 +243,35 @@ def _privacy(run: Facts) -> list[str]:
     return [*parts, table(["what", "value"], rows)]
 
 
+def _noisy_figures(run: Facts) -> list[str]:
+    """Show the noisy figures of training clients, each with its standard error."""
+    told = [(r["round"] + 1, r["private_validation"]) for r in run.rounds if _has_noisy(r)]
+    if not told:
+        return []
+    last = told[-1][1]
+    rows = []
+    for number, figures in told:
+        flat = {**figures, **figures["clients"]}
+        pairs = [(flat[name], flat[f"{name}_error"]) for name in NOISY]
+        rows.append([number, *(value for pair in pairs for value in pair)])
+    head = ["after round", *(word for title in NOISY.values() for word in (title, "error"))]
+    return [
+        "<h2>Held-out text of training clients, with noise</h2>",
+        f"<p>Sums over clients, each with at most {last['tokens_per_client']} tokens, with noise "
+        f"of {last['noise_multiplier']:g} times what one client can change. Errors are standard "
+        "errors of the noise. Every line is a release that epsilon counts.</p>",
+        table(head, rows),
+    ]
+
+
+def _has_noisy(round: dict[str, Any]) -> bool:
+    return isinstance(round.get("private_validation"), dict)
+
+
 def _one_run(run: Facts) -> list[str]:
     parts = tree_report.section(run.header, run.rounds, run.final, table)
     parts += _privacy(run)
+    parts += _noisy_figures(run)
     baselines = run.final.get("baselines") or {}
     if baselines:
         parts.append("<h2>Beside what counting reaches</h2>")
