@@ -22,6 +22,7 @@ import heapq
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -322,6 +323,9 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     record = read(folder / FILE) if (folder / FILE).is_file() else None
     released = len(ledger.rounds_of(entries)) if entries else len(rounds)
     context = _context(record, header, plan.unit)
+    counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
+    more = tuple(f"{n} noisy releases for {what}" for what, n in counted.items())
+    context = context._replace(covered=(*context.covered, *more))
     if record is not None and entries and not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)
     claim = claim_of(spent, plan, released, context)
