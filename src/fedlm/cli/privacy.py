@@ -22,7 +22,7 @@ from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
 from fedlm.privacy.catalog import MECHANISMS, with_setting
-from fedlm.privacy.ledger import NAME, spent_of_run
+from fedlm.privacy.ledger import spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
@@ -116,7 +116,9 @@ def epsilon(
             raise ConfigError(f"{run}: it has its own settings; leave the options away.")
         if (run / "store.json").is_file():
             return _answer_store(run, lineage.spent_on(Store(run), delta), as_json)
-        require(delta is None, "--delta", delta, "nothing beside a run, which has its own")
+        require(
+            delta is None, "--delta", delta, "a store: a run has its own; leave the options away"
+        )
         return _answer_run(run, as_json)
     asked = _given("--noise-multiplier", noise_multiplier)
     plan = _plan(
@@ -297,8 +299,7 @@ def _answer_run(run: Path, as_json: bool) -> None:
     """Print the claim of a run: the same words as in its report."""
     facts = facts_of(RunDirectory.existing(run).path)
     claim = lineage.claim_of_run(run, facts.header, facts.rounds)
-    if not (run / NAME).exists():
-        note(f"Counted from {run / 'journal.jsonl'}: {NAME}, which counts releases, is not there.")
+    note(f"Counted from {run / lineage.source_of(run)}.")
     plan = account.plan_from(facts.header["privacy"])
     told = {
         "mechanism": plan.mechanism,
@@ -332,11 +333,14 @@ def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> N
     rows = [[each["run"], each["rounds"], each["epsilon"]] for each in found.runs]
     show(f"runs on {store}", ["run", "rounds", "epsilon alone"], rows)
     out.print(store_sentence(found))
+    out.print("It does not cover:")
+    for line in found.not_covered:
+        out.print(f"  - {line}")
 
 
 def store_sentence(found: lineage.StoreSpending) -> str:
     """Say in one sentence what all runs on a store cost together."""
-    known = f"{found.private_runs} private runs and the vocabulary of this store"
+    known = f"the {found.private_runs} private runs known to this store"
     spent = "nothing that is known"
     if found.private_epsilon is not None:
         spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
@@ -344,7 +348,7 @@ def store_sentence(found: lineage.StoreSpending) -> str:
         return f"Together, {known} cost one client {spent} ({found.accountant})."
     return (
         f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
-        f"it have no privacy plan, or told exact sums. {known} alone cost {spent}."
+        f"it have no privacy plan, or told exact sums. Alone, {known} cost {spent}."
     )
 
 

@@ -34,6 +34,7 @@ Purpose = Literal[
     "generate",
     "synthetic",
     "vocabulary",
+    "selection",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 

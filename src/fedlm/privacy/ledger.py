@@ -37,6 +37,7 @@ from fedlm.privacy.account import Spent
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.cost import DpEvent
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.selection import LAWS
 
 NAME = "ledger.jsonl"  # in the directory of a run, and of a store whose making cost privacy
 Entry = dict[str, Any]
@@ -93,6 +94,24 @@ def gaussian_entry(what: str, noise_multiplier: float, delta: float = 0.0) -> En
         "what": what,
         "noise_multiplier": float(noise_multiplier),
         "delta": float(delta),
+    }
+
+
+def selection_entry(plan: PrivacyPlan, rounds: int, law: str, mean: float) -> Entry:
+    """Return the line of one release: the best of a random number of runs of a plan.
+
+    Args:
+      plan: the plan of each run.
+      rounds: the rounds of each run.
+      law: the law of the number of runs, by its name in `selection.LAWS`.
+      mean: the mean number of runs.
+    """
+    return {
+        "kind": "selection",
+        "plan": _plain(dataclasses.asdict(plan)),
+        "rounds": rounds,
+        "law": law,
+        "mean": float(mean),
     }
 
 
@@ -291,6 +310,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "what": lambda value: isinstance(value, str) and 0 < len(value) <= 200,
         "noise_multiplier": _is_number,
         "delta": lambda value: _is_number(value) and value < 1,
+    },
+    "selection": {
+        "plan": lambda value: isinstance(value, dict),
+        "rounds": _is_round,
+        "law": lambda value: isinstance(value, str) and value in LAWS,
+        "mean": lambda value: _is_number(value) and value >= 1,
     },
 }
 

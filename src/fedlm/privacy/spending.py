@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedlm.core.errors import RecordError
-from fedlm.privacy import account, cost
+from fedlm.privacy import account, cost, selection
 from fedlm.privacy.account import Spent
 from fedlm.privacy.ledger import Entry, plans_of, released, rounds_of
 
@@ -54,9 +54,12 @@ def total(books: Iterable[Book], delta: float | None = None) -> Spent:
     return Spent(epsilon, at, None, accountant, tuple(said))
 
 
-def largest_delta(books: Iterable[Book]) -> float | None:
+def largest_delta(books: Sequence[Book]) -> float | None:
     """Return the largest delta of the plans of ledgers, or None if there is no plan."""
-    return max((plan.delta for book in books for plan in plans_of(book).values()), default=None)
+    found = [plan.delta for book in books for plan in plans_of(book).values()]
+    for entry in (entry for book in books for entry in book if entry["kind"] == "selection"):
+        found.append(account.plan_from(entry["plan"]).delta)
+    return max(found, default=None)
 
 
 def made_no_promise(book: Book) -> bool:
@@ -79,6 +82,22 @@ def _is_other(entry: Entry) -> bool:
 def _choices(book: Book) -> list[Any]:
     """Return what the rounds of a ledger release about a client, for each plan it may have."""
     rounds = rounds_of(book)
+    best = [_best(entry) for entry in book if entry["kind"] == "selection"]
+    if best:
+        return [_composed(best)]
     if not rounds:
         return []
     return [released(plan, rounds) for plan in dict.fromkeys(plans_of(book).values())]
+
+
+def _composed(events: list[Any]) -> Any:
+    """Return several releases as one event."""
+    import dp_accounting  # here, because it costs over a second
+
+    return dp_accounting.ComposedDpEvent(events)
+
+
+def _best(entry: Entry) -> Any:
+    """Return the event of a private selection."""
+    one = account.event_of(account.plan_from(entry["plan"]), entry["rounds"])
+    return selection.event_of_best(one, entry["law"], entry["mean"])
