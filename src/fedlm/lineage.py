@@ -328,6 +328,7 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     context = context._replace(covered=(*context.covered, *more))
     if record is not None and entries and not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)
+    spent = spent._replace(assumptions=_assumptions(spent, header, context))
     claim = claim_of(spent, plan, released, context)
     if "privacy_nodes" not in header or math.isinf(claim.epsilon):
         return claim
@@ -361,6 +362,12 @@ def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
         found = spending.total([entries], plan.delta)
         spent = _with_others(record, entries, found._replace(assumptions=alone.assumptions))
     return claim_of(spent, plan, told["rounds"], context._replace(released=released))
+
+
+def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> tuple[str, ...]:
+    """Return what a claim assumes, with who counts as a client and where words came from."""
+    said = dict.fromkeys((*spent.assumptions, *vocabulary.assumptions(header)))
+    return tuple(each for each in said if each not in context.uncovered)
 
 
 def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:

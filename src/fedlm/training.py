@@ -410,6 +410,15 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
         watcher.round(told)
         return told
 
+    def evaluate(state: Any) -> Metrics:
+        found, noisy = dict(run.evaluation.watch(state)), run.private_evaluation
+        if noisy is not None and noisy.due(int(state.round), run.cadence.rounds):
+            assert ahead is not None
+            figures = noisy.figures(state)
+            ahead.pay("evaluation", noisy.noise_multiplier)
+            found["private_validation"] = figures
+        return found
+
     def commit(state: Any, told: Releasable) -> None:
         assert ahead is not None
         journal.sync()  # rounds before a checkpoint must be in the journal
@@ -425,7 +434,7 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
     watcher.begin(first, run.cadence.rounds, entries.header["start"]["perplexity"])
     hooks = Hooks(
         commit=commit,
-        evaluate=run.evaluation.watch,
+        evaluate=evaluate,
         record=record,
         keep=keep,
         stop=lambda: multihost.agree(watcher.stop()),
@@ -433,7 +442,7 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
     try:
         if missing is not None:
             due = run.cadence.evaluates(missing["round"])
-            record(extend(run.plan, missing, run.evaluation.watch(state)) if due else missing)
+            record(extend(run.plan, missing, evaluate(state)) if due else missing)
         yield from rounds(run, state, hooks)
     finally:
         trackers.close()

@@ -20,7 +20,7 @@ from fedlm.core.releasable import Releasable
 from fedlm.privacy import ledger
 from fedlm.privacy.account import Spent
 from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
+from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import recall
 from fedlm.record import checkpoint, journal
@@ -154,6 +154,10 @@ class WriteAhead:
         keep = self.run.recipe.run.keep_checkpoints
         checkpoint.save(self.directory.checkpoints, round, state, keep, facts)
         self._append(round_entry(round - 1, self.run.round.digest(state).hex()))
+
+    def pay(self, what: str, noise_multiplier: float) -> None:
+        """Write down another Gaussian release about the clients, before anybody sees it."""
+        self._append(gaussian_entry(what, noise_multiplier))
 
     def _append(self, entry: Entry) -> None:
         for book in (self.book, *self.copies):

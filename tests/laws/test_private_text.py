@@ -6,10 +6,13 @@ import pytest
 
 from fedlm.core.errors import RecordError
 from fedlm.corpus.split import held_out_clients
+from fedlm.privacy.cost import epsilon_of_rho, rho_of
+from fedlm.privacy.ledger import Ledger, spent_of
+from fedlm.privacy.release import HEADER
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
 from fedlm.record.report import facts_of
-from fedlm.training import Watcher, _begin, check_same
+from fedlm.training import Watcher, _begin, check_same, header_of
 from tests.conftest import write_tiny
 
 PRIVATE = (
@@ -68,6 +71,14 @@ def test_a_private_run_finds_a_changed_text_by_its_salted_hash_alone(tmp_path):
         check_same(run)
 
 
+def test_no_fact_of_the_header_is_lost_without_a_decision(tmp_path):
+    """A new fact is to be put on the list of `privacy/release.py`, or to be left out."""
+    write_tiny(tmp_path)
+    run = begun_at(tmp_path, "data.tokenizer=bytes")
+    facts = header_of(run, run.round.init(run.start()))
+    assert set(facts) <= HEADER and {"tree", "privacy_nodes"} <= HEADER
+
+
 @pytest.mark.slow
 def test_a_word_of_one_client_is_announced_beside_every_epsilon(run_cli, tmp_path):
     recipe = write_tiny(tmp_path)
@@ -81,5 +92,31 @@ def test_a_word_of_one_client_is_announced_beside_every_epsilon(run_cli, tmp_pat
     claim = facts_of(tmp_path / "run").final["privacy"]
     epsilon = run_cli("privacy", "epsilon", "run", "--json").json
     for told in (claim, epsilon):
-        assert any(said in sentence for sentence in told["assumptions"])
+        assert any(said in sentence for sentence in told["not_covered"])
+        assert not any(said in sentence for sentence in told["assumptions"])
     assert said.replace("'", "&#x27;") in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_vocabulary_and_evaluation_are_parts_of_what_a_run_spent(run_cli, tmp_path):
+    """Each is a line of a ledger, and the epsilon of the run counts them."""
+    recipe = write_tiny(tmp_path)
+    noisy = ("data.vocabulary_epsilon=20.0", "server.rounds=4", "server.evaluate_every=2")
+    noisy += ("privacy.evaluation_noise=2.0", "privacy.evaluation_every=2")
+    settings = [part for change in (*PRIVATE, *noisy) for part in ("--set", change)]
+    done = run_cli("train", recipe, *settings, "--out", "run", "--json")
+    assert done.code == 0, done.stderr
+    run = tmp_path / "run"
+    entries = Ledger(run / "ledger.jsonl").entries()
+    lines = [entry for entry in entries if entry["kind"] == "gaussian"]
+    told = [r for r in facts_of(run).rounds if "private_validation" in r]
+    assert [line["what"] for line in lines] == ["evaluation"] * 2
+    assert [r["round"] for r in told] == [1, 3]
+    claim = run_cli("privacy", "epsilon", "run", "--json").json
+    evaluated = epsilon_of_rho(2 * rho_of(1.0, 2.0), 1e-6)
+    rounds = spent_of([entry for entry in entries if entry not in lines]).epsilon
+    assert claim["epsilon"] > 20 > max(evaluated, rounds)  # the vocabulary is counted too
+    assert spent_of(entries).epsilon > max(evaluated, rounds)
+    assert "2 noisy figures of training clients' held-out text" in claim["covers"]
+    assert any("with noise: epsilon 20.0" in said for said in claim["assumptions"])
+    assert "Held-out text of training clients, with noise" in (run / "report.html").read_text()

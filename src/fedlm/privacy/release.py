@@ -69,6 +69,7 @@ HEADER = frozenset(
         "store",
         "parameters",
         "privacy",
+        "privacy_nodes",
         "privacy_budget",
         "canaries",
         "unsafe_seed",
