@@ -15,7 +15,7 @@ from fedlm.core.types import Sampling
 from fedlm.privacy import ledger
 from fedlm.privacy.account import spent
 from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.cost import epsilon_of_rho, rho_of
+from fedlm.privacy.cost import epsilon_of_shift
 from fedlm.privacy.ledger import (
     NAME,
     UNKNOWN,
@@ -251,7 +251,7 @@ def test_correlated_rounds_released_again_cost_at_least_brute_force(name, releas
         sum(float(np.sum((rows_of(chosen, r) @ joins) ** 2)) for r in released)
         for joins in placements(chosen.sampling, ROUNDS)
     )
-    least = epsilon_of_rho(rho_of(moved, chosen.noise_multiplier), chosen.delta)
+    least = epsilon_of_shift(math.sqrt(moved) / chosen.noise_multiplier, chosen.delta)
     found = spent_of(lines_of(released, {"": chosen})).epsilon
     assert least <= found * (1 + 1e-5) < math.inf
     once = spent_of(lines_of(sorted(set(released)), {"": chosen})).epsilon

@@ -33,8 +33,22 @@ def _check(plan: PrivacyPlan) -> None:
 
 
 def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
-    found = _poisson if plan.sampling.law == "poisson" else _fixed_size
-    return found(plan, rounds)._replace(warnings=_warnings(plan))
+    sampling = plan.sampling
+    epsilon, accountant = cost.compose([_event(plan, rounds)], plan.delta)
+    if sampling.law == "poisson":
+        name = f"{accountant} of Poisson-sampled Gaussian noise"
+        drawn = (
+            f"every client joins each round by its own coin, with probability {sampling.cohort} in "
+            f"{sampling.population}, and who joined stays secret"
+        )
+    else:
+        name = f"{accountant} of Gaussian noise on fixed-size cohorts"
+        drawn = (
+            f"each cohort is {sampling.cohort} of {sampling.population} clients, drawn without "
+            "replacement, and who joined stays secret; another client takes the place of one that "
+            "stays out, so server.sampling = 'poisson' costs less"
+        )
+    return Cost(epsilon, name, (drawn,), warnings=_warnings(plan))
 
 
 def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
@@ -43,34 +57,6 @@ def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
         return cost.sampled_event(plan.noise_multiplier, _rate(plan), rounds)
     return cost.fixed_size_event(
         plan.noise_multiplier, sampling.cohort, sampling.population, rounds
-    )
-
-
-def _poisson(plan: PrivacyPlan, rounds: int) -> Cost:
-    sampling = plan.sampling
-    return Cost(
-        cost.poisson(plan.noise_multiplier, _rate(plan), rounds, plan.delta),
-        "PLD of Poisson-sampled Gaussian noise",
-        (
-            f"every client joins each round by its own coin, with probability {sampling.cohort} in "
-            f"{sampling.population}, and who joined stays secret",
-        ),
-    )
-
-
-def _fixed_size(plan: PrivacyPlan, rounds: int) -> Cost:
-    sampling = plan.sampling
-    return Cost(
-        cost.fixed_size(
-            plan.noise_multiplier, sampling.cohort, sampling.population, rounds, plan.delta
-        ),
-        "RDP of Gaussian noise on fixed-size cohorts",
-        (
-            f"each cohort is {sampling.cohort} of {sampling.population} clients, drawn without "
-            "replacement, and who joined stays secret",
-            "a cohort of fixed size moves by twice the clip, so RDP is applied with half the "
-            "noise; server.sampling = 'poisson' costs less",
-        ),
     )
 
 
@@ -85,9 +71,10 @@ def _rate(plan: PrivacyPlan) -> float:
 
 
 def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
-    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD."""
-    if plan.sampling.law != "poisson":
-        return 1.0
+    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD.
+
+    Cohorts of fixed size need a little more than Poisson cohorts: the search goes up from there.
+    """
     noise = 1.0
 
     def quick(multiplier: float) -> float:
