@@ -168,9 +168,17 @@ def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
     """Read a plan that `dataclasses.asdict` wrote; refuse unknown names and wrong types."""
     try:
         sampling = _typed(Sampling, facts["sampling"])
-        return PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
+        plan = PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"the journal's privacy plan is damaged: {error}.") from None
+    entry = MECHANISMS.get(plan.mechanism)
+    if entry is not None and entry.find_matrix is not None and not plan.matrix:
+        raise RecordError(
+            f"the privacy plan lacks the matrix of its {plan.mechanism} noise, so what it costs is "
+            "not known: a search today may find another one. Account for it with the fedlm version "
+            "that its journal names."
+        )
+    return plan
 
 
 def _known(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +196,9 @@ def _typed(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
         if wanted == "float":
             value = math.inf if value is None else value
             good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        elif wanted == "tuple[float, ...]":
+            good = isinstance(value, (list, tuple)) and all(type(v) in (int, float) for v in value)
+            value = tuple(map(float, value)) if good else value
         elif wanted == "bool":
             good = isinstance(value, bool)
         elif wanted == "int":

@@ -49,3 +49,5 @@ class Mechanism:
     first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise
     sensitivity: Callable[[PrivacyPlan, int], Squared] | None = None  # of correlated noise
     strategy: Callable[[PrivacyPlan], Strategy] | None = None  # of noise that a matrix makes
+    # Searches for the numbers of that matrix (`PrivacyPlan.matrix`), where none are prescribed.
+    find_matrix: Callable[[PrivacyPlan], tuple[float, ...]] | None = None

@@ -30,6 +30,7 @@ def spaced(
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
     strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
+    find: Callable[[PrivacyPlan], tuple[float, ...]] | None = None,
 ) -> Mechanism:
     """Make the registry entry of correlated noise from its noise, sensitivity and own checks."""
 
@@ -49,6 +50,7 @@ def spaced(
         settings=settings,
         sensitivity=squared,
         strategy=strategy_of,
+        find_matrix=find,
     )
 
 
@@ -56,6 +58,7 @@ def matrix(
     strategy_of: Callable[[PrivacyPlan], Strategy],
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
+    find: Callable[[PrivacyPlan], tuple[float, ...]] | None = None,
 ) -> Mechanism:
     """Make the registry entry of noise that is multiplied by the inverse of a strategy matrix."""
 
@@ -66,7 +69,7 @@ def matrix(
         apart, most = plan.sampling.min_separation, plan.sampling.max_participations
         return Squared(sensitivity.of_strategy(strategy_of(plan), rounds, apart, most))
 
-    return spaced(noise, squared, check, settings, strategy_of)
+    return spaced(noise, squared, check, settings, strategy_of, find)
 
 
 def _cost(
@@ -174,19 +177,58 @@ def _check_narrow(plan: PrivacyPlan) -> None:
     )
 
 
+def _find_banded(plan: PrivacyPlan) -> tuple[float, ...]:
+    return strategy.find_banded(plan.rounds, _bands(plan))
+
+
 def _banded(plan: PrivacyPlan) -> Strategy:
-    return strategy.banded(plan.rounds, _bands(plan))
+    return strategy.banded(plan.rounds, plan.matrix or _find_banded(plan))
+
+
+def _check_banded(plan: PrivacyPlan) -> None:
+    _check_narrow(plan)
+    column = plan.matrix
+    if column:
+        good = len(column) == _bands(plan) and all(map(math.isfinite, column)) and column[0] > 0
+        _check_matrix(plan, good, f"{_bands(plan)} numbers, the first of them positive")
+
+
+def _check_matrix(plan: PrivacyPlan, good: bool, wanted: str) -> None:
+    require(
+        good,
+        "matrix",
+        f"{len(plan.matrix)} numbers",
+        f"{wanted}, as they were found when the run began",
+        "Leave it empty to search for them.",
+    )
 
 
 def _toeplitz(plan: PrivacyPlan) -> Strategy:
     return strategy.toeplitz(plan.rounds, _bands(plan))
 
 
+def _find_blt(plan: PrivacyPlan) -> tuple[float, ...]:
+    apart, most = plan.sampling.min_separation, plan.sampling.max_participations
+    return strategy.find_blt(plan.rounds, apart, most, plan.buffers)
+
+
 def _blt(plan: PrivacyPlan) -> Strategy:
-    sampling = plan.sampling
-    return strategy.blt(
-        plan.rounds, sampling.min_separation, sampling.max_participations, plan.buffers
-    )
+    return strategy.blt(plan.rounds, plan.matrix or _find_blt(plan))
+
+
+def _check_blt(plan: PrivacyPlan) -> None:
+    """Refuse numbers with which the first column would not fall: its sensitivity rests on that."""
+    _check_buffers(plan)
+    if plan.matrix:
+        decays, scales = plan.matrix[: plan.buffers], plan.matrix[plan.buffers :]
+        shares = all(0 <= number <= 1 for number in plan.matrix)
+        good = len(decays) == len(scales) == plan.buffers and shares and sum(scales) <= 1
+        _check_matrix(
+            plan,
+            good,
+            f"{plan.buffers} decays and {plan.buffers} scales, from 0 to 1, the scales together at "
+            "most 1",
+        )
 
 
 def _check_buffers(plan: PrivacyPlan) -> None:
@@ -200,6 +242,6 @@ def _check_buffers(plan: PrivacyPlan) -> None:
 
 
 TREE = spaced(_tree_noise, _tree_sensitivity, _check_tree, ("restart_every",))
-BANDED = matrix(_banded, _check_narrow, ("bands",))
+BANDED = matrix(_banded, _check_banded, ("bands",), _find_banded)
 TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
-BLT = matrix(_blt, _check_buffers, ("buffers",))
+BLT = matrix(_blt, _check_blt, ("buffers",), _find_blt)
