@@ -17,7 +17,7 @@ from fedlm.privacy.account import (
     spent,
 )
 from fedlm.record.journal import dumps
-from tests.privacy.plans import FIXED, PLANS, POISSON, ROUNDS, plan
+from tests.privacy.plans import FIXED, PLANS, ROUNDS, plan
 
 RELATION = dp_accounting.NeighboringRelation
 
@@ -168,5 +168,8 @@ def test_journals_that_are_damaged():
         from_journal({"privacy": good | {"delta": 2.0}}, [])
 
 
-def test_a_delta_that_promises_little_is_named():
-    assert "promises little" in spent(plan("gaussian", POISSON, delta=0.01), 1).assumptions[-1]
+@pytest.mark.parametrize("name", PLANS)
+def test_a_delta_that_promises_little_is_named(name):
+    little = dataclasses.replace(PLANS[name], delta=1 / PLANS[name].sampling.population)
+    assert "promises little" in spent(little, 1).assumptions[-1]
+    assert "promises little" not in " ".join(spent(PLANS[name], 1).assumptions)

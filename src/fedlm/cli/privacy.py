@@ -128,9 +128,8 @@ def epsilon(
             restart_every=restart_every,
             sampling=(sampling, cohort, population, min_separation, max_participations),
         )
-        ran = plan.rounds
-        found = account.spent(plan, ran)
-        nodes = {}
+        ran, nodes = plan.rounds, {}
+        found = _spent(plan, population)
     _answer(plan, ran, found, as_json, nodes)
 
 
@@ -171,7 +170,7 @@ def calibrate(
     )
     noise = account.calibrate(plan, target_epsilon)
     plan = dataclasses.replace(plan, noise_multiplier=noise)
-    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -294,6 +293,15 @@ def _plan(
     )
 
 
+def _spent(plan: PrivacyPlan, population: int | None) -> account.Spent:
+    """Return the cost of a plan; a population that was assumed is nothing to warn about."""
+    found = account.spent(plan, plan.rounds)
+    if population is not None:
+        return found
+    said = tuple(line for line in found.assumptions if line != account.LITTLE)
+    return found._replace(assumptions=said)
+
+
 def _answer(
     plan: PrivacyPlan,
     rounds: int,
@@ -312,7 +320,12 @@ def _answer(
     if as_json:
         emit({**facts, **({"nodes": by_node} if by_node else {})})
         return
-    rows = [(name, value) for name, value in facts.items() if name != "assumptions"]
+    facts["by the published conversion"] = facts.pop("published_epsilon")
+    rows = [
+        (name, value)
+        for name, value in facts.items()
+        if name != "assumptions" and value is not None
+    ]
     rows += [(f"epsilon of the clients of {node}", value) for node, value in by_node.items()]
     show("privacy", ["what", "value"], rows)
     out.print("It holds if:")

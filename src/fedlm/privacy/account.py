@@ -29,6 +29,9 @@ UNIT = "one client with all its text; neighbours differ by its contributions rep
 SERVER = "whoever sees updates or sums before noise is added is trusted"
 
 
+LITTLE = "delta is not below one in the population, so this epsilon promises little"
+
+
 class Spent(NamedTuple):
     """An epsilon, with the accountant and the assumptions behind it."""
 
@@ -46,10 +49,15 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
-    assumptions = (UNIT, *cost.assumptions, SERVER, *cost.warnings)
+    assumptions = (UNIT, *cost.assumptions, SERVER, *_warnings(plan))
     return Spent(
         cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
     )
+
+
+def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
+    """Return what makes a claim worth little, whatever its mechanism."""
+    return (LITTLE,) if plan.delta * plan.sampling.population >= 1 else ()
 
 
 def spent_by_node(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:

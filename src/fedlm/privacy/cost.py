@@ -11,8 +11,10 @@ dp_accounting is imported inside functions: it costs over a second, and training
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,8 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         return rho
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     accountant = dp_accounting.rdp.RdpAccountant(ORDERS, relation)
-    return float(accountant.compose(dp_accounting.ZCDpEvent(rho)).get_epsilon(delta))
+    with quiet("absl"):
+        return float(accountant.compose(dp_accounting.ZCDpEvent(rho)).get_epsilon(delta))
 
 
 def rho_of(squared_sensitivity: float, noise_multiplier: float) -> float:
@@ -226,7 +229,8 @@ def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
         )
         orders = accountant.orders
         total = total + accountant.compose(event, count).rdp
-    return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0]), "RDP"
+    with quiet("absl"):
+        return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0]), "RDP"
 
 
 def _repeated(event: DpEvent, count: int) -> DpEvent:
@@ -267,6 +271,20 @@ def epsilon_of_shift(shift: float, delta: float) -> float:
         return 0.0
     found = scipy.optimize.brentq(excess, low, high, xtol=1e-13, rtol=1e-14)
     return float(shift * (found + 1e-12 * max(1.0, abs(found))) + shift**2 / 2)
+
+
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Silence the log of a library, which warns of what does not matter here.
+
+    dp_accounting says that the best order is the last one tried: any order gives a valid epsilon.
+    """
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def _sampled(noise_multiplier: float, rate: float) -> Any:

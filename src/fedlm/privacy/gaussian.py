@@ -48,7 +48,7 @@ def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
             "replacement, and who joined stays secret; another client takes the place of one that "
             "stays out, so server.sampling = 'poisson' costs less"
         )
-    return Cost(epsilon, name, (drawn,), warnings=_warnings(plan))
+    return Cost(epsilon, name, (drawn,))
 
 
 def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
@@ -58,12 +58,6 @@ def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
     return cost.fixed_size_event(
         plan.noise_multiplier, sampling.cohort, sampling.population, rounds
     )
-
-
-def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
-    if plan.delta * plan.sampling.population >= 1:
-        return ("delta is not below one in the population, so this epsilon promises little",)
-    return ()
 
 
 def _rate(plan: PrivacyPlan) -> float:

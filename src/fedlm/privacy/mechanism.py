@@ -27,7 +27,6 @@ class Cost(NamedTuple):
     accountant: str
     assumptions: tuple[str, ...]
     rho: float | None = None
-    warnings: tuple[str, ...] = ()
     published_epsilon: float | None = None  # by the conversion that papers print, where it differs
 
 

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jaxtyping import Float
+
+from fedlm.privacy.cost import quiet
 
 Vector = Float[np.ndarray, " n"]
 
@@ -102,7 +103,7 @@ def find_blt(
     from jax_privacy.matrix_factorization import buffered_toeplitz as library
 
     # It advises fewer buffers; a buffer of no weight does no harm.
-    with exact(), _quiet("absl"):
+    with exact(), quiet("absl"):
         found = library.optimize(
             n=rounds,
             min_sep=min_separation + 1,  # there, the difference of indices
@@ -141,14 +142,3 @@ def exact() -> Iterator[None]:
     """Enable 64 bits and rank promotion, which jax_privacy's calculations need."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence the log of one library."""
-    logger = logging.getLogger(name)
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was
