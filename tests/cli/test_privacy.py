@@ -30,15 +30,6 @@ def test_noise_for_a_target(run_cli):
     assert 6.99 < found["noise_multiplier"] < 7.001 and found["epsilon"] <= 8.5291
 
 
-def test_a_calibration_prints_its_answer_alone(run_cli, caplog):
-    """dp_accounting warns of orders, which are no concern of who asks for noise."""
-    people = ("--cohort", 1, "--population", 1000, "--rounds", 2, "--delta", 1e-5)
-    asked = ("privacy", "calibrate", "--target-epsilon", 0.05, "--mechanism", "gaussian", *people)
-    with caplog.at_level("DEBUG", logger="absl"):
-        done = run_cli(*asked, "--json")
-    assert done.stderr == "" and done.json["epsilon"] <= 0.05 and not caplog.records
-
-
 def test_a_population_that_was_assumed_is_not_warned_about(run_cli):
     asked = ("privacy", "epsilon", *TREE, "--noise-multiplier", 7, "--delta", 0.01)
     assert "promises little" not in run_cli(*asked).stdout

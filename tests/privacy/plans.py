@@ -36,9 +36,11 @@ CORRELATED = {
     "toeplitz, wide": plan("toeplitz", bands=6),
     "blt": plan("blt", buffers=2, matrix=BLT),
 }
+CYCLIC = Sampling(law="cyclic-poisson", population=600, cohort=10, min_separation=2)
 PLANS: dict[str, PrivacyPlan] = {
     "gaussian": plan("gaussian"),
     "gaussian, fixed": plan("gaussian", FIXED),
+    "banded, cyclic": plan("banded", CYCLIC, matrix=COLUMN),
     **CORRELATED,
 }
 

@@ -269,16 +269,18 @@ def _plan(
     name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
     require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
     law, cohort, population, apart, most = sampling
-    if MECHANISMS[name].needs_population:
-        cohort, population = _given("--cohort", cohort), _given("--population", population)
-        laws = MECHANISMS[name].laws
+    laws = MECHANISMS[name].laws
+    chance = MECHANISMS[name].chance_laws
+    if laws == chance:  # otherwise the check of the plan says more
         require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
-    # The cost of other mechanisms depends on how clients may join, not on their number; without
-    # the option, enough clients are assumed.
+    if (law or laws[0]) in chance:
+        cohort, population = _given("--cohort", cohort), _given("--population", population)
+    # The cost of other pairs depends on how clients may join, not on their number; without the
+    # option, enough clients are assumed.
     cohort = 1 if cohort is None else cohort
     enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
     drawn = Sampling(
-        law=law or MECHANISMS[name].laws[0],
+        law=law or laws[0],
         cohort=cohort,
         population=enough if population is None else population,
         min_separation=apart,

@@ -20,6 +20,7 @@ from jaxtyping import PRNGKeyArray
 Purpose = Literal[
     "init",
     "cohort",
+    "deal",
     "shuffle",
     "upload",
     "download",

@@ -92,6 +92,6 @@ GAUSSIAN = Mechanism(
     way_out="Or set server.sampling = 'poisson'.",
     clip_may_move=True,
     independent=True,
-    needs_population=True,
+    chance_laws=("poisson", "fixed"),
     first_guess=_first_guess,
 )

@@ -44,7 +44,8 @@ class Mechanism:
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
     clip_may_move: bool = False  # whether its noise stays right under an adaptive clip
     independent: bool = False  # whether noise is fresh in every round, so that rounds cost alike
-    needs_population: bool = False  # whether its cost depends on how many clients there are
+    # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
+    chance_laws: tuple[str, ...] = ()
     first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise
     sensitivity: Callable[[PrivacyPlan, int], Squared] | None = None  # of correlated noise
     strategy: Callable[[PrivacyPlan], Strategy] | None = None  # of noise that a matrix makes

@@ -111,7 +111,7 @@ def _refuse_half_a_plan(recipe: Recipe) -> None:
             "privacy.mechanism beside it: without one nothing is clipped and no noise is added",
         )
     require(
-        not LAWS[recipe.server.sampling].looks_back,
+        not LAWS[recipe.server.sampling].keeps_rests,
         "server.sampling",
         recipe.server.sampling,
         "privacy.mechanism and privacy.min_separation beside it",
