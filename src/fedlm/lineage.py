@@ -38,6 +38,7 @@ FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
 SKETCH = 256  # hashes of client names: two stores that share 2% of them share five, on average
 MOST_BYTES = 1 << 27
+WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
 ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
 
 
@@ -324,7 +325,9 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     released = len(ledger.rounds_of(entries)) if entries else len(rounds)
     context = _context(record, header, plan.unit)
     counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
-    more = tuple(f"{n} noisy releases for {what}" for what, n in counted.items())
+    more = tuple(
+        f"{n} {WHAT.get(what, f'noisy releases for {what}')}" for what, n in counted.items()
+    )
     context = context._replace(covered=(*context.covered, *more))
     if record is not None and entries and not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)

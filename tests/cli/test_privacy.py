@@ -30,6 +30,13 @@ def test_noise_for_a_target(run_cli):
     assert 6.99 < found["noise_multiplier"] < 7.001 and found["epsilon"] <= 8.5291
 
 
+def test_a_population_that_was_assumed_is_not_warned_about(run_cli):
+    asked = ("privacy", "epsilon", *TREE, "--noise-multiplier", 7, "--delta", 0.01)
+    assert "promises little" not in run_cli(*asked).stdout
+    known = run_cli(*asked, "--cohort", 1, "--population", 400).stdout
+    assert "promises little" in known
+
+
 def test_gaussian_noise_needs_its_cohort(run_cli):
     asked = ("privacy", "epsilon", "--mechanism", "gaussian", "--rounds", 10, "--delta", 1e-5)
     asked = (*asked, "--noise-multiplier", 2)

@@ -132,7 +132,7 @@ def epsilon(
         restart_every=restart_every,
         sampling=(sampling, cohort, population, min_separation, max_participations),
     )
-    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -172,7 +172,7 @@ def calibrate(
     )
     noise = account.calibrate(plan, target_epsilon)
     plan = dataclasses.replace(plan, noise_multiplier=noise)
-    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -271,16 +271,18 @@ def _plan(
     name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
     require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
     law, cohort, population, apart, most = sampling
-    if MECHANISMS[name].needs_population:
-        cohort, population = _given("--cohort", cohort), _given("--population", population)
-        laws = MECHANISMS[name].laws
+    laws = MECHANISMS[name].laws
+    chance = MECHANISMS[name].chance_laws
+    if laws == chance:  # otherwise the check of the plan says more
         require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
-    # The cost of other mechanisms depends on how clients may join, not on their number; without
-    # the option, enough clients are assumed.
+    if (law or laws[0]) in chance:
+        cohort, population = _given("--cohort", cohort), _given("--population", population)
+    # The cost of other pairs depends on how clients may join, not on their number; without the
+    # option, enough clients are assumed.
     cohort = 1 if cohort is None else cohort
     enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
     drawn = Sampling(
-        law=law or MECHANISMS[name].laws[0],
+        law=law or laws[0],
         cohort=cohort,
         population=enough if population is None else population,
         min_separation=apart,
@@ -352,6 +354,15 @@ def store_sentence(found: lineage.StoreSpending) -> str:
     )
 
 
+def _spent(plan: PrivacyPlan, population: int | None) -> account.Spent:
+    """Return the cost of a plan; a population that was assumed is nothing to warn about."""
+    found = account.spent(plan, plan.rounds)
+    if population is not None:
+        return found
+    said = tuple(line for line in found.assumptions if line != account.LITTLE)
+    return found._replace(assumptions=said)
+
+
 def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
     """Print the cost of a plan."""
     facts = {
@@ -363,7 +374,12 @@ def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool)
     if as_json:
         emit(facts)
         return
-    rows = [(name, value) for name, value in facts.items() if name != "assumptions"]
+    facts["by the published conversion"] = facts.pop("published_epsilon")
+    rows = [
+        (name, value)
+        for name, value in facts.items()
+        if name != "assumptions" and value is not None
+    ]
     show("privacy", ["what", "value"], rows)
     out.print("It holds if:")
     for line in found.assumptions:

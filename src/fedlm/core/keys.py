@@ -24,6 +24,7 @@ from fedlm.core.chacha import CipherKey
 Purpose = Literal[
     "init",
     "cohort",
+    "deal",
     "shuffle",
     "upload",
     "download",

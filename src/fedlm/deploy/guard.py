@@ -10,7 +10,7 @@ Not here: each check (`question.py`, `policy.py`, `node_ledger.py`, `lifetime.py
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,10 @@ from fedlm.deploy.node_ledger import NodeLedger, about
 from fedlm.deploy.policy import Policy, Refusal, believed
 from fedlm.deploy.question import Asked, check_question, most_turns
 from fedlm.engine.messages import TrainRequest
-from fedlm.privacy import catalog
 from fedlm.privacy import ledger as run_ledger
+from fedlm.privacy.catalog import with_matrix
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, parse
-
-# A plan is written down with the numbers of its matrix, where its mechanism searches for one.
-with_matrix: Callable[[PrivacyPlan], PrivacyPlan] = getattr(
-    catalog, "with_matrix", lambda plan: plan
-)
 
 
 @dataclass(frozen=True)
