@@ -107,7 +107,7 @@ def test_private_rounds_of_the_start_model_are_counted(tmp_path, store):
     found = claim(second)
     assert found.epsilon == pytest.approx(poisson(5), rel=1e-3)
     assert found.epsilon != pytest.approx(poisson(3), rel=0.01)
-    assert any("2 noisy sums of" in line for line in found.covers)
+    assert any(f"what {first} released" in line for line in found.covers)
     third = trained(tmp_path / "third", store, start=str(second), start_sha256="n", models=("o",))
     assert claim(third).epsilon == pytest.approx(poisson(8), rel=1e-3)
 

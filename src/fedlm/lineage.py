@@ -21,6 +21,8 @@ import hashlib
 import heapq
 import json
 import math
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +33,13 @@ from fedlm.privacy import account, ledger, spending, vocabulary
 from fedlm.privacy.account import Spent
 from fedlm.privacy.claim import Claim, Context, claim_of
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
-from fedlm.record.checkpoint import write_atomically
 
 FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
 SKETCH = 256  # hashes of client names: two stores that share 2% of them share five, on average
 MOST_BYTES = 1 << 27
+WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
+ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
 
 
 class Record(NamedTuple):
@@ -94,9 +97,18 @@ def write(path: Path, record: Record) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    write_atomically(path, data)
-    path.chmod(0o600)
+    """Write a file that only its owner can read, whole or not at all; its folder stays as it is."""
+    partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RecordError(f"{path} could not be written: {error.strerror}.") from None
 
 
 def read(path: Path) -> Record:
@@ -164,6 +176,7 @@ def begin(
     start_sha256: str,
     start: str,
     elsewhere: Iterable[str] = (),
+    register: bool = True,
 ) -> Record:
     """Write down what a run learns from and starts from, and register it in its store.
 
@@ -175,6 +188,7 @@ def begin(
       start_sha256: the hash of the parameters that it starts from.
       start: the path of a start model, `python` for one that a program made; empty if it is fresh.
       elsewhere: the names of nodes that hold the text, if the store does not.
+      register: whether the store counts it; not a candidate of a private selection.
     """
     names = list(elsewhere)
     found, traced = _trace(start_sha256, start, store)
@@ -189,9 +203,22 @@ def begin(
         traced=traced or not start,
     )
     write(folder / FILE, record)
-    if not names:
+    if register and not names:
         _register(store, record)
     return record
+
+
+def begin_selection(
+    folder: Path, store: Store, entry: Entry, *, start_sha256: str, start: str
+) -> None:
+    """Count a private selection for its store, before its first run."""
+    book = Ledger(folder / ledger.NAME)
+    if not book.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        first = book.begin(begin_entry({}))
+        book.append(entry)
+        begin(folder, store, run=first["run"], private=True, start_sha256=start_sha256, start=start)
+    copies(store, book.entries())
 
 
 def new_run() -> str:
@@ -207,7 +234,7 @@ def _stores(store: Store) -> list[Path]:
 def _register(store: Store, record: Record) -> None:
     for path in _stores(store):
         folder = path / REGISTER
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RecordError):
             folder.mkdir(mode=0o700, exist_ok=True)
             write(folder / f"{record.run}.json", record)
             if not record.private:
@@ -297,9 +324,13 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     record = read(folder / FILE) if (folder / FILE).is_file() else None
     released = len(ledger.rounds_of(entries)) if entries else len(rounds)
     context = _context(record, header, plan.unit)
+    counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
+    more = tuple(
+        f"{n} {WHAT.get(what, f'noisy releases for {what}')}" for what, n in counted.items()
+    )
+    context = context._replace(covered=(*context.covered, *more))
     if record is not None and entries and not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)
-    context = context._replace(covered=(*context.covered, *_evaluations(entries)))
     spent = spent._replace(assumptions=_assumptions(spent, header, context))
     claim = claim_of(spent, plan, released, context)
     if "privacy_nodes" not in header or math.isinf(claim.epsilon):
@@ -312,10 +343,28 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
 
 
-def _evaluations(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """Return the words on noisy figures of training clients, if a ledger has any."""
-    count = sum(entry.get("what") == "evaluation" for entry in entries)
-    return (f"{count} noisy figures of training clients' held-out text",) if count else ()
+def source_of(folder: Path) -> str:
+    """Return the file of a run that its releases are counted from."""
+    return ledger.NAME if Ledger(folder / ledger.NAME).exists() else "journal.jsonl"
+
+
+def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
+    """Return the claim of a private selection from its ledger, its lineage and a run's header."""
+    entries = Ledger(folder / ledger.NAME).entries()
+    told = next(entry for entry in entries if entry["kind"] == "selection")
+    plan, record = account.plan_from(told["plan"]), read(folder / FILE)
+    alone = account.spent(plan, told["rounds"])
+    context = _context(record, header, plan.unit)
+    released = (
+        f"the best of a random number of runs ({told['law']}, {told['mean']:g} on average) of "
+        f"{told['rounds']} rounds, chosen by held-out clients; the others, and their number, stay "
+        "secret"
+    )
+    spent = alone._replace(epsilon=math.inf)
+    if not context.broken:
+        found = spending.total([entries], plan.delta)
+        spent = _with_others(record, entries, found._replace(assumptions=alone.assumptions))
+    return claim_of(spent, plan, told["rounds"], context._replace(released=released))
 
 
 def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> tuple[str, ...]:
@@ -373,8 +422,7 @@ def _kinship(each: Ancestor, record: Record, unit: str) -> tuple[bool, bool, str
         )
     kept = each.private and each.entries and not spending.made_no_promise(each.entries)
     if kept and unit == "client":
-        count = len(ledger.rounds_of(each.entries))
-        return False, True, f"{count} noisy sums of {each.name}, whose model this run started from"
+        return False, True, f"what {each.name} released, whose model this run started from"
     why = "has no privacy plan" if not each.private else "has no ledger, or told exact sums"
     why = "whose plan does not say what it cost a whole leaf" if kept else why
     return (
@@ -404,6 +452,7 @@ class StoreSpending(NamedTuple):
     private_epsilon: float | None  # of the vocabulary and the private runs alone
     accountant: str
     runs: tuple[dict[str, Any], ...]  # each by name, with its own epsilon
+    not_covered: tuple[str, ...] = ()
 
 
 def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
@@ -415,9 +464,9 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
             entries = Ledger(file).entries()
             open_ = spending.made_no_promise(entries)
             plain, private = plain + open_, private + (not open_)
-            own = math.inf if open_ else ledger.spent_of(entries, delta).epsilon
-            told.append({"run": _name_of(file), "rounds": len(ledger.rounds_of(entries))})
-            told[-1] |= {"epsilon": own, "private": not open_}
+            own = math.inf if open_ else spending.total([entries], delta).epsilon
+            count = None if open_ else len(ledger.rounds_of(entries))
+            told.append({"run": _name_of(file), "rounds": count, "epsilon": own})
             if not open_:
                 books.append(entries)
     at = delta if delta is not None else spending.largest_delta(books)
@@ -427,7 +476,8 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
     alone = None if found is None else found.epsilon
     whole = math.inf if plain else (0.0 if alone is None else alone)
     how = "none" if found is None else found.accountant
-    return StoreSpending(whole, at, private, plain, alone, how, tuple(told))
+    left = (*vocabulary.uncovered({"store": store.manifest}), ELSEWHERE)
+    return StoreSpending(whole, at, private, plain, alone, how, tuple(told), left)
 
 
 def _name_of(file: Path) -> str:

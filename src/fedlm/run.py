@@ -59,6 +59,9 @@ class Round(Protocol):
     def models(self, state: Any) -> dict[str, Params]:
         """Return the models of a state by name."""
 
+    def own_models(self, state: Any) -> dict[str, Params]:
+        """Return models by name that a node keeps to itself, where `models` gives others."""
+
     def params(self, state: Any) -> Params:
         """Return all parameters of a state, for fingerprints."""
 
@@ -131,6 +134,14 @@ class Run:
     command: str = "train"  # the fedlm command that resumes this run
     # Of every federation of clients by node, the dearest first; a flat federation's name is ''.
     plans: Mapping[str, PrivacyPlan] = field(default_factory=dict)
+    counted: bool = True  # whether the store counts it; not a candidate of a private selection
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """The nodes that hold the text, over a network; none if the store holds it."""
+        if self.population.tokens is not None or self.command == "pretrain":
+            return ()
+        return tuple(sorted({f"node {'/'.join(path)}" for path in self.population.group_paths()}))
 
     @property
     def plan(self) -> PrivacyPlan | None:

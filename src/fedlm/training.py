@@ -34,7 +34,6 @@ from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
 from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy.claim import ALWAYS, Claim
-from fedlm.privacy.ledger import Ledger
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
@@ -260,7 +259,7 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     checkpoint.write_atomically(directory.special_tokens, named)
     if run.plan is not None:
         directory.make_salt()
-    _begin_lineage(run)
+    _begin_lineage(run, ahead)
     journal = Journal(directory.journal)
     journal.append(release(run.plan, "header", header_of(run, fresh)))
     journal.sync()
@@ -269,30 +268,23 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     return _Begun(fresh, rounds, ahead=ahead)
 
 
-def _begin_lineage(run: Run) -> None:
+def _begin_lineage(run: Run, ahead: WriteAhead | None) -> None:
     """Write down what the run learns from and starts from, and register it in its store."""
-    book = Ledger(run.record.ledger)
     start = run.recipe.model.init_from or ("python" if _given_module(run) else "")
     lineage.begin(
         run.record.path,
         run.store,
-        run=book.entries()[0]["run"] if book.exists() else lineage.new_run(),
+        run=lineage.new_run() if ahead is None else ahead.entries[0]["run"],
         private=run.plan is not None,
         start_sha256=tree.sha256(run.start()),
         start=start,
-        elsewhere=_nodes(run),
+        elsewhere=run.elsewhere,
+        register=run.counted,
     )
 
 
 def _given_module(run: Run) -> bool:
     return isinstance(run.model, ModuleSpec)
-
-
-def _nodes(run: Run) -> list[str]:
-    """Return the nodes that hold the text of a run over a network; none if the store holds it."""
-    if run.population.tokens is not None or run.command == "pretrain":
-        return []
-    return sorted({f"node {'/'.join(path)}" for path in run.population.group_paths()})
 
 
 def check_same(run: Run) -> None:
@@ -410,7 +402,7 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
         if ahead is not None:
             more |= ahead.releases()
             if "perplexity" in told:
-                claim = lineage.claim_of_run(directory.path, entries.header, entries.rounds)
+                claim = lineage.claim_of_run(directory.path, entries.header, [])
                 more["epsilon"] = claim.epsilon if math.isfinite(claim.epsilon) else None
         told = extend(run.plan, told, more)
         journal.append(told)
@@ -505,6 +497,8 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     lineage.add_models(directory.path, run.store, [tree.sha256(m) for m in models.values()])
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, run)
+    for name, params in run.round.own_models(state).items():
+        save_weights(directory.own_weights_of(name), params, run, private=True)
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
@@ -530,11 +524,11 @@ def _claim(run: Run) -> Claim | None:
     return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
-def save_weights(path: Path, params: Params, run: Run) -> None:
+def save_weights(path: Path, params: Params, run: Run, *, private: bool = False) -> None:
     """Write the model as safetensors by leaf name, with its settings in the metadata."""
     model = run.recipe.model.model_dump_json()
     data = checkpoint.to_bytes(params, model=model, vocabulary=run.store.vocabulary)
-    checkpoint.write_atomically(path, data)
+    checkpoint.write_atomically(path, data, private=private)
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:

@@ -47,8 +47,8 @@ class WriteAhead:
         self.run, self.directory = run, run.record
         self.book = Ledger(run.record.ledger)
         self.plans: dict[str, PrivacyPlan] = dict(run.plans)
-        self.copies: list[Ledger] = []
         self.entries: list[Entry] = []
+        self.copies: list[Ledger] = []  # in the store, which counts a run also when it is gone
 
     # ---- the beginning -------------------------------------------------------------------
 
@@ -84,14 +84,13 @@ class WriteAhead:
 
     def _read(self) -> None:
         self.entries = self.book.entries()
+        if self.run.counted and not self.run.elsewhere:
+            self.copies = lineage.copies(self.run.store, self.entries)
         if ledger.plans_of(self.entries) != self.plans:
             raise RecordError(
                 f"{self.book.path} was begun with other privacy plans than its recipe gives now: "
                 "go on with the versions that its journal names."
             )
-        # Where the text is here, its store counts what a run spends, also when the run is gone.
-        if self.run.population.tokens is not None:
-            self.copies = lineage.copies(self.run.store, self.entries)
 
     # ---- after a crash -------------------------------------------------------------------
 
@@ -161,10 +160,9 @@ class WriteAhead:
         self._append(gaussian_entry(what, noise_multiplier))
 
     def _append(self, entry: Entry) -> None:
-        self.book.append(entry)
+        for book in (self.book, *self.copies):
+            book.append(entry)
         self.entries.append(entry)
-        for copy in self.copies:
-            copy.append(entry)
 
     # ---- what it cost --------------------------------------------------------------------
 

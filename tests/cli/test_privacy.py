@@ -30,6 +30,13 @@ def test_noise_for_a_target(run_cli):
     assert 6.99 < found["noise_multiplier"] < 7.001 and found["epsilon"] <= 8.5291
 
 
+def test_a_population_that_was_assumed_is_not_warned_about(run_cli):
+    asked = ("privacy", "epsilon", *TREE, "--noise-multiplier", 7, "--delta", 0.01)
+    assert "promises little" not in run_cli(*asked).stdout
+    known = run_cli(*asked, "--cohort", 1, "--population", 400).stdout
+    assert "promises little" in known
+
+
 def test_gaussian_noise_needs_its_cohort(run_cli):
     asked = ("privacy", "epsilon", "--mechanism", "gaussian", "--rounds", 10, "--delta", 1e-5)
     asked = (*asked, "--noise-multiplier", 2)
@@ -81,7 +88,8 @@ def test_the_epsilon_of_a_run_is_that_of_its_journal(run_cli, tmp_path):
         journal.append(make_releasable("round", dict(round=r)))
     found = run_cli("privacy", "epsilon", "run", "--json").json
     assert found["epsilon"] == spent(chosen, 3).epsilon and found["rounds"] == 3
-    refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "leave the options away")
+    refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "which has its own")
+    refused(run_cli("privacy", "epsilon", "run", "--rounds", 5), "leave the options away")
 
 
 def test_a_run_without_a_claim(run_cli, trained):

@@ -1,6 +1,7 @@
 """A tree from the command line: its nodes in the summary, its report, and what is refused."""
 
 import json
+import stat
 
 import dp_accounting
 import equinox as eqx
@@ -9,6 +10,7 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.inference import load_params
+from fedlm.privacy.ledger import Ledger
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.checkpoint import load_newest
@@ -108,20 +110,26 @@ def test_under_noise_at_the_leaves_files_tell_nothing_of_their_own_models(hidden
 def test_under_noise_at_the_leaves_saved_models_are_those_that_others_know(hidden):
     made, done = hidden
     run = build(load(made / "run" / "recipe.toml"), made / ".fedlm" / "stores", out=made / "run")
-    state = load_newest(made / "run" / "checkpoints", run.round.init(run.start()), print)
+    saved = load_newest(made / "run" / "checkpoints", run.round.init(run.start()), print)
+    state = saved.state
     node = run.round.config.topology.names.index("north")
     own, seen = state.nodes[node].params, run.round.models(state)["north"]
-    saved = load_params(
+    weights = load_params(
         run.recipe.model, run.store.vocabulary, made / "run/nodes/north.safetensors"
     )
     public = state.nodes[node].public_layers
-    for layer, values in run.round.config.personal(saved).items():
+    for layer, values in run.round.config.personal(weights).items():
         np.testing.assert_array_equal(values, public[layer])
         assert not np.allclose(values, run.round.config.personal(own)[layer], atol=1e-3)
     # A hash over un-noised models would be a test for whoever guesses the text.
     assert done.json["params_sha256"] == tree.sha256(run.round.params(state))
     assert done.json["params_sha256"] != tree.sha256(state.params)
-    assert eqx.tree_equal(saved, seen)
+    assert eqx.tree_equal(weights, seen)
+    # The leaf's own model is for its owner alone.
+    kept = made / "run" / "private" / "north.safetensors"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert [entry["round"] for entry in Ledger(made / "run/ledger.jsonl").entries()[1:]] == [0, 1]
 
 
 def test_places_may_be_stores(tmp_path):

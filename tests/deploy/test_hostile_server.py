@@ -289,6 +289,21 @@ def test_what_was_answered_outlives_the_process(node, asked, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "mechanism", ["tree", *(pytest.param(m, marks=pytest.mark.slow) for m in ("banded", "blt"))]
+)
+def test_a_plan_is_read_as_it_was_written(node, asked, tmp_path, mechanism):
+    """Also one whose noise has a matrix that was searched for."""
+    ledger = NodeLedger(tmp_path / "ledger.jsonl")
+    worker = node(ledger=ledger)
+    settings = (*SPACED, f"privacy.mechanism={mechanism}")
+    assert ADMITTED in said(worker, asked(worker, settings))
+    ledger.close()
+    again = NodeLedger(tmp_path / "ledger.jsonl", read_only=True)
+    assert again.runs[RUN].plan == ledger.runs[RUN].plan
+    assert lifetime(again).epsilon == pytest.approx(lifetime(ledger).epsilon)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "nonsense",

@@ -91,7 +91,7 @@ def test_a_run_with_a_secret_of_its_own_goes_on_with_it(private, tmp_path):
     whole = private / "one"
     cut = tmp_path / "cut"
     cut.mkdir()
-    for name in ("recipe.toml", "journal.jsonl"):
+    for name in ("recipe.toml", "journal.jsonl", "text.salt", "lineage.json"):
         (cut / name).write_bytes((whole / name).read_bytes())
     lines = (whole / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (cut / "ledger.jsonl").write_bytes(b"".join(lines[:5]))

@@ -1,5 +1,6 @@
 """Composition of releases: the tightest accountant that all of them allow."""
 
+import contextlib
 import math
 
 import dp_accounting
@@ -8,12 +9,14 @@ import pytest
 import scipy.integrate
 import scipy.stats
 
+from fedlm.privacy import cost
 from fedlm.privacy.account import event_of, spent
 from fedlm.privacy.cost import (
     compose,
     epsilon_of_rho,
     epsilon_of_shift,
     gaussian_event,
+    poisson_by_rdp,
     sampled_event,
 )
 from tests.privacy.plans import PLANS, plan
@@ -61,6 +64,17 @@ def test_the_event_of_a_plan_costs_what_the_plan_costs(name):
     epsilon, _ = compose([event_of(chosen, 5)], chosen.delta)
     assert 0.9 * spent(chosen, 5).epsilon < epsilon <= spent(chosen, 5).epsilon * (1 + 1e-9)
     assert compose([event_of(chosen, 0)], chosen.delta)[0] == 0
+
+
+def test_accounts_are_silent(caplog, monkeypatch):
+    """dp_accounting warns where the best order is the last it tried: any order is valid."""
+    with caplog.at_level("DEBUG", logger="absl"):
+        poisson_by_rdp(200.0, 0.001, 2, 1e-5)
+        epsilon_of_rho(1e-12, 1e-5)
+        assert not caplog.records
+        monkeypatch.setattr(cost, "quiet", lambda name: contextlib.nullcontext())
+        poisson_by_rdp(200.0, 0.001, 2, 1e-5)
+        assert caplog.records, "it has nothing to silence any more"
 
 
 # ---- the exact profile of normal noise ---------------------------------------------------------

@@ -109,7 +109,7 @@ def test_memory_is_a_few_copies_of_the_model():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_noise_is_in_units_of_the_clip_norm(name):
-    """The server divides a sum by the clip before it adds noise: the clip must not count twice."""
+    """`Noise.add` multiplies by the clip norm of the round: the plan's must not count twice."""
     wide = dataclasses.replace(PLANS[name], clip_norm=40.0)
     for a, b in zip(
         *(stream(noise_for(p), [LIKE] * 2)[0] for p in (PLANS[name], wide)), strict=True

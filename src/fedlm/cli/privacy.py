@@ -116,7 +116,9 @@ def epsilon(
             raise ConfigError(f"{run}: it has its own settings; leave the options away.")
         if (run / "store.json").is_file():
             return _answer_store(run, lineage.spent_on(Store(run), delta), as_json)
-        require(delta is None, "--delta", delta, "nothing beside a run, which has its own")
+        require(
+            delta is None, "--delta", delta, "a store: a run has its own; leave the options away"
+        )
         return _answer_run(run, as_json)
     asked = _given("--noise-multiplier", noise_multiplier)
     plan = _plan(
@@ -130,7 +132,7 @@ def epsilon(
         restart_every=restart_every,
         sampling=(sampling, cohort, population, min_separation, max_participations),
     )
-    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -170,7 +172,7 @@ def calibrate(
     )
     noise = account.calibrate(plan, target_epsilon)
     plan = dataclasses.replace(plan, noise_multiplier=noise)
-    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -269,16 +271,18 @@ def _plan(
     name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
     require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
     law, cohort, population, apart, most = sampling
-    if MECHANISMS[name].needs_population:
-        cohort, population = _given("--cohort", cohort), _given("--population", population)
-        laws = MECHANISMS[name].laws
+    laws = MECHANISMS[name].laws
+    chance = MECHANISMS[name].chance_laws
+    if laws == chance:  # otherwise the check of the plan says more
         require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
-    # The cost of other mechanisms depends on how clients may join, not on their number; without
-    # the option, enough clients are assumed.
+    if (law or laws[0]) in chance:
+        cohort, population = _given("--cohort", cohort), _given("--population", population)
+    # The cost of other pairs depends on how clients may join, not on their number; without the
+    # option, enough clients are assumed.
     cohort = 1 if cohort is None else cohort
     enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
     drawn = Sampling(
-        law=law or MECHANISMS[name].laws[0],
+        law=law or laws[0],
         cohort=cohort,
         population=enough if population is None else population,
         min_separation=apart,
@@ -297,6 +301,7 @@ def _answer_run(run: Path, as_json: bool) -> None:
     """Print the claim of a run: the same words as in its report."""
     facts = facts_of(RunDirectory.existing(run).path)
     claim = lineage.claim_of_run(run, facts.header, facts.rounds)
+    note(f"Counted from {run / lineage.source_of(run)}.")
     plan = account.plan_from(facts.header["privacy"])
     told = {
         "mechanism": plan.mechanism,
@@ -330,11 +335,14 @@ def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> N
     rows = [[each["run"], each["rounds"], each["epsilon"]] for each in found.runs]
     show(f"runs on {store}", ["run", "rounds", "epsilon alone"], rows)
     out.print(store_sentence(found))
+    out.print("It does not cover:")
+    for line in found.not_covered:
+        out.print(f"  - {line}")
 
 
 def store_sentence(found: lineage.StoreSpending) -> str:
     """Say in one sentence what all runs on a store cost together."""
-    known = f"{found.private_runs} private runs and the vocabulary of this store"
+    known = f"the {found.private_runs} private runs known to this store"
     spent = "nothing that is known"
     if found.private_epsilon is not None:
         spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
@@ -342,8 +350,17 @@ def store_sentence(found: lineage.StoreSpending) -> str:
         return f"Together, {known} cost one client {spent} ({found.accountant})."
     return (
         f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
-        f"it have no privacy plan, or told exact sums. {known} alone cost {spent}."
+        f"it have no privacy plan, or told exact sums. Alone, {known} cost {spent}."
     )
+
+
+def _spent(plan: PrivacyPlan, population: int | None) -> account.Spent:
+    """Return the cost of a plan; a population that was assumed is nothing to warn about."""
+    found = account.spent(plan, plan.rounds)
+    if population is not None:
+        return found
+    said = tuple(line for line in found.assumptions if line != account.LITTLE)
+    return found._replace(assumptions=said)
 
 
 def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
@@ -357,7 +374,12 @@ def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool)
     if as_json:
         emit(facts)
         return
-    rows = [(name, value) for name, value in facts.items() if name != "assumptions"]
+    facts["by the published conversion"] = facts.pop("published_epsilon")
+    rows = [
+        (name, value)
+        for name, value in facts.items()
+        if name != "assumptions" and value is not None
+    ]
     show("privacy", ["what", "value"], rows)
     out.print("It holds if:")
     for line in found.assumptions:

@@ -24,6 +24,7 @@ from fedlm.core.chacha import CipherKey
 Purpose = Literal[
     "init",
     "cohort",
+    "deal",
     "shuffle",
     "upload",
     "download",
@@ -34,6 +35,7 @@ Purpose = Literal[
     "generate",
     "synthetic",
     "vocabulary",
+    "selection",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 

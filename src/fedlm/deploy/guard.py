@@ -22,6 +22,7 @@ from fedlm.deploy.policy import Policy, Refusal, believed
 from fedlm.deploy.question import Asked, check_question, most_turns
 from fedlm.engine.messages import TrainRequest
 from fedlm.privacy import ledger as run_ledger
+from fedlm.privacy.catalog import with_matrix
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, parse
 
@@ -67,13 +68,19 @@ class Guard:
         """
         asked = asked or self.asked
         check_question(self.policy, request, recipe, plan, asked)
-        known = None if plan is None else believed(self.policy, plan, asked.members)
+        known = self._known(request.run, plan, asked)
         same = about(request.recipe, request.first, request.population, request.text)
         digest, most = request.digest, most_turns(plan)
         run, round = request.run, request.round
         if self.ledger.check(run, same, round, digest, clients, most):
             self._check_lifetime(run, known, clients)
             self._enter(request, known, same, clients)
+
+    def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
+        """Return a plan as far as it is believed here, as it was when the run began."""
+        if plan is None or run in self.ledger.runs:
+            return None if plan is None else self.ledger.runs[run].plan
+        return with_matrix(believed(self.policy, plan, asked.members))
 
     def _enter(
         self, request: TrainRequest, plan: PrivacyPlan | None, same: str, clients: Sequence[str]

@@ -16,9 +16,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import ConfigError, FedlmError
 from fedlm.deploy.tables import read_table
-from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, Table
 
@@ -106,10 +106,11 @@ def believed(policy: Policy, plan: PrivacyPlan, clients: int) -> PrivacyPlan:
     server alone knows the population: what it says counts up to the policy's own number, or up to
     the node's own clients.
     """
-    if not MECHANISMS[plan.mechanism].needs_population:
-        return plan
     sampling = plan.sampling
-    most = max(policy.largest_population or clients, sampling.cohort)
+    if LAWS[sampling.law].looks_back:  # then who may join is counted, not how likely it is
+        return plan
+    least = sampling.cohort * (sampling.min_separation + 1)
+    most = max(policy.largest_population or clients, least)
     return replace(plan, sampling=replace(sampling, population=min(sampling.population, most)))
 
 

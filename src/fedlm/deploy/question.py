@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from fedlm.cohort.sampling import LAWS
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.messages import TrainRequest
 from fedlm.models.partial import TRAINABLE
@@ -54,10 +55,10 @@ def most_turns(plan: PrivacyPlan | None) -> float:
     """Return in how many rounds one client can take part."""
     if plan is None:
         return math.inf
-    if plan.sampling.law in ("poisson", "fixed"):  # by chance, in every round anew
-        share = plan.sampling.cohort / plan.sampling.population
-        return _most_of(plan.rounds, share)
-    return plan.sampling.max_participations or math.inf
+    if LAWS[plan.sampling.law].looks_back:
+        return plan.sampling.max_participations or math.inf
+    # By chance, anew in each round in which it may be its turn.
+    return _most_of(-(-plan.rounds // (plan.sampling.min_separation + 1)), _share(plan))
 
 
 def needs_single_updates(recipe: Recipe) -> bool:
@@ -110,16 +111,20 @@ def _check_clip(plan: PrivacyPlan, request: TrainRequest) -> None:
 
 
 def _check_count(plan: PrivacyPlan, request: TrainRequest, asked: Asked) -> None:
-    cohort, law, most = plan.sampling.cohort, plan.sampling.law, math.inf
-    if law == "poisson":
-        most = _most_of(asked.members, cohort / plan.sampling.population)
-    elif law in ("fixed", "spaced"):
-        most = cohort
+    cohort = plan.sampling.cohort
+    exactly = plan.sampling.law in ("fixed", "spaced")
+    most = cohort if exactly else _most_of(asked.members, _share(plan))
     if len(request.members) > most:
         raise Refusal(
             f"{len(request.members)} members of this node are asked in one round: with "
             f"server.cohort = {cohort} there can be {most:g}."
         )
+
+
+def _share(plan: PrivacyPlan) -> float:
+    """Return the chance that a client joins a round in which it may be its turn."""
+    sampling = plan.sampling
+    return min(1.0, sampling.cohort * (sampling.min_separation + 1) / sampling.population)
 
 
 def _most_of(tries: int, share: float) -> float:

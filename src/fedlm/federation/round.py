@@ -363,6 +363,10 @@ class FlatRound:
         """Return the whole model of a state, under the empty name."""
         return {"": self.params(state)}
 
+    def own_models(self, state: NodeState) -> dict[str, Params]:
+        """Return nothing: a flat federation has one model."""
+        return {}
+
     def params(self, state: NodeState) -> Params:
         """Return all parameters of a state, with the frozen ones."""
         return tree.join(state.params, self.algorithm.base)

@@ -40,6 +40,9 @@ TRUSTED = {
 }
 
 
+LITTLE = "delta is not below one in the population, so this epsilon promises little"
+
+
 class Spent(NamedTuple):
     """An epsilon, with the accountant and the assumptions behind it."""
 
@@ -57,10 +60,15 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
-    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *cost.warnings)
+    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *_warnings(plan))
     return Spent(
         cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
     )
+
+
+def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
+    """Return what makes a claim worth little, whatever its mechanism."""
+    return (LITTLE,) if plan.delta * plan.sampling.population >= 1 else ()
 
 
 def spent_by_node(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:
@@ -183,9 +191,17 @@ def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
     """Read a plan that `dataclasses.asdict` wrote; refuse unknown names and wrong types."""
     try:
         sampling = _typed(Sampling, facts["sampling"])
-        return PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
+        plan = PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"the journal's privacy plan is damaged: {error}.") from None
+    entry = MECHANISMS.get(plan.mechanism)
+    if entry is not None and entry.find_matrix is not None and not plan.matrix:
+        raise RecordError(
+            f"the privacy plan lacks the matrix of its {plan.mechanism} noise, so what it costs is "
+            "not known: a search today may find another one. Account for it with the fedlm version "
+            "that its journal names."
+        )
+    return plan
 
 
 def _known(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +219,9 @@ def _typed(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
         if wanted == "float":
             value = math.inf if value is None else value
             good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        elif wanted == "tuple[float, ...]":
+            good = isinstance(value, (list, tuple)) and all(type(v) in (int, float) for v in value)
+            value = tuple(map(float, value)) if good else value
         elif wanted == "bool":
             good = isinstance(value, bool)
         elif wanted == "int":

@@ -10,6 +10,7 @@ Not here: what a mechanism does (`gaussian.py`, `spaced.py`), epsilon (`account.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from fedlm.core.errors import either, nearest, require
 from fedlm.privacy.gaussian import GAUSSIAN
@@ -30,11 +31,28 @@ MECHANISMS: dict[str, Mechanism] = {
 def noise_for(plan: PrivacyPlan) -> Noise:
     """Make the noise of a plan, in units of the clip norm.
 
-    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: the server
-    divides the sum of a round by the clip norm before it adds this noise.
+    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: `Noise.add`
+    multiplies it by the clip norm of the round.
     """
     stddev = plan.sum_multiplier
     return MECHANISMS[plan.mechanism].noise(plan, stddev) if stddev else silent()
+
+
+def with_matrix(plan: PrivacyPlan, begun: PrivacyPlan | None = None) -> PrivacyPlan:
+    """Return the plan with the numbers of its matrix: those of a run that began, or found now."""
+    find = MECHANISMS[plan.mechanism].find_matrix
+    if plan.matrix or find is None:
+        return plan
+    if begun is not None and _same_matrix(begun) == _same_matrix(plan):
+        return dataclasses.replace(plan, matrix=begun.matrix)
+    return dataclasses.replace(plan, matrix=find(plan))
+
+
+def _same_matrix(plan: PrivacyPlan) -> tuple[Any, ...]:
+    """Return all that the best matrix depends on."""
+    sampling = plan.sampling
+    joins = (sampling.law, sampling.min_separation, sampling.max_participations)
+    return (plan.mechanism, plan.rounds, plan.bands, plan.buffers, *joins)
 
 
 def check_plan(plan: PrivacyPlan) -> None:
@@ -51,6 +69,12 @@ def check_plan(plan: PrivacyPlan) -> None:
     _check_law(plan, mechanism)
     check_population(plan.sampling)
     _check_unused(plan, mechanism)
+    require(
+        not plan.matrix or mechanism.find_matrix is not None,
+        "matrix",
+        f"{len(plan.matrix)} numbers",
+        f"none with privacy.mechanism = {plan.mechanism!r}: its noise has no matrix to choose",
+    )
     mechanism.check(plan)
     if plan.clip_quantile:
         _check_adaptive(plan, mechanism)

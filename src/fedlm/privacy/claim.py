@@ -61,6 +61,7 @@ class Context(NamedTuple):
     broken: tuple[str, ...] = ()  # why no finite epsilon holds
     unsafe_seed: bool = False
     held_out: bool = True  # whether figures of held-out clients are told
+    released: str = ""  # what was released, if not rounds
 
 
 def claim_of(spent: Spent, plan: PrivacyPlan, releases: int, context: Context = Context()) -> Claim:  # noqa: B008
@@ -71,7 +72,8 @@ def claim_of(spent: Spent, plan: PrivacyPlan, releases: int, context: Context = 
     if not reasons and math.isinf(spent.epsilon):
         reasons = ["what was released has no finite cost"] if releases else []
     what = "sums" if plan.unit == "client" else "changes of every leaf"
-    covers = (f"{releases} noisy {what}, and every model computed from them", *context.covered)
+    rounds = f"the noisy {what} of {releases} released rounds, and every model computed from them"
+    covers = (context.released or rounds, *context.covered)
     uncovered = [*context.uncovered]
     uncovered += [REVEALED] if plan.reveal else []
     uncovered += [HELD_OUT] if context.held_out else []

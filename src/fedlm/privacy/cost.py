@@ -11,11 +11,15 @@ dp_accounting is imported inside functions: it costs over a second, and training
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+
+from fedlm.privacy import fixed_size
 
 # An event of dp_accounting: what was released, with how much noise, on which sample.
 DpEvent = Any
@@ -23,6 +27,9 @@ Leaves = list[tuple[DpEvent, int]]  # single releases, and how often each happen
 
 # More noise than this drowns any sum; a target that needs more cannot be met.
 MOST_NOISE = 1e6
+# The step of privacy loss distributions, for noise multipliers above 0.3; larger for less noise,
+# whose losses are large.
+STEP = 1e-4
 # Any order gives a valid epsilon; so fine a grid finds the best one to five digits.
 ORDERS = 1 + np.logspace(-1.9, 6, 4000)
 
@@ -38,7 +45,8 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         return rho
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     accountant = dp_accounting.rdp.RdpAccountant(ORDERS, relation)
-    return float(accountant.compose(dp_accounting.ZCDpEvent(rho)).get_epsilon(delta))
+    with quiet("absl"):
+        return float(accountant.compose(dp_accounting.ZCDpEvent(rho)).get_epsilon(delta))
 
 
 def rho_of(squared_sensitivity: float, noise_multiplier: float) -> float:
@@ -48,45 +56,9 @@ def rho_of(squared_sensitivity: float, noise_multiplier: float) -> float:
     return squared_sensitivity / (2 * noise_multiplier**2) if noise_multiplier else math.inf
 
 
-def poisson(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Compute epsilon by composing privacy loss distributions, on a grid that rounds up.
-
-    Every client joins each round by its own coin, with probability `rate`.
-    """
-    import dp_accounting
-
-    if rounds == 0 or noise_multiplier == 0:
-        return math.inf if rounds else 0.0
-    relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-    accountant = dp_accounting.pld.PLDAccountant(relation)
-    event = dp_accounting.SelfComposedDpEvent(_sampled(noise_multiplier, rate), rounds)
-    return float(accountant.compose(event).get_epsilon(delta))
-
-
 def poisson_by_rdp(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Bound the epsilon of `poisson` by Renyi accounting, a quick start for a search."""
-    return _rdp(_sampled(noise_multiplier, rate), rounds, delta)
-
-
-def fixed_size(
-    noise_multiplier: float, cohort: int, population: int, rounds: int, delta: float
-) -> float:
-    """Compute epsilon by Renyi accounting for cohorts drawn without replacement.
-
-    In such a cohort a client that stays out is replaced by another one, so that the sum moves by
-    up to twice the clip: the theorem is applied with half the noise multiplier. A second bound
-    assumes that the client joins every round. The smaller bound is returned.
-    """
-    import dp_accounting
-
-    if rounds == 0 or noise_multiplier == 0:
-        return math.inf if rounds else 0.0
-    drawn = dp_accounting.SampledWithoutReplacementDpEvent(
-        population, cohort, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
-    )
-    always = dp_accounting.GaussianDpEvent(noise_multiplier)
-    one = dp_accounting.NeighboringRelation.REPLACE_ONE
-    return min(_rdp(drawn, rounds, delta, one), _rdp(always, rounds, delta))
+    """Bound the epsilon of Poisson cohorts by Renyi accounting, a quick start for a search."""
+    return _by_rdp([(_sampled(noise_multiplier, rate), rounds)], delta)[0]
 
 
 # ---- events, and what several of them cost ---------------------------------------------------
@@ -119,6 +91,8 @@ def fixed_size_event(noise_multiplier: float, cohort: int, population: int, roun
 
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
+    if cohort == population:
+        return _repeated(dp_accounting.GaussianDpEvent(noise_multiplier), rounds)
     release = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
     drawn = dp_accounting.SampledWithoutReplacementDpEvent(population, cohort, release)
     return dp_accounting.SelfComposedDpEvent(drawn, rounds)
@@ -140,7 +114,11 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
         return 0.0, "nothing was released"
     if left <= 0 or any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e, _ in leaves):
         return math.inf, "no finite epsilon"
-    return _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(leaves, left)
+    bounds = [
+        _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(leaves, left),
+        _by_profile(_without_draws(leaves), left),
+    ]
+    return min(bound for bound in bounds if bound)
 
 
 def _leaves(events: Iterable[DpEvent]) -> Leaves:
@@ -158,6 +136,8 @@ def _leaves(events: Iterable[DpEvent]) -> Leaves:
             for each in event.events:
                 add(each, count)
             return
+        if getattr(event, "sampling_probability", None) == 1:
+            return add(event.event, count)
         if getattr(getattr(event, "event", event), "noise_multiplier", 1.0) == 0:
             event = dp_accounting.NonPrivateDpEvent()
         for number, (known, times) in enumerate(counts):
@@ -182,14 +162,58 @@ def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
 
 
 def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
-    """Compose privacy loss distributions; None if an event has none."""
+    """Compose privacy loss distributions, which round up; None if an event has none."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    noises = [_noise_of(event) for event, _ in leaves]
+    if not all(noises):
+        return None
+    step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
+    whole = privacy_loss_distribution.identity(value_discretization_interval=step)
+    for event, count in leaves:
+        whole = whole.compose(_loss_of(event, count, step))
+    return float(whole.get_epsilon_for_delta(delta)), "PLD"
+
+
+def _noise_of(event: DpEvent) -> float | None:
+    """Return the noise multiplier of an event that has a loss distribution, None of others."""
     import dp_accounting
 
-    accountant = dp_accounting.pld.PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
-    whole = dp_accounting.ComposedDpEvent([_repeated(*leaf) for leaf in leaves])
-    if not accountant.supports(whole):
-        return None
-    return float(accountant.compose(whole).get_epsilon(delta)), "PLD"
+    kinds = (dp_accounting.PoissonSampledDpEvent, dp_accounting.SampledWithoutReplacementDpEvent)
+    bare = event.event if isinstance(event, kinds) else event
+    good = isinstance(bare, dp_accounting.GaussianDpEvent)
+    return float(bare.noise_multiplier) if good else None
+
+
+def _loss_of(event: DpEvent, count: int, step: float) -> Any:
+    """Return the privacy loss distribution of a release that happened `count` times."""
+    import dp_accounting
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        noise = event.noise_multiplier / math.sqrt(count)
+        return from_gaussian_mechanism(noise, value_discretization_interval=step)
+    noise = event.event.noise_multiplier
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        rate = event.sampling_probability
+        one = from_gaussian_mechanism(noise, value_discretization_interval=step, sampling_prob=rate)
+    else:
+        rate = event.sample_size / event.source_dataset_size
+        one = fixed_size.loss_distribution(2 * noise, rate, step)
+    return one.self_compose(count)
+
+
+def _without_draws(leaves: Leaves) -> Leaves:
+    """Return the releases as if every client joined every round of a cohort of fixed size."""
+    import dp_accounting
+
+    drawn = dp_accounting.SampledWithoutReplacementDpEvent
+    return [
+        (dp_accounting.GaussianDpEvent(2 * event.event.noise_multiplier), count)
+        if isinstance(event, drawn) and _noise_of(event)
+        else (event, count)
+        for event, count in leaves
+    ]
 
 
 def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
@@ -205,7 +229,8 @@ def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
         )
         orders = accountant.orders
         total = total + accountant.compose(event, count).rdp
-    return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0]), "RDP"
+    with quiet("absl"):
+        return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0]), "RDP"
 
 
 def _repeated(event: DpEvent, count: int) -> DpEvent:
@@ -248,18 +273,23 @@ def epsilon_of_shift(shift: float, delta: float) -> float:
     return float(shift * (found + 1e-12 * max(1.0, abs(found))) + shift**2 / 2)
 
 
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Silence the log of a library, which warns of what does not matter here.
+
+    dp_accounting says that the best order is the last one tried: any order gives a valid epsilon.
+    """
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
 def _sampled(noise_multiplier: float, rate: float) -> Any:
     """Return the accounting event of one round: Gaussian noise on a Poisson cohort."""
     import dp_accounting
 
     gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
     return dp_accounting.PoissonSampledDpEvent(rate, gaussian)
-
-
-def _rdp(event: Any, rounds: int, delta: float, relation: Any = None) -> float:
-    import dp_accounting
-
-    relation = relation or dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-    accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=relation)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(event, rounds))
-    return float(accountant.get_epsilon(delta))

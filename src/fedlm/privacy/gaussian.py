@@ -37,8 +37,22 @@ def _check(plan: PrivacyPlan) -> None:
 def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
     if plan.unit == "leaf":
         return _leaf(plan, rounds)
-    found = _poisson if plan.sampling.law == "poisson" else _fixed_size
-    return found(plan, rounds)._replace(warnings=_warnings(plan))
+    sampling = plan.sampling
+    epsilon, accountant = cost.compose([_event(plan, rounds)], plan.delta)
+    if sampling.law == "poisson":
+        name = f"{accountant} of Poisson-sampled Gaussian noise"
+        drawn = (
+            f"every client joins each round by its own coin, with probability {sampling.cohort} in "
+            f"{sampling.population}, and who joined stays secret"
+        )
+    else:
+        name = f"{accountant} of Gaussian noise on fixed-size cohorts"
+        drawn = (
+            f"each cohort is {sampling.cohort} of {sampling.population} clients, drawn without "
+            "replacement, and who joined stays secret; another client takes the place of one that "
+            "stays out, so server.sampling = 'poisson' costs less"
+        )
+    return Cost(epsilon, name, (drawn,))
 
 
 def _leaf(plan: PrivacyPlan, rounds: int) -> Cost:
@@ -66,48 +80,15 @@ def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
     )
 
 
-def _poisson(plan: PrivacyPlan, rounds: int) -> Cost:
-    sampling = plan.sampling
-    return Cost(
-        cost.poisson(plan.noise_multiplier, _rate(plan), rounds, plan.delta),
-        "PLD of Poisson-sampled Gaussian noise",
-        (
-            f"every client joins each round by its own coin, with probability {sampling.cohort} in "
-            f"{sampling.population}, and who joined stays secret",
-        ),
-    )
-
-
-def _fixed_size(plan: PrivacyPlan, rounds: int) -> Cost:
-    sampling = plan.sampling
-    return Cost(
-        cost.fixed_size(
-            plan.noise_multiplier, sampling.cohort, sampling.population, rounds, plan.delta
-        ),
-        "RDP of Gaussian noise on fixed-size cohorts",
-        (
-            f"each cohort is {sampling.cohort} of {sampling.population} clients, drawn without "
-            "replacement, and who joined stays secret",
-            "a cohort of fixed size moves by twice the clip, so RDP is applied with half the "
-            "noise; server.sampling = 'poisson' costs less",
-        ),
-    )
-
-
-def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
-    if plan.delta * plan.sampling.population >= 1:
-        return ("delta is not below one in the population, so this epsilon promises little",)
-    return ()
-
-
 def _rate(plan: PrivacyPlan) -> float:
     return plan.sampling.cohort / plan.sampling.population
 
 
 def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
-    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD."""
-    if plan.sampling.law != "poisson":
-        return 1.0
+    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD.
+
+    Cohorts of fixed size need a little more than Poisson cohorts: the search goes up from there.
+    """
     noise = 1.0
 
     def quick(multiplier: float) -> float:
@@ -131,6 +112,6 @@ GAUSSIAN = Mechanism(
     way_out="Or set server.sampling = 'poisson'.",
     clip_moves="every round",
     independent=True,
-    needs_population=True,
+    chance_laws=("poisson", "fixed"),
     first_guess=_first_guess,
 )

@@ -16,7 +16,7 @@ cell c is the power of two with s 2^-13 < c <= s 2^-12, and the grid is g = c 2^
 and drawn noise n:
 
     k = round(x / g)       m = floor(n (1 + h) / c) 2^a + f      f = floor(2^(a+1) z)
-    released: g (k + m), or rather its nearest 32-bit number
+    released: g (k + m), or rather a 32-bit number next to it
 
 where z is another standard normal: f is fine noise of two cells. k and m are integers of 43 bits,
 held in two words, so that k + m is exact; the 32-bit number is computed from k + m alone. All

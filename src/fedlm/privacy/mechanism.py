@@ -27,7 +27,6 @@ class Cost(NamedTuple):
     accountant: str
     assumptions: tuple[str, ...]
     rho: float | None = None
-    warnings: tuple[str, ...] = ()
     published_epsilon: float | None = None  # by the conversion that papers print, where it differs
 
 
@@ -45,7 +44,10 @@ class Mechanism:
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
     clip_moves: Literal["never", "at restarts", "every round"] = "never"  # under its noise
     independent: bool = False  # whether noise is fresh in every round, so that rounds cost alike
-    needs_population: bool = False  # whether its cost depends on how many clients there are
+    # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
+    chance_laws: tuple[str, ...] = ()
     first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise
     sensitivity: Callable[[PrivacyPlan, int], Squared] | None = None  # of correlated noise
     strategy: Callable[[PrivacyPlan], Strategy] | None = None  # of noise that a matrix makes
+    # Searches for the numbers of that matrix (`PrivacyPlan.matrix`), where none are prescribed.
+    find_matrix: Callable[[PrivacyPlan], tuple[float, ...]] | None = None

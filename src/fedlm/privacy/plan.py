@@ -34,6 +34,9 @@ class PrivacyPlan:
     restart_every: int = 0  # tree: rounds per tree; 0 is one tree over all rounds
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
+    # banded: the first column; blt: decays, then scales. Found once, when a run begins, and read
+    # ever after: an optimiser may find others elsewhere. Empty: not chosen yet.
+    matrix: tuple[float, ...] = ()
     clip_quantile: float = 0.0  # the share of updates that an adaptive clip lets through; 0: fixed
     clip_rate: float = 0.2  # how fast it follows
     clip_noise: float = 0.0  # stddev of the noise on how many were let through in `clip_every`

@@ -9,19 +9,15 @@ Not here: one ledger (`ledger.py`), which ledgers belong together (`lineage.py`)
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedlm.core.errors import RecordError
-from fedlm.privacy import account, cost
+from fedlm.privacy import account, cost, selection
 from fedlm.privacy.account import Spent
-from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.ledger import Entry, extra_releases, plans_of, rounds_of
-from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.ledger import Entry, plans_of, released, rounds_of
 
 Book = Sequence[Entry]
 # Trees whose nodes have different noise give each client one of several plans; beyond so many
@@ -58,9 +54,12 @@ def total(books: Iterable[Book], delta: float | None = None) -> Spent:
     return Spent(epsilon, at, None, accountant, tuple(said))
 
 
-def largest_delta(books: Iterable[Book]) -> float | None:
+def largest_delta(books: Sequence[Book]) -> float | None:
     """Return the largest delta of the plans of ledgers, or None if there is no plan."""
-    return max((plan.delta for book in books for plan in plans_of(book).values()), default=None)
+    found = [plan.delta for book in books for plan in plans_of(book).values()]
+    for entry in (entry for book in books for entry in book if entry["kind"] == "selection"):
+        found.append(account.plan_from(entry["plan"]).delta)
+    return max(found, default=None)
 
 
 def made_no_promise(book: Book) -> bool:
@@ -83,19 +82,22 @@ def _is_other(entry: Entry) -> bool:
 def _choices(book: Book) -> list[Any]:
     """Return what the rounds of a ledger release about a client, for each plan it may have."""
     rounds = rounds_of(book)
+    best = [_best(entry) for entry in book if entry["kind"] == "selection"]
+    if best:
+        return [_composed(best)]
     if not rounds:
         return []
     return [released(plan, rounds) for plan in dict.fromkeys(plans_of(book).values())]
 
 
-def released(plan: PrivacyPlan, rounds: Sequence[int]) -> Any:
-    """Return the event of a plan's releases, of which some may be of the same round.
+def _composed(events: list[Any]) -> Any:
+    """Return several releases as one event."""
+    import dp_accounting  # here, because it costs over a second
 
-    Independent noise: every release is one round more. Correlated noise: `ledger.py` has the proof
-    that k releases of a round cost at most as much as k runs.
-    """
-    count = 1 + max(rounds, default=-1)
-    if MECHANISMS[plan.mechanism].independent:
-        return account.event_of(plan, count + extra_releases(rounds))
-    noise = plan.noise_multiplier / math.sqrt(max(Counter(rounds).values(), default=1))
-    return account.event_of(dataclasses.replace(plan, noise_multiplier=noise), count)
+    return dp_accounting.ComposedDpEvent(events)
+
+
+def _best(entry: Entry) -> Any:
+    """Return the event of a private selection."""
+    one = account.event_of(account.plan_from(entry["plan"]), entry["rounds"])
+    return selection.event_of_best(one, entry["law"], entry["mean"])

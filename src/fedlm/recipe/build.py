@@ -76,7 +76,7 @@ def flat_run(
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
-    participation = privacy_plan.participation_of(recipe, people.size)
+    participation = privacy_plan.participation_of(recipe, people.size, out)
     algorithm = algorithm_of(recipe, participation, shapes, start)
     made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
     count = engine is None and recipe.run.baselines

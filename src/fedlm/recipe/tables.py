@@ -243,13 +243,15 @@ class Server(Table):
     rounds: Count = Field(default=100, description="Rounds of training.")
     cohort: Count = Field(
         default=20,
-        description='Members per round; with `sampling = "poisson"`, the expected number.',
+        description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
+        "number.",
     )
     sampling: Annotated[str, one_of(LAWS)] = Field(
         default="fixed",
         description="How members are drawn: a `fixed` number without replacement; `poisson`, each "
         "client by its own coin; `spaced`, after a turn a client rests for "
-        "`privacy.min_separation` rounds.",
+        "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
+        "many rounds in between, and each client of the group joins by its own coin.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
     evaluate_rows: Annotated[int, Field(ge=0)] = Field(
@@ -263,7 +265,7 @@ class Privacy(Table):
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
         description="The noise on each sum: `gaussian` with `server.sampling` `poisson` or "
-        "`fixed`; the others with `spaced`.",
+        "`fixed`; the others with `spaced`, `banded` also with `cyclic-poisson`.",
     )
     clip_norm: Positive = Field(
         default=1.0, description="The longest update that one client may send, as an L2 norm."
@@ -284,7 +286,8 @@ class Privacy(Table):
         description="The delta of the claim, above 0 and well below one in the number of clients.",
     )
     min_separation: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="`spaced`: rounds strictly between two turns of a client."
+        default=0,
+        description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
     )
     max_participations: Annotated[int, Field(ge=0)] = Field(
         default=0,

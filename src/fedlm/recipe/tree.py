@@ -70,13 +70,13 @@ def tree_run(
     rows = parts.client_rows(recipe, store, clients)
     people = members or population.of_store(store, rows.clients)
     topology = topology_of(settings, people.group_paths())
-    algorithm = tree_algorithm(recipe, store, topology)
+    algorithm = tree_algorithm(recipe, store, topology, out)
     made = (
         engine(algorithm, topology)
         if engine
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
-    config = config_of(recipe, store, algorithm, topology, people)
+    config = config_of(recipe, store, algorithm, topology, people, out)
     plans = _plans(config, leaf_plan(recipe, topology))
     plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
@@ -123,7 +123,7 @@ def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
 # ---- the algorithm and the rules of a round ------------------------------------------------
 
 
-def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
+def tree_algorithm(recipe: Recipe, store: Any, topology: Topology, out: Path) -> Algorithm:
     """Return the algorithm of a tree's members, after checking that its settings fit a tree."""
     settings, privacy = settings_of(recipe), recipe.privacy
     require(
@@ -135,7 +135,7 @@ def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
     )
     require(privacy.canaries == 0, "privacy.canaries", privacy.canaries, "0 in a tree")
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
-    return leaf_algorithm(recipe, _participation(recipe, topology), shapes)
+    return leaf_algorithm(recipe, _participation(recipe, topology, out), shapes)
 
 
 def leaf_algorithm(
@@ -166,7 +166,7 @@ def leaf_algorithm(
     return replace(made, local=local)
 
 
-def _participation(recipe: Recipe, topology: Topology) -> Sampling | PrivacyPlan:
+def _participation(recipe: Recipe, topology: Topology, out: Path) -> Sampling | PrivacyPlan:
     """Return the plan or sampling law of the smallest federation of clients in the tree.
 
     A client is drawn most often there. Where text is pooled, all nodes join every round.
@@ -175,12 +175,13 @@ def _participation(recipe: Recipe, topology: Topology) -> Sampling | PrivacyPlan
         nodes = len(topology.with_text)
         return Sampling(law="fixed", population=nodes, cohort=nodes)
     held = min(len(topology.clients[n]) for n in topology.with_text)
-    return _participation_of(recipe, held, recipe.server.cohort)
+    return _participation_of(recipe, held, recipe.server.cohort, out)
 
 
-def _participation_of(recipe: Recipe, held: int, cohort: int) -> Sampling | PrivacyPlan:
+def _participation_of(recipe: Recipe, held: int, cohort: int, out: Path) -> Sampling | PrivacyPlan:
     server = recipe.server.model_copy(update={"cohort": min(cohort, held)})
-    return privacy_plan.participation_of(recipe.model_copy(update={"server": server}), held)
+    alone = recipe.model_copy(update={"server": server})
+    return privacy_plan.participation_of(alone, held, out)
 
 
 def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyPlan]:
@@ -193,7 +194,12 @@ def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyP
 
 
 def config_of(
-    recipe: Recipe, store: Any, algorithm: Algorithm, topology: Topology, people: Population
+    recipe: Recipe,
+    store: Any,
+    algorithm: Algorithm,
+    topology: Topology,
+    people: Population,
+    out: Path,
 ) -> TreeConfig:
     """Return the configuration of the tree's rounds."""
     settings = settings_of(recipe)
@@ -221,7 +227,7 @@ def config_of(
         init_memory=algorithm.local.init_memory,
         rest=rest,
         clients=people.size,
-        algorithms=tuple(_inner(recipe, topology, shapes, node) for node in nodes),
+        algorithms=tuple(_inner(recipe, topology, shapes, node, out) for node in nodes),
         clip_norm=settings.clip_norm,
         noise_multiplier=settings.noise_multiplier,
         edge_bytes=dense().encoded_bytes,
@@ -257,7 +263,9 @@ def _weight(settings: FederationTable, topology: Topology, people: Population, n
     return float(topology.places[node].setting("weight", weight))
 
 
-def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Algorithm | None:
+def _inner(
+    recipe: Recipe, topology: Topology, shapes: Params, node: int, out: Path
+) -> Algorithm | None:
     """Return the algorithm of a node's own clients; None if it has none or pools their text.
 
     Its privacy plan is computed for the number of these clients.
@@ -266,7 +274,7 @@ def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Alg
     if not held or settings_of(recipe).pool_clients:
         return None
     cohort = topology.places[node].setting("cohort", recipe.server.cohort)
-    return algorithm_of(recipe, _participation_of(recipe, held, cohort), shapes)
+    return algorithm_of(recipe, _participation_of(recipe, held, cohort, out), shapes)
 
 
 # ---- noise on what leaves a leaf -----------------------------------------------------------

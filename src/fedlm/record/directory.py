@@ -66,6 +66,10 @@ class RunDirectory:
         file = f"{quote(node, safe=' ')}.safetensors"
         return self.path / "nodes" / file if node else self.weights
 
+    def own_weights_of(self, node: str) -> Path:
+        """Return the path of the model that a leaf keeps to itself, for its owner's eyes alone."""
+        return self.path / "private" / self.weights_of(node).name
+
     @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer.json"
