@@ -522,6 +522,12 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     plan = algorithm.plan
     shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
+
+    def start() -> Any:
+        if isinstance(spec, ModelSpec):
+            return parts.start_model(recipe, store, spec)  # perhaps of model__init_from
+        return spec.init(parts.start_key(recipe))
+
     round = FlatRound(
         algorithm=algorithm,
         engine=engine,
@@ -542,7 +548,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         **{
             **shared,
             "model": spec,
-            "start": lambda: spec.init(parts.start_key(recipe)),
+            "start": start,
             "custom": custom,
         },
     )
