@@ -90,13 +90,7 @@ def write(path: Path, record: Record) -> None:
     """Write a record into a file that only its owner can read."""
     told = record._asdict()
     told["ancestors"] = [ancestor._asdict() for ancestor in record.ancestors]
-    write_private(path, json.dumps(told).encode())
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    write_atomically(path, data)
-    path.chmod(0o600)
+    write_atomically(path, json.dumps(told).encode(), private=True)
 
 
 def read(path: Path) -> Record:
