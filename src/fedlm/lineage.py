@@ -93,22 +93,7 @@ def write(path: Path, record: Record) -> None:
     """Write a record into a file that only its owner can read."""
     told = record._asdict()
     told["ancestors"] = [ancestor._asdict() for ancestor in record.ancestors]
-    write_private(path, json.dumps(told).encode())
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all; its folder stays as it is."""
-    partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(partial, flags, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise RecordError(f"{path} could not be written: {error.strerror}.") from None
+    write_atomically(path, json.dumps(told).encode(), private=True)
 
 
 def read(path: Path) -> Record:

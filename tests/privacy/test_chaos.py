@@ -6,6 +6,7 @@ the ledger holds exactly that, and costs at least what an account by brute force
 
 import functools
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -158,7 +159,7 @@ def test_twelve_kills(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian", "blt"])
 def test_lost_states_cost_at_least_what_was_seen(name, tmp_path):
-    """Now and then the newest states are lost, too."""
+    """After each kill the newest states are lost, too."""
     rng = np.random.default_rng(7)
     runs = runs_of(tmp_path, *settings_of(name))
     out = tmp_path / "run"
@@ -167,18 +168,20 @@ def test_lost_states_cost_at_least_what_was_seen(name, tmp_path):
     for attempt in itertools.count():
         run = runs[rng.integers(len(runs))]
         try:
-            with disk.watched(int(rng.integers(1, SOON)) if attempt < 8 else 0):
+            with disk.watched(int(rng.integers(SOON, 3 * SOON)) if attempt < 4 else 0):
                 done = go_on(run, out)
         except Killed:
             states = sorted((out / "checkpoints").glob("round-*"), reverse=True)
-            for path in states[: min(len(states) - 1, int(rng.integers(0, 3)))]:
+            for path in states[: min(len(states) - 1, int(rng.integers(1, 3)))]:
                 path.unlink()
         check(run.plan, out, observer)
         if done is not None:
             break
     paid = released(out)
     if MECHANISMS[run.plan.mechanism].independent:
-        assert observer.rounds == sorted(paid) and len(paid) > ROUNDS
+        # A kill between ledger and journal, and the loss of that state: paid for, seen by nobody.
+        assert not Counter(observer.rounds) - Counter(paid)
+        assert len(observer.rounds) > ROUNDS
     else:
-        assert len(set(paid)) == len(paid)
-        assert set(observer.rounds) <= set(paid)
+        assert len(set(paid)) == len(paid) and set(observer.rounds) <= set(paid)
+        assert done["rounds"] < len(paid)

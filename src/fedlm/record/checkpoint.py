@@ -47,8 +47,9 @@ def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
 def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
     """Write a file so that a crash leaves either the old file or the whole new one.
 
-    A `private` file, and the folder that it is in, can be read by its owner alone. The new file is
-    made under a name that nobody can foresee, so that no link of that name is followed.
+    A `private` file can be read by its owner alone, also while it is written, and so can a folder
+    that is made for it. The new file is made under a name that nobody can foresee, so that no link
+    of that name is followed.
     """
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -70,8 +71,6 @@ def _make_folder(path: Path, private: bool) -> None:
     if not path.is_dir():
         path.mkdir(0o700 if private else 0o777, parents=True, exist_ok=True)
         _sync_folder(path.parent)
-    if private and path.stat().st_mode & 0o077:
-        path.chmod(0o700)
 
 
 def sweep(folder: Path) -> None:
@@ -153,6 +152,8 @@ def save(
     try:
         data = to_bytes(state, **{**(facts or {}), "round": round})
         write_atomically(path, data, private=True)
+        if folder.stat().st_mode & 0o077:  # an older version, or a copy, left it open
+            folder.chmod(0o700)
     except RecordError as error:
         raise RecordError(
             f"{error} The checkpoint before it is whole: make room, then repeat with --resume."
