@@ -68,7 +68,7 @@ class Algorithm:
 
     @cached_property
     def noise(self) -> Noise:
-        """The plan's noise for a sum in units of the clip norm; silent without a plan."""
+        """The plan's noise, in units of the clip norm; silent without a plan."""
         return silent() if self.plan is None else noise_for(self.plan)
 
     @cached_property

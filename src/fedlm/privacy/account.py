@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
+from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.cost import MOST_NOISE, DpEvent
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
@@ -27,6 +28,16 @@ from fedlm.privacy.plan import PrivacyPlan
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
 SERVER = "whoever sees updates or sums before noise is added is trusted"
+UNITS = {
+    "client": UNIT,
+    "leaf": "one leaf of the tree with all text that it trains on; neighbours differ by everything "
+    "that it sends replaced by zero",
+}
+TRUSTED = {
+    "client": SERVER,
+    "leaf": "the leaf itself, which clips and adds the noise, is trusted, and so is whoever can "
+    "read the run's private files (mode 0600)",
+}
 
 
 LITTLE = "delta is not below one in the population, so this epsilon promises little"
@@ -49,7 +60,7 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
-    assumptions = (UNIT, *cost.assumptions, SERVER, *_warnings(plan))
+    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *_warnings(plan))
     return Spent(
         cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
     )
@@ -159,7 +170,11 @@ def by_node_from_journal(
     # releases counts rounds that were released again.
     told = [(int(entry.get("round", -1)) + 1, int(entry.get("releases", 0))) for entry in ran]
     count = max([len(ran), *map(max, told)])
-    return spent_by_node(plans, count)
+    said = vocabulary.assumptions(header)
+    return {
+        node: found._replace(assumptions=(*found.assumptions, *said))
+        for node, found in spent_by_node(plans, count).items()
+    }
 
 
 def plans_from(header: dict[str, Any]) -> dict[str, PrivacyPlan]:

@@ -8,6 +8,8 @@ Not here: how dp_accounting computes it (`cost.py`), correlated noise (`spaced.p
 
 from __future__ import annotations
 
+import math
+
 from fedlm.core.errors import require
 from fedlm.privacy import cost
 from fedlm.privacy.mechanism import Cost, Mechanism
@@ -33,6 +35,8 @@ def _check(plan: PrivacyPlan) -> None:
 
 
 def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    if plan.unit == "leaf":
+        return _leaf(plan, rounds)
     sampling = plan.sampling
     epsilon, accountant = cost.compose([_event(plan, rounds)], plan.delta)
     if sampling.law == "poisson":
@@ -51,8 +55,24 @@ def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
     return Cost(epsilon, name, (drawn,))
 
 
+def _leaf(plan: PrivacyPlan, rounds: int) -> Cost:
+    """Return the cost of noise that each leaf of a tree adds itself: no leaf stays out."""
+    moved = math.sqrt(rounds) / plan.noise_multiplier if plan.noise_multiplier else math.inf
+    return Cost(
+        cost.epsilon_of_shift(moved, plan.delta) if rounds else 0.0,
+        "exact Gaussian profile",
+        ("a leaf sends one clipped and noisy change in every round, and nothing else",),
+    )
+
+
 def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+    """Return what rounds release about one client, also where the unit is a leaf of a tree.
+
+    A leaf without one of its clients sends another change, not none: it moves by twice the clip.
+    """
     sampling = plan.sampling
+    if plan.unit == "leaf":
+        return cost.gaussian_event(plan.noise_multiplier / 2, rounds)
     if sampling.law == "poisson":
         return cost.sampled_event(plan.noise_multiplier, _rate(plan), rounds)
     return cost.fixed_size_event(
@@ -90,7 +110,7 @@ GAUSSIAN = Mechanism(
     reason="because the cost of gaussian noise is computed from the chance of joining a round and "
     "a separation leaves no such chance",
     way_out="Or set server.sampling = 'poisson'.",
-    clip_may_move=True,
+    clip_moves="every round",
     independent=True,
     chance_laws=("poisson", "fixed"),
     first_guess=_first_guess,

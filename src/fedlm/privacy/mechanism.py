@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fedlm.privacy.cost import DpEvent
 from fedlm.privacy.noise import Noise
@@ -42,7 +42,7 @@ class Mechanism:
     reason: str  # why any other law is refused
     way_out: str  # what to set instead
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
-    clip_may_move: bool = False  # whether its noise stays right under an adaptive clip
+    clip_moves: Literal["never", "at restarts", "every round"] = "never"  # under its noise
     independent: bool = False  # whether noise is fresh in every round, so that rounds cost alike
     # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
     chance_laws: tuple[str, ...] = ()

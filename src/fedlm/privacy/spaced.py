@@ -65,6 +65,7 @@ def spaced(
         "join, and that law bounds neither",
         way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
         settings=settings,
+        clip_moves="at restarts" if "restart_every" in settings else "never",
         sensitivity=squared,
         strategy=strategy_of,
         find_matrix=find,

@@ -32,6 +32,10 @@ from fedlm.recipe.parts import (
     start_maker,
     training_clients,
 )
+from fedlm.recipe.private_evaluation import (
+    private_evaluation_of,
+    refuse_private_evaluation,
+)
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.run import Run
@@ -66,6 +70,8 @@ def flat_run(
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
     """
+    if members is not None:
+        refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
@@ -82,6 +88,7 @@ def flat_run(
         round=round,
         evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
         start=start,
+        private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),
     )
 

@@ -37,6 +37,7 @@ from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
 from fedlm.run import Cadence
@@ -78,10 +79,14 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
     return StoreSettings(
         tokenizer=kind_of(data.tokenizer),
         vocabulary=data.vocabulary if given is None else given.vocabulary,
+        vocabulary_epsilon=data.vocabulary_epsilon,
+        vocabulary_delta=data.vocabulary_delta,
+        vocabulary_words=data.vocabulary_words,
         lowercase=data.lowercase if given is None else False,
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
+        user_field=data.user_field,
     )
 
 
@@ -104,7 +109,10 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     if path.exists():
         return Store(path)
     try:
-        return write(sources.read(data.source), path, settings, progress, given)
+        vocabulary = vocabulary_of(data, given, progress)
+        return write(
+            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
+        )
     except CorpusError:
         if not path.exists():
             raise

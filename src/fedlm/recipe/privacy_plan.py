@@ -67,7 +67,8 @@ def plan_of(recipe: Recipe, sampling: Sampling, out: Path | None = None) -> Priv
     )
     count_noise = asked.clip_noise
     if count_noise is None:
-        count_noise = sampling.cohort / 20 if asked.clip_quantile else 0.0
+        counted = sampling.cohort * (asked.restart_every or 1)
+        count_noise = counted / 20 if asked.clip_quantile else 0.0
     plan = PrivacyPlan(
         mechanism=asked.mechanism,
         sampling=sampling,

@@ -73,6 +73,22 @@ class Data(Table):
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = Field(
         default=10_000, description="The most entries of the vocabulary, special tokens included."
     )
+    vocabulary_epsilon: Positive | None = Field(
+        default=None,
+        description="`words`, `bpe`: count the vocabulary with noise at this epsilon, so that it "
+        "holds only words that many clients share; its cost is added to that of private runs. Not "
+        "set: counted without noise, which no privacy claim covers.",
+    )
+    vocabulary_delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-7,
+        description="The delta of `vocabulary_epsilon`; half of it is taken from "
+        "`privacy.delta`, which must be larger.",
+    )
+    vocabulary_words: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=1_000,
+        description="With `vocabulary_epsilon`: how many distinct words of a client are counted, "
+        "chosen at random.",
+    )
     lowercase: bool = Field(default=True, description="Whether text is converted to lower case.")
     layout: Layout = Field(
         default="lines",
@@ -89,6 +105,12 @@ class Data(Table):
         default=0.1, description="Fraction of each training client's text held out, from its end."
     )
     split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    user_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of a `.jsonl`, `.csv` or `.parquet` source that names the "
+        "person who wrote. All text of a person becomes one client: for sampling, clipping, "
+        "separation and splits. Not set: `client`.",
+    )
     groups: tuple[str, ...] = Field(
         default=(),
         description="Only clients of these groups take part, in training and evaluation; `[]` is "
@@ -284,18 +306,34 @@ class Privacy(Table):
     )
     clip_quantile: Share = Field(
         default=0.0,
-        description="`gaussian`: the fraction of updates that an adaptive clip norm leaves "
-        "unclipped; 0 keeps the clip norm fixed.",
+        description="`gaussian`, and `tree` with `restart_every`: the fraction of updates that an "
+        "adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
     )
     clip_rate: Positive = Field(
         default=0.2,
-        description="How fast an adaptive clip norm moves: in each round it is multiplied by "
+        description="How fast an adaptive clip norm moves: after each round, or with `tree` "
+        "after each restart, it is multiplied by "
         "exp(-clip_rate × (unclipped fraction - clip_quantile)).",
     )
     clip_noise: NotNegative | None = Field(
         default=None,
-        description="Standard deviation of the noise on how many updates were unclipped, in "
-        "clients; it spends a part of the same budget. Not set: a twentieth of `server.cohort`.",
+        description="Standard deviation of the noise on how many updates were unclipped in a "
+        "round, or with `tree` in a restart; it spends a part of the same budget. Not set: a "
+        "twentieth of `server.cohort`, times the rounds of a restart.",
+    )
+    evaluation_noise: Positive | None = Field(
+        default=None,
+        description="Report figures of training clients' held-out text with noise of this standard "
+        "deviation, in multiples of what one client can change; every report is paid in the "
+        "ledger. Not set: no figures of training clients.",
+    )
+    evaluation_every: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="With `evaluation_noise`: rounds between two reports; 0 is one, at the end.",
+    )
+    evaluation_tokens: Count = Field(
+        default=50,
+        description="With `evaluation_noise`: the most tokens with which a client counts.",
     )
     canaries: Annotated[int, Field(ge=0)] = Field(
         default=0,

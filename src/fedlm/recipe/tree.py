@@ -38,13 +38,12 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
+from fedlm.recipe.private_evaluation import refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
 from fedlm.wire.dense import dense
 
-# A larger epsilon bounds a likelihood ratio by more than twenty thousand: it promises nothing.
-MEANINGFUL = 10.0
 NOTHING_HELD = (
     "data.validation: expected held-out text at every leaf of the tree; raise it, or "
     "data.test_clients."
@@ -65,6 +64,7 @@ def tree_run(
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
     `nothing_held` words the error for a tree without held-out text.
     """
+    refuse_private_evaluation(recipe, "in a tree of federations: it is for flat runs")
     settings = settings_of(recipe)
     clients = parts.training_clients(recipe, store, needed=members is None)
     rows = parts.client_rows(recipe, store, clients)
@@ -77,6 +77,8 @@ def tree_run(
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
     config = config_of(recipe, store, algorithm, topology, people, out)
+    plans = _plans(config, leaf_plan(recipe, topology))
+    plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     return Run(
         population=people,
@@ -89,11 +91,11 @@ def tree_run(
             model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
             secret=lambda: privacy_plan.secret_of(recipe.privacy),
             leaf_secret=lambda: _leaf_secret(settings),
-            claim=lambda rounds: _leaf_claim(settings, rounds),
+            plan=plan,
         ),
-        evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
+        evaluation=_evaluation(recipe, rows, config, plan, nothing_held),
         start=parts.start_maker(recipe, store),
-        **parts.shared_parts(recipe, store, _plans(config), out),
+        **parts.shared_parts(recipe, store, plans, out),
     )
 
 
@@ -182,8 +184,10 @@ def _participation_of(recipe: Recipe, held: int, cohort: int, out: Path) -> Samp
     return privacy_plan.participation_of(alone, held, out)
 
 
-def _plans(config: TreeConfig) -> dict[str, PrivacyPlan]:
-    """Return the privacy plans of all federations of clients by node, the dearest first."""
+def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyPlan]:
+    """Return the plan of the leaves, or those of all federations of clients, the dearest first."""
+    if leaves is not None:
+        return {"": leaves}
     inner = zip(config.topology.names, config.algorithms, strict=True)
     plans = {name: a.plan for name, a in inner if a is not None and a.plan is not None}
     return account.dearest_first(plans)
@@ -290,6 +294,21 @@ def _check_leaf_noise(settings: FederationTable, topology: Topology) -> None:
         settings.clip_norm,
         "pool_clients = true: where clients are members, [privacy] protects each of them",
     )
+    require(
+        settings.noise_multiplier == 0 or len(topology) > 1,
+        "federation.noise_multiplier",
+        settings.noise_multiplier,
+        "a tree with places above its leaves: a single place sends nothing, so its model would be "
+        "saved without noise",
+        "Give [federation] levels or nodes, or leave the noise out.",
+    )
+    require(
+        settings.noise_multiplier == 0 or settings.weight == "uniform",
+        "federation.weight",
+        settings.weight,
+        "'uniform' beside federation.noise_multiplier: how many tokens a leaf has is a fact of its "
+        "text, and a weight shows it",
+    )
     inner = [topology.names[n] for n in topology.with_text if topology.children[n]]
     require(
         settings.clip_norm == 0 or not inner,
@@ -306,24 +325,20 @@ def _leaf_secret(settings: FederationTable) -> bytes:
     return os.urandom(16) if seed is None else seed.to_bytes(16, "little")
 
 
-def _leaf_claim(settings: FederationTable, rounds: int) -> dict[str, Any]:
-    """Return the privacy that noise at the leaves gives, in numbers and plain words."""
-    noise, delta = settings.noise_multiplier, settings.delta
-    if not noise:
-        return {}
-    epsilon = account.epsilon_of_rho(rounds / (2 * noise**2), delta)
-    meaning = (
-        "That is a claim."
-        if epsilon <= MEANINGFUL
-        else "Such an epsilon promises nothing: the noise is a test of robustness, no privacy."
+def leaf_plan(recipe: Recipe, topology: Topology) -> PrivacyPlan | None:
+    """Return what noise at the leaves promises to each leaf; None without such noise."""
+    settings, leaves = settings_of(recipe), len(topology.with_text)
+    if not settings.noise_multiplier:
+        return None
+    return PrivacyPlan(
+        mechanism="gaussian",
+        sampling=Sampling(law="poisson", population=leaves, cohort=leaves),
+        rounds=recipe.server.rounds,
+        clip_norm=settings.clip_norm,
+        noise_multiplier=settings.noise_multiplier,
+        delta=settings.delta,
+        unit="leaf",
     )
-    said = (
-        f"Every change that left a leaf was clipped to {settings.clip_norm:g} and got "
-        f"Gaussian noise of {noise:g} times that in every coordinate. For the whole text of "
-        f"one leaf replaced by nothing, {rounds} rounds cost epsilon {epsilon:.3g} at delta "
-        f"{delta:g}. {meaning}"
-    )
-    return {"leaves": {"epsilon": epsilon, "delta": delta, "said": said}}
 
 
 # ---- evaluation ----------------------------------------------------------------------------
@@ -354,6 +369,7 @@ def _evaluation(
         config=config,
         split=split,
         held={} if split is None else held[split],
+        own_models_stay=release.own_models_stay(plan),
     )
 
 
