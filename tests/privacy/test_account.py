@@ -16,6 +16,7 @@ from fedlm.privacy.account import (
     plan_from,
     spent,
 )
+from fedlm.privacy.cost import epsilon_of_shift
 from fedlm.record.journal import dumps
 from tests.privacy.plans import FIXED, PLANS, ROUNDS, plan
 
@@ -36,8 +37,10 @@ def test_a_published_tree():
     chosen = plan("tree", separated(2000, 313, 6), rounds=2000, noise_multiplier=7, delta=1e-10)
     cost = spent(chosen, 2000)
     assert f"{cost.rho:.2f} {cost.published_epsilon:.2f}" == "0.81 8.90"
-    assert f"{cost.epsilon:.2f}" == "8.53", "the profile is exact, the conversion is not"
-    assert "squared sensitivity 79: the exact maximum" in " ".join(cost.assumptions)
+    nodes = epsilon_of_shift(math.sqrt(79) / 7, 1e-10)
+    assert f"{nodes:.2f}" == "8.53", "the profile is exact, the conversion is not"
+    assert f"{cost.epsilon:.2f}" == "7.99", "and the nodes of the tree are not released"
+    assert "squared sensitivity 70.3012: the exact maximum" in " ".join(cost.assumptions)
 
 
 @pytest.mark.parametrize("noise, epsilon", [(1, "57"), (2, "22"), (4, "9.2"), (7, "4.8")])

@@ -28,7 +28,8 @@ from fedlm.privacy.ledger import (
     spent_of,
     spent_of_run,
 )
-from tests.privacy.plans import CORRELATED, PLANS, ROUNDS, plan, strategy, tree_nodes
+from fedlm.privacy.sensitivity import released_tree
+from tests.privacy.plans import CORRELATED, PLANS, ROUNDS, plan, strategy
 
 CHEAP = plan("tree")
 
@@ -252,13 +253,10 @@ def placements(sampling, rounds):
 
 
 def rows_of(chosen, released):
-    """What a release of a round gives, up to fresh noise: the nodes it completes, or a row."""
-    matrix = np.abs(strategy(chosen))
-    if chosen.mechanism != "tree":
-        return matrix[released]
-    nodes = tree_nodes(chosen.rounds, chosen.restart_every)
-    ends = [number for number, (_, after) in enumerate(nodes) if after == released + 1]
-    return matrix[ends]
+    """What a release of a round gives, up to fresh noise: a row of the matrix of releases."""
+    if chosen.mechanism == "tree":
+        return released_tree(chosen.rounds, chosen.restart_every)[released]
+    return np.abs(strategy(chosen))[released]
 
 
 @pytest.mark.parametrize("name", quick_first(CORRELATED))

@@ -43,8 +43,13 @@ def spaced(
     settings: tuple[str, ...],
     strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
     find: Callable[[PrivacyPlan], tuple[float, ...]] | None = None,
+    released: Callable[[PrivacyPlan, int], Squared] | None = None,
 ) -> Mechanism:
-    """Make the registry entry of correlated noise from its noise, sensitivity and own checks."""
+    """Make the registry entry of correlated noise from its noise, sensitivity and own checks.
+
+    `released` is the sensitivity of what goes out, where `squared`, as published, is of more.
+    """
+    exact = released or squared
 
     def check_all(plan: PrivacyPlan) -> None:
         check_separation(plan.sampling, plan.rounds)
@@ -52,8 +57,8 @@ def spaced(
 
     return Mechanism(
         noise=noise,
-        cost=lambda plan, rounds: _cost(plan, rounds, squared),
-        event=lambda plan, rounds: _event(plan, rounds, squared),
+        cost=lambda plan, rounds: _cost(plan, rounds, squared, exact),
+        event=lambda plan, rounds: _event(plan, rounds, exact),
         check=check_all,
         laws=("spaced",),
         reason="because correlated noise is accounted by how often and how closely a client may "
@@ -89,14 +94,18 @@ def matrix(
 
 
 def _cost(
-    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+    plan: PrivacyPlan,
+    rounds: int,
+    squared_of: Callable[[PrivacyPlan, int], Squared],
+    exact_of: Callable[[PrivacyPlan, int], Squared],
 ) -> Cost:
-    squared = _squared(plan, rounds, squared_of)
-    rho = cost.rho_of(squared.value, plan.noise_multiplier)
+    """Return the cost by the exact profile, beside rho and epsilon as papers compute them."""
+    squared, exact = (_squared(plan, rounds, of) for of in (squared_of, exact_of))
+    rho, shift = (cost.rho_of(of.value, plan.noise_multiplier) for of in (squared, exact))
     return Cost(
-        cost.epsilon_of_shift(math.sqrt(2 * rho), plan.delta),
+        cost.epsilon_of_shift(math.sqrt(2 * shift), plan.delta),
         f"exact Gaussian profile of {plan.mechanism} noise",
-        (_spacing(plan), _placement(squared)),
+        (_spacing(plan), _placement(exact)),
         rho,
         published_epsilon=cost.epsilon_of_rho(rho, plan.delta),
     )
@@ -151,6 +160,11 @@ def _tree_noise(plan: PrivacyPlan, stddev: float) -> Noise:
 def _tree_sensitivity(plan: PrivacyPlan, rounds: int) -> Squared:
     apart, most = plan.sampling.min_separation, plan.sampling.max_participations
     return sensitivity.of_tree(rounds, apart, most, restart_every=plan.restart_every)
+
+
+def _released_tree(plan: PrivacyPlan, rounds: int) -> Squared:
+    apart, most = plan.sampling.min_separation, plan.sampling.max_participations
+    return sensitivity.of_released_tree(rounds, apart, most, restart_every=plan.restart_every)
 
 
 def _check_tree(plan: PrivacyPlan) -> None:
@@ -326,7 +340,9 @@ def _cyclic_cost(plan: PrivacyPlan, rounds: int) -> Cost:
     )
 
 
-TREE = spaced(_tree_noise, _tree_sensitivity, _check_tree, ("restart_every",))
+TREE = spaced(
+    _tree_noise, _tree_sensitivity, _check_tree, ("restart_every",), released=_released_tree
+)
 BANDED = _amplified(matrix(_banded, _check_banded, ("bands",), _find_banded))
 TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
 BLT = matrix(_blt, _check_blt, ("buffers",), _find_blt)
