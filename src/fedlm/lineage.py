@@ -21,7 +21,6 @@ import hashlib
 import heapq
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -283,7 +283,7 @@ def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
         count = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
         hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
         points = [int(rng.integers(len(sweep.points))) for _ in range(count)]
-        lineage.write_private(file, json.dumps(points).encode())
+        write_atomically(file, json.dumps(points).encode(), private=True)
     hidden.chmod(0o700)
     found: list[int] = json.loads(file.read_text())
     return found
