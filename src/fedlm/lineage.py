@@ -327,11 +327,6 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
 
 
-def source_of(folder: Path) -> str:
-    """Return the file of a run that its releases are counted from."""
-    return ledger.NAME if Ledger(folder / ledger.NAME).exists() else "journal.jsonl"
-
-
 def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
     """Return the claim of a private selection from its ledger, its lineage and a run's header."""
     entries = Ledger(folder / ledger.NAME).entries()

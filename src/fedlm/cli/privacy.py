@@ -301,7 +301,9 @@ def _answer_run(run: Path, as_json: bool) -> None:
     """Print the claim of a run: the same words as in its report."""
     facts = facts_of(RunDirectory.existing(run).path)
     claim = lineage.claim_of_run(run, facts.header, facts.rounds)
-    note(f"Counted from {run / lineage.source_of(run)}.")
+    files = RunDirectory(run)
+    if not files.ledger.exists():
+        note(f"Counted from {files.journal}: {files.ledger.name}, the whole count, is not there.")
     plan = account.plan_from(facts.header["privacy"])
     told = {
         "mechanism": plan.mechanism,
