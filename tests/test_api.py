@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import fedlm
+from fedlm.record.directory import LOCK
 from fedlm.record.journal import read
 
 TEXT = [(f"c{n}", "the cat sat on the mat\nthe dog ran\n" * 3, ("north",)) for n in range(10)]
@@ -35,6 +36,7 @@ def test_a_loop_that_was_left_goes_on_where_it_was(store):
     for told in halved.rounds():
         if told.number == 2:
             break
+    assert not (halved.run.record.path / LOCK).exists(), "another process may go on"
     with pytest.raises(fedlm.ConfigError, match="rounds are missing"):
         halved.finish()
     assert [told.number for told in halved.rounds(1)] == [3]

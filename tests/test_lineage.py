@@ -14,7 +14,7 @@ from fedlm import lineage, prepare
 from fedlm.core.errors import RecordError
 from fedlm.core.types import Sampling
 from fedlm.corpus.concat import JoinedStore
-from fedlm.privacy import ledger
+from fedlm.privacy import ledger, spending
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.record.journal import dumps
 from tests.privacy.plans import plan
@@ -153,6 +153,50 @@ def test_a_store_adds_up_all_runs_that_it_has_seen(tmp_path, store):
     found = lineage.spent_on(store)
     assert math.isinf(found.epsilon) and found.other_runs == 1
     assert found.private_epsilon == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_store_counts_what_its_runs_started_from_elsewhere(tmp_path, store):
+    """The claim of the run counted it, the total of its store did not."""
+    clients = text(f"c{n}" for n in range(8))
+    other = prepare(clients, tmp_path / "other/b", test_clients=0.0, vocabulary=9)
+    first = trained(tmp_path / "first", other, rounds=2)
+    second = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
+    assert lineage.spent_on(store).epsilon == pytest.approx(claim(second).epsilon, rel=1e-6)
+    first = trained(tmp_path / "open", other, promised=None, models=("o",))
+    trained(tmp_path / "again", store, start=str(first), start_sha256="o", models=("p",))
+    found = lineage.spent_on(store)
+    assert math.isinf(found.epsilon) and found.other_runs == 1
+    assert found.private_epsilon == pytest.approx(poisson(8), rel=1e-3)
+
+
+def test_the_total_of_runs_has_their_vocabulary_and_start_models(tmp_path, store):
+    """The total of a sweep could be below the epsilon of one of its runs."""
+    book = Ledger(store.path / ledger.NAME)
+    book.begin(begin_entry({}))
+    book.append(gaussian_entry("vocabulary", 2.0, 1e-9))
+    first = trained(tmp_path / "first", store, rounds=2)
+    run = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
+    assert lineage.total_of([run]).epsilon == pytest.approx(claim(run).epsilon, rel=1e-6)
+    assert lineage.total_of([run, first]).epsilon == pytest.approx(claim(run).epsilon, rel=1e-6)
+    opened = trained(tmp_path / "open", store, promised=None, models=("o",))
+    third = trained(tmp_path / "third", store, start=str(opened), start_sha256="o", models=("p",))
+    assert math.isinf(lineage.total_of([run, third]).epsilon)
+    assert lineage.total_of([opened]) is None
+
+
+def test_of_two_copies_of_a_ledger_the_longer_one_counts(tmp_path, store):
+    entries = Ledger(trained(tmp_path / "run", store) / ledger.NAME).entries()
+    for books in ([entries, entries[:2]], [entries[:2], entries]):
+        assert spending.total(books).epsilon == pytest.approx(poisson(3), rel=1e-3)
+
+
+def test_the_model_that_a_leaf_keeps_to_itself_is_no_private_start(tmp_path, store):
+    """It carries no noise, whatever the plan of its run; it used to count as public."""
+    first = trained(tmp_path / "first", store)
+    lineage.add_models(first, store, [], ["w"])
+    kept = first / "private/north.safetensors"
+    run = trained(tmp_path / "run", store, start=str(kept), start_sha256="w", models=("n",))
+    assert math.isinf(claim(run).epsilon) and f"{first}/private" in claim(run).sentence
 
 
 def test_a_run_on_joined_stores_counts_for_each(tmp_path, store):

@@ -9,6 +9,7 @@ Not here: how a run is composed (`recipe/build.py`), the loop (`run.py`).
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -464,18 +465,20 @@ class Federation:
         resume, self._begun = resume or self._begun, True
         if self._playing is not None:
             self._playing.close()  # a loop that was left holds the directory no longer
-        self._playing = playing = play(self.run, resume=resume)
-        for done, played in enumerate(playing, start=1):
-            told = played.told
-            yield RoundReport(
-                number=told["round"] + 1,
-                perplexity=told.get("perplexity"),
-                loss=told.get("loss"),
-                epsilon=told.get("epsilon"),
-                told=told,
-            )
-            if done == count:
-                return
+        self._playing = play(self.run, resume=resume)
+        # Left by `break`, it sets the directory free at once.
+        with contextlib.closing(self._playing) as playing:
+            for done, played in enumerate(playing, start=1):
+                told = played.told
+                yield RoundReport(
+                    number=told["round"] + 1,
+                    perplexity=told.get("perplexity"),
+                    loss=told.get("loss"),
+                    epsilon=told.get("epsilon"),
+                    told=told,
+                )
+                if done == count:
+                    return
 
     def finish(self) -> TrainedRun:
         """Write weights, final figures and report after the last round; return the finished run.

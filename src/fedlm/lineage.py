@@ -36,6 +36,7 @@ from fedlm.record.checkpoint import write_atomically
 
 FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
+OWN = "own "  # before the hash of a model that a leaf keeps to itself
 SKETCH = 256  # hashes of client names: two stores that share 2% of them share five, on average
 MOST_BYTES = 1 << 27
 WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
@@ -50,7 +51,7 @@ class Record(NamedTuple):
     private: bool
     clients: tuple[str, ...]  # the smallest hashes of the names of its clients
     start: str  # what it started from: empty for a fresh model
-    models: tuple[str, ...] = ()  # hashes of the parameters of its models
+    models: tuple[str, ...] = ()  # hashes of the parameters of its models, some after `OWN`
     vocabulary: tuple[list[Entry], ...] = ()  # ledgers of the store's vocabulary
     ancestors: tuple[Ancestor, ...] = ()  # the run that it started from, and so on
     traced: bool = True  # whether the whole way back to a fresh model is known
@@ -247,12 +248,16 @@ def copies(store: Store, entries: Sequence[Entry]) -> list[Ledger]:
     return found
 
 
-def add_models(folder: Path, store: Store, models: Iterable[str]) -> None:
-    """Add the hashes of a run's models to its record, before the models are written."""
+def add_models(folder: Path, store: Store, models: Iterable[str], own: Iterable[str] = ()) -> None:
+    """Add the hashes of a run's models to its record, before the models are written.
+
+    `own` are models that leaves keep to themselves, which carry no noise.
+    """
     if not (folder / FILE).is_file():
         return
     record = read(folder / FILE)
-    record = record._replace(models=tuple(dict.fromkeys([*record.models, *models])))
+    marked = [f"{OWN}{sha256}" for sha256 in own]
+    record = record._replace(models=tuple(dict.fromkeys([*record.models, *models, *marked])))
     write(folder / FILE, record)
     for path in _stores(store):
         known = path / REGISTER / f"{record.run}.json"
@@ -269,6 +274,9 @@ def _trace(start_sha256: str, start: str, store: Store) -> tuple[tuple[Ancestor,
     for record, book in _candidates(start, store):
         if start_sha256 in record.models:
             return (_as_ancestor(record, book), *record.ancestors), record.traced
+        if f"{OWN}{start_sha256}" in record.models:
+            exact = Ancestor(record.run, f"{record.name}/private", False, record.clients, [])
+            return (exact, *record.ancestors), record.traced
     return (), False
 
 
@@ -355,13 +363,18 @@ def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> t
 
 def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:
     """Return the cost of a run together with its vocabulary and the runs it started from."""
-    same = [each for each in record.ancestors if overlap(each.clients, record.clients)]
-    books = [each.entries for each in same if each.entries]
-    books += [*record.vocabulary, *(book for each in same for book in each.vocabulary)]
+    books = _books_before(record)
     if not books and not any(entry["kind"] == "gaussian" for entry in entries):
         return own
     found = spending.total([entries, *books], own.delta)
     return found._replace(assumptions=own.assumptions)
+
+
+def _books_before(record: Record) -> list[list[Entry]]:
+    """Return the ledgers of a run's vocabulary and of the runs on its clients before it."""
+    same = [each for each in record.ancestors if overlap(each.clients, record.clients)]
+    books = [each.entries for each in same if each.entries]
+    return [*books, *record.vocabulary, *(book for each in same for book in each.vocabulary)]
 
 
 def _context(record: Record | None, header: Mapping[str, Any], unit: str) -> Context:
@@ -449,6 +462,8 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
             told.append({"run": _name_of(file), "rounds": count, "epsilon": own})
             if not open_:
                 books.append(entries)
+            lost, more = _before(file.with_suffix(".json"))
+            plain, books = plain + lost, [*books, *more]
     at = delta if delta is not None else spending.largest_delta(books)
     found = None
     if at is not None:
@@ -458,6 +473,45 @@ def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
     how = "none" if found is None else found.accountant
     left = (*vocabulary.uncovered({"store": store.manifest}), ELSEWHERE)
     return StoreSpending(whole, at, private, plain, alone, how, tuple(told), left)
+
+
+def _before(file: Path) -> tuple[int, list[list[Entry]]]:
+    """Return what a registered run started from: runs without a finite cost, ledgers of others.
+
+    A run without a plan that is registered here too is counted there.
+    """
+    if not file.is_file():
+        return 0, []
+    record = read(file)
+    elsewhere = [each for each in record.ancestors if not _registered(file, each)]
+    lost = sum(_kinship(each, record, "client")[0] for each in elsewhere)
+    return lost, [b for b in _books_before(record) if not spending.made_no_promise(b)]
+
+
+def _registered(file: Path, each: Ancestor) -> bool:
+    return file.with_name(f"{each.run}.jsonl").is_file()
+
+
+def total_of(folders: Iterable[Path]) -> Spent | None:
+    """Return what private runs cost together, with their vocabularies and the runs before them.
+
+    None if no run among them is private.
+    """
+    books: list[list[Entry]] = []
+    broken = False
+    for folder in folders:
+        book = Ledger(folder / ledger.NAME)
+        if not book.exists():
+            continue
+        books.append(book.entries())
+        if (folder / FILE).is_file():
+            record = read(folder / FILE)
+            books += _books_before(record)
+            broken |= any(_kinship(each, record, "client")[0] for each in record.ancestors)
+    if not books:
+        return None
+    found = spending.total(books)
+    return found._replace(epsilon=math.inf) if broken else found
 
 
 def _name_of(file: Path) -> str:

@@ -41,7 +41,7 @@ from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, DivergenceError, RecordError, nearest, require
 from fedlm.core.keys import generator_for
-from fedlm.privacy import ledger, selection, spending
+from fedlm.privacy import ledger, selection
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.ledger import Ledger, selection_entry
 from fedlm.privacy.plan import PrivacyPlan
@@ -266,6 +266,20 @@ def _one_plan(runs: list[Run]) -> PrivacyPlan:
         "points of this sweep",
         "no noisy figures of training clients: the cost of a selection is that of rounds alone",
     )
+    stores = {run.store.path for run in runs}
+    require(
+        len(stores) == 1,
+        "selection",
+        "points of this sweep",
+        "one store for all of them: what another vocabulary cost would not be counted",
+    )
+    outside = [name for run in runs for name in run.recipe.run.trackers if name != "tensorboard"]
+    require(
+        not outside,
+        "run.trackers",
+        outside,
+        "no program outside beside a selection: it would be told of every candidate",
+    )
     starts = {run.recipe.model.init_from for run in runs}
     require(len(starts) == 1, "model.init_from", starts, "one start for all points of a selection")
     cadences = {run.cadence.rounds for run in runs}
@@ -322,17 +336,16 @@ def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -
 
 def total_of(results: list[Result]) -> str | None:
     """Say what all private runs of a sweep cost one client together; None without any."""
-    books = [Ledger(r.path / ledger.NAME) for r in results]
-    found = [book.entries() for book in books if book.exists()]
-    if not found:
+    spent = lineage.total_of(result.path for result in results)
+    if spent is None:
         return None
-    spent = spending.total(found)
-    open_runs = len(results) - len(found)
+    private = sum(Ledger(result.path / ledger.NAME).exists() for result in results)
+    open_runs = len(results) - private
     also = f" {open_runs} further runs have no privacy plan." if open_runs else ""
     if math.isinf(spent.epsilon):
-        return f"No finite epsilon holds for the {len(found)} private runs together.{also}"
+        return f"No finite epsilon holds for the {private} private runs together.{also}"
     return (
-        f"Together, the {len(found)} private runs of this sweep cost one client epsilon "
+        f"Together, the {private} private runs of this sweep cost one client epsilon "
         f"{spent.epsilon:.4g} at delta {spent.delta:g} ({spent.accountant}); choosing the best of "
         f"them by their figures costs no less.{also}"
     )

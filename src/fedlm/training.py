@@ -494,10 +494,12 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     }
     journal.append(release(run.plan, "final", final))
     journal.sync()
-    lineage.add_models(directory.path, run.store, [tree.sha256(m) for m in models.values()])
+    own = run.round.own_models(state)
+    hashes = ([tree.sha256(m) for m in of.values()] for of in (models, own))
+    lineage.add_models(directory.path, run.store, *hashes)
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, run)
-    for name, params in run.round.own_models(state).items():
+    for name, params in own.items():
         save_weights(directory.own_weights_of(name), params, run, private=True)
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):

@@ -73,3 +73,21 @@ def test_a_selection_releases_its_best_run_alone(tmp_path):
     found = call(tmp_path, "privacy", "epsilon", store, "--json").json
     assert found["private_runs"] == 2, "the selection is counted once, and no candidate"
     assert call(tmp_path, "sweep", "grid.toml", "--out", "best").code == 2
+
+
+@pytest.mark.parametrize(
+    ("axis", "wanted"),
+    [
+        ('"data.vocabulary" = [10, 60]', "one store for all of them"),
+        ('"run.trackers" = [["mlflow"]]', "it would be told of every candidate"),
+    ],
+)
+def test_a_selection_refuses_what_it_would_not_pay_for(tmp_path, axis, wanted):
+    recipe = write_tiny(tmp_path).read_text()
+    tables = recipe.replace("rounds = 6", 'rounds = 1\nsampling = "poisson"') + (
+        '[privacy]\nmechanism = "gaussian"\nnoise_multiplier = 3.0\nclip_norm = 0.1\ndelta = 1e-3\n'
+    )
+    (tmp_path / "private.toml").write_text(tables)
+    (tmp_path / "grid.toml").write_text(GRID.replace('"client.learning_rate" = [0.1, 0.5]', axis))
+    done = call(tmp_path, "sweep", "grid.toml", "--out", "best")
+    assert done.code == 2 and wanted in " ".join(done.stderr.split())

@@ -35,7 +35,8 @@ def total(books: Iterable[Book], delta: float | None = None) -> Spent:
     Raises:
       RecordError: no ledger has a plan, and no delta is given.
     """
-    unique = list({book[0]["run"]: book for book in books}.values())
+    # Of copies the longest: another may be older.
+    unique = list({book[0]["run"]: book for book in sorted(books, key=len)}.values())
     at = delta if delta is not None else largest_delta(unique)
     if at is None:
         raise RecordError("no ledger has a plan, and so no delta of its own: give one.")
