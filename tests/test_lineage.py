@@ -184,6 +184,19 @@ def test_the_total_of_runs_has_their_vocabulary_and_start_models(tmp_path, store
     assert lineage.total_of([opened]) is None
 
 
+@pytest.mark.parametrize("promised", [PLAN, None])
+def test_a_run_that_goes_on_is_registered_again(tmp_path, store, promised):
+    """The folder of a store that was removed and prepared again had forgotten its runs."""
+    run = trained(tmp_path / "run", store, promised=promised)
+    shutil.rmtree(store.path / lineage.REGISTER)
+    lineage.register_again(run, store)
+    if promised is not None:
+        lineage.copies(store, Ledger(run / ledger.NAME).entries())
+    found = lineage.spent_on(store)
+    assert (found.private_runs, found.other_runs) == ((1, 0) if promised else (0, 1))
+    assert found.runs[0]["run"] == str(run)
+
+
 def test_of_two_copies_of_a_ledger_the_longer_one_counts(tmp_path, store):
     entries = Ledger(trained(tmp_path / "run", store) / ledger.NAME).entries()
     for books in ([entries, entries[:2]], [entries[:2], entries]):

@@ -194,6 +194,12 @@ def begin(
     return record
 
 
+def register_again(folder: Path, store: Store) -> None:
+    """Register a run that goes on, because its store may have been prepared again since."""
+    if (folder / FILE).is_file():
+        _register(store, read(folder / FILE))
+
+
 def begin_selection(
     folder: Path, store: Store, entry: Entry, *, start_sha256: str, start: str
 ) -> None:

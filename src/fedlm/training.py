@@ -238,6 +238,8 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     if found is None:
         return _begin_anew(run, fresh, ahead)
     _check_base(run, fresh)
+    if run.counted and not run.elsewhere:
+        lineage.register_again(directory.path, run.store)
     round = int(found.state.round)
     watcher.say(f"{directory.path}: going on after round {round}.")
     resumed = Resumed(found.state, run.cadence.rounds)

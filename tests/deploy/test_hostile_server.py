@@ -405,8 +405,10 @@ def test_who_answered_is_a_secret_under_a_plan(folder, tmp_path):
     assert not spoken and not any(name in told for name in ("north", "sweden", "south"))
     for round, line in enumerate(told.splitlines()):
         assert json.loads(line) == {"round": round, "nodes": 3}
-    private = tmp_path / "nodes.private.jsonl"
+    private = tmp_path / "private/nodes.jsonl"
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    folder = stat.S_IMODE(private.parent.stat().st_mode)
+    assert folder == 0o700, "the size of the file would tell how many were asked"
     assert [entry["away"] for entry in rounds_of(tmp_path)] == [["sweden"]] * 2
     private.unlink()
     with pytest.raises(RecordError, match="secret of its owner"):
@@ -444,7 +446,7 @@ def test_without_a_plan_everything_is_told(tmp_path):
     record_nodes(RunDirectory(tmp_path), stats(0), None, 3, spoken.append)
     assert rounds_of(tmp_path)[0]["answered"] == ["north"]
     assert spoken == ["round 0: south: why", "round 0: without sweden"]
-    assert not (tmp_path / "nodes.private.jsonl").exists()
+    assert not (tmp_path / "private/nodes.jsonl").exists()
 
 
 def test_seats_do_not_tell_of_text_by_a_plain_hash(node):

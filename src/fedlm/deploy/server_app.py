@@ -44,9 +44,9 @@ from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
 SEATS, TALLIES = "seats.json", "nodes.jsonl"
-PRIVATE_TALLIES = (
-    "nodes.private.jsonl"  # who was asked tells of the draw, which a plan keeps secret
-)
+# Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
+# therefore lies in a folder that only its owner can look into.
+PRIVATE_TALLIES = "private/nodes.jsonl"
 RUN_ID = "run.id"
 
 
@@ -157,15 +157,15 @@ def record_nodes(
     """Append a line on which nodes answered a round, and report the nodes that did not.
 
     The file lies beside the journal, which is about the model only. Under a plan names go to a file
-    that only its owner can read, and nothing is said: what is told is fixed before the run.
+    that only its owner can see, and nothing is said: what is told is fixed before the run.
     """
     told = release(plan, "nodes", asdict(tally), lambda: {"nodes": nodes})
     with open(directory.path / TALLIES, "a", encoding="utf-8") as file:
         file.write(dumps(dict(told)) + "\n")
     if hides(plan):
-        private = os.open(
-            directory.path / PRIVATE_TALLIES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
-        )
+        path = directory.path / PRIVATE_TALLIES
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        private = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(private, "a", encoding="utf-8") as file:
             os.fchmod(private, 0o600)
             file.write(json.dumps(asdict(tally)) + "\n")

@@ -8,6 +8,7 @@ Not here: printing (`cli`).
 
 from __future__ import annotations
 
+import os
 import json
 from contextlib import closing
 from pathlib import Path
@@ -59,7 +60,7 @@ def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
 def rounds_of(run: Path) -> list[dict[str, Any]]:
     """Read who answered in a run; under a privacy plan only the owner of the run can."""
     private = run / PRIVATE_TALLIES
-    if private.is_file():
+    if os.path.isfile(private):  # others may not even look
         return read_rounds(private)
     rounds = read_rounds(run / TALLIES)
     if any("answered" not in entry for entry in rounds):

@@ -261,7 +261,7 @@ class Dispatch:
         if not names:
             raise EngineError(
                 f"round {stats.round}: too few nodes answered (quorum in federation.toml). Who was "
-                "asked is a secret under a privacy plan: nodes.private.jsonl in the run directory, "
+                "asked is a secret under a privacy plan: private/nodes.jsonl in the run directory, "
                 "which only its owner can read, has names and reasons."
             )
         reasons = [f"{name} refused: {reason}" for name, reason in stats.refused.items()]
