@@ -8,8 +8,8 @@ Not here: printing (`cli`).
 
 from __future__ import annotations
 
-import os
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
