@@ -30,7 +30,7 @@ MAY_IMPORT = {
     # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
-    "lineage.py": {"core", "corpus", "privacy"},
+    "lineage.py": {"core", "corpus", "privacy", "record"},
     "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
     "training.py": {"inference", "lineage", "recipe", "run", "write_ahead"} | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
