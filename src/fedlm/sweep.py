@@ -266,6 +266,13 @@ def _one_plan(runs: list[Run]) -> PrivacyPlan:
         "points of this sweep",
         "no noisy figures of training clients: the cost of a selection is that of rounds alone",
     )
+    require(
+        not any(run.recipe.run.trackers for run in runs),
+        "run.trackers",
+        [name for run in runs for name in run.recipe.run.trackers],
+        "none beside a selection: a tracker would show runs that stay secret",
+        "Set run.trackers = [].",
+    )
     starts = {run.recipe.model.init_from for run in runs}
     require(len(starts) == 1, "model.init_from", starts, "one start for all points of a selection")
     cadences = {run.cadence.rounds for run in runs}

@@ -397,7 +397,10 @@ class RunTable(Table):
     devices: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Devices on this machine; 0 is one per core."
     )
-    checkpoint_every: Count = Field(default=10, description="Rounds between two checkpoints.")
+    checkpoint_every: Count = Field(
+        default=10,
+        description="Rounds between two checkpoints; under a privacy plan every round is saved.",
+    )
     keep_checkpoints: Count = Field(
         default=3, description="How many of the newest checkpoints are kept."
     )
