@@ -25,9 +25,10 @@ from fedlm.core.types import PAD, Loss, LossFn, Params, Tokens
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Positions
+from fedlm.models.llama import llama
 from fedlm.models.loss import scores, token_loss
 from fedlm.models.recurrent import recurrent
-from fedlm.models.transformer import transformer
+from fedlm.models.transformer import Activation, transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,15 @@ class Dimensions:
     si_candidate: bool = True
     si_state: bool = True
     si_row_floor: float = 0.1
+    activation: Activation = "gelu"  # of a feed-forward layer that is not gated
+    norm_epsilon: float = 1e-5
+    key_heads: int | None = None  # None: as many as heads
+    head_size: int | None = None  # None: the embedding's size over the number of heads
+    rope_theta: float = 10_000.0
+    rotary_fraction: float = 0.25  # the part of a head that rotary positions turn, in GPT-NeoX
+    parallel: bool = True  # attention and feed-forward read the same input, in GPT-NeoX
+    qkv_bias: bool = False
+    tied: bool = True  # the embedding is the output matrix
 
 
 ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
@@ -98,7 +108,6 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
-        read["row_floor"] = size.si_row_floor
         return family(
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
@@ -106,17 +115,33 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
     return Architecture(make, SMALL_DECODER, attends=True)
 
 
+def invariant(family: Callable[..., Params], *options: str) -> Architecture:
+    """Return the architecture of a decoder family in its scale-invariant wiring."""
+
+    def make(size: Dimensions, key: PRNGKeyArray) -> Params:
+        wired = decoder(family, *options, invariant=True, row_floor=size.si_row_floor)
+        return wired.make(size, key)
+
+    return Architecture(make, SMALL_DECODER, attends=True)
+
+
 SMALL_DECODER = Dimensions(embedding_size=96, hidden_size=384, layers=3, heads=8)
 _PLACED = ("positions", "length")
+_ROTARY = ("rope_theta", "tied", "norm_epsilon")
 ARCHITECTURES: dict[str, Architecture] = {
     "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
     "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
     "si-cifg": from_cell(_si_cifg),
-    "transformer": decoder(transformer, *_PLACED),
-    "si-transformer": decoder(transformer, *_PLACED, invariant=True),
+    "transformer": decoder(transformer, *_PLACED, "activation"),
+    "si-transformer": invariant(transformer, *_PLACED),
     "conformer": decoder(conformer, *_PLACED, "kernel_size"),
-    "si-conformer": decoder(conformer, *_PLACED, "kernel_size", invariant=True),
-    "mpt": decoder(transformer, positions="alibi", bias=False),
+    "si-conformer": invariant(conformer, *_PLACED, "kernel_size"),
+    "mpt": decoder(transformer, "activation", "norm_epsilon", positions="alibi", bias=False),
+    "gpt2": decoder(transformer, "length", "activation", "norm_epsilon", positions="learned"),
+    "gpt-neox": decoder(
+        transformer, "activation", "rotary_fraction", "parallel", *_ROTARY, positions="none"
+    ),
+    "llama": decoder(llama, "key_heads", "head_size", "qkv_bias", *_ROTARY),
 }
 
 

@@ -145,6 +145,8 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
+    if size.vocab == store.vocabulary:
+        del sizes["vocab"]  # the store decides it
     data, decided = recipe.data, vars(store.settings)
     if data.source is not None:
         decided = {**decided, "tokenizer": data.tokenizer}  # a path, where the store says "file"
@@ -162,15 +164,38 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
     """Return the sizes of the named model, changed where the recipe says so."""
     said = {k: v for k, v in model if v is not None and k not in ("name", "init_from")}
     named = catalog.NAMED[model.name]
-    size = replace(named.size, vocab=vocab, **said)
+    size = replace(named.size, **{"vocab": vocab, **said})
     require(
-        not catalog.ARCHITECTURES[named.architecture].attends
-        or size.embedding_size % size.heads == 0,
+        size.vocab >= vocab,
+        "model.vocab",
+        size.vocab,
+        f"at least {vocab}, the vocabulary of the tokenizer",
+    )
+    if catalog.ARCHITECTURES[named.architecture].attends:
+        _check_heads(size)
+    return size
+
+
+def _check_heads(size: catalog.Dimensions) -> None:
+    require(
+        size.head_size is not None or size.embedding_size % size.heads == 0,
         "model.heads",
         size.heads,
         f"a divisor of model.embedding_size, which is {size.embedding_size}",
     )
-    return size
+    require(
+        size.heads % (size.key_heads or 1) == 0,
+        "model.key_heads",
+        size.key_heads,
+        f"a divisor of model.heads, which is {size.heads}",
+    )
+    width = size.head_size or size.embedding_size // size.heads
+    require(
+        size.head_size is None or width % 2 == 0,
+        "model.head_size",
+        size.head_size,
+        "an even number: rotary positions turn pairs",
+    )
 
 
 # ---- the parts of a run --------------------------------------------------------------------

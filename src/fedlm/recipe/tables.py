@@ -27,6 +27,7 @@ from fedlm.models.catalog import NAMED
 from fedlm.models.cells import MEASURES
 from fedlm.models.embedding import Positions
 from fedlm.models.partial import TRAINABLE
+from fedlm.models.transformer import Activation
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.choices import one_of
 from fedlm.recipe.federation import Decay, FederationTable, NotNegative, Positive
@@ -121,6 +122,48 @@ class Model(Table):
         default=None, description="Taps of a Conformer's convolution, in tokens."
     )
     positions: Positions | None = Field(default=None, description="How attention knows positions.")
+    length: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        default=None, description="Learned positions: how many there are, in tokens."
+    )
+    vocab: Count | None = Field(
+        default=None,
+        description="Rows of the embedding, if there are more than the tokenizer has tokens; "
+        "published models round them up.",
+    )
+    activation: Activation | None = Field(
+        default=None,
+        description="Transformer, MPT, GPT-2, GPT-NeoX: activation of a feed-forward layer; `gelu` "
+        "is computed by the hyperbolic tangent.",
+    )
+    norm_epsilon: Positive | None = Field(
+        default=None,
+        description="Llama, MPT, GPT-2, GPT-NeoX: the number under the root of a norm.",
+    )
+    key_heads: Count | None = Field(
+        default=None,
+        description="Llama: heads of keys and values, which divide `heads`; not set: as many as "
+        "`heads`.",
+    )
+    head_size: Count | None = Field(
+        default=None,
+        description="Llama: numbers per head; not set: `embedding_size` over `heads`.",
+    )
+    rope_theta: Positive | None = Field(
+        default=None, description="Llama, GPT-NeoX: base of the periods of rotary positions."
+    )
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="GPT-NeoX: the part of a head that rotary positions turn."
+    )
+    parallel: bool | None = Field(
+        default=None, description="GPT-NeoX: whether attention and feed-forward read the same."
+    )
+    qkv_bias: bool | None = Field(
+        default=None, description="Llama: whether queries, keys and values have biases, as Qwen2's."
+    )
+    tied: bool | None = Field(
+        default=None,
+        description="Llama, GPT-NeoX: whether the embedding is also the output matrix.",
+    )
     cell_layer_norm: bool | None = Field(
         default=None, description="Whether a recurrent cell applies layer norm to each gate."
     )
