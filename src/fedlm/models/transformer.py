@@ -187,7 +187,7 @@ def transformer(
     fraction of each head by rotary positions, in parallel blocks.
     """
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
-    width = 2 * round(rotary_fraction * (embed // heads) / 2)
+    width = int(rotary_fraction * (embed // heads)) // 2 * 2  # pairs are turned
     made = []
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):
         attend = attention(
