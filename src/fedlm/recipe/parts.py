@@ -28,11 +28,13 @@ from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.tokenizer_file import load_library
 from fedlm.engine.catalog import ENGINES
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
-from fedlm.models import catalog
+from fedlm.models import catalog, interop
 from fedlm.models.catalog import ModelSpec, ScoreFn
+from fedlm.models.interop import gguf
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
@@ -141,6 +143,7 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
 
 def resolve(recipe: Recipe, store: Store) -> Recipe:
     """Return the recipe with all values filled in that its model, store and plan decide."""
+    recipe = recipe.model_copy(update={"model": with_base_sizes(recipe.model)})
     size = dimensions(recipe.model, store.vocabulary)
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
@@ -160,9 +163,33 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     )
 
 
+def with_base_sizes(model: Model) -> Model:
+    """Return the model's settings with the sizes of the model made elsewhere that it begins from.
+
+    Settings that are given must agree with it.
+    """
+    path = Path(model.init_from or "")
+    reader = interop.reader_of(path) if model.init_from else None
+    if reader is None:
+        return model
+    base = reader.base(path)
+    sizes = {"name": base.architecture, **base.sizes}
+    for name, value in sizes.items():
+        given = getattr(model, name)
+        require(
+            name not in model.model_fields_set or given in (None, value),
+            f"model.{name}",
+            given,
+            f"{value!r}, as the model in {path} has it",
+            "Leave the setting out.",
+        )
+    return model.model_copy(update=sizes)
+
+
 def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
     """Return the sizes of the named model, changed where the recipe says so."""
-    said = {k: v for k, v in model if v is not None and k not in ("name", "init_from")}
+    fields = catalog.Dimensions.__dataclass_fields__
+    said = {k: v for k, v in model if v is not None and k in fields}
     named = catalog.NAMED[model.name]
     size = replace(named.size, **{"vocab": vocab, **said})
     require(
@@ -170,6 +197,9 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
         "model.vocab",
         size.vocab,
         f"at least {vocab}, the vocabulary of the tokenizer",
+        "Prepare the text with the model's own tokenizer: fedlm prepare --tokenizer tokenizer.json."
+        if model.init_from
+        else "",
     )
     if catalog.ARCHITECTURES[named.architecture].attends:
         _check_heads(size)
@@ -260,11 +290,15 @@ def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
     if recipe.model.init_from is None:
         return spec.init(start_key(recipe))
     path = Path(recipe.model.init_from)
+    reader = interop.reader_of(path)
+    if reader is not None:
+        _check_tokenizer(path, store)
+        return reader.load(path, spec.size)
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            f"model.init_from = {str(path)!r}: expected a model.safetensors, or a run directory "
-            "that holds one."
+            f"model.init_from = {str(path)!r}: expected a model.safetensors, a run directory that "
+            "holds one, a Hugging Face folder with config.json, or a GGUF file."
         )
     made, ours = file.parent / "tokenizer.json", store.path / "tokenizer.json"
     if made.is_file() and made.read_bytes() != ours.read_bytes():
@@ -273,6 +307,27 @@ def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
             f"{store.path}, so its tokens mean other words."
         )
     return from_bytes(file.read_bytes(), spec.shapes(), f"model.init_from = {str(path)!r}")
+
+
+def _check_tokenizer(path: Path, store: Store) -> None:
+    """Raise `ConfigError` if a model made elsewhere has another tokenizer than the store."""
+    ours = store.tokenizer.library
+    file = path / "tokenizer.json"
+    if path.suffix == gguf.SUFFIX:
+        same = [ours.id_to_token(n) for n in range(store.vocabulary)] == gguf.tokens_of(path)[
+            : store.vocabulary
+        ]
+    elif file.is_file():
+        # By meaning: the store keeps the file as the library writes it.
+        same = load_library(file).to_str() == ours.to_str()
+    else:
+        same = True
+    if not same:
+        raise ConfigError(
+            f"model.init_from = {str(path)!r}: its tokenizer is not that of the store "
+            f"{store.path}, so its tokens mean other words. Prepare the text with fedlm prepare "
+            "--tokenizer and the model's tokenizer.json."
+        )
 
 
 def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:

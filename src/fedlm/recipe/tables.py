@@ -106,7 +106,9 @@ class Model(Table):
     )
     init_from: str | None = Field(
         default=None,
-        description="A `model.safetensors` or a run directory whose model training starts from.",
+        description="The model that training starts from: a `model.safetensors`, a run directory, "
+        "a Hugging Face folder (`config.json` and safetensors) or a GGUF file. The last two decide "
+        "name and sizes of the model.",
     )
     embedding_size: Count | None = Field(default=None, description="Numbers per token embedding.")
     hidden_size: Count | None = Field(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedlm.core.types import Params
 from fedlm.models.catalog import Dimensions
-from fedlm.models.interop import huggingface
+from fedlm.models.interop import gguf, huggingface
 from fedlm.models.interop.huggingface import Base
 
 
@@ -33,6 +33,7 @@ READERS = (
         huggingface.read_base,
         huggingface.load,
     ),
+    Reader(lambda path: path.suffix == gguf.SUFFIX, gguf.read_base, gguf.load),
 )
 
 
