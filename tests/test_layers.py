@@ -29,13 +29,15 @@ MAY_IMPORT = {
     "recipe": {"recipe", "run"} | BELOW,
     # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
+    "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     "training.py": {"inference", "recipe", "run"} | BELOW,
     "sweep.py": {"core", "recipe", "record", "training"},
-    "api.py": {"inference", "recipe", "run", "training"} | BELOW,
+    "api.py": {"exporting", "inference", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
-    "cli": {"inference", "recipe", "run", "training", "sweep", "deploy", "cli"} | BELOW,
+    "cli": {"exporting", "inference", "recipe", "run", "training", "sweep", "deploy", "cli"}
+    | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -29,11 +29,12 @@ from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
+from fedlm.models.adapters import factors, merged, without_adapters
 from fedlm.privacy import account
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
-from fedlm.record.directory import difference
+from fedlm.record.directory import adapter_beside, difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
@@ -380,10 +381,17 @@ def _claim(run: Run, rounds: int) -> Metrics | None:
 
 
 def save_weights(path: Path, params: Params, run: Run) -> None:
-    """Write the model as safetensors by leaf name, with its settings in the metadata."""
+    """Write the model as safetensors by leaf name, with its settings in the metadata.
+
+    Adapters are merged into the model, and written once more alone, beside it.
+    """
     model = run.recipe.model.model_dump_json()
-    data = checkpoint.to_bytes(params, model=model, vocabulary=run.store.vocabulary)
+    data = checkpoint.to_bytes(merged(params), model=model, vocabulary=run.store.vocabulary)
     checkpoint.write_atomically(path, data)
+    alone = factors(params)
+    if alone:
+        base = tree.sha256(without_adapters(params))
+        checkpoint.write_atomically(adapter_beside(path), checkpoint.to_bytes(alone, base=base))
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.types import PAD, Loss, LossFn, Params, Tokens
+from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Positions
@@ -230,18 +231,27 @@ class ModelSpec:
     architecture: str
     size: Dimensions
     name: str = ""  # the recipe's `model.name`; if empty, the name of the architecture
+    adapters: Adapters | None = None  # what is trained on the frozen model; None: the model itself
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Return a fresh model."""
-        return make(self.architecture, self.size, key)
+        """Return a fresh model, with adapters if it has any."""
+        return self.adapt(make(self.architecture, self.size, key), key)
+
+    def adapt(self, model: Params, key: PRNGKeyArray) -> Params:
+        """Return a model with fresh adapters, whose A follows from the key."""
+        return model if self.adapters is None else adapt(model, self.adapters, jr.fold_in(key, 7))
 
     def shapes(self) -> Params:
-        """Return the model with shapes in place of values."""
+        """Return the model with shapes in place of values, with adapters if it has any."""
+        return eqx.filter_eval_shape(lambda: self.init(jr.key(0)))
+
+    def plain_shapes(self) -> Params:
+        """Return the model without adapters, with shapes in place of values."""
         return shapes(self.architecture, self.size)
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the model."""
+        """The number of parameters of the model, without adapters."""
         return count(self.architecture, self.size)
 
     @property

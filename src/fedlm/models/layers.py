@@ -9,6 +9,7 @@ Not here: whole models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,15 +25,41 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 PLAIN_FLOOR, INVARIANT_FLOOR = 1e-5, 1e-12
 
 
+Product = Callable[[Array, Array], Array]
+
+
+def _product(weight: Float[Array, "out in"], x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+    return x @ weight.T
+
+
 class Linear(eqx.Module):
     """`x W^T + b`; the bias is left out where homogeneity does not allow it."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
 
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        y = x @ self.weight.T
+    def __call__(
+        self, x: Float[Array, "... in"], product: Product = _product
+    ) -> Float[Array, "... out"]:
+        y = product(self.weight, x)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+
+
+class Adapted(Linear):
+    """A frozen linear layer and a low-rank change of it: `x W^T + b + scale (x A^T) B^T`.
+
+    The change is never added to the matrix: its gradient then costs `rank` columns, not a matrix.
+    """
+
+    lora_a: Float[Array, "rank in"]
+    lora_b: Float[Array, "out rank"]
+    scale: float = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "... in"], product: Product = _product
+    ) -> Float[Array, "... out"]:
+        change = product(self.lora_b, product(self.lora_a, x))
+        return Linear.__call__(self, x, product) + self.scale * change
 
 
 def linear(key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
@@ -153,7 +180,7 @@ def _tied_backward(tokens, gradients):  # type: ignore[no-untyped-def]
     return d_embedding.at[tokens].add(d_found), None
 
 
-tied.defvjp(_tied_forward, _tied_backward)
+tied.defvjp(_tied_forward, _tied_backward)  # not called where the embedding is frozen
 
 
 def softmax_weights(

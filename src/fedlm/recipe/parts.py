@@ -33,8 +33,10 @@ from fedlm.engine.catalog import ENGINES
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
+from fedlm.models.adapters import Adapters
 from fedlm.models.catalog import ModelSpec, ScoreFn
 from fedlm.models.interop import gguf
+from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
@@ -274,10 +276,31 @@ def pooled_rows(rows: ClientRows) -> Rows:
 
 
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
-    """Return the architecture and the sizes that a recipe names."""
+    """Return the architecture, the sizes and the adapters that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
     size = dimensions(recipe.model, vocabulary)
-    return ModelSpec(named.architecture, size, recipe.model.name)
+    return ModelSpec(named.architecture, size, recipe.model.name, adapters_of(recipe))
+
+
+def adapters_of(recipe: Recipe) -> Adapters | None:
+    """Return the adapters that a recipe trains; None if it trains a model itself."""
+    wire, model = recipe.wire, recipe.model
+    adapts = TRAINABLE[wire.trainable].adapts
+    require(
+        adapts or model.base_dtype == "float32",
+        "model.base_dtype",
+        model.base_dtype,
+        "'float32' unless wire.trainable = 'lora' freezes the model",
+    )
+    if not adapts:
+        return None
+    return Adapters(
+        rank=wire.rank,
+        alpha=wire.alpha,
+        targets=wire.targets,
+        last_blocks=wire.last_blocks,
+        base_dtype=model.base_dtype,
+    )
 
 
 def start_key(recipe: Recipe) -> PRNGKeyArray:
@@ -286,42 +309,52 @@ def start_key(recipe: Recipe) -> PRNGKeyArray:
 
 
 def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
-    """Return the model before training: another run's, or a fresh one decided by the seed."""
+    """Return the model before training, with fresh adapters if the recipe trains adapters."""
+    if recipe.model.init_from is not None:
+        _check_tokenizer(Path(recipe.model.init_from), store)
+    return spec.adapt(plain_start(recipe, spec), start_key(recipe))
+
+
+def plain_start(recipe: Recipe, spec: ModelSpec) -> Params:
+    """Return the model that training or adapters begin from.
+
+    It is that of `model.init_from`, another run's or one made elsewhere; or a fresh one.
+    """
     if recipe.model.init_from is None:
-        return spec.init(start_key(recipe))
+        return catalog.make(spec.architecture, spec.size, start_key(recipe))
     path = Path(recipe.model.init_from)
     reader = interop.reader_of(path)
     if reader is not None:
-        _check_tokenizer(path, store)
         return reader.load(path, spec.size)
+    file = _weights_file(path)
+    return from_bytes(file.read_bytes(), spec.plain_shapes(), f"model.init_from = {str(path)!r}")
+
+
+def _weights_file(path: Path) -> Path:
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
             f"model.init_from = {str(path)!r}: expected a model.safetensors, a run directory that "
             "holds one, a Hugging Face folder with config.json, or a GGUF file."
         )
-    made, ours = file.parent / "tokenizer.json", store.path / "tokenizer.json"
-    if made.is_file() and made.read_bytes() != ours.read_bytes():
-        raise ConfigError(
-            f"model.init_from = {str(path)!r}: its tokenizer is not that of the store "
-            f"{store.path}, so its tokens mean other words."
-        )
-    return from_bytes(file.read_bytes(), spec.shapes(), f"model.init_from = {str(path)!r}")
+    return file
 
 
 def _check_tokenizer(path: Path, store: Store) -> None:
-    """Raise `ConfigError` if a model made elsewhere has another tokenizer than the store."""
+    """Raise `ConfigError` if the model at a path has another tokenizer than the store."""
     ours = store.tokenizer.library
-    file = path / "tokenizer.json"
+    folder = path if path.is_dir() else path.parent
+    file = folder / "tokenizer.json"
     if path.suffix == gguf.SUFFIX:
-        same = [ours.id_to_token(n) for n in range(store.vocabulary)] == gguf.tokens_of(path)[
-            : store.vocabulary
-        ]
-    elif file.is_file():
-        # By meaning: the store keeps the file as the library writes it.
-        same = load_library(file).to_str() == ours.to_str()
+        size = store.vocabulary
+        same = [ours.id_to_token(n) for n in range(size)] == gguf.tokens_of(path)[:size]
+    elif interop.reader_of(path) is None:
+        _weights_file(path)
+        theirs = (store.path / "tokenizer.json").read_bytes()
+        same = not file.is_file() or file.read_bytes() == theirs
     else:
-        same = True
+        # By meaning: the store keeps the file as the library writes it.
+        same = not file.is_file() or load_library(file).to_str() == ours.to_str()
     if not same:
         raise ConfigError(
             f"model.init_from = {str(path)!r}: its tokenizer is not that of the store "
@@ -341,7 +374,7 @@ def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
         return start_model(recipe, store, spec)
 
     # The base of a run and its first state then share their arrays in memory.
-    return cache(start) if recipe.wire.trainable == "fixed" else start
+    return cache(start) if TRAINABLE[recipe.wire.trainable].leaves is not None else start
 
 
 def batch_spec(recipe: Recipe) -> BatchSpec:

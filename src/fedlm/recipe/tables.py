@@ -10,7 +10,7 @@ Not here: TOML files and errors (`settings.py`), `[federation]` (`federation.py`
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticKnownError
@@ -23,6 +23,7 @@ from fedlm.engine.catalog import ENGINES
 from fedlm.local.train import WEIGHTS
 from fedlm.methods.catalog import METHODS
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from fedlm.models.adapters import QUERIES_AND_VALUES
 from fedlm.models.catalog import NAMED
 from fedlm.models.cells import MEASURES
 from fedlm.models.embedding import Positions
@@ -109,6 +110,11 @@ class Model(Table):
         description="The model that training starts from: a `model.safetensors`, a run directory, "
         "a Hugging Face folder (`config.json` and safetensors) or a GGUF file. The last two decide "
         "name and sizes of the model.",
+    )
+    base_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
+        "`bfloat16` takes half the memory.",
     )
     embedding_size: Count | None = Field(default=None, description="Numbers per token embedding.")
     hidden_size: Count | None = Field(
@@ -368,7 +374,8 @@ class Wire(Table):
         default="all",
         description="Which part of the model members train: `all`; `fixed`, one subset of its "
         "tensors; `round`, subsets that take turns; `member`, each member its own subset in each "
-        "round; `low-rank`, factors of its matrices.",
+        "round; `low-rank`, factors of its matrices, drawn anew in each round; `lora`, adapters on "
+        "a frozen model.",
     )
     trainable_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
@@ -378,7 +385,19 @@ class Wire(Table):
     subsets: Count = Field(
         default=4, description="`round`: how many subsets take turns; each is a compiled program."
     )
-    rank: Count = Field(default=8, description="`low-rank`: the rank of a matrix's update.")
+    rank: Count = Field(default=8, description="`low-rank`, `lora`: the rank of a matrix's update.")
+    alpha: Positive = Field(
+        default=16.0, description="`lora`: a matrix changes by `alpha` / `rank` times B A."
+    )
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default=QUERIES_AND_VALUES,
+        description="`lora`: names of the linear layers with an adapter, with `*`.",
+    )
+    last_blocks: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="`lora`: only so many blocks have adapters, from the end; blocks before them "
+        "need no backward pass. 0 is all blocks.",
+    )
     error_feedback: bool = Field(
         default=False,
         description="Whether members add what the codec left out to their next update; it is kept "

@@ -83,6 +83,20 @@ def to_bytes(state: Any, **facts: Any) -> bytes:
 
 def from_bytes(data: bytes, like: Any, where: str) -> Any:
     """Return the tree that `to_bytes` wrote; `like` gives structure, shapes and types."""
+    return _fit(arrays_of(data, where), like, where)
+
+
+def arrays_of(data: bytes, where: str) -> dict[str, np.ndarray]:
+    """Return the arrays that `to_bytes` wrote, by leaf name."""
+    return _read_all(data, where)[0]
+
+
+def facts_of(data: bytes, where: str) -> dict[str, Any]:
+    """Return the facts that `to_bytes` wrote beside the arrays."""
+    return _read_all(data, where)[1]
+
+
+def _read_all(data: bytes, where: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     try:
         size = int.from_bytes(data[:8], "little")
         arrays = load_tensors(data)
@@ -92,7 +106,7 @@ def from_bytes(data: bytes, like: Any, where: str) -> Any:
         raise RecordError(f"{where} is damaged: {error}.") from None
     if digest != _digest(arrays, facts):
         raise RecordError(f"{where} is damaged: its digest does not match.")
-    return _fit(arrays, like, where)
+    return arrays, json.loads(facts)
 
 
 def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:

@@ -17,7 +17,9 @@ gguf = pytest.importorskip("gguf", reason="needs pip install 'fedlm[gguf]'")
 def permuted(weight, heads):
     """As llama.cpp's converter permutes rows of queries and keys."""
     rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def write(path, name="llama", kind=None, **changes):

@@ -123,8 +123,16 @@ def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def tokens_of(path: Path) -> list[str]:
     """Return the vocabulary in a file, in order."""
-    found: list[str] = list(Settings(str(path), _values(_open(path))).value("tokenizer.ggml.tokens"))
+    found: list[str] = list(
+        Settings(str(path), _values(_open(path))).value("tokenizer.ggml.tokens")
+    )
     return found
+
+
+def licence_of(path: Path) -> str | None:
+    """Return the licence that a file states."""
+    found = _values(_open(path)).get("general.license")
+    return found if isinstance(found, str) else None
 
 
 def tokenizer_of(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:

@@ -34,13 +34,7 @@ LARGEST_JSON = 64 << 20
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Settings that say nothing about the logits of a model in use.
 SILENT = frozenset(
-    """_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id
-    id2label initializer_range is_decoder is_encoder_decoder label2id output_attentions
-    output_hidden_states pad_token_id problem_type return_dict sep_token_id task_specific_params
-    tokenizer_class torch_dtype transformers.js_config transformers_version unk_token_id use_cache
-    attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop emb_pdrop attn_pdrop
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    gradient_checkpointing""".split()
+    ["_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache", "attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "emb_pdrop", "attn_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing"]
 )
 # Buffers that older versions saved beside the weights; they hold no weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -191,7 +185,9 @@ _LLAMA = (
         ("weight", "bias"),
     ),
     Tensor("model.layers.{i}.input_layernorm.weight", ("blocks.{i}.norm_attention.gain",)),
-    Tensor("model.layers.{i}.post_attention_layernorm.weight", ("blocks.{i}.norm_feedforward.gain",)),
+    Tensor(
+        "model.layers.{i}.post_attention_layernorm.weight", ("blocks.{i}.norm_feedforward.gain",)
+    ),
     Tensor("model.norm.weight", ("last.gain",)),
     Tensor("lm_head.weight", ("head",)),
 )
@@ -265,7 +261,9 @@ _GPT2 = (
     Tensor(f"{_H}.attn.c_attn.weight", _qkv("weight"), transposed=True),
     Tensor(f"{_H}.attn.c_attn.bias", _qkv("bias")),
     *(
-        Tensor(f"{_H}.{theirs}.{kind}", (f"blocks.{{i}}.{ours}.{kind}",), transposed=kind == "weight")
+        Tensor(
+            f"{_H}.{theirs}.{kind}", (f"blocks.{{i}}.{ours}.{kind}",), transposed=kind == "weight"
+        )
         for ours, theirs in (
             ("attention.out", "attn.c_proj"),
             ("feedforward.up", "mlp.c_fc"),
@@ -356,9 +354,7 @@ def _mpt(settings: Settings) -> dict[str, Any]:
         tie_word_embeddings=True,
     )
     settings.choice("norm_type", {"low_precision_layernorm": 1, "layernorm": 1}, "layernorm")
-    settings.ignore(
-        ("init_device", "learned_pos_emb", "init_config", "tokenizer_name", "verbose")
-    )
+    settings.ignore(("init_device", "learned_pos_emb", "init_config", "tokenizer_name", "verbose"))
     attention = Settings(f"{settings.where}: attn_config", settings.value("attn_config", {}))
     attention.expect(
         alibi=True,

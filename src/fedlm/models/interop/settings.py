@@ -68,7 +68,9 @@ class Settings:
         for name, wanted in only.items():
             found = self.values.get(name)
             self.seen.add(name)
-            if found is not None and (found != wanted or isinstance(found, bool) != _is_bool(wanted)):
+            if found is not None and (
+                found != wanted or isinstance(found, bool) != _is_bool(wanted)
+            ):
                 raise ConfigError(
                     f"{self.where}: {name} = {found!r} is not supported: expected {wanted!r}."
                 )

@@ -65,12 +65,15 @@ def numbered(table: Sequence[Tensor], like: Params) -> Iterator[tuple[Tensor, li
         for i in range(len(like.blocks) if "{i}" in entry.theirs else 1):
             ours = [name.replace("{i}", str(i)) for name in entry.ours]
             if all(name in names for name in ours):
-                yield Tensor(
-                    entry.theirs.replace("{i}", str(i)),
-                    tuple(ours),
-                    entry.interleaved,
-                    entry.transposed,
-                ), ours
+                yield (
+                    Tensor(
+                        entry.theirs.replace("{i}", str(i)),
+                        tuple(ours),
+                        entry.interleaved,
+                        entry.transposed,
+                    ),
+                    ours,
+                )
 
 
 def read(
