@@ -95,8 +95,8 @@ class FinishedRun:
         dtype = jnp.dtype(self.recipe.model.base_dtype)
         if tree.sha256(jax.tree.map(lambda x: x.astype(dtype), plain)) != digest:
             raise RecordError(
-                f"model.init_from = {self.recipe.model.init_from!r}: this is not the model that the "
-                f"adapters of {self.directory.path} were trained on: bring back that one."
+                f"model.init_from = {self.recipe.model.init_from!r}: this is not the model that "
+                f"the adapters of {self.directory.path} were trained on: bring back that one."
             )
         return plain
 
@@ -199,6 +199,7 @@ def card(run: FinishedRun, *, adapter: bool = False) -> str:
     head = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "tags: [fedlm]"]
     head += [f"license: {licence}"] if licence else []
     head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
+    before = facts.header["start"].get("perplexity")
     store, last = facts.header["store"], facts.rounds[-1] if facts.rounds else {}
     lines = [
         *head,
@@ -214,7 +215,7 @@ def card(run: FinishedRun, *, adapter: bool = False) -> str:
         f"- Rounds: {len(facts.rounds)}, {run.recipe.server.cohort} clients each; "
         f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
         f"- Bytes uploaded by all clients: {last.get('upload_bytes', 0):,}.",
-        f"- Perplexity on held-out text: {_figure(facts.header['start'].get('perplexity'))} before, "
+        f"- Perplexity on held-out text: {_figure(before)} before, "
         f"{_figure(told.get('perplexity'))} after.",
         *_privacy(facts.final.get("privacy")),
         f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",

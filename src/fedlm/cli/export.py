@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +9,15 @@ import typer
 
 from fedlm import exporting
 from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.core.errors import either
 from fedlm.record.directory import RunDirectory
-
-Format = StrEnum("Format", {name: name for name in exporting.FORMATS})
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    kind: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.safetensors,  # type: ignore[attr-defined]
+    kind: Annotated[
+        str, typer.Option("--format", help=f"What to write: {either(exporting.FORMATS)}.")
+    ] = "safetensors",
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
     ] = None,
@@ -32,12 +32,12 @@ def export(
     directory = RunDirectory.existing(run)
     target = folder or directory.path / "export"
     with talk.status("converting"):
-        file = exporting.write(directory, kind.value, target)
+        file = exporting.write(directory, kind, target)
     if as_json:
         emit(
             {
                 "run": str(run),
-                "format": kind.value,
+                "format": kind,
                 "model": str(file),
                 "bytes": file.stat().st_size,
             }

@@ -77,8 +77,8 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch embed"], cache: Cache, at: Int[Array, ""]
     ) -> tuple[Float[Array, "batch embed"], Cache]:
         """Return the output for one more token per row, at position `at`, and the next cache."""
-        parts = (part(x)[:, None] for part in (self.query, self.key, self.value))
-        q, k, v = self._split(*parts, at[None])
+        q, k, v = (part(x)[:, None] for part in (self.query, self.key, self.value))
+        q, k, v = self._split(q, k, v, at[None])
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k, at, axis=2)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v, at, axis=2)
         places = jnp.arange(keys.shape[2])

@@ -70,7 +70,7 @@ def test_a_file_gives_the_model_it_was_made_from(tmp_path):
 
 def test_faults_are_named(tmp_path):
     path = tmp_path / "tiny.gguf"
-    size, _ = write(path, **{"llama.expert_count": 8})
+    write(path, **{"llama.expert_count": 8})
     with pytest.raises(ConfigError, match=r"llama\.expert_count = 8 is not supported"):
         ours.read_base(path)
     write(path, **{"llama.logit_scale": 2})

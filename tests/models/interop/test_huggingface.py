@@ -57,7 +57,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path, name):
         ("llama", {"rope_parameters": {"factor": 2.0}}, "factor = '2.0': fedlm does not know"),
         ("llama", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("llama", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
-        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = '30.0': fedlm does"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = '30.0'"),
         ("llama", {"hidden_size": ...}, "has no 'hidden_size'"),
         ("llama", {"hidden_size": "16"}, "hidden_size = '16': expected a positive number"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: quantised weights"),

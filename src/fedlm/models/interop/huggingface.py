@@ -33,8 +33,16 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 LARGEST_JSON = 64 << 20
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Settings that say nothing about the logits of a model in use.
-SILENT = frozenset(
-    ["_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache", "attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "emb_pdrop", "attn_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing"]
+SILENT = (
+    *("architectures", "auto_map", "_name_or_path", "problem_type", "task_specific_params"),
+    *("id2label", "label2id", "tokenizer_class", "transformers_version", "transformers.js_config"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
+    *("dtype", "torch_dtype", "initializer_range", "gradient_checkpointing", "use_cache"),
+    *("chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "return_dict"),
+    *("output_attentions", "output_hidden_states", "attention_dropout", "attn_pdrop"),
+    *("classifier_dropout", "emb_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+    "summary_use_proj",
 )
 # Buffers that older versions saved beside the weights; they hold no weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -631,9 +639,9 @@ def family_of(architecture: str, size: Dimensions) -> str:
         if family.architecture == architecture and family.fits(size):
             return kind
     raise ConfigError(
-        f"model.name = {architecture!r}: Transformers has no class that computes the same. Expected "
-        "a model of 'llama', 'gpt2' or 'gpt-neox'; 'transformer' with model.positions = 'learned'; "
-        "or 'mpt' with model.activation = 'gelu-exact' and model.hidden_size four times "
+        f"model.name = {architecture!r}: Transformers has no class that computes the same. "
+        "Expected a model of 'llama', 'gpt2' or 'gpt-neox'; 'transformer' with model.positions = "
+        "'learned'; or 'mpt' with model.activation = 'gelu-exact' and model.hidden_size four times "
         "model.embedding_size. Or export as safetensors or onnx."
     )
 

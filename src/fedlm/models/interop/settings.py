@@ -84,8 +84,9 @@ class Settings:
         for name, found in self.values.items():
             if name not in self.seen and name not in also and found is not None:
                 raise ConfigError(
-                    f"{self.where}: {name} = {str(found)[:60]!r}: fedlm does not know this setting, "
-                    "and will not ignore what may change the model. Remove it if it does not."
+                    f"{self.where}: {name} = {str(found)[:60]!r}: fedlm does not know this "
+                    "setting, and will not ignore what may change the model. Remove it if it does "
+                    "not."
                 )
 
 
