@@ -257,3 +257,38 @@ def licence_of(origin: str | None) -> str | None:
         if line.startswith("license:"):
             return line.removeprefix("license:").strip().strip("\"'") or None
     return None
+
+
+# ---- a GGUF file as a folder -------------------------------------------------------------------
+
+
+def convert(path: Path, folder: Path) -> Path:
+    """Write the model and the tokenizer of a GGUF file as a Hugging Face folder.
+
+    Quantised weights become the float32 numbers that they stand for.
+    """
+    base = gguf.read_base(path)
+    size = catalog.Dimensions(**base.sizes)
+    kind = huggingface.family_of(base.architecture, size)
+    library, names = gguf.tokenizer_of(path)
+    tokens = {
+        f"{name}_id": None if token is None else library.token_to_id(token)
+        for name, token in names.items()
+        if name != "unk_token"
+    }
+    template = gguf.chat_template_of(path)
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    licence = gguf.licence_of(path)
+    head = f"---\nlicense: {licence}\n---\n\n" if licence else ""
+    files = {
+        huggingface.WEIGHTS: huggingface.weights_of(kind, size, gguf.load(path, size)),
+        huggingface.CONFIG: _json(huggingface.config_of(kind, size, tokens)),
+        "generation_config.json": _json({"_from_model_config": True, **tokens}),
+        "tokenizer.json": library.to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json(told | ({"chat_template": template} if template else {})),
+        CARD: f"{head}# {path.stem}\n\nMade by fedlm from `{path.name}`; quantised weights are "
+        "the float32 numbers that they stand for.\n".encode(),
+    }
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    return folder / huggingface.WEIGHTS

@@ -131,7 +131,16 @@ def tokens_of(path: Path) -> list[str]:
 
 def licence_of(path: Path) -> str | None:
     """Return the licence that a file states."""
-    found = _values(_open(path)).get("general.license")
+    return _text(path, "general.license")
+
+
+def chat_template_of(path: Path) -> str | None:
+    """Return the template that turns a conversation into text."""
+    return _text(path, "tokenizer.chat_template")
+
+
+def _text(path: Path, name: str) -> str | None:
+    found = _values(_open(path)).get(name)
     return found if isinstance(found, str) else None
 
 
