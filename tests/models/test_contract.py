@@ -1,5 +1,6 @@
 """What every architecture owes; a new one joins by being in the catalog."""
 
+import sys
 from dataclasses import replace
 
 import jax
@@ -74,6 +75,23 @@ def test_a_head_of_ones_own_is_trained_apart_from_the_embedding():
 def test_grouped_queries_keep_a_smaller_cache():
     model = fresh("llama", replace(SIZE, key_heads=2))
     assert model.start(3, 16)[1][0].keys.shape == (3, 2, 16, 4)
+
+
+@pytest.mark.parametrize("batch", [3, 16])  # rows as they are, and packed
+def test_many_blocks_as_a_loop_are_the_same_model(monkeypatch, batch):
+    size = replace(SIZE, layers=3, key_heads=2)
+    tokens = rows(batch=batch, width=12)
+
+    def found(fewest, **more):
+        # By its full name: `fedlm.models.transformer` is also a function.
+        monkeypatch.setattr(sys.modules["fedlm.models.transformer"], "FEWEST_SCANNED", fewest)
+        model = fresh("llama", replace(size, **more))
+        return jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
+
+    plain = found(99)
+    for other in (found(3), found(3, remat=True), found(99, remat=True)):
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_rotary_positions_depend_on_distance_alone():

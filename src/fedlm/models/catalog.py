@@ -11,7 +11,7 @@ Not here: the architectures (one file per family).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -59,6 +59,7 @@ class Dimensions:
     parallel: bool = True  # attention and feed-forward read the same input, in GPT-NeoX
     qkv_bias: bool = False
     tied: bool = True  # the embedding is the output matrix
+    remat: bool = False  # a decoder computes its blocks again for their gradients
 
 
 ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
@@ -109,9 +110,10 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
-        return family(
+        made = family(
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
+        return replace(made, remat=size.remat)
 
     return Architecture(make, SMALL_DECODER, attends=True)
 

@@ -13,6 +13,7 @@ of degree two, and a last norm without weights takes the degree away.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -100,6 +101,11 @@ class Block(eqx.Module):
         return self._add(x, seen, Whole()), cache
 
 
+# So many blocks of one shape are one compiled loop: fewer run faster one by one, and thirty would
+# take minutes to compile.
+FEWEST_SCANNED = 8
+
+
 class Decoder(eqx.Module):
     """A stem, blocks, a last norm, and an output matrix: a head of its own, or the embedding."""
 
@@ -107,14 +113,19 @@ class Decoder(eqx.Module):
     blocks: tuple[Any, ...]
     last: Norm | RmsNorm | None
     head: Float[Array, "vocab embed"] | None = None
+    remat: bool = eqx.field(static=True, default=False)  # compute a block again for its gradient
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Return the features of each position; their product with the embedding gives logits."""
         return self._through(self.stem(inputs), Whole())
 
     def _through(self, x: Array, layout: Layout) -> Array:
-        for block in self.blocks:
-            x = block(x, layout)
+        def run(block: Any, x: Array) -> Array:
+            return block(x, layout)
+
+        step = jax.checkpoint(run) if self.remat else run
+        for _, alike in itertools.groupby(self.blocks, _shape):
+            x = _through_blocks(step, list(alike), x)
         return x if self.last is None else self.last(x)
 
     def predictors(
@@ -154,6 +165,27 @@ class Decoder(eqx.Module):
     @property
     def readout(self) -> Float[Array, "vocab embed"]:
         return self.stem.embedding if self.head is None else self.head
+
+
+def _shape(block: Any) -> Any:
+    """Return what two blocks have in common that one compiled loop can run."""
+    leaves, structure = jax.tree.flatten(block)
+    return structure, [(x.shape, x.dtype) for x in leaves]
+
+
+def _through_blocks(step: Callable[[Any, Array], Array], blocks: list[Any], x: Array) -> Array:
+    """Apply blocks of one shape, as a loop if they are many.
+
+    They are stacked inside the compiled program alone: a model's leaves are those of single blocks.
+    Frozen blocks below the first adapter have another shape than those above, so they make a loop
+    of their own, which needs no backward pass.
+    """
+    if len(blocks) < FEWEST_SCANNED:
+        for block in blocks:
+            x = step(block, x)
+        return x
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *blocks)
+    return jax.lax.scan(lambda x, block: (step(block, x), None), x, stacked)[0]
 
 
 def head(key: PRNGKeyArray, vocab: int, embed: int, *, tied: bool) -> Array | None:

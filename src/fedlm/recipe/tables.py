@@ -175,6 +175,11 @@ class Model(Table):
     cell_layer_norm: bool | None = Field(
         default=None, description="Whether a recurrent cell applies layer norm to each gate."
     )
+    remat: bool | None = Field(
+        default=None,
+        description="Decoders: whether a block is computed again for its gradient, in place of "
+        "keeping all it computed: for long rows.",
+    )
     si_measure: Annotated[str, one_of(MEASURES)] | None = Field(
         default=None, description="SI-CIFG: the measure of a vector that it is divided by."
     )
