@@ -7,7 +7,10 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError
+from fedlm.corpus.tokenizer_file import load_tokenizer
+from fedlm.exporting import convert
 from fedlm.models.interop import gguf as ours
+from fedlm.models.interop import huggingface as hf
 from fedlm.models.interop import reader_of, tensors
 from tests.models.interop.families import model
 
@@ -22,7 +25,7 @@ def permuted(weight, heads):
     )
 
 
-def write(path, name="llama", kind=None, **changes):
+def write(path, name="llama", kind=None, tokenizer=False, **changes):
     """A tiny model as llama.cpp's converter writes it."""
     _, size, params = model(name)
     file = gguf.GGUFWriter(path, "llama")
@@ -38,7 +41,15 @@ def write(path, name="llama", kind=None, **changes):
         file.add_uint32(key, value)
     file.add_float32("llama.attention.layer_norm_rms_epsilon", size.norm_epsilon)
     file.add_float32("llama.rope.freq_base", size.rope_theta)
-    file.add_token_list([f"t{n}" for n in range(size.vocab)])
+    first = ["<|im_start|>", "<|im_end|>", "a", "b", "ab", "Ġ", "1", "2"]
+    file.add_token_list([*first, *(f"t{n}" for n in range(8, size.vocab))])
+    if tokenizer:
+        file.add_tokenizer_model("gpt2")
+        file.add_tokenizer_pre("smollm")
+        file.add_token_types([3, 3] + [1] * (size.vocab - 2))
+        file.add_token_merges(["a b"])
+        file.add_bos_token_id(0)
+        file.add_eos_token_id(1)
     heads = {"attn_q": size.heads, "attn_k": size.key_heads or size.heads}
     for tensor, array in tensors.write(ours.TABLE, params, size.heads).items():
         part = tensor.split(".")[-2]
@@ -66,6 +77,17 @@ def test_a_file_gives_the_model_it_was_made_from(tmp_path):
         assert value == (4 if wanted is None else wanted), field
     assert tree.sha256(ours.load(path, size)) == tree.sha256(params)
     assert ours.tokens_of(path)[39] == "t39"
+
+
+def test_a_file_becomes_a_folder(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    size, params = write(path, tokenizer=True)
+    convert(path, tmp_path / "folder")
+    assert tree.sha256(hf.load(tmp_path / "folder", size)) == tree.sha256(params)
+    told = load_tokenizer(tmp_path / "folder" / "tokenizer.json")
+    assert (told.special.bos, told.special.eos, told.vocabulary) == (0, 1, 40)
+    assert told.library.encode("ab 12").tokens == ["ab", "Ġ", "1", "2"]
+    assert told.library.decode(told.library.encode("ab 12").ids) == "ab 12"
 
 
 def test_faults_are_named(tmp_path):
