@@ -47,9 +47,15 @@ def main() -> None:
             f"square-root Toeplitz, {wide} bands": matrix_error(
                 strategy.toeplitz(rounds, wide), apart, most
             ),
-            f"banded, {few} bands": matrix_error(strategy.banded(rounds, few), apart, most),
-            f"banded, {wide} bands": matrix_error(strategy.banded(rounds, wide), apart, most),
-            "BLT": matrix_error(strategy.blt(rounds, apart, most, 3), apart, most),
+            f"banded, {few} bands": matrix_error(
+                strategy.banded(rounds, strategy.find_banded(rounds, few)), apart, most
+            ),
+            f"banded, {wide} bands": matrix_error(
+                strategy.banded(rounds, strategy.find_banded(rounds, wide)), apart, most
+            ),
+            "BLT": matrix_error(
+                strategy.blt(rounds, strategy.find_blt(rounds, apart, most, 3)), apart, most
+            ),
         }
         for name, (error, buffers) in rows.items():
             print(

@@ -52,6 +52,7 @@ def engine_of(transport: Transport, names: list[str]) -> RemoteEngine:
         fedavg(len(names)),
         transport,
         assignments,
+        run="0" * 32,
         recipe="",
         seed=0,
         exact=dense(),

@@ -21,7 +21,8 @@ def store():
 
 def federation(store, rounds=4, model=None, **more):
     spec = model or fedlm.models.cifg(store, **SIZES)
-    return fedlm.Federation(store, spec, cohort=3, rounds=rounds, **more)
+    small = {"client__batch_size": 4, "data__sequence_length": 8}  # quick to compile
+    return fedlm.Federation(store, spec, cohort=3, rounds=rounds, **small, **more)
 
 
 def sha(run):

@@ -115,7 +115,7 @@ CLIENT_OPTIMIZERS["mine"] = lambda rate, momentum, decay: optax.lion(rate)
 WEIGHTS["mine"] = lambda examples, tokens: jnp.sqrt(tokens)
 METHODS["mine"] = Method(build=half_of_fedavg)
 ARCHITECTURES["mine"] = from_cell(lambda size: Leaky())
-MECHANISMS["mine"] = replace(GAUSSIAN, clip_may_move=False)
+MECHANISMS["mine"] = replace(GAUSSIAN, clip_moves="never")
 CODECS["mine"] = Family(lambda: dense()._replace(name="mine"))
 TRAINABLE["mine"] = PartKind(make=first_leaf)
 CORPORA["mine"] = letters

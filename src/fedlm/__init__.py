@@ -3,7 +3,7 @@
 >>> import fedlm
 >>> store = fedlm.prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
 >>> model = fedlm.models.cifg(store, embedding_size=4, hidden_size=4)
->>> fed = fedlm.Federation(store, model, cohort=2, rounds=2)
+>>> fed = fedlm.Federation(store, model, cohort=2, rounds=2, client__batch_size=4)
 >>> for told in fed.rounds():
 ...     print(told.number, told.perplexity > 1)
 1 True

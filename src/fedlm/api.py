@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import equinox as eqx
 import jax
 import optax
 
-from fedlm import exporting
+from fedlm import exporting, lineage
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import sources, tokenizer_file
@@ -29,7 +29,7 @@ from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.round import FlatRound
+from fedlm.federation.round import FlatRound, Played
 from fedlm.inference import load_params
 from fedlm.inference import predict as next_words
 from fedlm.local.train import WEIGHTS
@@ -37,10 +37,13 @@ from fedlm.methods.catalog import METHODS
 from fedlm.methods.method import MethodOptions
 from fedlm.models.catalog import ModelSpec, ModuleSpec
 from fedlm.privacy import account
+from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build
+from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
+from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
 from fedlm.record.checkpoint import from_bytes, write_atomically
 from fedlm.record.directory import RunDirectory
@@ -63,8 +66,9 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
       out: the folder of the store, which must not exist. By default a folder that is removed at
         exit.
       **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
-        `vocabulary` (entries), `lowercase`, `test_clients` (share of clients held out whole),
-        `validation` (share of each client's text held out), `split_seed`.
+        `vocabulary` (entries), `vocabulary_epsilon` (count it with noise), `lowercase`,
+        `test_clients` (share of clients held out whole), `validation` (share of each client's text
+        held out), `split_seed`, `user_field` (the field that names the person).
 
     Raises:
       ConfigError: a setting is unknown or out of range.
@@ -75,10 +79,16 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
     2
     """
     data = parse({"data": settings}).data
-    documents = sources.read(str(source)) if isinstance(source, (str, Path)) else _given(source)
+    if isinstance(source, (str, Path)):
+        documents = sources.read(str(source), data.user_field)
+    else:
+        wanted = "nothing for pairs, whose first part is the client"
+        require(data.user_field is None, "user_field", data.user_field, wanted)
+        documents = _given(source)
     given = parts.given_tokenizer(data)
     path = Path(out) if out is not None else _temporary() / "store"
-    return write(documents, path, parts.store_settings(data, given), tokenizer=given)
+    made = parts.store_settings(data, given)
+    return write(documents, path, made, vocabulary=vocabulary_of(data, given))
 
 
 def _given(pairs: Iterable[Any]) -> Iterator[Document]:
@@ -153,7 +163,8 @@ def load_run(path: str | Path) -> TrainedRun:
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> tables = {"data": {"store": str(store.path)}, "server": {"cohort": 2, "rounds": 1},
-    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4}}
+    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4},
+    ...           "client": {"batch_size": 4}}
     >>> run = train(tables, store.path.parent / "run")
     >>> load_run(run.path).path == run.path
     True
@@ -171,13 +182,15 @@ def load_run(path: str | Path) -> TrainedRun:
     return TrainedRun(run, summary)
 
 
-def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.Spent:
-    """Compute the epsilon that a plan costs each client, or that a run has spent.
+def epsilon(
+    of: PrivacyPlan | Store | str | Path, rounds: int | None = None
+) -> account.Spent | Claim | lineage.StoreSpending:
+    """Compute the epsilon of a plan or of a run, or of all runs on a store together.
 
     Args:
-      of: a plan, or a run directory.
+      of: a plan, a run directory, or a store.
       rounds: the number of rounds of the plan to count; by default all. A run always counts the
-        rounds in its journal.
+        releases in its ledger, or the rounds of a journal that was copied without it.
 
     Raises:
       RecordError: the directory is no run, or the run has no privacy plan.
@@ -191,8 +204,10 @@ def epsilon(of: PrivacyPlan | str | Path, rounds: int | None = None) -> account.
     """
     if isinstance(of, PrivacyPlan):
         return account.spent(of, of.rounds if rounds is None else rounds)
+    if isinstance(of, Store):
+        return lineage.spent_on(of)
     facts = pages.facts_of(RunDirectory.existing(Path(of)).path)
-    return account.from_journal(facts.header, facts.rounds)
+    return lineage.claim_of_run(Path(of), facts.header, facts.rounds)
 
 
 # ---- a run that is over ----------------------------------------------------------------------
@@ -208,7 +223,8 @@ class TrainedRun:
 
     >>> from fedlm.models import cifg
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
-    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=1)
+    >>> model = cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = Federation(store, model, cohort=2, rounds=1, client__batch_size=4)
     >>> numbers = [told.number for told in fed.rounds()]
     >>> trained = fed.finish()
     >>> trained.evaluate("validation")["perplexity"] > 1
@@ -385,7 +401,8 @@ class Federation:
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> from fedlm.models import cifg
-    >>> fed = Federation(store, cifg(store, embedding_size=4, hidden_size=4), cohort=2, rounds=2)
+    >>> model = cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = Federation(store, model, cohort=2, rounds=2, client__batch_size=4)
     >>> [told.number for told in fed.rounds()]
     [1, 2]
     """
@@ -432,6 +449,7 @@ class Federation:
         path = Path(out) if out is not None else _temporary() / "run"
         _lanes(recipe.run.devices)
         self.run, self._begun = _composed(recipe, store, spec, method, path), False
+        self._playing: Generator[Played, None, None] | None = None
 
     def rounds(self, count: int | None = None, *, resume: bool = False) -> Iterator[RoundReport]:
         """Train `count` further rounds, or all planned rounds, and yield a report of each.
@@ -447,7 +465,10 @@ class Federation:
           DivergenceError: loss or parameters are no longer finite.
         """
         resume, self._begun = resume or self._begun, True
-        for done, played in enumerate(play(self.run, resume=resume), start=1):
+        if self._playing is not None:
+            self._playing.close()  # a loop that was left holds the directory no longer
+        self._playing = playing = play(self.run, resume=resume)
+        for done, played in enumerate(playing, start=1):
             told = played.told
             yield RoundReport(
                 number=told["round"] + 1,
@@ -477,7 +498,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     """Return a flat run with optimisers and a model that no recipe can name."""
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     people = of_store(store, rows.clients)
-    participation = privacy_plan.participation_of(recipe, people.size)
+    participation = privacy_plan.participation_of(recipe, people.size, path)
     chosen = method or fedavg(optax.sgd(0.5), optax.adam(0.01))
     private = isinstance(participation, PrivacyPlan)
     clients, server = METHODS["fedavg"].build(
@@ -502,8 +523,14 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     )
     engine = parts.engine_of(recipe, algorithm, rows.train)
     plan = algorithm.plan
-    shared = parts.shared_parts(recipe, store, plan, path)
+    shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
+
+    def start() -> Any:
+        if isinstance(spec, ModelSpec):
+            return parts.start_model(recipe, store, spec)  # perhaps of model__init_from
+        return spec.init(parts.start_key(recipe))
+
     round = FlatRound(
         algorithm=algorithm,
         engine=engine,
@@ -518,11 +545,13 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         evaluation=parts.evaluation_of(
             recipe, rows, plan, round.models, count=False, score=spec.score
         ),
-        plans=() if plan is None else (plan,),
+        private_evaluation=private_evaluation_of(
+            recipe, rows, plan, round.models, score=spec.score
+        ),
         **{
             **shared,
             "model": spec,
-            "start": lambda: spec.init(parts.start_key(recipe)),
+            "start": start,
             "custom": custom,
         },
     )

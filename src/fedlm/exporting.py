@@ -76,7 +76,7 @@ class FinishedRun:
                 f"{self.directory.path} trained the model itself, not adapters: expected a run "
                 "with wire.trainable = 'lora'. Export it with --format huggingface."
             )
-        return checkpoint.arrays_of(file.read_bytes(), str(file))
+        return dict(checkpoint.arrays_in(file.read_bytes(), str(file)).state)
 
     def check_learned(self) -> None:
         """Raise `RecordError` if the adapters are as they began: then nothing was learned."""
@@ -90,7 +90,7 @@ class FinishedRun:
     def base(self) -> Params:
         """The frozen model under the run's adapters, which must be the one they were trained on."""
         file = adapter_beside(self.directory.weights)
-        digest = checkpoint.facts_of(file.read_bytes(), str(file))["base"]
+        digest = checkpoint.arrays_in(file.read_bytes(), str(file)).facts["base"]
         plain = parts.plain_start(self.recipe, self.spec)
         dtype = jnp.dtype(self.recipe.model.base_dtype)
         if tree.sha256(jax.tree.map(lambda x: x.astype(dtype), plain)) != digest:

@@ -3,8 +3,9 @@
 In:       population, algorithm, engine, round, evaluation and record, put together once.
 Out:      the state after the last round.
 Promise:  deterministic given recipe and seed; interrupted anywhere and resumed, it ends in the
-          same state, to the byte. Simulation, server, tree and pretraining are the same record
-          with other parts.
+          same state, to the byte. Under a privacy plan the state of a round is on disk and its
+          release in the ledger before anything else sees the round. Simulation, server, tree and
+          pretraining are the same record with other parts.
 Not here: how a round works (`federation`), how parts are made (`recipe`), start and end of a run
           in its directory (`training.py`).
 """
@@ -28,6 +29,7 @@ from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.catalog import ModelSpec, ModuleSpec
+from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend
 from fedlm.record.directory import RunDirectory
@@ -57,8 +59,17 @@ class Round(Protocol):
     def models(self, state: Any) -> dict[str, Params]:
         """Return the models of a state by name."""
 
+    def own_models(self, state: Any) -> dict[str, Params]:
+        """Return models by name that a node keeps to itself, where `models` gives others."""
+
     def params(self, state: Any) -> Params:
         """Return all parameters of a state, for fingerprints."""
+
+    def renewed(self, state: Any, lines: int) -> Any:
+        """Return a state whose further draws are others, after a ledger of so many lines."""
+
+    def digest(self, state: Any) -> bytes:
+        """Return the ledger's digest of the sums that led to a state, 32 bytes."""
 
     def header(self) -> Metrics:
         """Return the facts on the federation's shape for the journal's header."""
@@ -94,6 +105,10 @@ class Cadence:
     evaluate_every: int = 10
     checkpoint_every: int = 10
 
+    def evaluates(self, round: int) -> bool:
+        """Return whether the model is scored after a round, counted from zero."""
+        return round + 1 == self.rounds or (round + 1) % self.evaluate_every == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -114,20 +129,32 @@ class Run:
     store: Store  # the tokenizer, and whatever text is here
     cadence: Cadence
     recipe: Any  # the resolved settings, for the header; the loop does not act on them
+    private_evaluation: ScheduledEvaluation | None = None  # noisy figures of training clients
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
     command: str = "train"  # the fedlm command that resumes this run
-    plans: tuple[PrivacyPlan, ...] = ()  # of every federation of clients; empty without privacy
+    # Of every federation of clients by node, the dearest first; a flat federation's name is ''.
+    plans: Mapping[str, PrivacyPlan] = field(default_factory=dict)
+    counted: bool = True  # whether the store counts it; not a candidate of a private selection
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """The nodes that hold the text, over a network; none if the store holds it."""
+        if self.population.tokens is not None or self.command == "pretrain":
+            return ()
+        return tuple(sorted({f"node {'/'.join(path)}" for path in self.population.group_paths()}))
 
     @property
     def plan(self) -> PrivacyPlan | None:
-        """The plan that the run claims, or None where nothing is promised."""
-        return self.plans[0] if self.plans else None
+        """The plan that costs a client most, or None where nothing is promised."""
+        return next(iter(self.plans.values()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
     """The functions that the loop calls after a round."""
 
+    # Under a plan: makes the state of a round and its facts safe, before anybody sees either.
+    commit: Callable[[Any, Releasable], None]
     record: Callable[[Releasable], Releasable]  # returns the written line, with sums over rounds
     keep: Callable[[Any], None]
     evaluate: Callable[[Any], Metrics]
@@ -158,12 +185,16 @@ def _watched(run: Run, play: Iterator[Played], hooks: Hooks) -> Iterator[Played]
         number = metrics["round"]
         high = high + 1 if metrics["loss"] > guessing + RUNAWAY_NATS else 0
         _check(metrics, told, high)
+        if run.plan is not None:
+            _check_params(number, state.params)
+            hooks.commit(state, told)
         last = number + 1 == cadence.rounds
-        if last or (number + 1) % cadence.evaluate_every == 0:
+        if cadence.evaluates(number):
             told = extend(run.plan, told, hooks.evaluate(state))
         told = hooks.record(told)
         stopping = hooks.stop()
-        # While the loss diverges no checkpoint is written, so that the last good one stays.
+        # While the loss diverges no checkpoint is written, so that the last good one stays. Under
+        # a plan there is one already: a released round is never played again.
         if last or stopping or ((number + 1) % cadence.checkpoint_every == 0 and not high):
             _check_params(number, state.params)
             hooks.keep(state)

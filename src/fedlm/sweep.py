@@ -1,7 +1,8 @@
 """Many runs of one recipe, and one table of them.
 
 In:       a sweep file: a base recipe, axes of settings, perhaps cases and a target.
-Out:      a run directory per point, a table with mean and spread over seeds, one report.
+Out:      a run directory per point, a table with mean and spread over seeds, one report; with
+          `[selection]`, the best run alone.
 Promise:  every point is an ordinary run that `fedlm train` would repeat; a finished point is not
           run again; one that diverged is a result, not an error.
 Not here: training (`training.py`).
@@ -11,6 +12,9 @@ Not here: training (`training.py`).
     [axes]
     "model.name" = ["si-cifg", "cifg"]  # the product of all axes is run
     "run.seed" = [0, 1, 2]              # seeds are gathered into mean and spread
+    [selection]                         # train random points, release the best one alone
+    law = "geometric"                   # of the number of runs: geometric, logarithmic, poisson
+    mean = 8                            # of that law
     [[cases]]                           # each case is combined with every point of the axes
     name = "slow"                       # what the table calls it; else its settings are shown
     "client.learning_rate" = 0.5
@@ -18,9 +22,12 @@ Not here: training (`training.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 import tomllib
 from collections.abc import Callable
@@ -30,18 +37,34 @@ from typing import Any
 
 import jax
 
-from fedlm.core.errors import ConfigError, DivergenceError, nearest
+from fedlm import lineage
+from fedlm.core import tree
+from fedlm.core.errors import ConfigError, DivergenceError, RecordError, nearest, require
+from fedlm.core.keys import generator_for
+from fedlm.privacy import ledger, selection, spending
+from fedlm.privacy.claim import Claim
+from fedlm.privacy.ledger import Ledger, selection_entry
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record import report
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
+from fedlm.run import Run
 from fedlm.training import Watcher, train
 
 Point = dict[str, Any]
 SEED, NAME = "run.seed", "name"
-KEYS = ("recipe", "target", "axes", "cases")
+KEYS = ("recipe", "target", "axes", "cases", "selection")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The law of the number of runs of which only the best is released."""
+
+    law: str
+    mean: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,7 @@ class Sweep:
     recipe: Path
     points: list[Point]
     target: float | None
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,15 @@ def read_sweep(path: Path) -> Sweep:
     _check(path, target, axes, cases)
     product = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     points = [_called({**case, **point}, point) for case in cases for point in product]
-    return Sweep(Path(path).parent / tables["recipe"], points, target)
+    chosen = _selection(path, tables["selection"]) if "selection" in tables else None
+    return Sweep(Path(path).parent / tables["recipe"], points, target, chosen)
+
+
+def _selection(path: Path, table: Any) -> Selection:
+    if not isinstance(table, dict) or table.keys() != {"law", "mean"}:
+        raise ConfigError(f"sweep {path}: selection = {table!r}: expected law and mean, no more.")
+    selection.check(table["law"], table["mean"])
+    return Selection(table["law"], float(table["mean"]))
 
 
 def _called(point: Point, axes: Point) -> Point:
@@ -155,6 +187,155 @@ def _one(
         write_atomically(failed, (dumps({"error": str(error)}) + "\n").encode())
     jax.clear_caches()  # programs of finished points would only fill memory
     return _result(sweep, point, directory.path)
+
+
+# ---- private selection -----------------------------------------------------------------------
+
+HIDDEN, DRAWN = ".candidates", "draw.json"
+BEST, CLAIM = "best", "claim.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The one run that a private selection releases."""
+
+    point: Point
+    path: Path
+    perplexity: float  # on held-out clients
+    claim: Claim
+
+
+def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> Best | None:
+    """Train a random number of random points and release the best; None if the law drew none.
+
+    What is not the best, and how many runs there were, is kept in a folder that only its owner can
+    read, and is removed in the end. The store counts the selection before its first run.
+    """
+    assert sweep.selection is not None
+    law, hidden = sweep.selection, out / HIDDEN
+    if (out / BEST / CLAIM).is_file():
+        raise RecordError(f"{out} has released its best run already: give another --out.")
+    runs = [build(recipe_of(sweep, point), stores, out=hidden) for point in sweep.points]
+    plan = _one_plan(runs)
+    first = runs[0]
+    rounds, start = first.cadence.rounds, first.recipe.model.init_from or ""
+    lineage.begin_selection(
+        out,
+        first.store,
+        selection_entry(plan, rounds, law.law, law.mean),
+        start_sha256=tree.sha256(first.start()),
+        start=start,
+    )
+    scores = {}
+    for number, index in enumerate(_drawn(sweep, hidden)):
+        scores[number] = _score(sweep, sweep.points[index], hidden / str(number), stores, stop)
+    found = {number: score for number, score in scores.items() if math.isfinite(score[1])}
+    best = None
+    if found:
+        number = min(found, key=lambda n: found[n][1])
+        best = _release(out, hidden / str(number), *found[number], first)
+    shutil.rmtree(hidden, ignore_errors=True)
+    return best
+
+
+def _one_plan(runs: list[Run]) -> PrivacyPlan:
+    """Return the plan that all points share; refuse what the cost of a selection does not cover."""
+    plan = runs[0].plan
+    require(
+        plan is not None and all(run.plan == plan for run in runs),
+        "selection",
+        "points of this sweep",
+        "one privacy plan for all of them: sweep other settings than [privacy] and server.cohort",
+    )
+    assert plan is not None
+    require(
+        plan.sampling.law != "fixed" and not plan.reveal and plan.unit == "client",
+        "selection",
+        plan.sampling.law,
+        "server.sampling = 'poisson' or 'spaced', no privacy.reveal and no noise at leaves",
+    )
+    require(
+        all("test" in run.evaluation.splits() for run in runs),
+        "data.test_clients",
+        runs[0].recipe.data.test_clients,
+        "held-out clients beside a selection: the best run is chosen by their text",
+    )
+    require(
+        all(run.private_evaluation is None for run in runs),
+        "selection",
+        "points of this sweep",
+        "no noisy figures of training clients: the cost of a selection is that of rounds alone",
+    )
+    starts = {run.recipe.model.init_from for run in runs}
+    require(len(starts) == 1, "model.init_from", starts, "one start for all points of a selection")
+    cadences = {run.cadence.rounds for run in runs}
+    require(len(cadences) == 1, "server.rounds", cadences, "as many rounds at every point")
+    return plan
+
+
+def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
+    """Return which points are run; a selection that goes on has drawn them already."""
+    assert sweep.selection is not None
+    file = hidden / DRAWN
+    if not file.is_file():
+        seed = int.from_bytes(os.urandom(16), "little")
+        rng = generator_for(seed, "selection")
+        count = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
+        hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
+        points = [int(rng.integers(len(sweep.points))) for _ in range(count)]
+        write_atomically(file, json.dumps(points).encode(), private=True)
+    hidden.chmod(0o700)
+    found: list[int] = json.loads(file.read_text())
+    return found
+
+
+def _score(
+    sweep: Sweep, point: Point, path: Path, stores: Path, stop: Callable[[], bool]
+) -> tuple[Point, float]:
+    """Train a candidate out of sight, and return its perplexity on held-out clients."""
+    run = dataclasses.replace(build(recipe_of(sweep, point), stores, out=path), counted=False)
+    try:
+        done = train(run, resume=True, watcher=Watcher(stop=stop))
+        if done is None:
+            raise KeyboardInterrupt
+    except DivergenceError:
+        return point, math.inf
+    finally:
+        jax.clear_caches()  # programs of finished points would only fill memory
+    return point, float(done["perplexity"])
+
+
+def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -> Best:
+    """Copy the best model out of the candidates, with the claim of the selection."""
+    facts = report.facts_of(path)
+    claim = lineage.claim_of_selection(out, facts.header)
+    target = out / BEST
+    target.mkdir(exist_ok=True)
+    made = RunDirectory(path)
+    lineage.add_models(out, run.store, lineage.read(path / lineage.FILE).models)
+    for file in (made.recipe, made.weights, made.tokenizer, made.special_tokens):
+        write_atomically(target / file.name, file.read_bytes())
+    told = {"point": point, "perplexity": perplexity, "privacy": claim.facts}
+    write_atomically(target / CLAIM, (dumps(told) + "\n").encode())
+    return Best(point, target, perplexity, claim)
+
+
+def total_of(results: list[Result]) -> str | None:
+    """Say what all private runs of a sweep cost one client together; None without any."""
+    books = [Ledger(r.path / ledger.NAME) for r in results]
+    found = [book.entries() for book in books if book.exists()]
+    if not found:
+        return None
+    spent = spending.total(found)
+    open_runs = len(results) - len(found)
+    also = f" {open_runs} further runs have no privacy plan." if open_runs else ""
+    if math.isinf(spent.epsilon):
+        return f"No finite epsilon holds for the {len(found)} private runs together.{also}"
+    return (
+        f"Together, the {len(found)} private runs of this sweep cost one client epsilon "
+        f"{spent.epsilon:.4g} at delta {spent.delta:g} ({spent.accountant}); choosing the best of "
+        f"them by their figures costs no less.{also}"
+    )
 
 
 def _result(sweep: Sweep, point: Point, path: Path) -> Result:

@@ -3,7 +3,8 @@
 In:       a `Run`, somebody who watches.
 Out:      a trained model in the directory, and a summary of the run.
 Promise:  resumed after a kill at any moment, it ends with the same parameters as a run that was
-          never interrupted; what happened is in the journal.
+          never interrupted; what happened is in the journal, and what was released under a
+          privacy plan is in the ledger before that; no two processes train in one directory.
 Not here: the loop (`run.py`), making a run (`recipe`), printing (`cli`).
 """
 
@@ -11,15 +12,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.releasable import Releasable
@@ -30,7 +33,9 @@ from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
 from fedlm.models.adapters import factors, merged, without_adapters
-from fedlm.privacy import account
+from fedlm.models.catalog import ModuleSpec
+from fedlm.privacy.claim import ALWAYS, Claim
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
@@ -38,6 +43,7 @@ from fedlm.record.directory import adapter_beside, difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
+from fedlm.write_ahead import Resumed, WriteAhead
 
 Summary = dict[str, Any]
 VERSIONS = ("fedlm", "jax", "equinox", "optax", "tokenizers", "numpy")
@@ -57,10 +63,12 @@ class Watcher:
 
 def train(run: Run, *, resume: bool = False, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
     """Train to the end and return the summary; None if the watcher stopped the run."""
+    _check_start(run)
     state = None
-    for played in play(run, resume=resume, watcher=watcher):
-        state = played.state
-    return finish(run, state, watcher)
+    with run.record.locked():
+        for played in _play(run, resume, watcher):
+            state = played.state
+        return finish(run, state, watcher)
 
 
 def play(
@@ -68,20 +76,34 @@ def play(
     *,
     resume: bool = False,
     watcher: Watcher = Watcher(),  # noqa: B008
-) -> Iterator[Played]:
+) -> Generator[Played, None, None]:
     """Begin or resume a run and yield its rounds, each after it is on record."""
+    _check_start(run)
+    with run.record.locked():
+        yield from _play(run, resume, watcher)
+
+
+def _check_start(run: Run) -> None:
     check_installed(run.recipe.run.trackers)
     compare_processes(run)
+
+
+def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
+    """Yield the rounds of a run whose directory is locked."""
     directory = run.record
     goes_on = directory.claim(dump(run.recipe), resume=resume)
     if goes_on and directory.summary.is_file():
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
         multihost.broadcast()
         return
-    state = _begin(run, goes_on, watcher)
+    begun = _begin(run, goes_on, watcher)
     if not multihost.alone():
-        multihost.broadcast(checkpoint.to_bytes(state))
-    yield from _rounds(run, state, watcher)
+        multihost.broadcast(checkpoint.to_bytes(begun.state, rounds=begun.rounds))
+    yield from _rounds(_as_far(run, begun.rounds), begun, watcher)
+
+
+def _as_far(run: Run, rounds: int) -> Run:
+    return replace(run, cadence=replace(run.cadence, rounds=rounds))
 
 
 def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
@@ -93,14 +115,37 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
     if directory.summary.is_file():
         done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
         return done
-    if state is None:
-        like = run.round.init(run.start())
-        state = checkpoint.load_newest(directory.checkpoints, like, watcher.say)
-        if state is not None:
-            _check_base(run, like)
-    if state is None or int(state.round) < run.cadence.rounds:
+    with directory.locked():
+        last = _reload(run, watcher) if state is None else _played(run, state)
+        if last is None or int(last.state.round) < last.rounds:
+            return None
+        return _close(_as_far(run, last.rounds), last, watcher)
+
+
+def _played(run: Run, state: Any) -> Resumed:
+    """Return the state of the round just played, and how many rounds the run has."""
+    rounds = run.cadence.rounds
+    if run.plan is not None:
+        rounds = WriteAhead(run).affordable(int(state.round))
+    return Resumed(state, rounds)
+
+
+def _reload(run: Run, watcher: Watcher) -> Resumed | None:
+    """Return the newest state on disk, and how many rounds the run has; None without a state."""
+    directory, fresh = run.record, run.round.init(run.start())
+    saved = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say)
+    if saved is None:
         return None
-    return _close(run, state, watcher)
+    _check_base(run, fresh)
+    if run.plan is None:
+        return Resumed(saved.state, run.cadence.rounds)
+    ahead = WriteAhead(run)
+    last = ahead.resume(saved, watcher.say)
+    if ahead.missing(saved) is not None:  # nothing is played: this completes the journal alone
+        here = _Begun(*last, ahead, ahead.missing(saved))
+        for _ in _rounds(_as_far(run, int(saved.state.round)), here, watcher):
+            pass
+    return last
 
 
 # ---- several processes ---------------------------------------------------------------------
@@ -116,8 +161,10 @@ def follow(run: Run, watcher: Watcher) -> bool:
     if not told:
         return True
     like = jax.eval_shape(run.round.init, run.model.shapes())
-    state = checkpoint.from_bytes(told, like, "the state that process 0 sent")
+    state, facts = checkpoint.saved_in(told, like, "the state that process 0 sent")
+    run = _as_far(run, facts["rounds"])
     hooks = Hooks(
+        commit=lambda state, told: None,
         evaluate=lambda state: {},
         record=lambda told: told,
         keep=_check_equal,
@@ -169,28 +216,76 @@ def _check_equal(state: NodeState) -> None:
 # ---- the beginning -------------------------------------------------------------------------
 
 
-def _begin(run: Run, goes_on: bool, watcher: Watcher) -> Any:
+class _Begun(NamedTuple):
+    """The state that a run begins or goes on from."""
+
+    state: Any
+    rounds: int  # to be played in all
+    ended: bool = False
+    ahead: WriteAhead | None = None  # under a privacy plan
+    missing: Releasable | None = None  # the facts of the last round, if the journal lacks them
+
+
+def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     """Return the state to start from, and make the journal end exactly there."""
     directory = run.record
+    ahead = None if run.plan is None else WriteAhead(run)
+    if goes_on and ahead is not None:
+        ahead.check_whole()
     if goes_on and directory.checkpoints.is_dir():
         check_same(run)
     fresh = run.round.init(run.start())
-    journal = Journal(directory.journal)
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
-        directory.journal.unlink(missing_ok=True)
-        tokenizer = (run.store.path / "tokenizer.json").read_bytes()
-        checkpoint.write_atomically(directory.tokenizer, tokenizer)
-        named = special_tokens_map(run.store.tokenizer)
-        checkpoint.write_atomically(directory.special_tokens, named)
-        journal.append(release(run.plan, "header", header_of(run, fresh)))
-        journal.sync()
-        checkpoint.save(directory.checkpoints, 0, fresh)
-        return fresh
+        return _begin_anew(run, fresh, ahead)
     _check_base(run, fresh)
-    journal.rewind(int(found.round))
-    watcher.say(f"{directory.path}: going on after round {int(found.round)}.")
-    return found
+    round = int(found.state.round)
+    watcher.say(f"{directory.path}: going on after round {round}.")
+    resumed = Resumed(found.state, run.cadence.rounds)
+    if ahead is not None:
+        resumed = ahead.resume(found, watcher.say)
+    Journal(directory.journal).rewind(round)
+    return _Begun(*resumed, ahead, None if ahead is None else ahead.missing(found))
+
+
+def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
+    """Write what a run has before its first round: ledger, journal and the first checkpoint."""
+    directory = run.record
+    if ahead is not None:
+        ahead.begin()
+    directory.journal.unlink(missing_ok=True)
+    tokenizer = (run.store.path / "tokenizer.json").read_bytes()
+    checkpoint.write_atomically(directory.tokenizer, tokenizer)
+    named = special_tokens_map(run.store.tokenizer)
+    checkpoint.write_atomically(directory.special_tokens, named)
+    if run.plan is not None:
+        directory.make_salt()
+    _begin_lineage(run, ahead)
+    journal = Journal(directory.journal)
+    journal.append(release(run.plan, "header", header_of(run, fresh)))
+    journal.sync()
+    checkpoint.save(directory.checkpoints, 0, fresh)
+    rounds = run.cadence.rounds if ahead is None else ahead.affordable(0)
+    return _Begun(fresh, rounds, ahead=ahead)
+
+
+def _begin_lineage(run: Run, ahead: WriteAhead | None) -> None:
+    """Write down what the run learns from and starts from, and register it in its store."""
+    start = run.recipe.model.init_from or ("python" if _given_module(run) else "")
+    lineage.begin(
+        run.record.path,
+        run.store,
+        run=lineage.new_run() if ahead is None else ahead.entries[0]["run"],
+        private=run.plan is not None,
+        start_sha256=tree.sha256(run.start()),
+        start=start,
+        elsewhere=run.elsewhere,
+        register=run.counted,
+    )
+
+
+def _given_module(run: Run) -> bool:
+    return isinstance(run.model, ModuleSpec)
 
 
 def check_same(run: Run) -> None:
@@ -204,13 +299,14 @@ def check_same(run: Run) -> None:
             f"{path} was begun with another recipe "
             f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
         )
-    if header.get("privacy") != json.loads(dumps(_promised(run))).get("privacy"):
+    now = json.loads(dumps(promised(run)))
+    if any(header.get(name) != now.get(name) for name in ("privacy", "privacy_nodes")):
         raise RecordError(
             f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
             "versions that its journal names."
         )
-    store = run.store.manifest
-    if any(header["store"].get(f, store[f]) != store[f] for f in STORE):
+    told, store = header["store"], store_facts(run, salted="salted_sha256" in header["store"])
+    if any(told.get(f, store.get(f)) != store.get(f) for f in (*STORE, "salted_sha256")):
         raise RecordError(
             f"{path} was begun on another text than {run.store.path} holds now: undo the change, "
             "or begin another run."
@@ -235,9 +331,9 @@ def header_of(run: Run, fresh: Any) -> Metrics:
     return {
         "command": shlex.join(["fedlm", run.command, str(run.record.recipe)]),
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
-        "store": {k: v for k, v in run.store.manifest.items() if k != "settings"},
+        "store": store_facts(run, salted=run.plan is not None),
         "parameters": run.model.parameters,
-        **_promised(run),
+        **promised(run),
         **({"custom": dict(run.custom)} if run.custom else {}),
         **run.round.header(),
         "start": run.evaluation.watch(fresh),
@@ -250,17 +346,33 @@ def header_of(run: Run, fresh: Any) -> Metrics:
     }
 
 
-def _promised(run: Run) -> Metrics:
-    """Return the whole privacy plan, so that a run's claim follows from its journal alone."""
+def store_facts(run: Run, *, salted: bool) -> Metrics:
+    """Return the manifest of the store without its settings, perhaps with a salted hash."""
+    facts = {k: v for k, v in run.store.manifest.items() if k != "settings"}
+    if run.store.settings.user_field is not None:
+        facts["user_field"] = run.store.settings.user_field
+    if salted:
+        facts["salted_sha256"] = run.record.salted(facts["clients_sha256"])
+    return facts
+
+
+def promised(run: Run) -> Metrics:
+    """Return the privacy plan of every federation of clients, from which the claim follows."""
     if run.plan is None:
         return {}
-    privacy = run.recipe.privacy
+    privacy, tree = run.recipe.privacy, run.recipe.federation
+    seed = tree.noise_seed if run.plan.unit == "leaf" else privacy.seed
     return {
         "privacy": asdict(run.plan),
+        **({} if "" in run.plans else {"privacy_nodes": _by_node(run, asdict)}),
         "privacy_budget": privacy.epsilon,
         "canaries": privacy.canaries,
-        "unsafe_seed": privacy.seed is not None,
+        "unsafe_seed": seed is not None,
     }
+
+
+def _by_node(run: Run, of: Callable[[PrivacyPlan], Metrics]) -> Metrics:
+    return {node: of(plan) for node, plan in run.plans.items()}
 
 
 def _version(name: str) -> str:
@@ -273,7 +385,8 @@ def _version(name: str) -> str:
 # ---- rounds --------------------------------------------------------------------------------
 
 
-def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
+def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
+    state, ahead, missing = begun.state, begun.ahead, begun.missing
     directory, first = run.record, int(state.round)
     entries = report.facts_of(directory.path)
     # Bytes in the journal are sums over rounds: a resumed run continues from the last line.
@@ -287,28 +400,50 @@ def _rounds(run: Run, state: Any, watcher: Watcher) -> Iterator[Played]:
     def record(told: Releasable) -> Releasable:
         more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
         so_far.update(more)
-        if run.plan is not None and "perplexity" in told:
-            more["epsilon"] = account.spent(run.plan, told["round"] + 1).epsilon
+        if ahead is not None:
+            more |= ahead.releases()
+            if "perplexity" in told:
+                claim = lineage.claim_of_run(directory.path, entries.header, [])
+                more["epsilon"] = claim.epsilon if math.isfinite(claim.epsilon) else None
         told = extend(run.plan, told, more)
         journal.append(told)
         trackers.log(told["round"], told)
         watcher.round(told)
         return told
 
+    def evaluate(state: Any) -> Metrics:
+        found, noisy = dict(run.evaluation.watch(state)), run.private_evaluation
+        if noisy is not None and noisy.due(int(state.round), run.cadence.rounds):
+            assert ahead is not None
+            figures = noisy.figures(state)
+            ahead.pay("evaluation", noisy.noise_multiplier)
+            found["private_validation"] = figures
+        return found
+
+    def commit(state: Any, told: Releasable) -> None:
+        assert ahead is not None
+        journal.sync()  # rounds before a checkpoint must be in the journal
+        ahead.commit(state, told)
+
     def keep(state: Any) -> None:
         _check_equal(state)
-        journal.sync()  # rounds before a checkpoint must be in the journal
-        most = run.recipe.run.keep_checkpoints
-        checkpoint.save(directory.checkpoints, int(state.round), state, most)
+        journal.sync()
+        if ahead is None:  # otherwise every round is saved before it is recorded
+            most = run.recipe.run.keep_checkpoints
+            checkpoint.save(directory.checkpoints, int(state.round), state, most)
 
     watcher.begin(first, run.cadence.rounds, entries.header["start"]["perplexity"])
     hooks = Hooks(
-        evaluate=run.evaluation.watch,
+        commit=commit,
+        evaluate=evaluate,
         record=record,
         keep=keep,
         stop=lambda: multihost.agree(watcher.stop()),
     )
     try:
+        if missing is not None:
+            due = run.cadence.evaluates(missing["round"])
+            record(extend(run.plan, missing, evaluate(state)) if due else missing)
         yield from rounds(run, state, hooks)
     finally:
         trackers.close()
@@ -329,16 +464,16 @@ def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerCon
 # ---- the end -------------------------------------------------------------------------------
 
 
-def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
+def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     """Write weights, final figures, report and summary; all can be remade from a checkpoint."""
-    directory, recipe = run.record, run.recipe
+    directory, recipe, state = run.record, run.recipe, last.state
     watcher.say("evaluating on all held-out text")
     splits = {split: run.evaluation.final(state, split) for split in run.evaluation.splits()}
     counted: Metrics = {}
     if recipe.run.baselines:
         watcher.say("counting n-grams on the training tokens")
         counted = run.evaluation.baselines(list(splits))
-    if run.cadence.rounds < recipe.server.rounds:
+    if run.cadence.rounds < recipe.server.rounds and not last.ended:
         watcher.say(
             f"The privacy budget ends here: round {run.cadence.rounds + 1} of "
             f"{recipe.server.rounds} would pass epsilon {recipe.privacy.epsilon:g}. The model is "
@@ -347,17 +482,24 @@ def _close(run: Run, state: Any, watcher: Watcher) -> Summary:
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
     models = run.round.models(state)
+    claim = _claim(run)
+    if claim is not None:
+        for said in claim.not_covered[: -len(ALWAYS)]:
+            watcher.say(f"Not covered by the privacy claim: {said}.")
     final = {
         **splits,
         **run.round.closing(int(state.round)),
         "baselines": counted,
         "predictions": _predictions(run, models[""]),
-        "privacy": _claim(run, int(state.round)),
+        "privacy": None if claim is None else {**claim.facts, **WriteAhead(run).releases()},
     }
     journal.append(release(run.plan, "final", final))
     journal.sync()
+    lineage.add_models(directory.path, run.store, [tree.sha256(m) for m in models.values()])
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, run)
+    for name, params in run.round.own_models(state).items():
+        save_weights(directory.own_weights_of(name), params, run, private=True)
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
@@ -375,23 +517,27 @@ def _predictions(run: Run, params: Params) -> list[Metrics]:
     ]
 
 
-def _claim(run: Run, rounds: int) -> Metrics | None:
+def _claim(run: Run) -> Claim | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
-    return None if run.plan is None else account.spent(run.plan, rounds)._asdict()
+    if run.plan is None:
+        return None
+    facts = report.facts_of(run.record.path)
+    return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
-def save_weights(path: Path, params: Params, run: Run) -> None:
+def save_weights(path: Path, params: Params, run: Run, *, private: bool = False) -> None:
     """Write the model as safetensors by leaf name, with its settings in the metadata.
 
     Adapters are merged into the model, and written once more alone, beside it.
     """
     model = run.recipe.model.model_dump_json()
     data = checkpoint.to_bytes(merged(params), model=model, vocabulary=run.store.vocabulary)
-    checkpoint.write_atomically(path, data)
+    checkpoint.write_atomically(path, data, private=private)
     alone = factors(params)
     if alone:
         base = tree.sha256(without_adapters(params))
-        checkpoint.write_atomically(adapter_beside(path), checkpoint.to_bytes(alone, base=base))
+        data = checkpoint.to_bytes(alone, base=base)
+        checkpoint.write_atomically(adapter_beside(path), data, private=private)
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
@@ -425,7 +571,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
 
 
 def _spent(facts: report.Facts) -> Metrics:
-    if facts.header.get("privacy") is None:
-        return {"epsilon": None, "delta": None}
-    spent = account.from_journal(facts.header, facts.rounds)
-    return {"epsilon": spent.epsilon, "delta": spent.delta}
+    claim = facts.final.get("privacy") or {}
+    return {"epsilon": claim.get("epsilon"), "delta": claim.get("delta")} | (
+        {"privacy": claim["sentence"]} if claim else {}
+    )

@@ -18,15 +18,23 @@ def test_the_published_epsilon_of_a_tree(run_cli):
     done = run_cli("privacy", "epsilon", *TREE, "--noise-multiplier", 7, "--json")
     assert done.code == 0 and done.stdout.count("\n") == 1 and done.stderr == ""
     found = done.json
-    assert round(found["rho"], 2) == 0.81 and round(found["epsilon"], 2) == 8.90
+    assert round(found["rho"], 2) == 0.81 and round(found["epsilon"], 2) == 7.99
+    assert round(found["published_epsilon"], 2) == 8.90
     assert found["mechanism"] == "tree" and found["delta"] == 1e-10 and found["rounds"] == 2000
     shown = run_cli("privacy", "epsilon", *TREE, "--noise-multiplier", 7).stdout
-    assert "8.898" in shown and "squared sensitivity 79" in shown
+    assert "8.898" in shown and "squared sensitivity 70.3" in shown
 
 
 def test_noise_for_a_target(run_cli):
-    found = run_cli("privacy", "calibrate", "--target-epsilon", 8.9, *TREE, "--json").json
-    assert 6.99 < found["noise_multiplier"] < 7.001 and found["epsilon"] <= 8.9
+    found = run_cli("privacy", "calibrate", "--target-epsilon", 7.9907, *TREE, "--json").json
+    assert 6.99 < found["noise_multiplier"] < 7.001 and found["epsilon"] <= 7.9907
+
+
+def test_a_population_that_was_assumed_is_not_warned_about(run_cli):
+    asked = ("privacy", "epsilon", *TREE, "--noise-multiplier", 7, "--delta", 0.01)
+    assert "promises little" not in run_cli(*asked).stdout
+    known = run_cli(*asked, "--cohort", 1, "--population", 400).stdout
+    assert "promises little" in known
 
 
 def test_gaussian_noise_needs_its_cohort(run_cli):
@@ -80,7 +88,8 @@ def test_the_epsilon_of_a_run_is_that_of_its_journal(run_cli, tmp_path):
         journal.append(make_releasable("round", dict(round=r)))
     found = run_cli("privacy", "epsilon", "run", "--json").json
     assert found["epsilon"] == spent(chosen, 3).epsilon and found["rounds"] == 3
-    refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "leave the options away")
+    refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "which has its own")
+    refused(run_cli("privacy", "epsilon", "run", "--rounds", 5), "leave the options away")
 
 
 def test_a_run_without_a_claim(run_cli, trained):

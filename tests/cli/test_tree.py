@@ -1,9 +1,20 @@
 """A tree from the command line: its nodes in the summary, its report, and what is refused."""
 
 import json
+import stat
 
+import dp_accounting
+import equinox as eqx
+import numpy as np
 import pytest
 
+from fedlm.core import tree
+from fedlm.inference import load_params
+from fedlm.privacy.ledger import Ledger
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record.checkpoint import load_newest
+from fedlm.record.journal import read
 from tests.conftest import call, write_tiny
 
 TREE = """
@@ -23,6 +34,8 @@ name = "b"
 parent = "a"
 groups = ["south"]
 """
+ONE_PLACE = "[federation]\nlevels = []\nclip_norm = 1.0\n"
+TOKENS = '[federation]\nlevels = [0]\nclip_norm = 1.0\nweight = "tokens"\n'
 SMALL = ("server.rounds=2", "run.prompts=[]")
 
 
@@ -37,15 +50,21 @@ def train(folder, *changes, table=TREE):
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("tree-commands")
     write_tiny(made)
-    done = train(
-        made,
-        "federation.noise_multiplier=0.5",
-        "federation.clip_norm=0.1",
-        "federation.noise_seed=1",
-    )
+    done = train(made)
     assert done.code == 0, done.stderr
     (made / "summary.json").write_text(done.stdout)
     return made
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory):
+    """A finished run whose leaves add noise, and what it printed."""
+    made = tmp_path_factory.mktemp("hidden-leaves")
+    write_tiny(made)
+    noise = ("federation.noise_multiplier=8", "federation.clip_norm=0.01")
+    done = train(made, *noise, "federation.levels=[0]", "data.test_clients=0.5", "server.rounds=2")
+    assert done.code == 0, done.stderr
+    return made, done
 
 
 def test_the_summary_names_every_node(folder):
@@ -55,11 +74,62 @@ def test_the_summary_names_every_node(folder):
     assert len(list((folder / "run" / "nodes").iterdir())) == 7
 
 
-def test_the_report_shows_tree_matrix_routes_and_what_noise_is_worth(folder):
+def test_the_report_shows_tree_matrix_and_routes(folder):
     page = (folder / "run" / "report.html").read_text()
-    for words in ("└─ town", "on the text of every place", "Residuals", "promises nothing"):
+    for words in ("└─ town", "on the text of every place", "Residuals"):
         assert words in page
     assert "This run makes no privacy claim" in page
+
+
+def test_noise_at_the_leaves_is_one_claim_for_one_leaf(hidden):
+    made, done = hidden
+    wanted = dp_accounting.get_epsilon_gaussian(8 / 2**0.5, 1e-5)
+    assert done.json["epsilon"] == pytest.approx(wanted) and done.json["delta"] == 1e-5
+    page = (made / "run" / "report.html").read_text()
+    assert page.count("<h2>Privacy") == 1 and "no privacy claim" not in page
+    assert "one leaf of the tree" in page and "one client with all its text" not in page
+    found = call(made, "privacy", "epsilon", "run", "--json").json
+    assert found["epsilon"] == pytest.approx(wanted)
+
+
+def test_under_noise_at_the_leaves_files_tell_nothing_of_their_own_models(hidden):
+    """No exact loss, no length of a change, no figure of a model without noise, no counts."""
+    made, _ = hidden
+    header, *rounds, final = read(made / "run" / "journal.jsonl")
+    for entry in rounds:
+        assert not {"loss", "tokens", "steps", "unclipped", "personal_perplexity"} & entry.keys()
+        for node in entry["nodes"].values():
+            assert not {"loss", "change", "self_weight", "entropy_down"} & node.keys()
+        assert entry["members"] == 2
+    assert rounds[-1]["perplexity"] > 1
+    assert all(own is None for _, own in rounds[-1]["places"].values())
+    assert "validation" not in final and final["test"]["personal_perplexity"] is None
+    assert not {"clients", "left_out"} & header["tree"].keys()
+
+
+def test_under_noise_at_the_leaves_saved_models_are_those_that_others_know(hidden):
+    made, done = hidden
+    run = build(load(made / "run" / "recipe.toml"), made / ".fedlm" / "stores", out=made / "run")
+    saved = load_newest(made / "run" / "checkpoints", run.round.init(run.start()), print)
+    state = saved.state
+    node = run.round.config.topology.names.index("north")
+    own, seen = state.nodes[node].params, run.round.models(state)["north"]
+    weights = load_params(
+        run.recipe.model, run.store.vocabulary, made / "run/nodes/north.safetensors"
+    )
+    public = state.nodes[node].public_layers
+    for layer, values in run.round.config.personal(weights).items():
+        np.testing.assert_array_equal(values, public[layer])
+        assert not np.allclose(values, run.round.config.personal(own)[layer], atol=1e-3)
+    # A hash over un-noised models would be a test for whoever guesses the text.
+    assert done.json["params_sha256"] == tree.sha256(run.round.params(state))
+    assert done.json["params_sha256"] != tree.sha256(state.params)
+    assert eqx.tree_equal(weights, seen)
+    # The leaf's own model is for its owner alone.
+    kept = made / "run" / "private" / "north.safetensors"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert [entry["round"] for entry in Ledger(made / "run/ledger.jsonl").entries()[1:]] == [0, 1]
 
 
 def test_places_may_be_stores(tmp_path):
@@ -98,6 +168,8 @@ def test_evaluate_gives_the_figures_of_the_run_again(folder):
         ("federation.personal_layers=middle", TREE, ("personal_layers = 'middle'", "last SHARE")),
         ("federation.temperature=-1", TREE, ("federation.temperature = -1",)),
         ("federation.noise_multiplier=1", TREE, ("federation.clip_norm = 0.0", "positive length")),
+        ("federation.noise_multiplier=1", ONE_PLACE, ("noise_multiplier = 1.0", "single place")),
+        ("federation.noise_multiplier=1", TOKENS, ("federation.weight = 'tokens'", "'uniform'")),
         ("federation.clip_norm=1", WRITTEN + CHILD, ("clip_norm = 1.0", "at leaves alone: a")),
         ("federation.optimizer=sgd", TREE, ("federation.optimizer = 'sgd'", "'fedavg'")),
         ("federation.moves=['x > y']", TREE, ("federation.moves", "no place 'x'")),

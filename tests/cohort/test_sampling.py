@@ -20,6 +20,12 @@ def poisson(population, cohort):
     return Sampling(law="poisson", population=population, cohort=cohort)
 
 
+def cyclic(population, cohort, apart=2):
+    return Sampling(
+        law="cyclic-poisson", population=population, cohort=cohort, min_separation=apart
+    )
+
+
 LAWS = (fixed, poisson)
 
 
@@ -261,3 +267,40 @@ def test_laws_that_do_not_look_back_remember_nothing():
     for law in (fixed(10, 3), poisson(10, 3)):
         history = joined(no_history(law), np.array([1, 2]), 0)
         assert len(history.last) == len(history.times) == 0
+
+
+# ---- cyclic Poisson: groups take turns, coins decide ---------------------------------------------
+
+
+@given(st.integers(1, 200), st.integers(0, 6), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=40)
+def test_only_the_group_whose_turn_it_is_joins(population, apart, seed):
+    law = cyclic(population, max(population // (apart + 1) // 2, 1), apart)
+    met, history = cohorts(law, 4 * (apart + 1), seed)
+    assert all((np.diff(m) > 0).all() and m.dtype == np.int64 for m in met)
+    found = rests(met, population)
+    assert (found % (apart + 1) == apart).all(), "a client comes back in rounds of its group only"
+    assert len(history.last) == 0, "and nobody has to remember when it came last"
+
+
+@pytest.mark.parametrize(("claimed", "fits"), [(0.3, True), (0.27, False), (0.33, False)])
+def test_cyclic_cohorts_have_the_sizes_of_their_coins(claimed, fits):
+    """300 clients in three groups, ten expected: each of a group's hundred joins with 0.3."""
+    law = cyclic(300, 30)
+    sizes = [len(sampling.draw(law, np.random.default_rng(s), s, ())) for s in range(ROUNDS)]
+    binomial = scipy.stats.binom(100, claimed)
+    edges = np.arange(20, 41)
+    cells = np.bincount(np.searchsorted(edges, sizes), minlength=len(edges) + 1)
+    expected = np.diff([0, *binomial.cdf(edges), 1]) * ROUNDS
+    assert (scipy.stats.chisquare(cells, expected).pvalue > 0.001) == fits
+
+
+def test_every_client_has_a_turn_and_clients_of_one_group_join_independently():
+    law, met = cyclic(6, 1), np.zeros((6, 6))
+    for s in range(3 * ROUNDS):
+        members = sampling.draw(law, np.random.default_rng(s), s, ())
+        met[np.ix_(members, members)] += 1
+    for i in range(6):
+        assert scipy.stats.binomtest(int(met[i, i]), ROUNDS, 1 / 2).pvalue > 0.001
+        (mate,) = [j for j in range(6) if j != i and met[i, j]]
+        assert scipy.stats.binomtest(int(met[i, mate]), ROUNDS, 1 / 4).pvalue > 0.001

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedlm.core.errors import CorpusError
+from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.corpus.sources import Document, read
+from fedlm.corpus.store import gather_clients
 
 LETTERS = [
     Document("anna", ("europe", "berlin"), "grüße, aus berlin\nbis bald"),
@@ -245,3 +246,57 @@ def test_an_unknown_ending_lists_the_known_ones(tmp_path):
 def test_a_missing_source_offers_the_nearest_corpus():
     with pytest.raises(CorpusError, match=r"'soto' is neither .* Did you mean 'sotu'\?"):
         read("soto")
+
+
+# ---- people with several devices -----------------------------------------------------------------
+
+DEVICES = [
+    {"client": "phone-1", "user": "ann", "text": "the cat"},
+    {"client": "phone-2", "user": "bob", "text": "a dog"},
+    {"client": "tablet-1", "user": "ann", "text": "the sun"},
+]
+
+
+def saved(path, rows):
+    """Writes rows as the kind of file that the ending asks for."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["client", "user", "text"])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_a_user_field_makes_one_client_of_all_devices_of_a_person(ending, tmp_path):
+    path = saved(tmp_path / f"text.{ending}", DEVICES)
+    people = gather_clients(read(path, "user"))
+    assert [(c.client, c.text) for c in people] == [("ann", "the cat\nthe sun"), ("bob", "a dog")]
+    assert [c.client for c in gather_clients(read(path))] == ["phone-1", "phone-2", "tablet-1"]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("nobody", [None, "", " "], ids=["missing", "empty", "blank"])
+def test_a_row_without_a_person_is_refused(ending, nobody, tmp_path):
+    rows = [*DEVICES, {"client": "phone-3", "text": "the moon", "user": nobody}]
+    path = saved(tmp_path / f"text.{ending}", rows)
+    where = f"{path.name}" if ending == "parquet" else f"{path.name}, line {4 + (ending == 'csv')}"
+    with pytest.raises(CorpusError, match=rf"{where}: .*user.*data\.user_field names it"):
+        list(read(path, "user"))
+
+
+def test_a_user_field_that_no_row_has_is_refused(tmp_path):
+    path = saved(tmp_path / "text.csv", DEVICES)
+    with pytest.raises(CorpusError, match="no column 'person'; it has client, user, text"):
+        list(read(path, "person"))
+
+
+def test_a_source_without_fields_takes_no_user_field(tmp_path):
+    (tmp_path / "letters").mkdir()
+    for source in ("sotu", tmp_path / "letters"):
+        with pytest.raises(ConfigError, match=r"only \.jsonl, \.csv or \.parquet have fields"):
+            read(source, "user")

@@ -12,8 +12,9 @@ from fedlm.core.errors import CorpusError
 from fedlm.corpus import store as stores
 from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
-from fedlm.corpus.store import Store, StoreSettings, write, write_tokens
+from fedlm.corpus.store import Store, StoreSettings, vocabulary_like, write, write_tokens
 from fedlm.corpus.tokenizer import OWN, encode, fit
+from fedlm.corpus.vocabulary import COUNTED, Vocabulary
 
 SETTINGS = StoreSettings(test_clients=0.25, validation=0.2, split_seed=1)
 LETTERS = [
@@ -21,7 +22,7 @@ LETTERS = [
     for i in range(12)
 ]
 TEST = held_out_clients([d.client for d in LETTERS], 0.25, 1)
-TOKENIZER = fit(["a b c"], "words", 50, lowercase=True)
+TOKENIZER = Vocabulary(fit(["a b c"], "words", 50, lowercase=True), COUNTED)
 
 
 def row(number, train=(4, 5, 2), held=(6, 2), test=False):
@@ -166,7 +167,7 @@ def test_a_store_without_training_text_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', '{"format": 99}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 3}', '{"format": 99}', "\xff"])
 def test_a_damaged_manifest_is_refused(text, store):
     (store.path / "store.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorpusError, match=r"store\.json is damaged|has format 99"):
@@ -192,11 +193,33 @@ def test_damaged_special_tokens_are_refused(damage, store):
         Store(store.path)
 
 
+@pytest.mark.parametrize(
+    "damage", [None, [], {}, {"kind": "guessed"}, {"kind": "like"}, {"kind": "like", "of": {}}]
+)
+def test_a_damaged_origin_of_the_tokenizer_is_refused(damage, store):
+    manifest = {**store.manifest, "tokenizer_from": damage}
+    (store.path / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match=r"store\.json is damaged \(tokenizer_from\)"):
+        Store(store.path)
+
+
+def test_a_store_tells_where_its_tokenizer_came_from(store, tmp_path):
+    assert store.manifest["tokenizer_from"] == {"kind": "counted"}
+    letters = write(LETTERS, tmp_path / "b", StoreSettings(tokenizer="bytes"))
+    assert letters.manifest["tokenizer_from"] == {"kind": "public"}
+    other = write(LETTERS[:4], tmp_path / "o", SETTINGS, vocabulary=vocabulary_like(store))
+    origin = {"kind": "like", "store": "store", "of": {"kind": "counted"}}
+    assert other.manifest["tokenizer_from"] == origin
+    third = write(LETTERS[:4], tmp_path / "t", SETTINGS, vocabulary=vocabulary_like(other))
+    assert third.manifest["tokenizer_from"] == origin
+    assert not store.ledgers and not third.ledgers
+
+
 def test_a_store_of_an_older_format_is_to_be_prepared_again(store):
     manifest = {**store.manifest, "format": 1}
     del manifest["special_tokens"]
     (store.path / "store.json").write_text(json.dumps(manifest))
-    with pytest.raises(CorpusError, match=r"has format 1: this fedlm reads 2\. Prepare it again"):
+    with pytest.raises(CorpusError, match=r"has format 1: this fedlm reads 3\. Prepare it again"):
         Store(store.path)
 
 

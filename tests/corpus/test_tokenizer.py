@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fedlm.core.errors import CorpusError
-from fedlm.corpus.tokenizer import OWN, SPECIALS, TextTokenizer, decode, encode, fit
+from fedlm.corpus.tokenizer import (
+    OWN,
+    SPECIALS,
+    TextTokenizer,
+    decode,
+    encode,
+    encode_prompt,
+    fit,
+    from_counts,
+    word_finder,
+)
 
 EOS, OOV = OWN.eos, OWN.oov
 KINDS = ("words", "bpe", "bytes")
@@ -135,3 +145,21 @@ def test_composed_and_decomposed_letters_are_the_same_word():
 def test_a_vocabulary_of_no_words_is_refused(texts):
     with pytest.raises(CorpusError, match="vocabulary is empty"):
         fit(texts, "words", 100, lowercase=True)
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_a_tokenizer_of_all_counted_words_is_the_one_fitted_to_the_text(kind):
+    """Words of distinct frequencies: their order, and so all merges, are the same."""
+    text = "\n".join(["the cat sat, Ünder"] * 8 + ["the cat sat"] * 4 + ["the cat"] * 2 + ["the"])
+    size = 300 if kind == "bpe" else 50
+    fitted = fit([text], kind, size, lowercase=True)
+    assert word_finder(kind, True)(text) == word_finder(kind, True)("the cat sat, ünder\nthe")
+    lead = "Ġ" if kind == "bpe" else ""
+    under = "Ã¼nder" if kind == "bpe" else "ünder"
+    counts = [(lead + "the", 15), (lead + "cat", 14), (lead + "sat", 12)]
+    counts += [(",", 8), (lead + under, 8)]
+    made = from_counts(counts, kind, size, lowercase=True)
+    for line in ("The cat sat, ünder", "a mat"):
+        assert encode(made, line, np.int64).tolist() == encode(fitted, line, np.int64).tolist()
+        if kind == "bpe":
+            assert decode(made, encode_prompt(made, line)).strip() == line.lower()

@@ -1,5 +1,6 @@
 """A tokenizer made elsewhere is used as it is, or refused in one sentence."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -11,6 +12,7 @@ from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.store import StoreSettings, write
 from fedlm.corpus.tokenizer import OWN, decode, encode, encode_prompt, fit
 from fedlm.corpus.tokenizer_file import load_tokenizer, special_tokens_map
+from fedlm.corpus.vocabulary import from_file
 from tests.corpus import made_elsewhere as others
 from tests.corpus.test_store import LETTERS
 
@@ -156,21 +158,25 @@ def settings(tokenizer):
 
 @pytest.mark.parametrize("make", [others.like_gpt2, others.like_llama], ids=["gpt2", "llama"])
 def test_a_store_keeps_the_tokenizer_and_its_special_tokens(make, tmp_path):
-    tokenizer = load_tokenizer(others.saved(make(), tmp_path / "file"))
-    store = write(LETTERS, tmp_path / "s", settings(tokenizer), tokenizer=tokenizer)
+    tokenizer = load_tokenizer(path := others.saved(make(), tmp_path / "file"))
+    made = from_file(tokenizer, path)
+    store = write(LETTERS, tmp_path / "s", settings(tokenizer), vocabulary=made)
     assert store.special == store.tokenizer.special == tokenizer.special
     assert store.vocabulary == tokenizer.vocabulary
     assert store.train(0).dtype == np.uint16
     first = decode(store.tokenizer, store.train(0).tolist()).split("\n")[0].strip()
     assert first == "first0 and so on"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert store.manifest["tokenizer_from"] == {"kind": "file", "name": path.name, "sha256": digest}
 
 
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path):
     told = json.loads(others.like_llama().to_str())
     told["model"]["vocab"]["▁and▁far"] = 70_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    store = write(LETTERS, tmp_path / "s", settings(tokenizer), tokenizer=tokenizer)
+    tokenizer = load_tokenizer(path := tmp_path / "tokenizer.json")
+    made = from_file(tokenizer, path)
+    store = write(LETTERS, tmp_path / "s", settings(tokenizer), vocabulary=made)
     assert store.train(0).dtype == np.uint32 and store.vocabulary == 70_001
 
 
@@ -178,6 +184,7 @@ def test_stores_with_other_special_tokens_are_not_joined(tmp_path):
     path = llama(tmp_path / "file")
     for name, eos in (("one", "</s>"), ("two", "<s>")):
         tokenizer = load_tokenizer(path, eos=eos)
-        write(LETTERS, tmp_path / name, settings(tokenizer), tokenizer=tokenizer)
+        made = from_file(tokenizer, path)
+        write(LETTERS, tmp_path / name, settings(tokenizer), vocabulary=made)
     with pytest.raises(CorpusError, match="has another tokenizer"):
         JoinedStore([tmp_path / "one", tmp_path / "two"])

@@ -1,6 +1,7 @@
 """A federation over TLS on loopback: equal to its simulation, and closed to strangers."""
 
 import shutil
+import stat
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import certificates, doctor, server_app, status, workspace
 from fedlm.deploy.flower.client import SuperLinkClient
 from fedlm.deploy.flower.supernode import Stale, SuperNode, serve
+from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
@@ -57,9 +59,10 @@ def place(tmp_path_factory):
 @contextmanager
 def joined(folder: Path, made: workspace.Workspace, wrap=None):
     """Both nodes at work, each in a thread: what they do is the same, and one import serves."""
-    stop, threads = threading.Event(), []
+    stop, threads, ledgers = threading.Event(), [], []
     for name in NODES:
-        worker = Worker(Store(folder / "stores" / name), Policy())
+        ledgers.append(NodeLedger(made.kit(name).ledger))
+        worker = Worker(Store(folder / "stores" / name), Policy(), ledger=ledgers[-1])
         answer = wrap(worker) if wrap and name == "south" else worker
         node = SuperNode(made.kit(name))
         node.join(stop.is_set, patient=True)
@@ -72,6 +75,8 @@ def joined(folder: Path, made: workspace.Workspace, wrap=None):
         stop.set()
         for thread in threads:
             thread.join(30)
+        for ledger in ledgers:
+            ledger.close()
 
 
 def recipe_at(folder, store, *changes):
@@ -190,3 +195,32 @@ def test_a_tampered_frame_is_counted_and_not_used(place):
     assert done["rounds"] == 3
     assert lines["south"]["garbage"] == 3 and "checksum" in lines["south"]["last"]
     assert any("south" in text for text in said)
+
+
+PRIVATE = (
+    "server.sampling=poisson",
+    "privacy.mechanism=gaussian",
+    "privacy.noise_multiplier=1",
+    "privacy.clip_norm=0.1",
+    "privacy.delta=0.01",
+    "privacy.seed=1",
+)
+
+
+@pytest.mark.slow
+def test_a_private_run_tells_nobody_who_answered(place):
+    folder, made = place
+    with joined(folder, made):
+        networked, said = over_the_network(folder, made, "private", *PRIVATE)
+        lines = {n["name"]: n for n in status.nodes_of(made, folder / "private")}
+    assert networked["params_sha256"] == in_simulation(folder, "alone", *PRIVATE)["params_sha256"]
+    tallies = folder / "private" / "nodes.private.jsonl"
+    assert stat.S_IMODE(tallies.stat().st_mode) == 0o600
+    public = (folder / "private" / "nodes.jsonl").read_text()
+    assert public.splitlines() == [f'{{"round": {n}, "nodes": 2}}' for n in range(3)]
+    assert not any(name in text for text in said for name in NODES if "round" in text)
+    run = (folder / "private" / "run.id").read_text()
+    for name in NODES:
+        ledger = NodeLedger(made.kit(name).ledger, read_only=True)
+        assert len(ledger.runs[run].questions) == lines[name]["answered"]
+    assert sum(lines[name]["answered"] for name in NODES) > 0

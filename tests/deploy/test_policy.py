@@ -18,7 +18,7 @@ PRIVATE = parse(
 
 def verdict(policy, recipe, parameters=1000):
     plan = plan_of(recipe, sampling_of(recipe, 1000))
-    check_policy(policy, recipe, plan, parameters)
+    check_policy(policy, recipe, plan, parameters, clients=100)
 
 
 @pytest.mark.parametrize(

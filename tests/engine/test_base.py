@@ -24,6 +24,7 @@ def names(of):
     return list(tree.named_leaves(of))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", [LoopEngine, MeshEngine])
 def test_a_base_gives_the_same_model_as_a_subset_of_a_whole_one(engine):
     whole, based = ALGORITHMS["fixed"](), on_a_base()

@@ -19,6 +19,7 @@ NAMES = ("a", "b", "c")
 
 def request(member):
     return TrainRequest(
+        run="0" * 32,
         recipe="",
         round=1,
         first=member,

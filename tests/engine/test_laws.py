@@ -219,6 +219,7 @@ def test_an_empty_cohort_sums_to_nothing():
     assert float(nothing.members) == 0 and float(tree.norm(nothing.delta)) == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
 def test_a_member_that_is_not_finite_is_left_out_and_counted(kind):
     """Client 3 holds the only row with token 29, and the loss is NaN there."""

@@ -24,6 +24,7 @@ from fedlm.engine.messages import (
 )
 
 REQUEST = TrainRequest(
+    run="0123456789abcdef" * 2,
     recipe="[run]\nseed = 1",
     round=3,
     first=10,
@@ -93,6 +94,11 @@ def test_replies_to_something_else_are_refused(reply):
         {"members": (9, 11)},
         {"members": (11, 40)},
         {"round": -1},
+        {"round": 1 << 40},
+        {"population": 1 << 50},
+        {"counter": -1},
+        {"clip_norm": float("nan")},
+        {"run": "the first"},
         {"recipe": "#" * 70_000},
         {"longest": -1},
         {"longest": 1 << 60},
@@ -126,6 +132,7 @@ def test_requests_to_places_out_of_range_are_refused(change):
     "change",
     [
         *({name: 1} for name in ("round", "first", "population", "longest")),
+        {"run": "f" * 32},
         {"recipe": "[run]"},
         {"text": "xyz"},
         {"members": (11, 12)},
@@ -137,6 +144,7 @@ def test_requests_to_places_out_of_range_are_refused(change):
 def test_a_digest_covers_all_of_a_request(change):
     assert replace(PLACES, **change).digest != PLACES.digest
     assert read_request(encode_request(PLACES)).digest == PLACES.digest
+    assert replace(PLACES, counter=7).digest == PLACES.digest  # it grows while one asks again
 
 
 def test_a_frame_longer_than_any_can_be_is_refused():
@@ -159,8 +167,10 @@ def changed(**facts):
         replace(GOOD, kind="train_request"),
         replace(GOOD, facts={k: v for k, v in GOOD.facts.items() if k != "weight"}),
         changed(text="a secret"),
-        changed(version=2),
-        changed(version=3.0),
+        changed(version=3),
+        changed(version=4.0),
+        changed(counter=-1),
+        changed(counter=1 << 60),
         changed(round=3.0),
         changed(round=True),
         changed(weight=[1, 1]),

@@ -20,7 +20,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
             ("round 2: perplexity", "epsilon", "- one client with all"),
             marks=pytest.mark.slow,  # it prepares the State of the Union addresses
         ),
-        ("tree.py", 2, ("oslo: perplexity", "cairo: perplexity")),
+        pytest.param(
+            "tree.py",
+            2,
+            ("oslo: perplexity", "cairo: perplexity"),
+            marks=pytest.mark.slow,  # half a minute of compiling
+        ),
     ],
 )
 def test_an_example_runs(script, rounds, words, tmp_path):

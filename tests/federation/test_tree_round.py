@@ -15,6 +15,7 @@ from fedlm.federation.topology import Place, tree
 from fedlm.federation.tree_round import (
     Results,
     TreeConfig,
+    _hide,
     down,
     init_tree,
     received,
@@ -130,6 +131,28 @@ def test_the_steps_of_a_round_change_nothing_that_they_are_given():
     again, _ = tree_round(chosen, Leaves(), state)
     for node, report in results.reported.items():
         assert eqx.tree_equal(report.after, again.nodes[node])
+
+
+def test_noise_at_a_leaf_is_another_one_for_another_change():
+    """Two releases of one round that differ in the change must not cancel their noise."""
+    chosen = config(clip_norm=1.0, noise_multiplier=2.0)
+    wide = {"backbone": np.zeros(400, np.float32), "head": np.zeros(200, np.float32)}
+    state = init_tree(chosen, wide, bytes(range(16)))
+    start = down(chosen, state, ROOT, Results())
+
+    def noise(delta, node=A, state=state):
+        update = eqx.tree_at(lambda u: u.delta, moved(node), delta)
+        backbone, layers = _hide(chosen, state, node, start, update)
+        shown = np.concatenate([*jax.tree.leaves(backbone), *layers.values()])
+        return shown - np.concatenate(jax.tree.leaves(delta))
+
+    small = jax.tree.map(lambda x: x + np.float32(1e-3), wide)
+    nearly = {**small, "head": small["head"] * np.float32(1.001)}
+    one = noise(small)
+    assert np.array_equal(one, noise(small)) and one.std() == pytest.approx(2.0, rel=0.1)
+    later = replace(state, round=state.round + 1)
+    for other in (noise(nearly), noise(small, B), noise(small, state=later)):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.2
 
 
 @pytest.mark.parametrize("hidden", [False, True])

@@ -91,15 +91,18 @@ def test_a_run_with_a_secret_of_its_own_goes_on_with_it(private, tmp_path):
     whole = private / "one"
     cut = tmp_path / "cut"
     cut.mkdir()
-    for name in ("recipe.toml", "journal.jsonl"):
+    for name in ("recipe.toml", "journal.jsonl", "text.salt", "lineage.json"):
         (cut / name).write_bytes((whole / name).read_bytes())
+    lines = (whole / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (cut / "ledger.jsonl").write_bytes(b"".join(lines[:5]))
     (cut / "checkpoints").mkdir()
     for path in (whole / "checkpoints").iterdir():
-        if "000006" not in path.name:
+        if path.name < "round-000005":
             (cut / "checkpoints" / path.name).write_bytes(path.read_bytes())
     done = call(private, "train", cut / "recipe.toml", "--out", cut, "--resume")
     assert done.code == 0 and "going on after round 4" in done.stderr, done.stderr
     same(cut, whole)
+    assert (cut / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
 
 
 def test_a_run_whose_plan_is_another_one_now_does_not_go_on(private, tmp_path):
@@ -243,14 +246,19 @@ def test_a_target_alone_decides_the_noise(run_cli, tiny_recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path):
+@pytest.mark.parametrize("every", [1, 2], ids=["gaussian", "tree"])
+def test_an_adaptive_clip_moves_and_is_told_with_noise(run_cli, tiny_recipe, tmp_path, every):
+    chosen = GAUSSIAN if every == 1 else (*TREE, f"privacy.restart_every={every}")
     adaptive = (
         "privacy.clip_quantile=0.5",
         "privacy.clip_noise=2.0",
         "privacy.noise_multiplier=1.0",
     )
-    done = run_cli("train", tiny_recipe, *changes(*GAUSSIAN, *adaptive), "--out", "run", "--json")
+    done = run_cli("train", tiny_recipe, *changes(*chosen, *adaptive), "--out", "run", "--json")
     assert done.code == 0, done.stderr
     rounds = facts_of(tmp_path / "run").rounds
-    assert len({entry["clip_norm"] for entry in rounds}) > 2
-    assert all(0 <= entry["unclipped"] <= 1 for entry in rounds)
+    clips = [entry["clip_norm"] for entry in rounds]
+    assert len(set(clips)) == -(-len(clips) // every) > 2
+    assert all(clips[i] == clips[i - i % every] for i in range(len(clips)))
+    assert all(0 <= entry["unclipped_share"] <= 1 for entry in rounds[every - 1 :])
+    assert all("unclipped_share" not in entry for entry in rounds[: every - 1])

@@ -28,6 +28,7 @@ def test_value_and_gradient_equal_the_definition():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pads", [0, 1, 20, 100, 199, 200])
 def test_leaving_out_the_padding_changes_nothing(pads):
     """Enough rows to be sorted; every share of padding, none and all included."""
@@ -100,6 +101,7 @@ def test_padding_is_inert():
     np.testing.assert_array_equal(grad[-7:], 0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [23, 200])
 def test_padding_gives_no_gradient_to_the_last_word(rows):
     """An array looked up at -1 gives its last entry: that word must not notice."""

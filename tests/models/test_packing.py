@@ -26,6 +26,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 def test_every_target_has_exactly_one_column(lengths):
     targets = rows_of(lengths, 7)

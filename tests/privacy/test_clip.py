@@ -1,5 +1,6 @@
 """No update leaves longer than the clip_norm, or counts more than once, whatever it was."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,10 +11,11 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.core.keys import key_for
+from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import Total, Update
-from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, clip, next_clip_norm
-from tests.privacy.plans import plan
+from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, Limit, clip, next_limit
+from fedlm.privacy.sensitivity import of_matrix, of_tree
+from tests.privacy.plans import APART, plan, tree_strategy
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
 LIMITS = st.sampled_from([1e-12, 1e-6, 0.3, 1.0, 1e12])
@@ -92,9 +94,13 @@ def total(unclipped, members):
 
 
 def moved(unclipped, members):
-    key = key_for(0, "noise")
-    clip_norm, share = next_clip_norm(EXACT, jnp.float32(1.0), total(unclipped, members), key)
-    return float(clip_norm), float(share)
+    key = cipher_key_for(0, "noise")
+    after = next_limit(EXACT, jnp.int32(0), start(), total(unclipped, members), key)
+    return float(after.clip_norm), float(after.unclipped)
+
+
+def start(clip_norm=1.0):
+    return Limit(jnp.float32(clip_norm), jnp.float32(math.nan), jnp.float32(0))
 
 
 def test_the_limit_goes_towards_the_quantile():
@@ -105,9 +111,9 @@ def test_the_limit_goes_towards_the_quantile():
 
 def shares(unclipped, members, draws=1000):
     chosen = plan("gaussian", clip_quantile=0.5, clip_noise=1.0)
-    step = jax.jit(lambda t, key: next_clip_norm(chosen, jnp.float32(1.0), t, key)[1])
+    step = jax.jit(lambda t, key: next_limit(chosen, jnp.int32(0), start(), t, key).unclipped)
     told = total(unclipped, members)
-    found = [float(step(told, key_for(0, "noise", round=r))) for r in range(draws)]
+    found = [float(step(told, cipher_key_for(0, "noise", round=r))) for r in range(draws)]
     return (np.array(found) - 0.5) * chosen.denominator
 
 
@@ -135,8 +141,61 @@ def test_sum_and_count_together_cost_what_the_plan_says():
 
 def test_a_limit_stays_a_number():
     """Even if all updates vanish, or none is unclipped, for ever."""
-    for start, unclipped in ((SHORTEST, 10), (LONGEST, 0)):
-        clip_norm, _ = next_clip_norm(
-            EXACT, jnp.float32(start), total(unclipped, 10), key_for(0, "noise")
+    key = cipher_key_for(0, "noise")
+    for first, unclipped in ((SHORTEST, 10), (LONGEST, 0)):
+        after = next_limit(EXACT, jnp.int32(0), start(first), total(unclipped, 10), key)
+        assert float(after.clip_norm) == np.float32(first)
+
+
+# ---- a limit that moves where the noise restarts ---------------------------------------
+
+RESTARTS = [(rounds, every) for rounds in (5, 8, 9) for every in (2, 3, 4, 7) if every < rounds]
+
+
+def joint(chosen, rounds, weight):
+    """What tree and counts release in some rounds, with noises of one, if counts cost `weight`."""
+    every = chosen.restart_every
+    left = chosen.noise_multiplier**-2 - weight * (2 * chosen.clip_noise) ** -2
+    counts = np.zeros((rounds // every, rounds))
+    for k, row in enumerate(counts):
+        row[k * every : (k + 1) * every] = 0.5 / chosen.clip_noise
+    return np.concatenate([left**0.5 * tree_strategy(rounds, every), counts])
+
+
+@pytest.mark.parametrize("rounds, every", RESTARTS)
+def test_counts_and_trees_together_cost_what_the_plan_says(rounds, every):
+    """Against every placement of a client, after every number of rounds."""
+    for apart, most in ((0, 0), (0, 2), (1, 0), (2, 2)):
+        sampling = dataclasses.replace(APART, min_separation=apart, max_participations=most)
+        chosen = plan(
+            "tree", sampling, rounds=rounds, restart_every=every, clip_quantile=0.5, clip_noise=2.5
         )
-        assert float(clip_norm) == np.float32(start)
+        for ran in range(1, rounds + 1):
+            truth = of_matrix(joint(chosen, ran, chosen.count_weight), apart, most)
+            claimed = of_tree(ran, apart, most, restart_every=every).value
+            assert truth <= claimed / chosen.noise_multiplier**2 * (1 + 1e-9)
+
+
+def test_a_lighter_count_would_cost_more_than_the_plan_says():
+    """Three rounds are two blocks: neither holds all of a client's participations."""
+    sampling = dataclasses.replace(APART, min_separation=0)
+    chosen = plan("tree", sampling, rounds=6, restart_every=3, clip_quantile=0.5, clip_noise=2.5)
+    assert chosen.count_weight == 2
+    claimed = of_tree(6, 0, 0, restart_every=3).value / chosen.noise_multiplier**2
+    assert of_matrix(joint(chosen, 6, 1), 0, 0) > 1.01 * claimed
+    assert of_matrix(joint(chosen, 6, 2), 0, 0) <= claimed
+    apart = dataclasses.replace(chosen, sampling=APART)
+    assert apart.count_weight == 1 and chosen.sum_multiplier > apart.sum_multiplier > 2.0
+
+
+def test_a_limit_stands_still_until_the_noise_restarts():
+    chosen = plan("tree", restart_every=3, clip_quantile=0.5, noise_multiplier=0.0)
+    limits, shares = [start()], []
+    for r, unclipped in enumerate((10, 10, 4, 0, 0, 0)):
+        key = cipher_key_for(0, "noise", round=r)
+        limits.append(next_limit(chosen, jnp.int32(r), limits[-1], total(unclipped, 10), key))
+        shares.append(float(limits[-1].unclipped))
+    assert np.isnan(shares[:2]).all() and shares[2:] == pytest.approx([0.8, 0.8, 0.8, 0.0])
+    wanted = [0, 0, 0, -0.06, -0.06, -0.06, 0.04]
+    np.testing.assert_allclose([np.log(x.clip_norm) for x in limits], wanted, atol=1e-6)
+    assert float(limits[-1].counted) == 0.0

@@ -4,22 +4,22 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import optax
 import pytest
 
-from fedlm.core.keys import key_for
+from fedlm.core.keys import cipher_key_for
 from fedlm.privacy import correlated, strategy
 from fedlm.privacy.catalog import MECHANISMS, noise_for
-from fedlm.privacy.noise import gaussian, silent, standard_normal
+from fedlm.privacy.noise import gaussian, silent
+from fedlm.privacy.normal import standard_normal
 from tests.privacy.plans import APART, CORRELATED, PLANS, ROUNDS, factor, plan
 
 LIKE = {"w": jnp.ones((3, 2)), "b": jnp.ones((4,), jnp.bfloat16)}
 
 
 def keys(rounds=ROUNDS, seed=0):
-    return [key_for(seed, "noise", round=r) for r in range(rounds)]
+    return [cipher_key_for(seed, "noise", round=r) for r in range(rounds)]
 
 
 def stream(noise, sums, seed=0):
@@ -109,7 +109,7 @@ def test_memory_is_a_few_copies_of_the_model():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_noise_is_in_units_of_the_clip_norm(name):
-    """The server divides a sum by the clip before it adds noise: the clip must not count twice."""
+    """`Noise.add` multiplies by the clip norm of the round: the plan's must not count twice."""
     wide = dataclasses.replace(PLANS[name], clip_norm=40.0)
     for a, b in zip(
         *(stream(noise_for(p), [LIKE] * 2)[0] for p in (PLANS[name], wide)), strict=True
@@ -129,7 +129,7 @@ def prefix_noise(rounds, restart_every=0):
         key, height = keys(rounds)[t], 0
 
         def fresh(height, key=key):
-            return float(standard_normal(jr.fold_in(key, height), jnp.zeros(())))
+            return float(standard_normal(key, jnp.zeros(()), height))
 
         block = fresh(0)
         while height in blocks:
@@ -148,7 +148,9 @@ def test_momentum_on_increments_is_momentum_on_noisy_prefix_sums(restart_every, 
     noise = correlated.tree(1.0, restart_every, rounds=rounds)
     sums, _ = stream(noise, [jnp.float32(g) for g in gradients])
     prefix = np.cumsum(gradients) + prefix_noise(rounds, restart_every)
-    np.testing.assert_allclose(np.cumsum(sums), prefix, atol=1e-4)
+    fine = 0.003  # what the grid adds in thirteen rounds
+    np.testing.assert_allclose(np.cumsum(sums), prefix, atol=3 * fine)
+    prefix = np.cumsum(sums)
 
     optimizer = optax.sgd(rate, momentum=beta, nesterov=nesterov)
     w = jnp.float32(0.0)

@@ -66,6 +66,13 @@ REFUSED = [
     (plan("blt", buffers=11), "privacy.buffers = 11", "between 1 and 10"),
     (plan("tree", buffers=5), "privacy.buffers = 5", "3 with privacy.mechanism = 'tree'"),
     (plan(sampling=separated(law="weekly")), "privacy.mechanism = 'tree'", "none has a known cost"),
+    (plan(clip_quantile=0.5), "privacy.clip_quantile = 0.5", "restart_every below server.rounds"),
+    (plan("blt", clip_quantile=0.5), "privacy.clip_quantile = 0.5", "'tree'"),
+    (
+        plan(restart_every=3, clip_quantile=0.5, clip_noise=0.9),
+        "privacy.clip_noise = 0.9",
+        "more than half of",
+    ),
     (plan("gaussian", clip_quantile=1.5), "privacy.clip_quantile = 1.5", "below 1"),
 ]
 

@@ -58,3 +58,12 @@ def test_text_of_training_clients_gives_no_figure_under_a_plan():
     assert splits(PLAN, ["validation"]) == []
     assert splits(OPEN, ["test", "validation"]) == ["test", "validation"]
     assert not baselines(PLAN) and baselines(None)
+
+
+def test_the_header_of_a_private_run_has_no_counts_and_no_plain_hashes_of_text():
+    store = {"train_tokens": 941, "clients_sha256": "ab", "salted_sha256": "cd", "vocabulary": 60}
+    header = {"recipe": {}, "store": store, "never_thought_of": 1}
+    told = release(PLAN, "header", header)
+    assert dict(told) == {"recipe": {}, "store": {"salted_sha256": "cd", "vocabulary": 60}}
+    assert dict(release(OPEN, "header", header)) == header
+    assert dict(release(None, "header", header)) == header

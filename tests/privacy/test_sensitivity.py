@@ -7,7 +7,7 @@ import pytest
 
 from fedlm.privacy import sensitivity
 from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.sensitivity import of_matrix, of_strategy, of_tree
+from fedlm.privacy.sensitivity import of_matrix, of_released_tree, of_strategy, of_tree
 from tests.privacy.plans import (
     CORRELATED,
     PLANS,
@@ -15,6 +15,7 @@ from tests.privacy.plans import (
     plan,
     strategy,
     strategy_of,
+    tree_factor,
     tree_strategy,
 )
 
@@ -121,3 +122,36 @@ def test_a_normalised_matrix_wider_than_the_separation_is_not_accounted():
         of_strategy(strategy_of(PLANS["banded"]), ROUNDS, 0, 0)
     with pytest.raises(ValueError, match="negative"):
         of_matrix(np.array([[1.0, -1.0]]), 0, 0)
+
+
+# ---- what a tree releases ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds, restart_every", [(1, 0), (7, 0), (16, 0), (13, 5), (12, 4)])
+def test_the_releases_of_a_tree_have_the_covariance_of_its_noise(rounds, restart_every):
+    matrix = sensitivity.released_tree(rounds, restart_every)
+    noise = tree_factor(rounds, restart_every)
+    np.testing.assert_allclose(matrix.T @ matrix @ noise @ noise.T, np.eye(rounds), atol=1e-9)
+    assert (matrix >= 0).all()
+
+
+@pytest.mark.parametrize("apart", [0, 1, 3, 5])
+@pytest.mark.parametrize("most", [1, 3, 4])
+@pytest.mark.parametrize("restart_every", [0, 4, 7])
+def test_the_sensitivity_of_releases_is_the_maximum_over_placements(apart, most, restart_every):
+    for rounds in (1, 3, 8, 11, 13):
+        found = of_released_tree(rounds, apart, most, restart_every=restart_every)
+        matrix = sensitivity.released_tree(rounds, restart_every)
+        assert found.exact and np.isclose(found.value, of_matrix(matrix, apart, most), rtol=1e-9)
+        nodes = of_tree(rounds, apart, most, restart_every=restart_every)
+        assert found.value <= nodes.value * (1 + 1e-12), "releases are made from the nodes"
+
+
+def test_a_search_over_releases_that_is_cut_short_ends_in_a_bound(monkeypatch):
+    exact = of_released_tree(100, 19, 5)
+    of_released_tree.cache_clear()
+    monkeypatch.setattr(sensitivity, "MOST_CELLS", 1)
+    bound = of_released_tree(100, 19, 5)
+    of_released_tree.cache_clear()
+    assert exact.exact and not bound.exact and exact.value <= bound.value <= 50
+    assert of_released_tree(300, 9, 0) == of_tree(300, 9, 0)._replace(exact=False)

@@ -170,3 +170,60 @@ def test_nothing_held_out_is_nothing_watched(made):
     assert found.evaluation.watched is None and found.evaluation.baselines([]) == {}
     state = found.round.init(found.start())
     assert found.evaluation.watch(state)["perplexity"] is None
+
+
+def test_with_a_user_field_a_member_is_a_person_with_all_devices(made, tiny_text, tmp_path):
+    rows = [json.loads(line) for line in tiny_text.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["user"] = f"person-{number // 2}"
+    tiny_text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    devices, people = made(), made("data.user_field=user")
+    assert (devices.population.size, people.population.size) == (18, 9)
+    store = people.store
+    names = {store.client(n) for n in range(len(store))}
+    assert names == {f"person-{n}" for n in range(10)}  # a person is in one split only
+    assert people.recipe.data.user_field == store.settings.user_field == "user"
+    with pytest.raises(ConfigError, match=r"data\.user_field = 'device'.*made with 'user'"):
+        with_store(tmp_path, store.path, user_field="device")
+
+
+PRIVATE = (
+    "server.sampling=poisson",
+    "privacy.mechanism=gaussian",
+    "privacy.noise_multiplier=1.0",
+    "privacy.evaluation_noise=0.01",
+)
+
+
+def test_noisy_figures_are_of_the_training_clients_held_out_text(made):
+    found = made(*PRIVATE, "privacy.evaluation_tokens=20")
+    state = found.round.init(found.start())
+    told = found.private_evaluation.figures(state)
+    exact = made("server.evaluate_rows=0").evaluation.watch(state)  # no plan: validation text
+    assert told["perplexity"] == pytest.approx(exact["perplexity"], rel=0.02)
+    assert told["accuracy"] == pytest.approx(exact["accuracy"], abs=0.02)
+    assert found.evaluation.splits() == ["test"]
+    again = found.private_evaluation.figures(state)
+    assert again["perplexity"] != told["perplexity"]  # noise of its own
+    due = [n for n in range(1, 7) if found.private_evaluation.due(n, 6)]
+    assert due == [6]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (("privacy.epsilon=4",), "budget of the rounds alone"),
+        (("privacy.evaluation_every=3",), "a multiple of server.evaluate_every, which is 2"),
+        (("data.validation=0",), "data.validation above 0"),
+        (("privacy.evaluation_noise=0",), "greater than 0"),
+    ],
+)
+def test_a_private_evaluation_that_cannot_be_is_refused(made, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        made(*PRIVATE, *changes)
+
+
+def test_a_private_evaluation_without_a_plan_is_refused(made):
+    with pytest.raises(ConfigError, match="without one nothing is clipped"):
+        made("privacy.evaluation_noise=1")
+    assert made().private_evaluation is None

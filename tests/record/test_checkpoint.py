@@ -1,6 +1,8 @@
 """A checkpoint is whole or not there; a damaged one is passed over, and that is said."""
 
+import math
 import os
+import stat
 
 import equinox as eqx
 import jax
@@ -57,7 +59,7 @@ def names(folder):
 def newest(folder, like=None):
     said = []
     found = checkpoint.load_newest(folder, like or state_of(), said.append)
-    return found, said
+    return None if found is None else found.state, said
 
 
 def test_a_nested_module_comes_back_to_the_byte(folder):
@@ -234,3 +236,65 @@ def test_the_highest_round_is_what_is_loaded(tmp_path_factory, keep, rounds):
     found, _ = newest(folder, {"round": jnp.int32(0)})
     assert int(found["round"]) == max(rounds)
     assert len(names(folder)) == min(keep, len(rounds))
+
+
+# ---- who may read ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_checkpoint_is_its_owners_alone(tmp_path, open_umask, monkeypatch):
+    """It holds the secret from which noise can be made again; also while it is written."""
+    folder, during = tmp_path / "run" / "checkpoints", []
+    replace = os.replace
+    monkeypatch.setattr(
+        os, "replace", lambda part, path: (during.append(mode(part)), replace(part, path))
+    )
+    path = checkpoint.save(folder, 0, state_of(0))
+    assert (mode(path), mode(folder), during) == (0o600, 0o700, [0o600])
+    assert mode(folder.parent) == 0o777
+    folder.chmod(0o755)  # as an older version left it
+    path.chmod(0o644)
+    checkpoint.save(folder, 0, state_of(0))
+    assert (mode(path), mode(folder)) == (0o600, 0o700)
+
+
+def test_what_is_not_private_is_as_open_as_the_user_wants(tmp_path, open_umask):
+    checkpoint.write_atomically(tmp_path / "page" / "report.html", b"x")
+    assert mode(tmp_path / "page" / "report.html") == 0o666
+    assert mode(tmp_path / "page") == 0o777
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("round-000000.safetensors", "round-000000.safetensors.part"):
+        (folder / name).symlink_to(precious)
+    checkpoint.save(folder, 0, state_of(0))
+    assert precious.read_bytes() == b"precious"
+    assert not (folder / "round-000000.safetensors").is_symlink()
+
+
+def test_leftovers_of_killed_writes_are_swept(tmp_path):
+    (tmp_path / "round-000003.safetensors.0123.part").write_bytes(b"half")
+    (tmp_path / "kept").write_bytes(b"x")
+    checkpoint.sweep(tmp_path)
+    checkpoint.sweep(tmp_path / "missing")
+    assert names(tmp_path) == ["kept"]
+
+
+def test_facts_come_back_with_the_state(tmp_path):
+    checkpoint.save(tmp_path, 3, state_of(3), facts={"told": {"loss": math.inf}})
+    found = checkpoint.load_newest(tmp_path, state_of(), print)
+    assert found is not None and found.facts == {"told": {"loss": math.inf}, "round": 3}

@@ -1,5 +1,7 @@
 """A run directory never mixes two recipes."""
 
+import os
+import threading
 import tomllib
 
 import pytest
@@ -38,7 +40,9 @@ def test_an_empty_directory_is_taken(tmp_path, resume):
 
 def test_a_directory_whose_first_write_was_killed_is_taken(tmp_path):
     (tmp_path / "recipe.toml.part").write_text(RECIPE[:10])
-    assert RunDirectory(tmp_path).claim(RECIPE, resume=True) is False
+    directory = RunDirectory(tmp_path)
+    with directory.locked():
+        assert directory.claim(RECIPE, resume=True) is False
     assert [p.name for p in tmp_path.iterdir()] == ["recipe.toml"]
 
 
@@ -125,3 +129,55 @@ def test_the_newest_path_is_the_last_that_is_there(tmp_path):
         free_path(tmp_path, "tiny").mkdir()
     assert newest_path(tmp_path, "tiny") == tmp_path / "tiny-3"
     assert newest_path(tmp_path, "other") == tmp_path / "other"
+
+
+# ---- one at a time -----------------------------------------------------------------------------
+
+
+def test_a_directory_is_locked_for_others_and_not_for_who_holds_it(tmp_path):
+    directory, refused = RunDirectory(tmp_path / "run"), []
+
+    def other():
+        try:
+            with RunDirectory(tmp_path / "run" / ".." / "run").locked():
+                refused.append("let in")
+        except RecordError as error:
+            refused.append(str(error))
+
+    with directory.locked():
+        with directory.locked():  # a server locks it, and so does the training that it starts
+            assert directory.claim(RECIPE, resume=False) is False
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert f"is being trained by another process (pid {os.getpid()})" in refused[0]
+    assert [path.name for path in directory.path.iterdir()] == ["recipe.toml"]
+    other()
+    assert refused[1:] == ["let in"]
+
+
+def test_a_lock_left_by_a_killed_process_holds_nobody_up(tmp_path):
+    (tmp_path / ".lock").write_text("99999999")
+    directory = RunDirectory(tmp_path)
+    with directory.locked():
+        assert directory.claim(RECIPE, resume=False) is False
+
+
+def test_a_lock_is_put_into_no_other_directory(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with (
+        pytest.raises(RecordError, match="is not a run directory"),
+        RunDirectory(tmp_path).locked(),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with (
+        pytest.raises(RecordError, match="could not be written: Not a directory"),
+        RunDirectory(tmp_path / "thesis.tex" / "deeper").locked(),
+    ):
+        pass
+    (tmp_path / "thesis.tex").unlink()
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match="could not be written"), RunDirectory(tmp_path).locked():
+        pass
+    assert not (tmp_path / "elsewhere").exists()

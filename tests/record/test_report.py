@@ -134,3 +134,25 @@ def test_a_journal_without_header_is_refused(tmp_path):
     Journal(tmp_path / "journal.jsonl").append(make_releasable("round", dict(round=0)))
     with pytest.raises(RecordError, match="its journal has no header"):
         report.facts_of(tmp_path)
+
+
+def test_noisy_figures_stand_beside_their_errors(tmp_path):
+    folder = write(tmp_path / "run", final=False)
+    figures = {"perplexity": 77.25, "perplexity_error": 1.5, "accuracy": 0.25}
+    clients = {"p10": 60.5, "p10_error": 4.5, "p50": 80.5, "p50_error": 2.5}
+    told = {
+        **figures,
+        "accuracy_error": None,
+        "clients": {**clients, "p90": None, "p90_error": None},
+        "noise_multiplier": 5.0,
+        "tokens_per_client": 50,
+    }
+    line = {"round": 4, "members": 4, "seconds": 0.25, "upload_bytes": 1, "download_bytes": 1}
+    made = make_releasable("round", {**line, "private_validation": told})
+    Journal(folder / "journal.jsonl").append(made)
+    page = page_of(folder)
+    assert "Held-out text of training clients, with noise" in page
+    for value in ("77.25", "1.5", "80.5", "2.5"):
+        assert f"<td class='n'>{value}</td>" in page
+    assert "at most 50 tokens, with noise of 5 times" in page
+    assert "with noise" not in page_of(write(tmp_path / "other"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import note
+from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.train import polite_stop
 from fedlm.engine.devices import use_devices
 
@@ -65,3 +67,73 @@ def relay(
 
     with polite_stop() as stop:
         pass_on(kit, home, say=note, stop=stop.is_set)
+
+
+@app.command()
+def ledger(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")],
+    *,
+    store: Annotated[
+        Path | None, typer.Option(help="The node's store: what preparing it cost counts too.")
+    ] = None,
+    confirm: Annotated[
+        int | None,
+        typer.Option(
+            help="Go on from this number, which a refusal names, though what was answered before "
+            "it is lost; the node must not be running."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What this node has answered: runs, rounds, clients' participations, lifetime epsilon.
+
+    Example: fedlm node ledger kits/north
+    """
+    from fedlm.deploy.guard import store_releases
+    from fedlm.deploy.lifetime import summary
+    from fedlm.deploy.node_ledger import NodeLedger
+    from fedlm.deploy.workspace import Kit
+
+    path = Kit.existing(kit).ledger
+    if confirm is not None:
+        with closing(NodeLedger(path)) as own:
+            own.confirm(confirm)
+    found = NodeLedger(path, read_only=True)
+    told = summary(found, () if store is None else store_releases(store))
+    if as_json:
+        emit({"kit": str(kit), **told})
+        return
+    head = ["run", "mechanism", "rounds", "of", "clients", "at most", "epsilon", "at delta"]
+    names = ("rounds_answered", "rounds_planned", "clients", "most_participations")
+    show(
+        f"ledger {path}",
+        head,
+        [
+            [r["run"][:8], r["mechanism"], *(r[n] for n in names), r["epsilon"], r["delta"]]
+            for r in told["runs"]
+        ],
+    )
+    for line in _sentences(told):
+        out.print(line)
+
+
+def _sentences(told: dict[str, Any]) -> Iterator[str]:
+    """Yield what a ledger's table does not show."""
+    for run in told["runs"]:
+        often = ", ".join(f"{n} clients {t} times" for t, n in run["participations"].items())
+        yield f"run {run['run'][:8]}: {often}"
+    if told["delta"] is not None:
+        bound = "is" if told["epsilon_is_exact"] else "is at most"
+        yield (
+            f"lifetime epsilon {bound} {told['epsilon']:.4g} at delta {told['delta']:.3g}: over "
+            "all runs, for the client who took part most"
+        )
+    elif told["runs"]:
+        yield "lifetime epsilon is infinite: no run had a privacy plan"
+    yield f"counter {told['counter']}, {told['refusals']} questions refused"
+    for refusal in told["last_refusals"]:
+        yield f"  round {refusal['round']} of {refusal['run'][:8]}: {refusal['reason']}"
+    for gap in told["lost"]:
+        yield (
+            f"entries {gap['since'] + 1} to {gap['until']} are lost: what they cost is not counted"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +11,14 @@ import typer
 from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
-from fedlm.corpus.store import Store, write
+from fedlm.corpus.store import Store, vocabulary_like, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
-from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.tokenizer import FILE, kind_of
+from fedlm.corpus.vocabulary import Vocabulary
+from fedlm.privacy import vocabulary as vocabularies
 from fedlm.recipe.parts import given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
+from fedlm.recipe.vocabulary import vocabulary_of
 
 
 def prepare(
@@ -29,6 +33,17 @@ def prepare(
     vocabulary: Annotated[
         int | None, typer.Option(help="Entries, specials included; 10000 by default.")
     ] = None,
+    vocabulary_epsilon: Annotated[
+        float | None,
+        typer.Option(help="Count the vocabulary with noise: only words that many clients share."),
+    ] = None,
+    vocabulary_delta: Annotated[
+        float | None, typer.Option(help="The delta of --vocabulary-epsilon; 1e-7 by default.")
+    ] = None,
+    vocabulary_words: Annotated[
+        int | None,
+        typer.Option(help="Distinct words of a client that are counted; 1000 by default."),
+    ] = None,
     lowercase: Annotated[
         bool | None, typer.Option("--lowercase/--no-lowercase", help="Fold case; by default it is.")
     ] = None,
@@ -41,6 +56,10 @@ def prepare(
     test_clients: Annotated[float, typer.Option(help="Share of clients held out whole.")] = 0.1,
     validation: Annotated[float, typer.Option(help="Share of each client's text held out.")] = 0.1,
     split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = 0,
+    user_field: Annotated[
+        str | None,
+        typer.Option(help="The field that names the person: all devices become one client."),
+    ] = None,
     clients: Annotated[int | None, typer.Option(help="How many, of a synthetic source.")] = None,
     groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
     like: Annotated[
@@ -53,20 +72,31 @@ def prepare(
 
     Example: fedlm prepare letters.jsonl.gz --out stores/letters --vocabulary 4000
 
+    With a private vocabulary: fedlm prepare letters/ --out store --vocabulary-epsilon 1
+
     With a tokenizer made elsewhere: fedlm prepare letters/ --out store --tokenizer tokenizer.json
 
     For tests of scale: fedlm prepare synthetic:stackoverflow --out stores/many --clients 10000
     """
+    noisy = {
+        "vocabulary_epsilon": vocabulary_epsilon,
+        "vocabulary_delta": vocabulary_delta,
+        "vocabulary_words": vocabulary_words,
+    }
+    if like is not None or source.startswith(PREFIX):
+        _no_counting(noisy, "--like" if like is not None else source)
     asked = {
         "tokenizer": tokenizer,
         "vocabulary": vocabulary,
+        **noisy,
         "lowercase": lowercase,
         "test_clients": test_clients,
         "validation": validation,
         "split_seed": split_seed,
+        "user_field": user_field,
     }
     _only_file(tokenizer, {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos)
-    taken = None if like is None else _tokenizer_of(like, asked)
+    taken = None if like is None else _vocabulary_of(like, asked)
     data = parse({"data": {k: v for k, v in asked.items() if v is not None}}).data
     given = given_tokenizer(data, bos, eos) if taken is None else None
     settings = store_settings(data, given)
@@ -76,10 +106,13 @@ def prepare(
             status.update(f"{stage} {done or ''}")
 
         if source.startswith(PREFIX):
+            wanted = "nothing for a synthetic source, which has no fields"
+            require(user_field is None, "--user-field", user_field, wanted)
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
-            store = write(sources.read(source), out, settings, progress, taken or given)
+            made = taken or vocabulary_of(data, given, progress)
+            store = write(sources.read(source, user_field), out, settings, progress, made)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -93,15 +126,20 @@ def prepare(
         "vocabulary",
     )
     show(f"store {out}", ["", "count"], [[name, facts[name]] for name in shown])
+    for said in vocabularies.assumptions({"store": {**facts, "user_field": data.user_field}}):
+        note(f"{said[:1].upper()}{said[1:]}.")
+    passed = facts["tokenizer_from"].get("words_passed")
+    if passed is not None:
+        note(f"{passed:,} words passed the threshold; another preparation costs as much again.")
     note(f"Train on it with data.store = {str(out)!r}.")
 
 
-def _tokenizer_of(like: Path, asked: dict[str, Any]) -> TextTokenizer:
-    """Return the tokenizer of a store, and replace the settings in `asked` by the store's."""
+def _vocabulary_of(like: Path, asked: dict[str, Any]) -> Vocabulary:
+    """Return the vocabulary of a store, and replace the settings in `asked` by the store's."""
     store = Store(like)
     for name in ("tokenizer", "vocabulary", "lowercase"):
         asked[name] = getattr(store.settings, name)
-    return store.tokenizer
+    return vocabulary_like(store)
 
 
 def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: str | None) -> None:
@@ -114,6 +152,13 @@ def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: 
     for name, value in (("--bos", bos), ("--eos", eos)):
         wanted = "nothing without --tokenizer PATH/tokenizer.json: other tokenizers have their own"
         require(value is None, name, value, wanted)
+
+
+def _no_counting(noisy: Mapping[str, object], why: str) -> None:
+    """Refuse options of private counting where no vocabulary is counted."""
+    for name, value in noisy.items():
+        option = f"--{name.replace('_', '-')}"
+        require(value is None, option, value, f"nothing beside {why}, which counts no vocabulary")
 
 
 def _only_synthetic(clients: int | None, groups: str) -> None:

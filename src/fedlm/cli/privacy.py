@@ -9,17 +9,20 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from fedlm import lineage
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
+from fedlm.corpus.store import Store
 from fedlm.engine.devices import use_devices
 from fedlm.federation.audit import Seen, look
 from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
 from fedlm.privacy.catalog import MECHANISMS, with_setting
+from fedlm.privacy.ledger import spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
@@ -83,7 +86,9 @@ Restart = Annotated[
 
 @app.command()
 def epsilon(
-    run: Annotated[Path | None, typer.Argument(help="A run directory.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory, or a store: all runs on it.")
+    ] = None,
     *,
     mechanism: MechanismName = None,
     rounds: Rounds = None,
@@ -102,32 +107,32 @@ def epsilon(
     restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
-    """What settings cost, or what a run has spent.
+    """What settings cost, what a run has spent, or what all runs on a store cost together.
 
     Example: fedlm privacy epsilon runs/private
     """
     if run is not None:
-        if mechanism or rounds or noise_multiplier is not None or delta is not None:
-            raise ConfigError(f"{run}: a run has its own settings; leave the options away.")
-        facts = facts_of(RunDirectory.existing(run).path)
-        found = account.from_journal(facts.header, facts.rounds)
-        plan, ran = account.plan_from(facts.header["privacy"]), len(facts.rounds)
-    else:
-        asked = _given("--noise-multiplier", noise_multiplier)
-        plan = _plan(
-            mechanism=mechanism,
-            rounds=rounds,
-            noise_multiplier=asked,
-            delta=delta,
-            clip_norm=clip,
-            bands=bands,
-            buffers=buffers,
-            restart_every=restart_every,
-            sampling=(sampling, cohort, population, min_separation, max_participations),
+        if mechanism or rounds or noise_multiplier is not None:
+            raise ConfigError(f"{run}: it has its own settings; leave the options away.")
+        if (run / "store.json").is_file():
+            return _answer_store(run, lineage.spent_on(Store(run), delta), as_json)
+        require(
+            delta is None, "--delta", delta, "a store: a run has its own; leave the options away"
         )
-        ran = plan.rounds
-        found = account.spent(plan, ran)
-    _answer(plan, ran, found, as_json)
+        return _answer_run(run, as_json)
+    asked = _given("--noise-multiplier", noise_multiplier)
+    plan = _plan(
+        mechanism=mechanism,
+        rounds=rounds,
+        noise_multiplier=asked,
+        delta=delta,
+        clip_norm=clip,
+        bands=bands,
+        buffers=buffers,
+        restart_every=restart_every,
+        sampling=(sampling, cohort, population, min_separation, max_participations),
+    )
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -167,7 +172,7 @@ def calibrate(
     )
     noise = account.calibrate(plan, target_epsilon)
     plan = dataclasses.replace(plan, noise_multiplier=noise)
-    _answer(plan, plan.rounds, account.spent(plan, plan.rounds), as_json)
+    _answer(plan, plan.rounds, _spent(plan, population), as_json)
 
 
 @app.command()
@@ -183,7 +188,7 @@ def audit(
     require(0.5 < confidence < 1, "--confidence", confidence, "between 0.5 and 1")
     directory = RunDirectory.existing(run)
     facts = facts_of(directory.path)
-    accounted = account.from_journal(facts.header, facts.rounds)
+    accounted, _ = spent_of_run(run, facts.header, facts.rounds)
     if not facts.header.get("canaries"):
         raise ConfigError(
             f"{run} has no canaries to look for: train again with --set privacy.canaries=100."
@@ -209,13 +214,13 @@ def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
             "model changed is not known."
         )
     after = load_params(recipe.model, run.store.vocabulary, directory.weights)
-    state = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
-    if state is None:
+    saved = checkpoint.load_newest(directory.checkpoints, run.round.init(before), note)
+    if saved is None:
         raise RecordError(
             f"{directory.path} holds no checkpoint, and with it the secret is gone from which the "
             "canaries were drawn: audit a run before its checkpoints are removed."
         )
-    secret = np.asarray(state.secret).astype("<u4").tobytes()
+    secret = np.asarray(saved.state.secret).astype("<u4").tobytes()
     return look(run.algorithm, before, after, secret=secret, rounds=rounds)
 
 
@@ -266,16 +271,18 @@ def _plan(
     name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
     require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
     law, cohort, population, apart, most = sampling
-    if MECHANISMS[name].needs_population:
-        cohort, population = _given("--cohort", cohort), _given("--population", population)
-        laws = MECHANISMS[name].laws
+    laws = MECHANISMS[name].laws
+    chance = MECHANISMS[name].chance_laws
+    if laws == chance:  # otherwise the check of the plan says more
         require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
-    # The cost of other mechanisms depends on how clients may join, not on their number; without
-    # the option, enough clients are assumed.
+    if (law or laws[0]) in chance:
+        cohort, population = _given("--cohort", cohort), _given("--population", population)
+    # The cost of other pairs depends on how clients may join, not on their number; without the
+    # option, enough clients are assumed.
     cohort = 1 if cohort is None else cohort
     enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
     drawn = Sampling(
-        law=law or MECHANISMS[name].laws[0],
+        law=law or laws[0],
         cohort=cohort,
         population=enough if population is None else population,
         min_separation=apart,
@@ -290,7 +297,76 @@ def _plan(
     )
 
 
+def _answer_run(run: Path, as_json: bool) -> None:
+    """Print the claim of a run: the same words as in its report."""
+    facts = facts_of(RunDirectory.existing(run).path)
+    claim = lineage.claim_of_run(run, facts.header, facts.rounds)
+    files = RunDirectory(run)
+    if not files.ledger.exists():
+        note(f"Counted from {files.journal}: {files.ledger.name}, the whole count, is not there.")
+    plan = account.plan_from(facts.header["privacy"])
+    told = {
+        "mechanism": plan.mechanism,
+        "rounds": len(facts.rounds),
+        "noise_multiplier": plan.noise_multiplier,
+        **claim.facts,
+    }
+    if as_json:
+        emit(told)
+        return
+    words = ("sentence", "covers", "not_covered", "assumptions", "nodes")
+    show("privacy", ["what", "value"], [(k, v) for k, v in told.items() if k not in words])
+    if claim.nodes:
+        show("every federation of clients", ["node", "epsilon"], list(claim.nodes.items()))
+    out.print(claim.sentence)
+    for title, lines in (
+        ("It covers:", claim.covers),
+        ("It does not cover:", claim.not_covered),
+        ("It holds if:", claim.assumptions),
+    ):
+        out.print(title)
+        for line in lines:
+            out.print(f"  - {line}")
+
+
+def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> None:
+    """Print what all runs that a store has seen cost one of its clients."""
+    if as_json:
+        emit({"store": str(store), **found._asdict()})
+        return
+    rows = [[each["run"], each["rounds"], each["epsilon"]] for each in found.runs]
+    show(f"runs on {store}", ["run", "rounds", "epsilon alone"], rows)
+    out.print(store_sentence(found))
+    out.print("It does not cover:")
+    for line in found.not_covered:
+        out.print(f"  - {line}")
+
+
+def store_sentence(found: lineage.StoreSpending) -> str:
+    """Say in one sentence what all runs on a store cost together."""
+    known = f"the {found.private_runs} private runs known to this store"
+    spent = "nothing that is known"
+    if found.private_epsilon is not None:
+        spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
+    if not found.other_runs:
+        return f"Together, {known} cost one client {spent} ({found.accountant})."
+    return (
+        f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
+        f"it have no privacy plan, or told exact sums. Alone, {known} cost {spent}."
+    )
+
+
+def _spent(plan: PrivacyPlan, population: int | None) -> account.Spent:
+    """Return the cost of a plan; a population that was assumed is nothing to warn about."""
+    found = account.spent(plan, plan.rounds)
+    if population is not None:
+        return found
+    said = tuple(line for line in found.assumptions if line != account.LITTLE)
+    return found._replace(assumptions=said)
+
+
 def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool) -> None:
+    """Print the cost of a plan."""
     facts = {
         "mechanism": plan.mechanism,
         "rounds": rounds,
@@ -300,7 +376,12 @@ def _answer(plan: PrivacyPlan, rounds: int, found: account.Spent, as_json: bool)
     if as_json:
         emit(facts)
         return
-    rows = [(name, value) for name, value in facts.items() if name != "assumptions"]
+    facts["by the published conversion"] = facts.pop("published_epsilon")
+    rows = [
+        (name, value)
+        for name, value in facts.items()
+        if name != "assumptions" and value is not None
+    ]
     show("privacy", ["what", "value"], rows)
     out.print("It holds if:")
     for line in found.assumptions:

@@ -31,6 +31,8 @@ def sweep(
     plan = sweeps.read_sweep(file)
     folder = out_path or RUNS / file.stem
     use_devices(sweeps.recipe_of(plan, plan.points[0]).run.devices)
+    if plan.selection is not None:
+        return _select(plan, folder, as_json)
     with polite_stop() as stop:
 
         def watch(name: str) -> Watcher:
@@ -47,8 +49,29 @@ def sweep(
     write_atomically(folder / "table.md", sweeps.markdown(head, rows).encode())
     page = report.page([report.facts_of(r.path) for r in results])
     write_atomically(folder / "report.html", page.encode())
+    total = sweeps.total_of(results)
     if as_json:
-        emit({"sweep": str(folder), "head": head, "rows": rows})
+        emit({"sweep": str(folder), "head": head, "rows": rows, "privacy": total})
     else:
         show(str(folder), head, rows)
+        if total is not None:
+            out.print(f"privacy: {total}")
         out.print(f"table: {folder / 'table.md'}; report: {folder / 'report.html'}")
+
+
+def _select(plan: sweeps.Sweep, folder: Path, as_json: bool) -> None:
+    """Carry out a private selection and print its one result; the number of runs is secret."""
+    note("Selecting: a random number of runs, of which nothing but the best is shown.")
+    with polite_stop() as stop:
+        best = sweeps.select(plan, folder, STORES, stop.is_set)
+    if best is None:
+        note("The law drew no run, or none ended: nothing is released, and the draw counts.")
+        raise typer.Exit(1)
+    facts = {"best": str(best.path), "point": best.point, "perplexity": best.perplexity}
+    if as_json:
+        emit({**facts, "privacy": best.claim.facts})
+        return
+    show(str(folder), ["what", "value"], [[name, str(value)] for name, value in facts.items()])
+    out.print(f"privacy: {best.claim.sentence}")
+    for line in best.claim.covers:
+        out.print(f"  covers {line}")

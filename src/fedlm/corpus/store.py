@@ -1,10 +1,12 @@
 """The client store on disk: written once, memory-mapped, read one client at a time.
 
 In:       documents and a tokenizer's settings, or the path of a store.
-Out:      a folder with `clients.arrow`, `tokenizer.json` and `store.json`.
-Promise:  the same text and settings give the same bytes; opening costs the same for ten
-          clients and for a million; reading a client costs its own size; a store is either
-          whole or not there.
+Out:      a folder with `clients.arrow`, `tokenizer.json` and `store.json`; with `ledger.jsonl` if
+          the vocabulary was counted with noise.
+Promise:  the same text and settings give the same bytes, except for a vocabulary counted with
+          noise; opening costs the same for ten clients and for a million; reading a client costs
+          its own size; a store is either whole or not there; it tells where its tokenizer came
+          from.
 Not here: rows (`rows.py`), batches (`cohort/packing.py`).
 
 Columns of `clients.arrow`: client, groups, train (tokens to learn from), held (tokens kept
@@ -35,16 +37,19 @@ from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
 from fedlm.corpus.tokenizer import TextTokenizer
+from fedlm.corpus.vocabulary import COUNTED, PUBLIC, Counting, Vocabulary, check_origin
 
-FORMAT = 2  # raised when a store written before can no longer be read
+FORMAT = 3  # raised when a store written before can no longer be read
 MANIFEST = (
     "settings",
     "vocabulary",
     "special_tokens",
     "clients",
     "tokenizer_sha256",
+    "tokenizer_from",
     "clients_sha256",
 )
+LEDGER = "ledger.jsonl"  # what preparing the store cost its clients
 CLIENTS_A_BATCH = 4096
 # Arrow's offsets are 32 bits wide: a batch of long clients is closed long before 2**31 tokens.
 TOKENS_A_BATCH = 1 << 26
@@ -57,10 +62,14 @@ class StoreSettings:
 
     tokenizer: str = "words"  # a kind that fedlm fits, or `file`: a tokenizer made elsewhere
     vocabulary: int = 10_000
+    vocabulary_epsilon: float | None = None  # None: counted without noise
+    vocabulary_delta: float = 1e-7
+    vocabulary_words: int = 1_000  # of each client, that are counted with noise
     lowercase: bool = True
     test_clients: float = 0.1
     validation: float = 0.1
     split_seed: int = 0
+    user_field: str | None = None  # the field of the source that names the person; None: `client`
 
 
 def gather_clients(documents: Iterable[Document]) -> list[Document]:
@@ -84,24 +93,24 @@ def write(
     out: Path,
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
-    tokenizer: TextTokenizer | None = None,
+    vocabulary: Vocabulary | Counting | None = None,
 ) -> Store:
-    """Prepare a store and open it; without a given tokenizer, fit one to the training text."""
+    """Prepare a store and open it.
+
+    Without a given vocabulary, and without a function that makes one from the training text of
+    each client, a tokenizer is fitted to the training text as it is, without noise.
+    """
     clients = gather_clients(documents)
     test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
     parts = [
         ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
     ]
     progress("vocabulary", 0)
-    if tokenizer is None:
-        tokenizer = tok.fit(
-            (train for train, _ in parts if train),
-            settings.tokenizer,
-            settings.vocabulary,
-            settings.lowercase,
-        )
-    dtype = tok.token_dtype(tokenizer.vocabulary)
-    made = tokenizer
+    if not isinstance(vocabulary, Vocabulary):
+        count = vocabulary or (lambda texts: _counted(texts, settings))
+        vocabulary = count([train for train, _ in parts if train])
+    made = vocabulary.tokenizer
+    dtype = tok.token_dtype(made.vocabulary)
 
     def coded() -> Iterator[dict[str, Any]]:
         for number, (client, (train, held)) in enumerate(zip(clients, parts, strict=True)):
@@ -115,13 +124,20 @@ def write(
                 "held_bytes": len(held.encode()),
             }
 
-    return write_tokens(coded(), out, tokenizer, settings, dtype)
+    return write_tokens(coded(), out, vocabulary, settings, dtype)
+
+
+def _counted(texts: Iterable[str], settings: StoreSettings) -> Vocabulary:
+    """Fit a tokenizer to text without noise; bytes are the same whatever the text."""
+    kind = settings.tokenizer
+    made = tok.fit(texts, kind, settings.vocabulary, settings.lowercase)
+    return Vocabulary(made, PUBLIC if kind == "bytes" else COUNTED)
 
 
 def write_tokens(
     rows: Iterable[dict[str, Any]],
     out: Path,
-    tokenizer: TextTokenizer,
+    vocabulary: Vocabulary,
     settings: StoreSettings,
     dtype: Any,
     *,
@@ -142,7 +158,10 @@ def write_tokens(
         totals = _write_arrow(work / "clients.arrow", rows, dtype)
         if learns and totals["train_clients"] == 0:
             raise CorpusError("no client is left to train on: lower data.test_clients.")
+        tokenizer = vocabulary.tokenizer
         tokenizer.library.save(str(work / "tokenizer.json"))
+        if vocabulary.write_ledger is not None:
+            vocabulary.write_ledger(work)
         manifest = {
             "format": FORMAT,
             "settings": asdict(settings),
@@ -150,6 +169,7 @@ def write_tokens(
             "special_tokens": asdict(tokenizer.special),
             **totals,
             "tokenizer_sha256": _file_sha256(work / "tokenizer.json"),
+            "tokenizer_from": vocabulary.origin,
             "clients_sha256": _file_sha256(work / "clients.arrow"),
         }
         (work / "store.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -218,6 +238,10 @@ def _special_tokens(manifest: dict[str, Any]) -> SpecialTokens:
     return made
 
 
+def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
+    return check_origin(manifest["tokenizer_from"])
+
+
 def _file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -264,12 +288,11 @@ class Store:
         for key in MANIFEST:
             if key not in manifest:
                 raise CorpusError(f"{file} is damaged (no {key!r}). Prepare the store again.")
-        try:
-            _special_tokens(manifest)
-        except (KeyError, TypeError, ValueError):
-            raise CorpusError(
-                f"{file} is damaged (special_tokens). Prepare the store again."
-            ) from None
+        for key, check in (("special_tokens", _special_tokens), ("tokenizer_from", _origin)):
+            try:
+                check(manifest)
+            except (CorpusError, KeyError, TypeError, ValueError):
+                raise CorpusError(f"{file} is damaged ({key}). Prepare the store again.") from None
         return manifest
 
     def __len__(self) -> int:
@@ -304,6 +327,19 @@ class Store:
                 "Prepare the store again."
             )
         return TextTokenizer(Tokenizer.from_file(str(file)), self.special)
+
+    @property
+    def ledgers(self) -> tuple[Path, ...]:
+        """The files that say what preparing this store cost its clients; none: nothing."""
+        file, origin = self.path / LEDGER, self.manifest["tokenizer_from"]
+        if file.is_file():
+            return (file,)
+        if "private" in (origin["kind"], origin.get("of", {}).get("kind")):
+            raise CorpusError(
+                f"store {self.path} has no {LEDGER}: what its vocabulary cost the clients is not "
+                "known. Bring the file back."
+            )
+        return ()
 
     def _column(self, number: int, column: str) -> pa.Scalar:
         batch = bisect.bisect_right(self._starts, number) - 1
@@ -354,3 +390,31 @@ class Store:
         """Compare the clients with the hash in the manifest, which reads the whole file."""
         if _file_sha256(self.path / "clients.arrow") != self.manifest["clients_sha256"]:
             raise CorpusError(f"store {self.path}: clients.arrow is not what was written.")
+
+
+def same_vocabulary(store: Store) -> Vocabulary:
+    """Return the vocabulary of a store for a part of its clients, with what it cost them."""
+    return Vocabulary(store.tokenizer, store.manifest["tokenizer_from"], _copier(store))
+
+
+def vocabulary_like(store: Store) -> Vocabulary:
+    """Return the vocabulary of a store for another text.
+
+    The clients of the other text may be clients of the store, so the cost is theirs too.
+    """
+    origin = store.manifest["tokenizer_from"]
+    if origin["kind"] != "like":
+        origin = {"kind": "like", "store": store.path.resolve().name, "of": origin}
+    return Vocabulary(store.tokenizer, origin, _copier(store))
+
+
+def _copier(store: Store) -> Callable[[Path], None] | None:
+    """Return a function that copies a store's ledger, identifier included, to another folder."""
+    if not store.ledgers:
+        return None
+
+    def copy(folder: Path) -> None:
+        shutil.copyfile(store.path / LEDGER, folder / LEDGER)
+        os.chmod(folder / LEDGER, 0o600)
+
+    return copy

@@ -30,6 +30,7 @@ from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.split import held_out_clients
 from fedlm.corpus.store import Progress, Store, StoreSettings, write_tokens
 from fedlm.corpus.tokenizer import OWN, SPECIALS
+from fedlm.corpus.vocabulary import PUBLIC, Vocabulary
 
 PREFIX = "synthetic:"
 # The number of clients drawn together; they have a few hundred thousand tokens.
@@ -103,7 +104,7 @@ def write_synthetic(
     tokenizer = tok.from_words(words, settings.lowercase)
     dtype = tok.token_dtype(settings.vocabulary)
     rows = _rows(laws, words, settings, dtype, progress)
-    return write_tokens(rows, out, tokenizer, settings, dtype)
+    return write_tokens(rows, out, Vocabulary(tokenizer, PUBLIC), settings, dtype)
 
 
 def made_up_words(count: int) -> list[str]:

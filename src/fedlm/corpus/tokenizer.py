@@ -1,6 +1,6 @@
 """Tokenizers: from text to token numbers and back.
 
-In:       text to fit on; lines to encode; numbers to decode.
+In:       text to fit on, or counted words; lines to encode; numbers to decode.
 Out:      a `TextTokenizer`: a vocabulary and its special tokens; numbers; text.
 Promise:  fitting the same text gives the same vocabulary, whose first four entries are special;
           `bytes` and `bpe` represent any text; a client's text never becomes a special token.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,6 +85,58 @@ def from_words(words: Sequence[str], lowercase: bool) -> TextTokenizer:
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.normalizer = _normalizer(lowercase)
     return TextTokenizer(tokenizer, OWN)
+
+
+def word_finder(kind: str, lowercase: bool) -> Callable[[str], set[str]]:
+    """Return a function that lists the distinct words of a text.
+
+    For `words` they are the words that the tokenizer would count; for `bpe` they are the pieces of
+    text within which it merges, written in its byte alphabet.
+
+    >>> sorted(word_finder("words", True)("The cat\\nthe mat"))
+    ['cat', 'mat', 'the']
+    """
+    tokenizer, _ = _MAKERS[kind](len(SPECIALS))
+    normalizer, cut = _normalizer(lowercase), tokenizer.pre_tokenizer
+
+    def words(text: str) -> set[str]:
+        found: set[str] = set()
+        for line in text.split("\n"):
+            found.update(word for word, _ in cut.pre_tokenize_str(normalizer.normalize_str(line)))
+        return found
+
+    return words
+
+
+def from_counts(
+    counts: Sequence[tuple[str, float]], kind: str, vocabulary: int, lowercase: bool
+) -> TextTokenizer:
+    """Make a tokenizer from words of `word_finder` and their counts, and from nothing else.
+
+    `words` takes the first words, in their order. `bpe` learns its merges from the words, each as
+    often as its count says; its alphabet is that of all bytes.
+    """
+    if kind == "words":
+        return from_words([word for word, _ in counts[: vocabulary - len(SPECIALS)]], lowercase)
+    tokenizer, trainer = _MAKERS[kind](vocabulary)
+    tokenizer.normalizer = _normalizer(lowercase)
+    usual = tokenizer.pre_tokenizer
+    # The words are cut and written in the byte alphabet already, which has no blank.
+    tokenizer.normalizer, folded = normalizers.Sequence([]), tokenizer.normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(_repeated(counts), trainer)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = folded, usual
+    return TextTokenizer(tokenizer, OWN)
+
+
+def _repeated(counts: Iterable[tuple[str, float]]) -> Iterator[str]:
+    """Yield every word as often as its count says, in pieces of bounded size."""
+    for word, count in counts:
+        left = max(1, round(count))
+        while left:
+            now = min(left, 1000)
+            left -= now
+            yield " ".join([word] * now)
 
 
 def _normalizer(lowercase: bool) -> Any:

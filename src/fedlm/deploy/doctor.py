@@ -63,6 +63,8 @@ def _flower() -> DoctorCheck:
 
 def _kit(kit: Kit) -> Iterator[DoctorCheck]:
     yield _private(kit.path / "node.key")
+    if kit.ledger.exists():  # there is none before the first answer
+        yield _private(kit.ledger)
     public = kit.path / "node.pub"
     fits = public.is_file() and public.read_bytes() == certificates.public_pem(
         certificates.load_private(kit.key)
@@ -75,6 +77,7 @@ def _workspace(workspace: Workspace) -> Iterator[DoctorCheck]:
     for path in (
         workspace.certificate_key,
         workspace.control_key,
+        workspace.counters,
         workspace.path / "authority" / "ca.key",
     ):
         if path.exists():

@@ -37,6 +37,7 @@ NO_PATHS: dict[str, Any] = {"source": None, "store": None, "stores": ()}
 class NodeWork:
     """The parts from which a node answers the requests of one run."""
 
+    recipe: Recipe
     algorithm: Algorithm
     engine: Engine
     rows_of: Rows
@@ -64,6 +65,7 @@ def members_work(
     algorithm = algorithm_of(recipe, participation, spec.shapes(), start)
     bare = replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
+        recipe=recipe,
         algorithm=algorithm,
         engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
@@ -90,6 +92,7 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
     algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
     rows_of = parts.pooled_rows(rows)
     return NodeWork(
+        recipe=recipe,
         algorithm=algorithm,
         engine=parts.engine_of(recipe, algorithm, rows_of),
         rows_of=rows_of,

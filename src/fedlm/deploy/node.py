@@ -2,7 +2,8 @@
 
 In:       a kit, and a store with a policy or the workspace of another federation.
 Out:      nothing; it works until it is asked to stop.
-Promise:  a store is verified before the node speaks for it.
+Promise:  a store is verified before the node speaks for it; what is answered is in the kit's
+          ledger, which one process at a time writes.
 Not here: the connection (`flower/supernode.py`), the work (`node_worker.py`, `relay.py`).
 """
 
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from fedlm.corpus.store import Store
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
+from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
-from fedlm.deploy.policy import load_policy
+from fedlm.deploy.policy import Policy, load_policy
 from fedlm.deploy.processes import follow_parent
 from fedlm.deploy.relay import Relay
 from fedlm.deploy.workspace import Kit, Workspace
@@ -38,8 +41,19 @@ def work(
     policy = load_policy(policy_path or kit.policy)
     store = Store(store_path)
     store.verify()
-    worker = Worker(store, policy, whole=whole, say=say)
-    serve(SuperNode(kit, say), worker, say=say, stop=stop)
+    warn(policy, say)
+    with closing(NodeLedger(kit.ledger)) as ledger:
+        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger)
+        serve(SuperNode(kit, say), worker, say=say, stop=stop)
+
+
+def warn(policy: Policy, say: Callable[[str], None]) -> None:
+    """Say where a policy limits less than it seems to."""
+    if policy.largest_epsilon is not None and policy.largest_lifetime_epsilon is None:
+        say(
+            "policy: largest_epsilon limits each run by itself. largest_lifetime_epsilon would "
+            "limit all runs together."
+        )
 
 
 def relay(
@@ -50,7 +64,7 @@ def relay(
     kit, workspace = Kit.existing(kit_path), Workspace.existing(workspace_path)
     settings = workspace.settings
     quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline or math.inf)
-    with open_transport(workspace) as transport:
+    with open_transport(workspace) as transport, closing(NodeLedger(kit.ledger)) as ledger:
         below = Relay(
             workspace.path / "server",
             transport,
@@ -58,5 +72,7 @@ def relay(
             quorum,
             name=kit.settings.name,
             say=say,
+            policy=load_policy(kit.policy),
+            ledger=ledger,
         )
         serve(SuperNode(kit, say), below, say=say, stop=stop)

@@ -3,16 +3,18 @@
 In:       a payload from the server, the node's store and policy.
 Out:      a payload: frames of updates, or the sentence why not.
 Promise:  a recipe is carried out only if it is well-formed, fits this store and is allowed by the
-          policy; text never leaves: a reply holds frames and sums over members, nothing else; the
-          same request gives the same reply.
-Not here: receiving and sending (`flower/supernode.py`), training itself (`engine`).
+          policy, and a question is answered only if its recipe leads to it and the node's ledger
+          has room for it; the ledger has an answer before it leaves; text never leaves: a reply
+          holds frames and sums over members, under a plan only those that `privacy/release.py`
+          lists; the same request gives the same reply.
+Not here: receiving and sending (`flower/supernode.py`), training itself (`engine`), the checks
+          (`policy.py`, `question.py`, `node_ledger.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 
 import jax
@@ -24,11 +26,16 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
+from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
+from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.policy import Policy
+from fedlm.deploy.question import Asked
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
-from fedlm.recipe.settings import Recipe, parse
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import release
+from fedlm.recipe.settings import Recipe
 from fedlm.wire.dense import dense
 
 MOST_KEPT = 2  # runs whose compiled programs are kept
@@ -44,9 +51,18 @@ class Worker:
         *,
         whole: bool = False,
         say: Callable[[str], None] = lambda text: None,
+        ledger: NodeLedger | None = None,
     ) -> None:
-        """Create a worker for a store, whose members are its clients, or one if `whole`."""
+        """Create a worker for a store, whose members are its clients, or one if `whole`.
+
+        Without a `ledger` it remembers its answers only as long as it lives.
+        """
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
+        self.ledger = NodeLedger() if ledger is None else ledger
+        per_member = len(store.training_clients) if whole else 1
+        self.guard = Guard(
+            policy, self.ledger, Asked(self.clients, per_member), store_releases(store.path)
+        )
         self._kept: dict[str, NodeWork] = {}
 
     @property
@@ -60,13 +76,13 @@ class Worker:
 
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
-        return Hello(self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
+        facts = (self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
+        return Hello(*facts, counter=self.ledger.counter)
 
     @property
     def text(self) -> str:
-        """A fingerprint of the text, which shows changes and not the text itself."""
-        held = f"{self.whole}|{self.store.manifest['clients_sha256']}"
-        return hashlib.sha256(held.encode()).hexdigest()
+        """A fingerprint of the text, which shows changes and nothing to who guesses the text."""
+        return self.ledger.fingerprint(f"{self.whole}|{self.store.manifest['clients_sha256']}")
 
     def train(self, request: TrainRequest) -> TrainReply:
         """Train this node's members of a round."""
@@ -74,17 +90,28 @@ class Worker:
             raise WireError("the text of this node is not the one that the run began with.")
         if any(m - request.first >= self.clients for m in request.members):
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
-        work = self._work(request)
-        self.say(f"round {request.round}: {len(request.members)} members")
-        if work.leaf:
-            return _train_leaf(work, request)
-        return _train_members(work, request)
+        with self.guard.recording(request):
+            work = self._work(request)
+            recipe, plan = work.recipe, work.algorithm.plan
+            self.guard.admit(request, recipe, plan, self._names(request, leaf=work.leaf))
+        # How many members a node has in a round tells of the draw, which a plan keeps secret.
+        self.say(f"round {request.round}" + (f": {len(request.members)} members" * (plan is None)))
+        reply = _train_leaf(work, request) if work.leaf else _train_members(work, request)
+        return replace(reply, counter=self.ledger.counter)
+
+    def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
+        """Return the clients of a request by their names in the ledger."""
+        if leaf or self.whole:
+            return [WHOLE]
+        numbers = self.store.training_clients
+        clients = (int(numbers[member - request.first]) for member in request.members)
+        return [self.ledger.client(self.store.client(number)) for number in clients]
 
     def _work(self, request: TrainRequest) -> NodeWork:
         """Return the work of a request, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
-            made = self._check(_parse(request.recipe), request)
+            made = self._check(parse_recipe(request.recipe), request)
             while len(self._kept) >= MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[address] = made
@@ -106,7 +133,8 @@ class Worker:
                 population=request.population,
                 whole=self.whole,
             )
-        policies.check_policy(self.policy, recipe, made.algorithm.plan, made.parameters)
+        plan, parameters = made.algorithm.plan, made.parameters
+        policies.check_policy(self.policy, recipe, plan, parameters, self.clients)
         return made
 
 
@@ -122,9 +150,8 @@ def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:
         return _each(work, request, engine.updates(start, cohort))
     total = engine.total(start, cohort).total
     frame = dense().encode(total.delta, key_for(0, "upload"))
-    return TrainReply(
-        round=request.round, members=request.members, frames=(frame,), sums=(_sums(total),)
-    )
+    sums = (_sums(algorithm.plan, total),)
+    return TrainReply(round=request.round, members=request.members, frames=(frame,), sums=sums)
 
 
 def _train_leaf(work: NodeWork, request: TrainRequest) -> TrainReply:
@@ -146,7 +173,7 @@ def _each(work: NodeWork, request: TrainRequest, updates: Iterable[Arrived]) -> 
         key = key_for(work.seed, "upload", **address)
         keep = kept_leaves(update.mask)
         frames[int(member)] = work.algorithm.upload.encode(update.delta, key, keep)
-        sums[int(member)] = _sums(update)
+        sums[int(member)] = _sums(work.algorithm.plan, update)
     return TrainReply(
         round=request.round,
         members=request.members,
@@ -155,13 +182,8 @@ def _each(work: NodeWork, request: TrainRequest, updates: Iterable[Arrived]) -> 
     )
 
 
-def _parse(text: str) -> Recipe:
-    try:
-        return parse(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise WireError(f"the recipe is not valid TOML: {error}.") from None
-
-
-def _sums(of: Update | Total) -> dict[str, float]:
+def _sums(plan: PrivacyPlan | None, of: Update | Total) -> Mapping[str, float]:
+    """Return the sums that may accompany a frame; the others are zero."""
     found = jax.device_get({name: getattr(of, name) for name in SUMS})
-    return {name: float(value) for name, value in found.items()}
+    exact = {name: float(value) for name, value in found.items()}
+    return {**dict.fromkeys(SUMS, 0.0), **release(plan, "reply", exact)}

@@ -4,47 +4,74 @@ In:       a policy file, and a recipe that a server would like to have carried o
 Out:      nothing, or a `Refusal` with the sentence that the server is told.
 Promise:  a recipe is carried out only if every line of the policy allows it; an unknown line is
           an error and not a permission.
-Not here: training (`node_worker.py`), what a plan claims (`privacy`).
+Not here: whether a question fits its recipe (`question.py`), what was answered before
+          (`node_ledger.py`), training (`node_worker.py`), what a plan claims (`privacy`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from fedlm.core.errors import FedlmError
+from fedlm.cohort.sampling import LAWS
+from fedlm.core.errors import ConfigError, FedlmError
 from fedlm.deploy.tables import read_table
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, Table
 
 POLICY = """\
-# What this node lets be done with its text. A recipe that breaks a line is refused, and the server
-# is told which. Lines that are left out allow everything.
+# What this node lets be done with its text. A recipe or a question that breaks a line is refused,
+# and the server is told which. Lines that are left out allow everything, but see single_updates.
 
-# smallest_cohort = 10          # members of a round, over the whole federation
-# require_privacy = true        # a differential privacy mechanism with noise
-# largest_epsilon = 8.0         # what the whole run may spend on one client; implies the above
-# allowed_models = ["si-cifg"]  # names as fedlm models lists them
-# largest_steps = 200           # local steps of one client in one round
+# smallest_cohort = 10           # members of a round, over the whole federation
+# single_updates = false         # may the update of one client leave this node by itself? Left out:
+#                                # only if smallest_cohort is left out or 1
+# require_privacy = true         # a differential privacy mechanism with noise
+# largest_epsilon = 8.0          # what one run may spend on one client; implies the above
+# largest_lifetime_epsilon = 20.0  # what all runs together may, by this node's own ledger
+# largest_delta = 1e-6           # of a run; left out, with an epsilon: below one in the population
+# smallest_population = 1000     # clients of the whole federation, as the server tells
+# largest_population = 5000      # clients of the whole federation, as you know it: chance counts in
+#                                # an epsilon up to here; left out: up to the clients of this node
+# allowed_models = ["si-cifg"]   # names as fedlm models lists them
+# largest_steps = 200            # local steps of one client in one round
 # largest_parameters = 30000000
 """
 
 
 class Refusal(FedlmError):
-    """A recipe that this node does not carry out."""
+    """A recipe that this node does not carry out, or a question that it does not answer."""
 
 
 class Policy(Table):
     """The settings of `policy.toml`."""
 
     smallest_cohort: Annotated[int, Field(ge=1)] | None = None
+    single_updates: bool | None = None
     require_privacy: bool = False
     largest_epsilon: Annotated[float, Field(gt=0)] | None = None
+    largest_lifetime_epsilon: Annotated[float, Field(gt=0)] | None = None
+    largest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    smallest_population: Annotated[int, Field(ge=1)] | None = None
+    largest_population: Annotated[int, Field(ge=1)] | None = None
     allowed_models: tuple[str, ...] | None = None
     largest_steps: Annotated[int, Field(ge=1)] | None = None
     largest_parameters: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def limits_epsilon(self) -> bool:
+        """Whether some line limits an epsilon."""
+        return self.largest_epsilon is not None or self.largest_lifetime_epsilon is not None
+
+    @property
+    def allows_single_updates(self) -> bool:
+        """Whether the update of one client may leave the node by itself."""
+        if self.single_updates is None:
+            return (self.smallest_cohort or 1) == 1
+        return self.single_updates
 
 
 def load_policy(path: Path | None) -> Policy:
@@ -52,8 +79,10 @@ def load_policy(path: Path | None) -> Policy:
     return Policy() if path is None or not path.is_file() else read_table(path, Policy)
 
 
-def check_policy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, parameters: int) -> None:
-    """Raise `Refusal` if the policy does not allow a recipe."""
+def check_policy(
+    policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, parameters: int, clients: int
+) -> None:
+    """Raise `Refusal` if the policy of a node with so many `clients` does not allow a recipe."""
     # The root of a tree sees the update of each single place.
     asked = recipe.server.cohort if recipe.federation is None else 1
     least = policy.smallest_cohort
@@ -66,8 +95,23 @@ def check_policy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, param
     most = policy.largest_parameters
     if most is not None and parameters > most:
         raise Refusal(f"the model has {parameters:,} parameters: this node allows {most:,}.")
-    if policy.require_privacy or policy.largest_epsilon is not None:
-        _check_privacy(policy, recipe, plan)
+    if policy.require_privacy or policy.limits_epsilon or policy.largest_delta is not None:
+        _check_privacy(policy, recipe, plan, clients)
+
+
+def believed(policy: Policy, plan: PrivacyPlan, clients: int) -> PrivacyPlan:
+    """Return a plan with the population that a node with so many `clients` believes in.
+
+    A larger population makes it less likely that a client is drawn, and so an epsilon smaller. The
+    server alone knows the population: what it says counts up to the policy's own number, or up to
+    the node's own clients.
+    """
+    sampling = plan.sampling
+    if LAWS[sampling.law].looks_back:  # then who may join is counted, not how likely it is
+        return plan
+    least = sampling.cohort * (sampling.min_separation + 1)
+    most = max(policy.largest_population or clients, least)
+    return replace(plan, sampling=replace(sampling, population=min(sampling.population, most)))
 
 
 def check_steps(policy: Policy, steps: int) -> None:
@@ -79,18 +123,41 @@ def check_steps(policy: Policy, steps: int) -> None:
         )
 
 
-def _check_privacy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None) -> None:
+def _check_privacy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, clients: int) -> None:
     if plan is None or plan.noise_multiplier <= 0:
         raise Refusal("privacy.mechanism: this node wants a mechanism with noise.")
     if plan.reveal or recipe.privacy.seed is not None:
         raise Refusal("privacy.reveal and privacy.seed: this node wants neither; they undo noise.")
-    if policy.largest_epsilon is None:
-        return
+    most = policy.largest_delta
+    if most is None and policy.limits_epsilon:
+        most = 1 / plan.sampling.population
+    if most is not None and plan.delta > most:
+        raise Refusal(f"privacy.delta = {plan.delta:g}: this node allows {most:.3g}.")
+    if policy.largest_epsilon is not None:
+        _check_epsilon(policy.largest_epsilon, plan, believed(policy, plan, clients))
+
+
+def _check_epsilon(most: float, plan: PrivacyPlan, known: PrivacyPlan) -> None:
     from fedlm.privacy import account  # here, because importing dp_accounting takes a second
 
-    spent = account.spent(plan, recipe.server.rounds).epsilon
-    if not spent <= policy.largest_epsilon:
+    try:
+        spent = account.spent(known, known.rounds).epsilon
+    except ConfigError as error:
         raise Refusal(
-            f"the run would spend epsilon {spent:.3g} on a client: this node allows "
-            f"{policy.largest_epsilon:g}."
+            f"no epsilon for the population that this node believes in: {error}"
+        ) from None
+    if not spent <= most:
+        raise Refusal(
+            f"the run would spend epsilon {spent:.3g} on a client: this node allows {most:g}."
+            + _doubt(plan, known)
         )
+
+
+def _doubt(plan: PrivacyPlan, known: PrivacyPlan) -> str:
+    """Return a sentence on the population, where the node believes in a smaller one."""
+    if known.sampling.population == plan.sampling.population:
+        return ""
+    return (
+        f" It counts on {known.sampling.population} clients, not on {plan.sampling.population}: "
+        "largest_population in its policy says how many there are."
+    )

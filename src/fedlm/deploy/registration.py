@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedlm.core.errors import ConfigError, EngineError, RecordError, WireError
+from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Transport, Undelivered
 from fedlm.engine.messages import (
     MOST_HELLO_BYTES,
@@ -115,6 +116,22 @@ def same_tokenizer(wanted: str, where: str) -> HelloCheck:
                 f"node {name} has another tokenizer than {where}: its tokens mean other words. "
                 "Prepare its store again, with fedlm prepare --like."
             )
+
+    return check
+
+
+def heard(counters: Counters, then: HelloCheck, say: Callable[[str], None]) -> HelloCheck:
+    """Return a check that remembers how far a node's ledger has come, and then does another."""
+
+    def check(name: str, hello: Hello) -> None:
+        if hello.counter < counters.of(name):
+            say(
+                f"node {name} came back with a ledger at {hello.counter}, and {counters.of(name)} "
+                "was heard before: it will answer nothing until its operator confirms "
+                "(fedlm node ledger KIT --confirm)."
+            )
+        counters.hear(name, hello.counter)
+        then(name, hello)
 
     return check
 

@@ -5,8 +5,9 @@ Out:      one reply for the whole subtree: the sum of its sums, or all of its fr
 Promise:  a relay changes nothing but the address: members keep the numbers of the whole
           federation, requests go down as they came, frames go up as they came or summed; what a
           node below replied is on disk before the next one is asked, so a relay that is killed
-          asks nobody twice who had replied.
-Not here: models and text, of which a relay knows nothing.
+          asks nobody twice who had replied; a question passes the same gate as at a node, by the
+          policy and the ledger of the relay's own kit.
+Not here: models and text, of which a relay knows nothing; the gate (`guard.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,26 @@ import numpy as np
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.core.keys import key_for
+from fedlm.deploy import policy as policies
 from fedlm.deploy import registration
+from fedlm.deploy.guard import Guard, parse_recipe
+from fedlm.deploy.local import check_deployable
+from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.policy import Policy
+from fedlm.deploy.question import Asked
+from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Dispatch, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import hides
+from fedlm.recipe import privacy_plan
+from fedlm.recipe.settings import Recipe
 from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
 ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this file
+COUNTERS = "counters.json"
 ROUNDS_KEPT = 2
 
 
@@ -45,10 +58,19 @@ class Relay:
         *,
         name: str,
         say: Callable[[str], None],
+        policy: Policy | None = None,
+        ledger: NodeLedger | None = None,
     ) -> None:
-        """Create a relay, called `name` above, over the nodes `names`, with files in `folder`."""
+        """Create a relay, called `name` above, over the nodes `names`, with files in `folder`.
+
+        Without a `ledger` it remembers what it answered only as long as it lives.
+        """
         self.folder, self.transport, self.names = folder, transport, names
         self.quorum, self.name, self.say = quorum, name, say
+        self.policy = policy or Policy()
+        self.ledger = NodeLedger() if ledger is None else ledger
+        self.guard = Guard(self.policy, self.ledger, Asked(0))
+        self.counters = Counters(folder / COUNTERS)  # of the nodes below
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
@@ -59,7 +81,9 @@ class Relay:
     def hello(self) -> Hello:
         """Describe the subtree as one node, and assign its members anew, because a run begins."""
         heard: dict[str, Hello] = {}
-        below = registration.assign_members(self.transport, self.names, heard.__setitem__, self.say)
+
+        check = registration.heard(self.counters, heard.__setitem__, self.say)
+        below = registration.assign_members(self.transport, self.names, check, self.say)
         tokenizers = {hello.tokenizer for hello in heard.values()}
         if len(tokenizers) != 1:
             raise EngineError(
@@ -73,6 +97,7 @@ class Relay:
             tokenizer=tokenizers.pop(),
             version=next(iter(heard.values())).version,
             leaves=registration.leaves_below(below),
+            counter=self.ledger.counter,
         )
 
     def _assignments(self, request: TrainRequest) -> tuple[Assignment, ...]:
@@ -85,16 +110,32 @@ class Relay:
 
     def train(self, request: TrainRequest) -> TrainReply:
         """Pass a round on to the nodes below, and join their replies."""
-        requests = self._requests(request)
-        if not requests:
-            raise WireError("none of the members asked for lives here.")
+        with self.guard.recording(request):
+            requests = self._requests(request)
+            if not requests:
+                raise WireError("none of the members asked for lives here.")
+            plan = self._admit(request)
         handover = Handover(self.folder / "handover", request)
         missing = {name: below for name, below in requests.items() if name not in handover}
         if missing:
-            self._dispatch(missing, handover, of=len(requests))
+            self._dispatch(missing, handover, of=len(requests), plan=plan)
         answered = [name for name in requests if name in handover]
-        self.say(f"round {request.round}: {len(answered)} of {len(requests)} nodes answered")
-        return join(request, (handover.read(name, requests[name]) for name in answered))
+        # Who was asked tells of the draw, which a plan keeps secret.
+        told = "" if hides(plan) else f": {len(answered)} of {len(requests)} nodes answered"
+        self.say(f"round {request.round}{told}")
+        reply = join(request, (handover.read(name, requests[name]) for name in answered))
+        return replace(reply, counter=self.ledger.counter)
+
+    def _admit(self, request: TrainRequest) -> PrivacyPlan | None:
+        """Check a request as a node does, but for the size of a model that is not known here."""
+        recipe = parse_recipe(request.recipe)
+        check_deployable(recipe)
+        plan = _plan(recipe, request.population)
+        members = sum(node.clients for node in self._assignments(request))
+        policies.check_policy(self.policy, recipe, plan, 0, members)
+        names = [self.ledger.client(str(member - request.first)) for member in request.members]
+        self.guard.admit(request, recipe, plan, names, Asked(members))
+        return plan
 
     def _requests(self, request: TrainRequest) -> dict[str, TrainRequest]:
         """Return the request per node below: a copy with the members of that node."""
@@ -107,10 +148,18 @@ class Relay:
                 if request.numbers:  # then every member has a frame of its own
                     own["numbers"] = tuple(request.numbers[i] for i in here)
                     own["frames"] = tuple(request.frames[i] for i in here)
+                own["counter"] = self.counters.of(node.name)
                 made[node.name] = replace(request, first=first, text=node.text, **own)
         return made
 
-    def _dispatch(self, missing: dict[str, TrainRequest], handover: Handover, *, of: int) -> None:
+    def _dispatch(
+        self,
+        missing: dict[str, TrainRequest],
+        handover: Handover,
+        *,
+        of: int,
+        plan: PrivacyPlan | None,
+    ) -> None:
         """Ask the nodes whose replies are missing, and write each reply to disk."""
         least = max(1.0, self.quorum.quorum * of - (of - len(missing)))
         quorum = replace(self.quorum, quorum=min(1.0, least / len(missing)))
@@ -119,11 +168,19 @@ class Relay:
         dispatch = Dispatch(self.transport, quorum, missing, stats, in_order=False)
         for name, reply in dispatch.replies():
             stats.answered.append(name)
+            self.counters.hear(name, reply.counter)
             handover.write(name, reply)
             del reply  # else it stays in memory until the next reply arrives
-        for name, reason in {**stats.refused, **stats.garbage}.items():
+        for name, reason in {**stats.refused, **stats.garbage}.items() if not hides(plan) else ():
             self.say(f"round {stats.round}: {name}: {reason}")
         dispatch.check_quorum()
+
+
+def _plan(recipe: Recipe, population: int) -> PrivacyPlan | None:
+    if recipe.federation is not None:
+        return None
+    found = privacy_plan.participation_of(recipe, population)
+    return found if isinstance(found, PrivacyPlan) else None
 
 
 def join(request: TrainRequest, replies: Iterable[TrainReply]) -> TrainReply:
@@ -164,7 +221,8 @@ class Handover:
     def __init__(self, folder: Path, request: TrainRequest) -> None:
         self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
         self._forget(folder)
-        self.path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # replies hold exact updates
+        self.path.mkdir(mode=0o700, exist_ok=True)
 
     def _forget(self, folder: Path) -> None:
         """Delete the replies of old rounds, which are not asked for again."""
@@ -180,9 +238,9 @@ class Handover:
     def write(self, name: str, reply: TrainReply) -> None:
         """Write a reply, its facts last: a reply counts as present once its facts are."""
         for i, frame in enumerate(reply.frames):
-            write_atomically(self.path / f"{name}.{i}", frame)
+            write_atomically(self.path / f"{name}.{i}", frame, private=True)
         facts = {"members": reply.members, "sums": [dict(part) for part in reply.sums]}
-        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode())
+        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode(), private=True)
 
     def read(self, name: str, request: TrainRequest) -> TrainReply:
         facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))

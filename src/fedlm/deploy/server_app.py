@@ -11,6 +11,8 @@ Not here: the loop (`run.py`), sending (`engine/remote.py`).
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,19 +26,28 @@ from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import check_deployable, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
+from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.remote import RemoteEngine
 from fedlm.federation.algorithm import Algorithm
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.settings import Recipe, dump
+from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
+from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
 SEATS, TALLIES = "seats.json", "nodes.jsonl"
+PRIVATE_TALLIES = (
+    "nodes.private.jsonl"  # who was asked tells of the draw, which a plan keeps secret
+)
+RUN_ID = "run.id"
 
 
 def train(
@@ -46,22 +57,39 @@ def train(
     settings = home.settings
     patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with open_transport(home) as post:
+    with open_transport(home) as post, directory.locked():
         check_deployable(recipe)
         store = parts.open_store(recipe.data, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
+        counters = Counters(home.counters)
         seats = registration.load_assignments(directory.path / SEATS) if goes_on else None
         if seats is None:
             tokens = store.tokens_sha256
-            check = registration.same_tokenizer(tokens, f"the server's store {store.path}")
+            same = registration.same_tokenizer(tokens, f"the server's store {store.path}")
+            check = registration.heard(counters, same, watcher.say)
             seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
             registration.save_assignments(directory.path / SEATS, seats)
 
         def stats(tally: RoundStats) -> None:
-            _record(directory, tally, watcher.say)
+            record_nodes(directory, tally, run.plan, len(seats), watcher.say)
 
-        run = networked_run(resolved, store, seats, path, post=post, patience=patience, tell=stats)
+        run = networked_run(
+            resolved,
+            store,
+            seats,
+            path,
+            post=post,
+            patience=patience,
+            tell=stats,
+            run_id=run_id(directory),
+            counters=counters,
+        )
+        if hides(run.plan):
+            watcher.say(
+                f"Which nodes are asked stays secret under the plan: it is in {PRIVATE_TALLIES} of "
+                f"{directory.path}, for you alone, and fedlm federation status --run shows it."
+            )
         return carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
 
 
@@ -81,13 +109,20 @@ def networked_run(
     post: Any = None,
     patience: Quorum = Quorum(),  # noqa: B008
     tell: Callable[[RoundStats], None] = lambda tally: None,
+    run_id: str | None = None,
+    counters: Counters | None = None,
 ) -> Run:
-    """Return a run whose members live at nodes; the local store is only for evaluation."""
+    """Return a run whose members live at nodes; the local store is only for evaluation.
+
+    Nodes tell runs apart by `run_id`; without one the run gets a new one.
+    """
     options: dict[str, Any] = {
         "seed": recipe.run.seed,
         "exact": dense(),
         "patience": patience,
         "tell": tell,
+        "run": run_id or secrets.token_hex(16),
+        "counters": counters,
     }
     if recipe.federation is not None:
         return networked_tree(recipe, store, seats, path, post=post, options=options)
@@ -95,19 +130,46 @@ def networked_run(
     def engine(algorithm: Algorithm) -> Engine:
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
         told = redacted(recipe, noise)
-        return RemoteEngine(algorithm, post, seats, recipe=told, **options)
+        secret = hides(algorithm.plan)
+        return RemoteEngine(algorithm, post, seats, recipe=told, secret_names=secret, **options)
 
     members = of_paths([(seat.name,) for seat in seats for _ in range(seat.clients)])
     return flat_run(recipe, store, out=path, members=members, engine=engine)
 
 
-def _record(directory: RunDirectory, tally: RoundStats, say: Callable[[str], None]) -> None:
+def run_id(directory: RunDirectory) -> str:
+    """Return the name of a run to its nodes, drawn when the run began and kept with it."""
+    file = directory.path / RUN_ID
+    if file.is_file():
+        return file.read_text(encoding="ascii").strip()
+    drawn = secrets.token_hex(16)
+    write_atomically(file, drawn.encode())
+    return drawn
+
+
+def record_nodes(
+    directory: RunDirectory,
+    tally: RoundStats,
+    plan: PrivacyPlan | None,
+    nodes: int,
+    say: Callable[[str], None],
+) -> None:
     """Append a line on which nodes answered a round, and report the nodes that did not.
 
-    The file lies beside the journal, which is about the model only.
+    The file lies beside the journal, which is about the model only. Under a plan names go to a file
+    that only its owner can read, and nothing is said: what is told is fixed before the run.
     """
+    told = release(plan, "nodes", asdict(tally), lambda: {"nodes": nodes})
     with open(directory.path / TALLIES, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(tally)) + "\n")
+        file.write(dumps(dict(told)) + "\n")
+    if hides(plan):
+        private = os.open(
+            directory.path / PRIVATE_TALLIES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )
+        with open(private, "a", encoding="utf-8") as file:
+            os.fchmod(private, 0o600)
+            file.write(json.dumps(asdict(tally)) + "\n")
+        return
     for name, reason in {**tally.refused, **tally.garbage}.items():
         say(f"round {tally.round}: {name}: {reason}")
     missing = [*tally.away, *tally.late]

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedlm.core.errors import RecordError
 from fedlm.deploy.flower.client import SuperLinkClient
-from fedlm.deploy.server_app import TALLIES
+from fedlm.deploy.server_app import PRIVATE_TALLIES, TALLIES
 from fedlm.deploy.workspace import Workspace
 
 COUNTED = ("answered", "late", "away", "refused", "garbage")
@@ -25,7 +25,7 @@ def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
     """Return a row per registered node: its presence, and its part in a run if one is given."""
     with closing(SuperLinkClient(workspace, timeout=2.0)) as client:
         there = client.nodes()
-    rounds = [] if run is None else read_rounds(run / TALLIES)
+    rounds = [] if run is None else rounds_of(run)
     lines = []
     for name in sorted(workspace.nodes()):
         seen = there.get(name)
@@ -56,12 +56,30 @@ def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
     return None
 
 
+def rounds_of(run: Path) -> list[dict[str, Any]]:
+    """Read who answered in a run; under a privacy plan only the owner of the run can."""
+    private = run / PRIVATE_TALLIES
+    if private.is_file():
+        return read_rounds(private)
+    rounds = read_rounds(run / TALLIES)
+    if any("answered" not in entry for entry in rounds):
+        raise RecordError(
+            f"{run}: who answered is a secret of its owner under the run's privacy plan, in "
+            f"{PRIVATE_TALLIES}, which is not here."
+        )
+    return rounds
+
+
 def read_rounds(file: Path) -> list[dict[str, Any]]:
     """Read a run's `RoundStats` in order of rounds; a repeated round counts once, the latest."""
     if not file.is_file():
         raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
     rounds: dict[int, dict[str, Any]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"{file} is not readable: {error.strerror}.") from None
+    for line in text.splitlines():
         try:
             entry = json.loads(line)
             rounds[int(entry["round"])] = entry

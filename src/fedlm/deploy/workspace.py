@@ -8,8 +8,10 @@ Not here: making certificates (`certificates.py`).
 
     WORKSPACE/federation.toml    name, address, how long a round waits and for how many
     WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
-    WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's)
-    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml
+    WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's),
+                                 counters.json (how far nodes' ledgers had come)
+    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml; at the
+                                 node also ledger.jsonl, what it answered
 """
 
 from __future__ import annotations
@@ -81,6 +83,10 @@ class Workspace:
     def database(self) -> Path:
         return self.path / "server" / "link.db"
 
+    @property
+    def counters(self) -> Path:
+        return self.path / "server" / "counters.json"
+
     def nodes(self) -> dict[str, bytes]:
         """Return the public keys of the nodes that may join, by name."""
         folder = self.path / "nodes"
@@ -122,6 +128,10 @@ class Kit:
     @property
     def policy(self) -> Path:
         return self.path / "policy.toml"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     def _bytes(self, name: str) -> bytes:
         try:

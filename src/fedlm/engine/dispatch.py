@@ -250,11 +250,20 @@ class Dispatch:
         lost = len(self.stats.refused) + len(self.stats.garbage)
         return len(self.requests) - lost < self.least
 
-    def check_quorum(self) -> None:
-        """Raise `EngineError` if fewer nodes replied than the quorum."""
+    def check_quorum(self, *, names: bool = True) -> None:
+        """Raise `EngineError` if fewer nodes replied than the quorum.
+
+        Without `names` the error does not tell who was asked, which tells of the draw of members.
+        """
         stats = self.stats
         if len(stats.answered) >= self.least or not self.requests:
             return
+        if not names:
+            raise EngineError(
+                f"round {stats.round}: too few nodes answered (quorum in federation.toml). Who was "
+                "asked is a secret under a privacy plan: nodes.private.jsonl in the run directory, "
+                "which only its owner can read, has names and reasons."
+            )
         reasons = [f"{name} refused: {reason}" for name, reason in stats.refused.items()]
         reasons += [f"{name} sent garbage: {reason}" for name, reason in stats.garbage.items()]
         raise EngineError(

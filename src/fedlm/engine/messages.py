@@ -21,18 +21,21 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import FedlmError, WireError
 
-VERSION = 3
+VERSION = 4
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
 REFUSAL = "refusal"  # may reply to either request
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
+RUN_NAME = re.compile(r"[0-9a-f]{32}")
 
 LONGEST_RECIPE = 1 << 16
 LONGEST_FRAME = 1 << 40
 LONGEST_REASON = 1000
 MOST_MEMBERS = 1 << 20
 MOST_CLIENTS = 1 << 40
+MOST_ROUNDS = 1 << 31
+MOST_COUNTER = 1 << 53
 MOST_HELLO_BYTES = 1 << 22
 MOST_LEAVES, LONGEST_PATH, LONGEST_FINGERPRINT = 1 << 14, 1000, 200
 # Of a reply, beside its frames: names, identities of objects, and seven numbers per member.
@@ -40,6 +43,7 @@ MOST_BESIDE, MOST_BESIDE_MEMBER = 1 << 16, 1 << 10
 
 # The facts of each kind: exactly these names, of exactly these types.
 _REQUEST_FACTS: dict[str, type] = {
+    "run": str,
     "recipe": str,
     "round": int,
     "first": int,
@@ -50,15 +54,32 @@ _REQUEST_FACTS: dict[str, type] = {
     "clip_norm": float,
     "each": bool,
     "longest": int,
+    "counter": int,
 }
-_REPLY_FACTS: dict[str, type] = {"round": int, "members": list, **dict.fromkeys(SUMS, list)}
+_REPLY_FACTS: dict[str, type] = {
+    "round": int,
+    "members": list,
+    "counter": int,
+    **dict.fromkeys(SUMS, list),
+}
 _HELLO_FACTS: dict[str, type] = {
     "clients": int,
     "text": str,
     "tokenizer": str,
     "fedlm": str,
+    "counter": int,
     "leaves": list,
     "counts": list,
+}
+
+
+# The largest value of each number of a request.
+_MOST = {
+    "round": MOST_ROUNDS,
+    "first": MOST_CLIENTS,
+    "population": MOST_CLIENTS,
+    "longest": LONGEST_FRAME,
+    "counter": MOST_COUNTER,
 }
 
 
@@ -84,6 +105,7 @@ class TrainRequest:
     parameters.
     """
 
+    run: str  # 32 hexadecimal digits, drawn when the run began
     recipe: str  # TOML
     round: int
     first: int  # the number of the node's first member, over the whole federation
@@ -95,6 +117,7 @@ class TrainRequest:
     longest: int  # bytes: no frame of a reply can be longer
     frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one per member
     numbers: tuple[int, ...] = ()  # under which the whole text of each member's node trains
+    counter: int = 0  # the largest counter of this node's ledger that the server has heard of
 
     @property
     def max_reply_bytes(self) -> int:
@@ -104,8 +127,9 @@ class TrainRequest:
 
     @property
     def digest(self) -> str:
-        """A fingerprint of the whole request."""
+        """A fingerprint of all that is asked; the counter grows between two copies of a request."""
         facts = {**asdict(self), "frames": [hashlib.sha256(f).hexdigest() for f in self.frames]}
+        del facts["counter"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -117,6 +141,7 @@ class TrainReply:
     members: tuple[int, ...]  # all who were asked, or those that a relay reached
     frames: tuple[bytes, ...]
     sums: tuple[Mapping[str, float], ...]  # as many as frames; names as in SUMS
+    counter: int = 0  # of the node's ledger, after this reply was entered
 
 
 class Hello(NamedTuple):
@@ -127,6 +152,7 @@ class Hello(NamedTuple):
     tokenizer: str  # a fingerprint
     version: str  # of fedlm
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
+    counter: int = 0  # of the node's ledger
 
 
 def respond(
@@ -164,19 +190,19 @@ def encode_request(request: TrainRequest) -> Payload:
 def read_request(payload: Payload) -> TrainRequest:
     """Convert a payload to a request, or raise `WireError`."""
     facts = _facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
-    for name in ("round", "first", "population", "longest"):
-        if facts[name] < 0:
-            raise WireError(f"request says {name} = {facts[name]}.")
+    for name, most in _MOST.items():
+        if not 0 <= facts[name] <= most:
+            raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
     facts["members"] = _numbers(facts["members"], "members", rising=True)
     facts["numbers"] = _numbers(facts["numbers"], "numbers", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
     _check_frames(payload, len(request.numbers) or 1)
+    if not RUN_NAME.fullmatch(request.run):
+        raise WireError("request does not name its run by 32 hexadecimal digits.")
     if len(request.recipe) > LONGEST_RECIPE:
         raise WireError(f"request holds a recipe of {len(request.recipe)} characters.")
-    if not request.clip_norm > 0 or request.longest > LONGEST_FRAME:
-        raise WireError(
-            f"request says clip_norm = {request.clip_norm} and frames of {request.longest} bytes."
-        )
+    if not request.clip_norm > 0:
+        raise WireError(f"request says clip_norm = {request.clip_norm}.")
     if not all(request.first <= member < request.population for member in request.members):
         raise WireError("request names members that are not there.")
     if request.numbers and not _are_places(request):
@@ -195,7 +221,13 @@ def _are_places(request: TrainRequest) -> bool:
 def encode_reply(reply: TrainReply) -> Payload:
     """Convert a reply to a payload."""
     columns = {name: [float(part[name]) for part in reply.sums] for name in SUMS}
-    facts = {"version": VERSION, "round": reply.round, "members": list(reply.members), **columns}
+    facts = {
+        "version": VERSION,
+        "round": reply.round,
+        "members": list(reply.members),
+        "counter": reply.counter,
+        **columns,
+    }
     return Payload(TRAIN_REPLY, facts, reply.frames)
 
 
@@ -207,6 +239,7 @@ def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
     known = members and set(members) <= set(request.members)
     if facts["round"] != request.round or not known:
         raise WireError("reply is to another request.")
+    _check_counter(facts["counter"])
     wanted = len(members) if request.each else 1
     _check_frames(payload, wanted)
     if max(map(len, payload.frames)) > request.longest:
@@ -214,7 +247,13 @@ def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
     for name in SUMS:
         _check_sizes(facts[name], name, wanted)
     sums = tuple({name: facts[name][i] for name in SUMS} for i in range(wanted))
-    return TrainReply(round=request.round, members=members, frames=payload.frames, sums=sums)
+    return TrainReply(
+        round=request.round,
+        members=members,
+        frames=payload.frames,
+        sums=sums,
+        counter=facts["counter"],
+    )
 
 
 # ---- hello and refusal ---------------------------------------------------------------------
@@ -233,6 +272,7 @@ def encode_hello(hello: Hello) -> Payload:
         "text": hello.text,
         "tokenizer": hello.tokenizer,
         "fedlm": hello.version,
+        "counter": hello.counter,
         "leaves": [path for path, _ in hello.leaves],
         "counts": [clients for _, clients in hello.leaves],
     }
@@ -250,8 +290,9 @@ def read_hello(payload: Payload) -> Hello:
     texts = (facts["text"], facts["tokenizer"], facts["fedlm"])
     if max(map(len, texts)) > LONGEST_FINGERPRINT:
         raise WireError("its fingerprints are too long.")
+    _check_counter(facts["counter"])
     leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
-    return Hello(clients, *texts, leaves)
+    return Hello(clients, *texts, leaves, facts["counter"])
 
 
 def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any, ...]:
@@ -324,6 +365,11 @@ def _numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
     if rising and not all(a < b for a, b in itertools.pairwise(values)):
         raise WireError(f"message has a list {name!r} that does not rise.")
     return tuple(values)
+
+
+def _check_counter(value: int) -> None:
+    if not 0 <= value <= MOST_COUNTER:
+        raise WireError(f"its ledger's counter is {str(value)[:40]}.")
 
 
 def _check_sizes(values: list[Any], name: str, wanted: int) -> None:

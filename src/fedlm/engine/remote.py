@@ -40,6 +40,7 @@ from fedlm.core.types import (
     Total,
     Update,
 )
+from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.payload_size import own_leaves
@@ -93,14 +94,22 @@ class RemoteEngine:
         post: Transport,
         seats: Sequence[Assignment],
         *,
+        run: str,
         recipe: str,
         seed: int,
         exact: Codec,
         patience: Quorum,
         tell: Callable[[RoundStats], None] = lambda tally: None,
         homes: Mapping[int, Leaf] | None = None,
+        counters: Counters | None = None,
+        secret_names: bool = False,
     ) -> None:
-        """Take `homes`, in a tree: from each node's training number to the holder of its text."""
+        """Take `homes`, in a tree: from each node's training number to the holder of its text.
+
+        `run` names the run to nodes for as long as it lasts; `counters` is what is known of their
+        ledgers; with `secret_names` no error tells who was asked.
+        """
+        self.run, self.counters, self.secret_names = run, counters or Counters(), secret_names
         self.algorithm, self.post, self.seats = algorithm, post, tuple(seats)
         self.recipe, self.seed, self.exact = recipe, seed, exact
         self.patience, self.tell, self.homes = patience, tell, homes or {}
@@ -200,7 +209,9 @@ class RemoteEngine:
         """Return the request to a node, with the longest frame it may answer with; no frame yet."""
         codec = self.algorithm.upload if asked["each"] else self.exact
         return TrainRequest(
+            run=self.run,
             recipe=self.recipe,
+            counter=self.counters.of(seat.name),
             first=seat.first,
             population=sum(seat.clients for seat in self.seats),
             text=seat.text,
@@ -223,6 +234,7 @@ class RemoteEngine:
         began = time.monotonic()
         dispatch = Dispatch(self.post, self.patience, asked, stats, frames=frames)
         for name, answer in dispatch.replies():
+            self.counters.hear(name, answer.counter)
             yield from self._answered(name, asked[name], answer, like, stats)
             del answer
         stats.seconds = time.monotonic() - began
@@ -231,7 +243,7 @@ class RemoteEngine:
             stats = _joined(self._told, stats)
         self._told = stats
         self.tell(stats)
-        dispatch.check_quorum()
+        dispatch.check_quorum(names=not self.secret_names)
 
     def _answered(
         self, name: str, question: TrainRequest, answer: TrainReply, like: Params, stats: RoundStats

@@ -56,6 +56,11 @@ class Algorithm:
         return self.participation if isinstance(self.participation, PrivacyPlan) else None
 
     @property
+    def plans(self) -> dict[str, PrivacyPlan]:
+        """The plan under the empty name, as that of a flat federation; empty without one."""
+        return {} if self.plan is None else {"": self.plan}
+
+    @property
     def sampling(self) -> Sampling:
         """The law by which members join a round; under a plan, the plan's own."""
         joins = self.participation
@@ -63,7 +68,7 @@ class Algorithm:
 
     @cached_property
     def noise(self) -> Noise:
-        """The plan's noise for a sum in units of the clip norm; silent without a plan."""
+        """The plan's noise, in units of the clip norm; silent without a plan."""
         return silent() if self.plan is None else noise_for(self.plan)
 
     @cached_property

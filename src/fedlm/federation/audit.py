@@ -14,11 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from fedlm.cohort.sampling import LAWS
 from fedlm.core import tree
-from fedlm.core.keys import key_for
+from fedlm.core.chacha import CipherKey
+from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import Params
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import (
@@ -81,12 +82,12 @@ def canary_turns(algorithm: Algorithm, state: NodeState, rounds: int) -> np.ndar
 def cosines(change: Params, seed: int, numbers: np.ndarray) -> np.ndarray:
     """Return the cosines of a change with the directions of canaries, real or hypothetical."""
     length = float(tree.norm(change))
-    keys = (key_for(seed, "canary", member=int(number)) for number in numbers)
+    keys = (cipher_key_for(seed, "canary", member=int(number)) for number in numbers)
     found = [float(_along(change, key)) for key in keys]
     return np.array(found) / (length if length > 0 else 1.0)
 
 
 @jax.jit
-def _along(change: Params, key: PRNGKeyArray) -> Float[Array, ""]:
+def _along(change: Params, key: CipherKey) -> Float[Array, ""]:
     parts = jax.tree.map(lambda x, y: jnp.sum(x * y), change, direction(key, change))
     return jnp.sum(jnp.stack(jax.tree.leaves(parts)))

@@ -10,23 +10,24 @@ Not here: loops over rounds (`run.py`), a member's half (`member.py`), named cho
 from __future__ import annotations
 
 import contextlib
+import hmac
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from fedlm.cohort.prefetch import prefetch
 from fedlm.cohort.sampling import draw, joined, no_history
 from fedlm.core import tree
-from fedlm.core.keys import generator_for, key_for
+from fedlm.core.chacha import CipherKey
+from fedlm.core.keys import cipher_key_for, generator_for
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import (
     Cohort,
@@ -42,8 +43,9 @@ from fedlm.core.types import (
 )
 from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
-from fedlm.privacy.clip import clip, next_clip_norm
-from fedlm.privacy.noise import standard_normal
+from fedlm.privacy.clip import Limit, clip, next_limit
+from fedlm.privacy.ledger import digest_of
+from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.release import release
 from fedlm.server.aggregate import mean, over
 
@@ -59,11 +61,13 @@ class NodeState(eqx.Module):
     history: History
     clip_norm: Float[Array, ""]  # the longest update that a member may send
     unclipped: Float[Array, ""]  # the noisy share of updates that were inside it, where released
+    counted: Float[Array, ""]  # the exact count of which the next such share is made
     secret: UInt32[Array, "4"]  # what private draws are made from
     round: Int[Array, ""]
     client_state: Any = (
         None  # what each client remembers, where the method has it remember anything
     )
+    digest: Any = None  # under a plan: the ledger's digest of the sum that led here, as 32 numbers
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
@@ -83,9 +87,11 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
         History(*(jnp.asarray(part) for part in history)),
         jnp.float32(math.inf if plan is None else plan.clip_norm),
         jnp.float32(math.nan),
+        jnp.float32(0.0),
         jnp.asarray(np.frombuffer(secret, "<u4").astype(np.uint32)),
         jnp.int32(0),
         init_client_state(algorithm, sent),
+        None if plan is None else jnp.zeros(32, jnp.uint8),
     )
 
 
@@ -123,7 +129,23 @@ def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> 
 
 def private_seed(state: NodeState) -> int:
     """Return the seed of cohort draws and noise under a plan, never that of the recipe."""
-    return int.from_bytes(np.asarray(state.secret).astype("<u4").tobytes(), "little")
+    return int.from_bytes(secret_of(state), "little")
+
+
+def secret_of(state: NodeState) -> bytes:
+    """Return the 16 bytes that private draws are made from."""
+    return np.asarray(state.secret).astype("<u4").tobytes()
+
+
+def another_secret(secret: UInt32[Array, "4"], lines: int) -> UInt32[Array, "4"]:
+    """Return the secret that follows a secret after a ledger of so many lines.
+
+    A round that is played again after its state was lost draws other members and other noise, so
+    that it costs what any round costs: no two releases share the chance of staying out.
+    """
+    before = np.asarray(secret).astype("<u4").tobytes()
+    made = hmac.digest(before, f"fedlm/again/{lines}".encode(), "sha256")[:16]
+    return jnp.asarray(np.frombuffer(made, "<u4").astype(np.uint32))
 
 
 class CohortSampler:
@@ -148,10 +170,10 @@ def with_text(algorithm: Algorithm, members: Members) -> Members:
 
 def canary(seed: int, number: int, like: Params) -> Params:
     """Return the direction that a canary sends whenever it takes part."""
-    return direction(key_for(seed, "canary", member=number), like)
+    return direction(cipher_key_for(seed, "canary", member=number), like)
 
 
-def direction(key: PRNGKeyArray, like: Params) -> Params:
+def direction(key: CipherKey, like: Params) -> Params:
     """Draw a direction of length one, uniformly."""
     drawn = standard_normal(key, like)
     return tree.scale(drawn, 1.0 / tree.norm(drawn))
@@ -159,13 +181,13 @@ def direction(key: PRNGKeyArray, like: Params) -> Params:
 
 def _add_canaries(algorithm: Algorithm, state: NodeState, total: Total, members: Members) -> Total:
     for number in members[len(with_text(algorithm, members)) :] if algorithm.canaries else ():
-        key = key_for(private_seed(state), "canary", member=int(number))
+        key = cipher_key_for(private_seed(state), "canary", member=int(number))
         total = _add_canary(total, state.clip_norm, key)
     return total
 
 
 @jax.jit
-def _add_canary(total: Total, clip_norm: Float[Array, ""], key: PRNGKeyArray) -> Total:
+def _add_canary(total: Total, clip_norm: Float[Array, ""], key: CipherKey) -> Total:
     one, zero = jnp.ones(()), jnp.zeros(())
     sent = Update(
         tree.scale(direction(key, total.delta), clip_norm), one, zero, zero, zero, zero, one
@@ -178,7 +200,7 @@ def server_half(
 ) -> NodeState:
     """Return the state after the server's step with the sum of a cohort."""
     total = _add_canaries(algorithm, state, total, members)
-    key = _noise_key(algorithm, state, total)
+    key, digest = _noise_key(algorithm, state, total), _digest(algorithm, state, total)
     history = joined(History(*(np.asarray(h) for h in state.history)), members, int(state.round))
     round = int(state.round)
     turn = round % len(algorithm.turns) if algorithm.turns else 0
@@ -192,6 +214,7 @@ def server_half(
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
     client_state = History(*(jnp.asarray(part) for part in history))
     after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(client_state))
+    after = eqx.tree_at(lambda s: s.digest, after, digest, is_leaf=_is_none)
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
 
 
@@ -210,16 +233,25 @@ def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
     return eqx.tree_at(lambda s: s.client_state, state, jax.tree.map(put, state.client_state, rows))
 
 
-def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> PRNGKeyArray:
+def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> CipherKey:
     """Return the key of a round's noise, derived also from the sum that gets the noise.
 
     A round that is run again after a crash has the same sum and gets the same noise. Should its
     sum ever differ, the noise does too: the difference of two releases must not cancel it.
     """
     if algorithm.plan is None:
-        return key_for(0, "noise")
-    sum_is = int(tree.sha256((total.delta, total.unclipped, total.members))[:15], 16)
-    return key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
+        return cipher_key_for(0, "noise")
+    sum_is = int(tree.sha256((total.delta, total.unclipped, total.members, state.counted)), 16)
+    return cipher_key_for(private_seed(state), "noise", round=int(state.round), member=sum_is)
+
+
+def _digest(algorithm: Algorithm, state: NodeState, total: Total) -> Any:
+    """Return the ledger's digest of a round's exact sum; None without a plan."""
+    if algorithm.plan is None:
+        return None
+    exact = tree.sha256((total.delta, total.unclipped, total.members)).encode()
+    made = digest_of(secret_of(state), int(state.round), exact)
+    return jnp.asarray(np.frombuffer(made, np.uint8))
 
 
 @eqx.filter_jit
@@ -228,14 +260,10 @@ def _server_step(
     turn: int,
     state: NodeState,
     total: Total,
-    keys: tuple[PRNGKeyArray, PRNGKeyArray],
+    keys: tuple[CipherKey, PRNGKeyArray],
 ) -> NodeState:
-    plan, clip_norm, unclipped, memory = (
-        algorithm.plan,
-        state.clip_norm,
-        state.unclipped,
-        state.noise_memory,
-    )
+    plan, memory = algorithm.plan, state.noise_memory
+    limit = Limit(state.clip_norm, state.unclipped, state.counted)
     local, (key, shared) = algorithm.local_of(turn), keys
 
     def whole(delta: Any) -> Any:
@@ -245,20 +273,19 @@ def _server_step(
         change = whole(mean(total))
     else:
         first = algorithm.expands_first
-        delta = tree.scale(whole(total.delta) if first else total.delta, 1.0 / clip_norm)
-        noisy, memory = algorithm.noise.add(delta, memory, jr.fold_in(key, 0))
-        mean_of = over(tree.scale(noisy, clip_norm), plan.denominator)
+        delta = whole(total.delta) if first else total.delta
+        noisy, memory = algorithm.noise.add(delta, memory, key, limit.clip_norm)
+        mean_of = over(noisy, plan.denominator)
         change = mean_of if first else whole(mean_of)
         if plan.clip_quantile:
-            clip_norm, unclipped = next_clip_norm(plan, clip_norm, total, jr.fold_in(key, 1))
+            limit = next_limit(plan, state.round, limit, total, key)
     params, server_memory = algorithm.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,
         server_memory,
         memory,
         state.history,
-        clip_norm,
-        unclipped,
+        *limit,
         state.secret,
         state.round + 1,
     )
@@ -270,7 +297,7 @@ def told(algorithm: Algorithm, metrics: Metrics, before: NodeState, after: NodeS
     if plan is None:
         return release(None, "round", metrics)
     facts = {**metrics, "clip_norm": float(before.clip_norm)}
-    if plan.clip_quantile:
+    if plan.clip_quantile and not math.isnan(after.unclipped):
         facts["unclipped_share"] = float(after.unclipped)
     # The norm of a round's noise over the largest possible norm of the mean change.
     facts["noise_to_signal"] = plan.noise_to_signal(tree.size(after.params))
@@ -336,9 +363,21 @@ class FlatRound:
         """Return the whole model of a state, under the empty name."""
         return {"": self.params(state)}
 
+    def own_models(self, state: NodeState) -> dict[str, Params]:
+        """Return nothing: a flat federation has one model."""
+        return {}
+
     def params(self, state: NodeState) -> Params:
         """Return all parameters of a state, with the frozen ones."""
         return tree.join(state.params, self.algorithm.base)
+
+    def renewed(self, state: NodeState, lines: int) -> NodeState:
+        """Return a state whose further draws are others, after a ledger of so many lines."""
+        return replace(state, secret=another_secret(state.secret, lines))
+
+    def digest(self, state: NodeState) -> bytes:
+        """Return the ledger's digest of the sum that led to a state."""
+        return np.asarray(state.digest).tobytes()
 
     def header(self) -> Metrics:
         """Return nothing: a flat federation has no shape to describe."""
@@ -354,10 +393,12 @@ def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
     names = ("members", "refused", "steps", "tokens", "unclipped", "nats")
     read = {name: float(np.asarray(getattr(gathered.total, name))) for name in names}
     nats = read.pop("nats")
+    # Nodes under a plan do not tell their tokens: then only a round that all failed has no loss.
+    failed = read["refused"] >= read["members"]
     return {
         "round": round,
         **{name: int(value) for name, value in read.items()},
-        "loss": mean_loss(nats, read["tokens"], read["refused"]),
+        "loss": mean_loss(nats, read["tokens"], failed * read["refused"]),
         "upload_bytes": gathered.upload_bytes,
         "download_bytes": gathered.download_bytes,
         "seconds": time.perf_counter() - began,

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedlm.core.types import Params, SpecialTokens
 from fedlm.evaluate.perplexity import Evaluator, ScoreFn, Sums, figures, perplexity_of, total
-from fedlm.federation.tree_round import TreeConfig, TreeState, received
+from fedlm.federation.tree_round import TreeConfig, TreeState, received, shown
 
 # Rows of each leaf in the matrix of all nodes and all leaves.
 MATRIX_ROWS = 16
@@ -36,6 +36,7 @@ class TreeEvaluation:
         str | None
     )  # the first in which every leaf has held-out text; None where none may be told
     held: Mapping[int, np.ndarray]  # rows of each node that holds text
+    own_models_stay: bool = False  # leaves are scored as others know them, not by their own models
     _seen: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -57,16 +58,23 @@ class TreeEvaluation:
         return dict(self._seen[now])
 
     def _watch(self, state: TreeState) -> dict[str, Any]:
-        models, topology = received(self.config, state), self.config.topology
+        models, topology = self._models(state), self.config.topology
         names, leaves = topology.names, topology.with_text
         came = {n: self._own_text(models[n], n) for n in leaves}
+        found: dict[str, Any] = {
+            name: _mean([f[name] for f in came.values()]) for name in ("perplexity", "accuracy")
+        }
+        if self.own_models_stay:
+            return {**found, "places": {names[n]: [came[n]["perplexity"], None] for n in leaves}}
         trained = {n: self._own_text(state.nodes[n].params, n) for n in leaves}
         return {
-            "perplexity": _mean([f["perplexity"] for f in came.values()]),
-            "accuracy": _mean([f["accuracy"] for f in came.values()]),
+            **found,
             "personal_perplexity": _mean([f["perplexity"] for f in trained.values()]),
             "places": {names[n]: [came[n]["perplexity"], trained[n]["perplexity"]] for n in leaves},
         }
+
+    def _models(self, state: TreeState) -> list[Params]:
+        return (shown if self.own_models_stay else received)(self.config, state)
 
     def _own_text(self, params: Params, node: int) -> dict[str, float]:
         return figures(self.evaluator(params, self.held[node]))
@@ -74,11 +82,11 @@ class TreeEvaluation:
     def final(self, state: TreeState, split: str) -> dict[str, Any]:
         """Return the figures so far, those of every node above the leaves, and the matrix."""
         seen, names = self.watch(state), self.config.topology.names
-        models = dict(zip(names, received(self.config, state), strict=True))
+        models = dict(zip(names, self._models(state), strict=True))
         found = self.of_models(models, split)
         for node in found["nodes"]:
             node["personal"] = seen["places"].get(node["name"], (None, None))[1]
-        return {"personal_perplexity": seen["personal_perplexity"], **found}
+        return {"personal_perplexity": seen.get("personal_perplexity"), **found}
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
         """Score every node on the text of the leaves below it and on its own."""

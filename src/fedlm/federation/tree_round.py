@@ -31,7 +31,8 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from fedlm.cohort.sampling import draw
-from fedlm.core.keys import generator_for, key_for
+from fedlm.core import tree
+from fedlm.core.keys import cipher_key_for, generator_for
 from fedlm.core.types import (
     Cohort,
     Engine,
@@ -66,7 +67,8 @@ from fedlm.federation.round import (
 )
 from fedlm.federation.topology import Topology
 from fedlm.privacy.clip import clip
-from fedlm.privacy.noise import add_scaled, standard_normal
+from fedlm.privacy.grid import add_on_grid
+from fedlm.privacy.normal import standard_normal
 
 Compare = Literal["start", "root"]
 Order = Literal["levels", "together"]
@@ -243,6 +245,19 @@ def received(config: TreeConfig, state: TreeState) -> list[Params]:
     return [result.params for result in results.received.values()]
 
 
+def shown(config: TreeConfig, state: TreeState) -> list[Params]:
+    """Return the models of `received` as others may see them: of clipped, noisy changes alone."""
+    models = received(config, state)
+    if not config.hides:
+        return models
+    return [
+        config.join(model, config.backbone(model), _known(config, state.nodes[node]))
+        if config.topology.clients[node]
+        else model
+        for node, model in enumerate(models)
+    ]
+
+
 def _known(config: TreeConfig, node: TreeNodeState | Received | Trained) -> Layers:
     """Return a node's personal layers as other nodes know them."""
     if node.public_layers is None:
@@ -401,9 +416,11 @@ def _hide(
     delta = jax.device_get(clip(update, jnp.float32(config.clip_norm)).delta)
     if config.noise_multiplier:
         secret = private_seed(state)  # type: ignore[arg-type]  # it reads the secret alone
-        key = key_for(secret, "noise", round=int(state.round), member=node)
-        stddev = config.noise_multiplier * config.clip_norm
-        delta = jax.device_get(add_scaled(delta, standard_normal(key, delta), stddev))
+        # The change counts too: the same noise on another one would cancel in the difference.
+        change_is = int(tree.sha256((np.int64(node), delta)), 16)
+        key = cipher_key_for(secret, "noise", round=int(state.round), member=change_is)
+        drawn, stddev = standard_normal(key, delta), config.noise_multiplier
+        delta = jax.device_get(add_on_grid(delta, drawn, stddev, config.clip_norm, key))
     backbone = config.backbone(jax.tree.map(np.add, start.params, delta))
     moved = config.personal(delta)
     layers = {layer: values + moved[layer] for layer, values in _known(config, start).items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,20 @@ from fedlm.core.releasable import Releasable
 from fedlm.core.types import Engine, Params, Total, Update
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.layer_attention import Routed, entropy, length
-from fedlm.federation.round import Metrics, Played, mean_loss
+from fedlm.federation.round import Metrics, Played, another_secret, mean_loss
 from fedlm.federation.tree_round import (
     Results,
     TreeConfig,
+    TreeNodeState,
     TreeState,
     init_tree,
     received,
+    shown,
     tree_round,
 )
-from fedlm.privacy.release import release
-
-Claim = Callable[[int], Metrics]
+from fedlm.privacy.ledger import joined_digest
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import own_models_stay, release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class TreeRound:
     model_bytes: Callable[[str], int]  # of a whole model, by the codec of a direction
     secret: Callable[[], bytes] = lambda: bytes(16)  # of the clients' privacy plans
     leaf_secret: Callable[[], bytes] = lambda: bytes(16)  # of noise on what leaves a leaf
-    claim: Claim = lambda rounds: {}  # what noise at the leaves is worth
+    plan: PrivacyPlan | None = None  # what the run claims: to each client, or to each leaf
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,50 +72,85 @@ class TreeRound:
 
     def _told(self, metrics: Metrics) -> Releasable:
         inner = [a for a in self.config.algorithms if a is not None]
-        plan = self.algorithm.plan
+        # A pooled leaf is where its text is: nothing travels to its clients.
+        clients = sum(a.sampling.cohort for a in inner)
+        leaves = len(self.config.topology.with_text) if self.config.pool_clients else 0
 
         def expected() -> Metrics:
             """Return the numbers of members and bytes that the plans expect in a round."""
-            members = sum(a.sampling.cohort for a in inner)
             edges = metrics["nodes"].values()
             return {
-                "members": members,
-                "upload_bytes": members * self.model_bytes("upload")
+                "members": clients + leaves,
+                "upload_bytes": clients * self.model_bytes("upload")
                 + sum(edge["up_bytes"] for edge in edges),
-                "download_bytes": members * self.model_bytes("download")
+                "download_bytes": clients * self.model_bytes("download")
                 + sum(edge["down_bytes"] for edge in edges),
             }
 
-        return release(plan, "round", metrics, expected)
+        return release(self.plan, "round", metrics, expected)
 
     def models(self, state: TreeState) -> dict[str, Params]:
-        """Return every node's model at the start of the next round; the root's name is empty."""
-        models = [jax.tree.map(jnp.asarray, model) for model in received(self.config, state)]
+        """Return every node's model at the start of the next round; the root's name is empty.
+
+        Under noise at the leaves, a leaf's model is the one that others know of it.
+        """
+        found = self._view(state)
+        models = [jax.tree.map(jnp.asarray, model) for model in found]
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
 
+    def _view(self, state: TreeState) -> list[Params]:
+        return (shown if own_models_stay(self.plan) else received)(self.config, state)
+
+    def own_models(self, state: TreeState) -> dict[str, Params]:
+        """Return the leaves' own models, without noise, where `models` gives others."""
+        if not own_models_stay(self.plan):
+            return {}
+        models, topology = received(self.config, state), self.config.topology
+        return {topology.names[n]: models[n] for n in topology.with_text}
+
     def params(self, state: TreeState) -> Params:
-        """Return the parameters of all nodes."""
-        return state.params
+        """Return the parameters of all nodes, as they may be shown."""
+        return tuple(self._view(state)) if own_models_stay(self.plan) else state.params
+
+    def renewed(self, state: TreeState, lines: int) -> TreeState:
+        """Return a state whose further draws are others, after a ledger of so many lines."""
+
+        def other(node: TreeNodeState) -> TreeNodeState:
+            inner = node.federation
+            if inner is None:
+                return node
+            secret = another_secret(inner.secret, lines)
+            return replace(node, federation=replace(inner, secret=secret))
+
+        nodes = tuple(map(other, state.nodes))
+        return replace(state, nodes=nodes, secret=another_secret(state.secret, lines))
+
+    def digest(self, state: TreeState) -> bytes:
+        """Return the ledger's digest of the sums of all federations of clients."""
+        inner = [node.federation.digest for node in state.nodes if node.federation is not None]
+        found = [np.asarray(digest).tobytes() for digest in inner if digest is not None]
+        return joined_digest(found) if found else bytes(32)
 
     def header(self) -> Metrics:
         """Describe the tree: nodes, parents, clients per node, and personal layers."""
         config, topology = self.config, self.config.topology
         layers = [layer for layer in config.personal_layers if layer is not None]
         held = [len(clients) for clients in topology.clients]
+        # How many clients a leaf has is a fact of its text.
+        counts = {"clients": held, "left_out": config.clients - sum(held)}
         return {
             "tree": {
                 "names": list(topology.names),
                 "parents": list(topology.parents),
-                "clients": held,
-                "left_out": config.clients - sum(held),
+                **({} if own_models_stay(self.plan) else counts),
                 "personal_layers": list(dict.fromkeys(layers)),
                 "personal_leaves": len(layers),
             }
         }
 
     def closing(self, rounds: int) -> Metrics:
-        """Return the privacy claim of the noise at the leaves, in numbers and plain words."""
-        return self.claim(rounds)
+        """Return nothing: all that a tree claims is in its privacy plan."""
+        return {}
 
 
 # ---- what happened in a round ----------------------------------------------------------------

@@ -14,18 +14,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
+from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
-from fedlm.privacy.cost import MOST_NOISE
+from fedlm.privacy.cost import MOST_NOISE, DpEvent
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
+from fedlm.privacy.mechanism import Cost
 from fedlm.privacy.plan import PrivacyPlan
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
 SERVER = "whoever sees updates or sums before noise is added is trusted"
+UNITS = {
+    "client": UNIT,
+    "leaf": "one leaf of the tree with all text that it trains on; neighbours differ by everything "
+    "that it sends replaced by zero",
+}
+TRUSTED = {
+    "client": SERVER,
+    "leaf": "the leaf itself, which clips and adds the noise, is trusted, and so is whoever can "
+    "read the run's private files (mode 0600)",
+}
+
+
+LITTLE = "delta is not below one in the population, so this epsilon promises little"
 
 
 class Spent(NamedTuple):
@@ -36,15 +51,48 @@ class Spent(NamedTuple):
     rho: float | None
     accountant: str
     assumptions: tuple[str, ...]
+    # Of correlated noise: what papers print, by zCDP and RDP. Never below `epsilon`.
+    published_epsilon: float | None = None
 
 
 def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     """Return the privacy cost of the first `rounds` rounds of a plan."""
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
-    cost = MECHANISMS[plan.mechanism].cost(plan, rounds)
-    assumptions = (UNIT, *cost.assumptions, SERVER, *cost.warnings)
-    return Spent(cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions)
+    cost = _cost(plan, rounds)
+    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *_warnings(plan))
+    return Spent(
+        cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
+    )
+
+
+def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
+    """Return what makes a claim worth little, whatever its mechanism."""
+    return (LITTLE,) if plan.delta * plan.sampling.population >= 1 else ()
+
+
+def spent_by_node(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:
+    """Return what the first `rounds` rounds cost the clients of each node, the dearest first."""
+    found = {node: spent(plan, rounds) for node, plan in plans.items()}
+    return dict(sorted(found.items(), key=lambda entry: -entry[1].epsilon))
+
+
+def dearest_first(plans: Mapping[str, PrivacyPlan]) -> dict[str, PrivacyPlan]:
+    """Order the plans of a tree's nodes by what all their rounds cost, the dearest first."""
+    if len(set(plans.values())) < 2:
+        return dict(plans)
+    cost = {node: spent(plan, plan.rounds).epsilon for node, plan in plans.items()}
+    return {node: plans[node] for node in sorted(plans, key=lambda node: -cost[node])}
+
+
+def event_of(plan: PrivacyPlan, rounds: int) -> DpEvent:
+    """Return what the first `rounds` rounds of a plan release, to compose it with other releases.
+
+    `cost.compose` computes the epsilon of several events about the same clients.
+    """
+    check_plan(plan)
+    require(rounds >= 0, "rounds", rounds, "zero or more rounds")
+    return MECHANISMS[plan.mechanism].event(plan, rounds)
 
 
 def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
@@ -105,25 +153,55 @@ def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
 
 
 def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Spent:
-    """Return the privacy cost of a run from the plan and the rounds in its journal."""
-    facts = header.get("privacy")
-    if facts is None:
-        raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
-    ran = list(rounds)
+    """Return the privacy cost of a run from the plan and the rounds in its journal.
+
+    In a tree every node's clients have a plan of their own: the largest cost is returned.
+    """
+    found = by_node_from_journal(header, rounds)
+    return max(found.values(), key=lambda spent: spent.epsilon)
+
+
+def by_node_from_journal(
+    header: dict[str, Any], rounds: Iterable[dict[str, Any]]
+) -> dict[str, Spent]:
+    """Return the privacy cost of a run per node; the name of a flat federation is empty."""
+    plans, ran = plans_from(header), list(rounds)
     # A line lost in the middle must not make a run look cheaper than it was; a line that tells of
     # releases counts rounds that were released again.
     told = [(int(entry.get("round", -1)) + 1, int(entry.get("releases", 0))) for entry in ran]
     count = max([len(ran), *map(max, told)])
-    return spent(plan_from(facts), count)
+    said = vocabulary.assumptions(header)
+    return {
+        node: found._replace(assumptions=(*found.assumptions, *said))
+        for node, found in spent_by_node(plans, count).items()
+    }
+
+
+def plans_from(header: dict[str, Any]) -> dict[str, PrivacyPlan]:
+    """Return the plans in a journal's header by node; the name of a flat federation is empty."""
+    facts, nodes = header.get("privacy"), header.get("privacy_nodes", {})
+    if facts is None:
+        raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
+    if not isinstance(nodes, dict):
+        raise RecordError("the journal's privacy plans of nodes are damaged.")
+    return {node: plan_from(of) for node, of in (nodes or {"": facts}).items()}
 
 
 def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
     """Read a plan that `dataclasses.asdict` wrote; refuse unknown names and wrong types."""
     try:
         sampling = _typed(Sampling, facts["sampling"])
-        return PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
+        plan = PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"the journal's privacy plan is damaged: {error}.") from None
+    entry = MECHANISMS.get(plan.mechanism)
+    if entry is not None and entry.find_matrix is not None and not plan.matrix:
+        raise RecordError(
+            f"the privacy plan lacks the matrix of its {plan.mechanism} noise, so what it costs is "
+            "not known: a search today may find another one. Account for it with the fedlm version "
+            "that its journal names."
+        )
+    return plan
 
 
 def _known(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +219,9 @@ def _typed(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
         if wanted == "float":
             value = math.inf if value is None else value
             good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        elif wanted == "tuple[float, ...]":
+            good = isinstance(value, (list, tuple)) and all(type(v) in (int, float) for v in value)
+            value = tuple(map(float, value)) if good else value
         elif wanted == "bool":
             good = isinstance(value, bool)
         elif wanted == "int":
@@ -164,4 +245,9 @@ def _check_target(target_epsilon: float) -> None:
 
 def _epsilon(plan: PrivacyPlan, rounds: int) -> float:
     """Return the epsilon of `spent` for a plan that was checked."""
-    return MECHANISMS[plan.mechanism].cost(plan, rounds).epsilon
+    return _cost(plan, rounds).epsilon
+
+
+@functools.lru_cache(maxsize=256)  # nodes of a tree often share a plan, and each is asked again
+def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    return MECHANISMS[plan.mechanism].cost(plan, rounds)

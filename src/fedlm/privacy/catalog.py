@@ -10,6 +10,7 @@ Not here: what a mechanism does (`gaussian.py`, `spaced.py`), epsilon (`account.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from fedlm.core.errors import either, nearest, require
 from fedlm.privacy.gaussian import GAUSSIAN
@@ -30,11 +31,28 @@ MECHANISMS: dict[str, Mechanism] = {
 def noise_for(plan: PrivacyPlan) -> Noise:
     """Make the noise of a plan, in units of the clip norm.
 
-    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: the server
-    divides the sum of a round by the clip norm before it adds this noise.
+    Its standard deviation is `plan.sum_multiplier`, whatever `plan.clip_norm` is: `Noise.add`
+    multiplies it by the clip norm of the round.
     """
     stddev = plan.sum_multiplier
     return MECHANISMS[plan.mechanism].noise(plan, stddev) if stddev else silent()
+
+
+def with_matrix(plan: PrivacyPlan, begun: PrivacyPlan | None = None) -> PrivacyPlan:
+    """Return the plan with the numbers of its matrix: those of a run that began, or found now."""
+    find = MECHANISMS[plan.mechanism].find_matrix
+    if plan.matrix or find is None:
+        return plan
+    if begun is not None and _same_matrix(begun) == _same_matrix(plan):
+        return dataclasses.replace(plan, matrix=begun.matrix)
+    return dataclasses.replace(plan, matrix=find(plan))
+
+
+def _same_matrix(plan: PrivacyPlan) -> tuple[Any, ...]:
+    """Return all that the best matrix depends on."""
+    sampling = plan.sampling
+    joins = (sampling.law, sampling.min_separation, sampling.max_participations)
+    return (plan.mechanism, plan.rounds, plan.bands, plan.buffers, *joins)
 
 
 def check_plan(plan: PrivacyPlan) -> None:
@@ -51,6 +69,12 @@ def check_plan(plan: PrivacyPlan) -> None:
     _check_law(plan, mechanism)
     check_population(plan.sampling)
     _check_unused(plan, mechanism)
+    require(
+        not plan.matrix or mechanism.find_matrix is not None,
+        "matrix",
+        f"{len(plan.matrix)} numbers",
+        f"none with privacy.mechanism = {plan.mechanism!r}: its noise has no matrix to choose",
+    )
     mechanism.check(plan)
     if plan.clip_quantile:
         _check_adaptive(plan, mechanism)
@@ -100,18 +124,28 @@ def _check_adaptive(plan: PrivacyPlan, mechanism: Mechanism) -> None:
         "0 (a fixed clip) or a share of updates below 1",
     )
     require(
-        mechanism.clip_may_move,
+        mechanism.clip_moves != "never",
         "privacy.clip_quantile",
         plan.clip_quantile,
-        f"0 with privacy.mechanism = {plan.mechanism!r}, because correlated noise was made for one "
-        "clip and may not see it move",
-        "Find a clip with the gaussian mechanism first, then set privacy.clip_norm.",
+        f"0 with privacy.mechanism = {plan.mechanism!r}, because its noise is correlated over all "
+        "rounds and made for one clip",
+        "Set privacy.mechanism = 'tree' and privacy.restart_every: between two trees it may move.",
     )
     require(
-        plan.noise_multiplier == 0 or 2 * plan.clip_noise > plan.noise_multiplier,
+        mechanism.clip_moves == "every round" or 0 < plan.restart_every < plan.rounds,
+        "privacy.clip_quantile",
+        plan.clip_quantile,
+        f"0 with privacy.restart_every = {plan.restart_every}, because correlated noise is made "
+        "for one clip until it restarts",
+        f"Set privacy.restart_every below server.rounds, here {plan.rounds}.",
+    )
+    least = plan.noise_multiplier * plan.count_weight**0.5 / 2
+    more = "half of" if plan.count_weight == 1 else f"{plan.count_weight**0.5 / 2:.3g} times"
+    require(
+        plan.noise_multiplier == 0 or plan.clip_noise > least,
         "privacy.clip_noise",
         plan.clip_noise,
-        f"more than half of privacy.noise_multiplier, here {plan.noise_multiplier / 2:g}: the "
-        "count of updates let through spends a part of the same budget",
-        "A twentieth of server.cohort is common.",
+        f"more than {more} privacy.noise_multiplier, here {least:g}: the count of updates let "
+        "through spends a part of the same budget",
+        "A twentieth of all updates that are counted together is common.",
     )

@@ -11,18 +11,37 @@ An adaptive limit follows a quantile of the update norms (Andrew et al. 2021): h
 were unclipped, less half of how many came, is a count that one member moves by a half either way,
 and not at all if it is replaced by zero. It is released with noise of its own and moves the limit
 of the next round.
+
+Correlated noise is made for one limit, so there it stands still until the noise restarts. All
+counts of a restart are added up and released once, at its end, with one noise of stddev c. Let a
+client join n_k rounds of restart k, and n_v rounds in the block of node v of a tree. It moves the
+count by n_k / 2 at most, and node v by n_v; counts and nodes together are one release with normal
+noise, whose squared sensitivity in units of the noises is the maximum over placements of
+
+    sum_v n_v^2 / s^2 + sum_k n_k^2 / (2 c)^2
+
+A restart of L rounds is covered by as many complete blocks as L has binary ones, b of them, which
+are nodes: n_k^2 <= b sum_blocks n_v^2. Single rounds are nodes too, so that n_k^2 <= p n_k is at
+most p times the sum over these, if a client can join p rounds of a restart. With w = min(b, p),
+sum_k n_k^2 <= w sum_v n_v^2 for every placement and after any number of rounds, as a count is
+released only after its restart, when all these nodes are complete. So s^-2 + w (2 c)^-2 = z^-2
+makes the whole cost no more than nodes alone with noise z, the plan's noise multiplier.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from fedlm.core import tree
+from fedlm.core.chacha import CipherKey, fold_in
 from fedlm.core.types import Total, Update
+from fedlm.privacy.grid import FINE, add_on_grid
+from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.plan import PrivacyPlan
 
 Scalar = Float[Array, ""]
@@ -32,6 +51,7 @@ HAIR = 1.0 - 2.0**-18
 LARGEST = 2.0**125
 # The range of an adaptive limit if updates vanish or explode: squared norms stay finite.
 SHORTEST, LONGEST = 1e-12, 1e12
+COUNT = FINE + 1  # the stream of a key that the key of the count's noise is made from
 
 
 def clip(update: Update, clip_norm: Scalar) -> Update:
@@ -57,12 +77,26 @@ def clip(update: Update, clip_norm: Scalar) -> Update:
     )
 
 
-def next_clip_norm(
-    plan: PrivacyPlan, clip_norm: Scalar, total: Total, key: PRNGKeyArray
-) -> tuple[Scalar, Scalar]:
-    """Return the next round's limit, and the noisy share of unclipped members that moved it."""
-    centred = total.unclipped - total.members / 2
-    noisy = centred + plan.clip_noise * jr.normal(key)
-    share = jnp.clip(0.5 + noisy / plan.denominator, 0.0, 1.0)
-    moved = clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
-    return jnp.clip(moved, SHORTEST, LONGEST), share
+class Limit(NamedTuple):
+    """The clip norm of the next round, and what an adaptive one remembers."""
+
+    clip_norm: Scalar
+    unclipped: Scalar  # the noisy share of unclipped members that moved it last; NaN before
+    counted: Scalar  # the exact centred count since then, which nobody may see
+
+
+def next_limit(
+    plan: PrivacyPlan, round: Int[Array, ""], before: Limit, total: Total, key: CipherKey
+) -> Limit:
+    """Return the limit after a round; it moves in every round, or where the noise restarts."""
+    every = plan.clip_every
+    counted = before.counted + total.unclipped - total.members / 2
+    noisy = counted
+    if plan.clip_noise:
+        own = fold_in(key, COUNT)
+        noisy = add_on_grid(counted, standard_normal(own, counted), plan.clip_noise, 1.0, own)
+    share = jnp.clip(0.5 + noisy / (plan.denominator * every), 0.0, 1.0)
+    moved = before.clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
+    after = Limit(jnp.clip(moved, SHORTEST, LONGEST), share, jnp.zeros_like(counted))
+    stays = before._replace(counted=counted)
+    return after if every == 1 else tree.where((round + 1) % every == 0, after, stays)

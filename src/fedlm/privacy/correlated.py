@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Int
 
+from fedlm.core.chacha import CipherKey
 from fedlm.core.types import Params
-from fedlm.privacy.noise import Noise, add_scaled, standard_normal
+from fedlm.privacy.noise import Noise
+from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.strategy import Strategy
 
 Memory = dict[str, Any]
@@ -40,26 +41,26 @@ def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
     def init(params: Params) -> Memory:
         return {"round": jnp.int32(0), "nodes": _stacked(params, heights)}
 
-    def add(total: Params, memory: Memory, key: PRNGKeyArray) -> tuple[Params, Memory]:
+    def draw(like: Params, memory: Memory, key: CipherKey) -> tuple[Params, Memory]:
         since, nodes = memory["round"] % length, memory["nodes"]
         top = jax.lax.population_count(since ^ (since + 1)) - 1  # trailing ones of `since`
 
         def close(height: Int[Array, ""], carry: Any) -> Any:
             right, gone = carry
             left = jax.tree.map(lambda b: b[height], nodes)
-            fresh = standard_normal(jr.fold_in(key, height + 1), total)
+            fresh = standard_normal(key, like, height + 1)
             block = jax.tree.map(lambda a, b, f: 0.5 * (a + b) + f, left, right, fresh)
             return block, jax.tree.map(lambda g, a: g + weights[height] * a, gone, left)
 
-        leaf = standard_normal(jr.fold_in(key, 0), total)
+        leaf = standard_normal(key, like)
         nothing = jax.tree.map(jnp.zeros_like, leaf)
         block, gone = jax.lax.fori_loop(0, top, close, (leaf, nothing))
         step = jax.tree.map(lambda b, g: weights[top] * b - g, block, gone)
         nodes = jax.tree.map(lambda n, b: n.at[top].set(b), nodes, block)
         step = _planned(step, memory["round"], rounds)
-        return add_scaled(total, step, stddev), {"round": memory["round"] + 1, "nodes": nodes}
+        return step, {"round": memory["round"] + 1, "nodes": nodes}
 
-    return Noise(init, add)
+    return Noise(stddev, init, draw)
 
 
 def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
@@ -67,17 +68,17 @@ def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
     inverse = _inverse(chosen)
 
     def init(params: Params) -> Memory:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x)), params)
-        return {"round": jnp.int32(0), "buffers": inverse.init_multiply(like)}
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x)), params)
+        return {"round": jnp.int32(0), "buffers": inverse.init_multiply(wide)}
 
-    def add(total: Params, memory: Memory, key: PRNGKeyArray) -> tuple[Params, Memory]:
+    def draw(like: Params, memory: Memory, key: CipherKey) -> tuple[Params, Memory]:
         # Accelerators would round the products; the library lets ranks broadcast.
         with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-            row, buffers = inverse.multiply_next(standard_normal(key, total), memory["buffers"])
+            row, buffers = inverse.multiply_next(standard_normal(key, like), memory["buffers"])
         row = _planned(row, memory["round"], rounds)
-        return add_scaled(total, row, stddev), {"round": memory["round"] + 1, "buffers": buffers}
+        return row, {"round": memory["round"] + 1, "buffers": buffers}
 
-    return Noise(init, add)
+    return Noise(stddev, init, draw)
 
 
 def _inverse(chosen: Strategy) -> Any:

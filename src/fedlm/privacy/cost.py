@@ -1,7 +1,7 @@
 """Epsilons of Gaussian noise, as dp_accounting computes them.
 
-In:       a noise multiplier or a rho, how cohorts are drawn, rounds, a delta.
-Out:      epsilon.
+In:       a noise multiplier or a rho, how cohorts are drawn, rounds, a delta; or events.
+Out:      epsilon; the events of rounds, and what several events cost together.
 Promise:  epsilon holds for one client replaced by zero in every round; no rounds cost nothing, and
           without noise the cost is infinite.
 Not here: which noise a plan has (`catalog.py`), the noise for a target (`account.py`).
@@ -11,19 +11,34 @@ dp_accounting is imported inside functions: it costs over a second, and training
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from fedlm.privacy import fixed_size
+
+# An event of dp_accounting: what was released, with how much noise, on which sample.
+DpEvent = Any
+Leaves = list[tuple[DpEvent, int]]  # single releases, and how often each happened
+
 # More noise than this drowns any sum; a target that needs more cannot be met.
 MOST_NOISE = 1e6
+# The step of privacy loss distributions, for noise multipliers above 0.3; larger for less noise,
+# whose losses are large.
+STEP = 1e-4
 # Any order gives a valid epsilon; so fine a grid finds the best one to five digits.
 ORDERS = 1 + np.logspace(-1.9, 6, 4000)
 
 
 def epsilon_of_rho(rho: float, delta: float) -> float:
-    """Return the minimum over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1)."""
+    """Convert zCDP through RDP, as papers do: an upper bound for any mechanism with that rho.
+
+    It is the minimum over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1).
+    """
     import dp_accounting
 
     if rho == 0 or math.isinf(rho):
@@ -40,45 +55,236 @@ def rho_of(squared_sensitivity: float, noise_multiplier: float) -> float:
     return squared_sensitivity / (2 * noise_multiplier**2) if noise_multiplier else math.inf
 
 
-def poisson(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Compute epsilon by composing privacy loss distributions, on a grid that rounds up.
-
-    Every client joins each round by its own coin, with probability `rate`.
-    """
-    import dp_accounting
-
-    if rounds == 0 or noise_multiplier == 0:
-        return math.inf if rounds else 0.0
-    relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-    accountant = dp_accounting.pld.PLDAccountant(relation)
-    event = dp_accounting.SelfComposedDpEvent(_sampled(noise_multiplier, rate), rounds)
-    return float(accountant.compose(event).get_epsilon(delta))
-
-
 def poisson_by_rdp(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Bound the epsilon of `poisson` by Renyi accounting, a quick start for a search."""
-    return _rdp(_sampled(noise_multiplier, rate), rounds, delta)
+    """Bound the epsilon of Poisson cohorts by Renyi accounting, a quick start for a search."""
+    return _by_rdp([(_sampled(noise_multiplier, rate), rounds)], delta)[0]
 
 
-def fixed_size(
-    noise_multiplier: float, cohort: int, population: int, rounds: int, delta: float
-) -> float:
-    """Compute epsilon by Renyi accounting for cohorts drawn without replacement.
+# ---- events, and what several of them cost ---------------------------------------------------
 
-    In such a cohort a client that stays out is replaced by another one, so that the sum moves by
-    up to twice the clip: the theorem is applied with half the noise multiplier. A second bound
-    assumes that the client joins every round. The smaller bound is returned.
+
+def gaussian_event(noise_multiplier: float, squared_sensitivity: float = 1.0) -> DpEvent:
+    """Return the event of one sum with normal noise, or of many rounds that are one such sum."""
+    import dp_accounting
+
+    if squared_sensitivity == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.GaussianDpEvent(noise_multiplier / math.sqrt(squared_sensitivity))
+
+
+def sampled_event(noise_multiplier: float, rate: float, rounds: int) -> DpEvent:
+    """Return the event of rounds with normal noise that each client joins with chance `rate`."""
+    import dp_accounting
+
+    if rounds == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.SelfComposedDpEvent(_sampled(noise_multiplier, rate), rounds)
+
+
+def fixed_size_event(noise_multiplier: float, cohort: int, population: int, rounds: int) -> DpEvent:
+    """Return the event of rounds with normal noise on cohorts drawn without replacement.
+
+    Its noise is in units of what replacing a client by another one moves: twice the clip.
     """
     import dp_accounting
 
-    if rounds == 0 or noise_multiplier == 0:
-        return math.inf if rounds else 0.0
-    drawn = dp_accounting.SampledWithoutReplacementDpEvent(
-        population, cohort, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
-    )
-    always = dp_accounting.GaussianDpEvent(noise_multiplier)
-    one = dp_accounting.NeighboringRelation.REPLACE_ONE
-    return min(_rdp(drawn, rounds, delta, one), _rdp(always, rounds, delta))
+    if rounds == 0:
+        return dp_accounting.NoOpDpEvent()
+    if cohort == population:
+        return _repeated(dp_accounting.GaussianDpEvent(noise_multiplier), rounds)
+    release = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+    drawn = dp_accounting.SampledWithoutReplacementDpEvent(population, cohort, release)
+    return dp_accounting.SelfComposedDpEvent(drawn, rounds)
+
+
+def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:
+    """Return the epsilon of several releases about the same clients, and its accountant.
+
+    `noise_multiplier` of an event is the noise over the L2 norm by which one client, replaced by
+    zero, moves the release. The exception is sampling without replacement: there it is the norm by
+    which one client replaced by another moves it (twice as much). `extra_delta` is the chance that
+    a release fails to be covered by its event; it is taken off `delta`.
+    """
+    import dp_accounting
+
+    left = delta - extra_delta
+    leaves = _leaves(events)
+    if not leaves:
+        return 0.0, "nothing was released"
+    if left <= 0 or any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e, _ in leaves):
+        return math.inf, "no finite epsilon"
+    bounds = [
+        _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(leaves, left),
+        _by_profile(_without_draws(leaves), left),
+    ]
+    return min(bound for bound in bounds if bound)
+
+
+def _leaves(events: Iterable[DpEvent]) -> Leaves:
+    """Return how often each single release happened; without noise it is a non-private one."""
+    import dp_accounting
+
+    counts: Leaves = []  # a list, because events may hold lists, which cannot be hashed
+
+    def add(event: DpEvent, count: int) -> None:
+        if isinstance(event, dp_accounting.NoOpDpEvent) or count == 0:
+            return
+        if isinstance(event, dp_accounting.SelfComposedDpEvent):
+            return add(event.event, count * event.count)
+        if isinstance(event, dp_accounting.ComposedDpEvent):
+            for each in event.events:
+                add(each, count)
+            return
+        if getattr(event, "sampling_probability", None) == 1:
+            return add(event.event, count)
+        if getattr(getattr(event, "event", event), "noise_multiplier", 1.0) == 0:
+            event = dp_accounting.NonPrivateDpEvent()
+        for number, (known, times) in enumerate(counts):
+            if known == event:
+                counts[number] = (event, times + count)
+                return
+        counts.append((event, count))
+
+    for event in events:
+        add(event, 1)
+    return counts
+
+
+def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
+    """Compose Gaussian releases alone: together they are one, and its profile is exact."""
+    import dp_accounting
+
+    if not all(isinstance(event, dp_accounting.GaussianDpEvent) for event, _ in leaves):
+        return None
+    squared = sum(count / event.noise_multiplier**2 for event, count in leaves)
+    return epsilon_of_shift(math.sqrt(squared), delta), "exact Gaussian profile"
+
+
+def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
+    """Compose privacy loss distributions, which round up; None if an event has none."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    noises = [_noise_of(event) for event, _ in leaves]
+    if not all(noises):
+        return None
+    step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
+    whole = privacy_loss_distribution.identity(value_discretization_interval=step)
+    for event, count in leaves:
+        whole = whole.compose(_loss_of(event, count, step))
+    return float(whole.get_epsilon_for_delta(delta)), "PLD"
+
+
+def _noise_of(event: DpEvent) -> float | None:
+    """Return the noise multiplier of an event that has a loss distribution, None of others."""
+    import dp_accounting
+
+    kinds = (dp_accounting.PoissonSampledDpEvent, dp_accounting.SampledWithoutReplacementDpEvent)
+    bare = event.event if isinstance(event, kinds) else event
+    good = isinstance(bare, dp_accounting.GaussianDpEvent)
+    return float(bare.noise_multiplier) if good else None
+
+
+def _loss_of(event: DpEvent, count: int, step: float) -> Any:
+    """Return the privacy loss distribution of a release that happened `count` times."""
+    import dp_accounting
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        noise = event.noise_multiplier / math.sqrt(count)
+        return from_gaussian_mechanism(noise, value_discretization_interval=step)
+    noise = event.event.noise_multiplier
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        rate = event.sampling_probability
+        one = from_gaussian_mechanism(noise, value_discretization_interval=step, sampling_prob=rate)
+    else:
+        rate = event.sample_size / event.source_dataset_size
+        one = fixed_size.loss_distribution(2 * noise, rate, step)
+    return one.self_compose(count)
+
+
+def _without_draws(leaves: Leaves) -> Leaves:
+    """Return the releases as if every client joined every round of a cohort of fixed size."""
+    import dp_accounting
+
+    drawn = dp_accounting.SampledWithoutReplacementDpEvent
+    return [
+        (dp_accounting.GaussianDpEvent(2 * event.event.noise_multiplier), count)
+        if isinstance(event, drawn) and _noise_of(event)
+        else (event, count)
+        for event, count in leaves
+    ]
+
+
+def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
+    """Add up Renyi divergences, each under the relation that its event is stated for."""
+    import dp_accounting
+
+    total, orders = 0.0, np.zeros(0)
+    for event, count in leaves:
+        drawn = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
+        relations = dp_accounting.NeighboringRelation
+        accountant = dp_accounting.rdp.RdpAccountant(
+            neighboring_relation=relations.REPLACE_ONE if drawn else relations.REPLACE_SPECIAL
+        )
+        orders = accountant.orders
+        with quiet("absl"):
+            # Rounding can give a tiny negative divergence, for which epsilon would be called zero.
+            total = total + np.maximum(accountant.compose(event, count).rdp, 0.0)
+    return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0]), "RDP"
+
+
+def _repeated(event: DpEvent, count: int) -> DpEvent:
+    import dp_accounting
+
+    return event if count == 1 else dp_accounting.SelfComposedDpEvent(event, count)
+
+
+def epsilon_of_shift(shift: float, delta: float) -> float:
+    """Return the exact epsilon of normal noise of stddev one on a sum that moves by `shift`.
+
+    It solves delta = Phi(shift/2 - epsilon/shift) - e^epsilon Phi(-shift/2 - epsilon/shift), the
+    profile of Balle and Wang (2018). That is all of correlated noise too: M x + Z over all rounds
+    is one normal vector, and turned so that the client's M x lies on the first axis, only that
+    coordinate differs between neighbours.
+
+    With a = epsilon/shift - shift/2, the density f and Mills' ratio m(x) = Phi(-x) / f(x), delta is
+    f(a) (m(a) - m(a + shift)): no product of a huge and a tiny number, whatever delta is.
+    """
+    import scipy.optimize  # here, because loading it takes half a second
+    import scipy.special
+
+    if shift == 0 or math.isinf(shift):
+        return shift
+
+    def excess(a: float) -> float:
+        """Return the logarithm of the profile's delta over the one asked for."""
+        if a < -5:  # only for shifts above 10: what is taken off is small
+            log_rest = shift * a + shift**2 / 2 + scipy.special.log_ndtr(-a - shift)
+            return math.log(scipy.special.ndtr(-a) - math.exp(log_rest)) - math.log(delta)
+        mills = scipy.special.erfcx(np.array([a, a + shift]) / math.sqrt(2))
+        log_density = -(a**2) / 2 - math.log(2)  # erfcx is Mills' ratio, up to a factor
+        fall = mills[0] - mills[1]
+        return log_density + (math.log(fall) if fall > 0 else -math.inf) - math.log(delta)
+
+    low, high = -shift / 2, max(-scipy.special.ndtri(delta), -shift / 2) + 1e-6
+    if excess(low) <= 0:
+        return 0.0
+    found = scipy.optimize.brentq(excess, low, high, xtol=1e-13, rtol=1e-14)
+    return float(shift * (found + 1e-12 * max(1.0, abs(found))) + shift**2 / 2)
+
+
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Silence the log of a library, which warns of what does not matter here.
+
+    dp_accounting says that it leaves out an order; jax_privacy advises fewer buffers.
+    """
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def _sampled(noise_multiplier: float, rate: float) -> Any:
@@ -87,12 +293,3 @@ def _sampled(noise_multiplier: float, rate: float) -> Any:
 
     gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
     return dp_accounting.PoissonSampledDpEvent(rate, gaussian)
-
-
-def _rdp(event: Any, rounds: int, delta: float, relation: Any = None) -> float:
-    import dp_accounting
-
-    relation = relation or dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-    accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=relation)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(event, rounds))
-    return float(accountant.get_epsilon(delta))

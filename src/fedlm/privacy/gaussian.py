@@ -8,6 +8,8 @@ Not here: how dp_accounting computes it (`cost.py`), correlated noise (`spaced.p
 
 from __future__ import annotations
 
+import math
+
 from fedlm.core.errors import require
 from fedlm.privacy import cost
 from fedlm.privacy.mechanism import Cost, Mechanism
@@ -33,42 +35,49 @@ def _check(plan: PrivacyPlan) -> None:
 
 
 def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
-    found = _poisson if plan.sampling.law == "poisson" else _fixed_size
-    return found(plan, rounds)._replace(warnings=_warnings(plan))
-
-
-def _poisson(plan: PrivacyPlan, rounds: int) -> Cost:
+    if plan.unit == "leaf":
+        return _leaf(plan, rounds)
     sampling = plan.sampling
-    return Cost(
-        cost.poisson(plan.noise_multiplier, _rate(plan), rounds, plan.delta),
-        "PLD of Poisson-sampled Gaussian noise",
-        (
+    epsilon, accountant = cost.compose([_event(plan, rounds)], plan.delta)
+    if sampling.law == "poisson":
+        name = f"{accountant} of Poisson-sampled Gaussian noise"
+        drawn = (
             f"every client joins each round by its own coin, with probability {sampling.cohort} in "
-            f"{sampling.population}, and who joined stays secret",
-        ),
-    )
-
-
-def _fixed_size(plan: PrivacyPlan, rounds: int) -> Cost:
-    sampling = plan.sampling
-    return Cost(
-        cost.fixed_size(
-            plan.noise_multiplier, sampling.cohort, sampling.population, rounds, plan.delta
-        ),
-        "RDP of Gaussian noise on fixed-size cohorts",
-        (
+            f"{sampling.population}, and who joined stays secret"
+        )
+    else:
+        name = f"{accountant} of Gaussian noise on fixed-size cohorts"
+        drawn = (
             f"each cohort is {sampling.cohort} of {sampling.population} clients, drawn without "
-            "replacement, and who joined stays secret",
-            "a cohort of fixed size moves by twice the clip, so RDP is applied with half the "
-            "noise; server.sampling = 'poisson' costs less",
-        ),
+            "replacement, and who joined stays secret; another client takes the place of one that "
+            "stays out, so server.sampling = 'poisson' costs less"
+        )
+    return Cost(epsilon, name, (drawn,))
+
+
+def _leaf(plan: PrivacyPlan, rounds: int) -> Cost:
+    """Return the cost of noise that each leaf of a tree adds itself: no leaf stays out."""
+    moved = math.sqrt(rounds) / plan.noise_multiplier if plan.noise_multiplier else math.inf
+    return Cost(
+        cost.epsilon_of_shift(moved, plan.delta) if rounds else 0.0,
+        "exact Gaussian profile",
+        ("a leaf sends one clipped and noisy change in every round, and nothing else",),
     )
 
 
-def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
-    if plan.delta * plan.sampling.population >= 1:
-        return ("delta is not below one in the population, so this epsilon promises little",)
-    return ()
+def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+    """Return what rounds release about one client, also where the unit is a leaf of a tree.
+
+    A leaf without one of its clients sends another change, not none: it moves by twice the clip.
+    """
+    sampling = plan.sampling
+    if plan.unit == "leaf":
+        return cost.gaussian_event(plan.noise_multiplier / 2, rounds)
+    if sampling.law == "poisson":
+        return cost.sampled_event(plan.noise_multiplier, _rate(plan), rounds)
+    return cost.fixed_size_event(
+        plan.noise_multiplier, sampling.cohort, sampling.population, rounds
+    )
 
 
 def _rate(plan: PrivacyPlan) -> float:
@@ -76,9 +85,10 @@ def _rate(plan: PrivacyPlan) -> float:
 
 
 def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
-    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD."""
-    if plan.sampling.law != "poisson":
-        return 1.0
+    """Return a noise multiplier to start the search at, by RDP, which is quicker than PLD.
+
+    Cohorts of fixed size need a little more than Poisson cohorts: the search goes up from there.
+    """
     noise = 1.0
 
     def quick(multiplier: float) -> float:
@@ -94,13 +104,14 @@ def _first_guess(plan: PrivacyPlan, epsilon: float) -> float:
 GAUSSIAN = Mechanism(
     noise=_noise,
     cost=_cost,
+    event=_event,
     check=_check,
     laws=("poisson", "fixed"),
     reason="because the cost of gaussian noise is computed from the chance of joining a round and "
     "a separation leaves no such chance",
     way_out="Or set server.sampling = 'poisson'.",
-    clip_may_move=True,
+    clip_moves="every round",
     independent=True,
-    needs_population=True,
+    chance_laws=("poisson", "fixed"),
     first_guess=_first_guess,
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -31,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
-from fedlm.privacy import account
+from fedlm.privacy import account, cost
 from fedlm.privacy.account import Spent
 from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.cost import epsilon_of_rho, rho_of
+from fedlm.privacy.cost import DpEvent
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.selection import LAWS
 
 NAME = "ledger.jsonl"  # in the directory of a run, and of a store whose making cost privacy
 Entry = dict[str, Any]
@@ -95,6 +97,24 @@ def gaussian_entry(what: str, noise_multiplier: float, delta: float = 0.0) -> En
     }
 
 
+def selection_entry(plan: PrivacyPlan, rounds: int, law: str, mean: float) -> Entry:
+    """Return the line of one release: the best of a random number of runs of a plan.
+
+    Args:
+      plan: the plan of each run.
+      rounds: the rounds of each run.
+      law: the law of the number of runs, by its name in `selection.LAWS`.
+      mean: the mean number of runs.
+    """
+    return {
+        "kind": "selection",
+        "plan": _plain(dataclasses.asdict(plan)),
+        "rounds": rounds,
+        "law": law,
+        "mean": float(mean),
+    }
+
+
 def digest_of(secret: bytes, round: int, exact: bytes) -> bytes:
     """Return the HMAC-SHA256 of a round's exact sum, under a key made from the run's secret.
 
@@ -138,14 +158,24 @@ class Ledger:
         return os.path.lexists(self.path)
 
     def begin(self, facts: Mapping[str, Any]) -> Entry:
-        """Make the file with its first line, which `begin_entry` returns; refuse if it exists."""
+        """Make the file with its first line, which `begin_entry` returns; refuse if it exists.
+
+        A crash leaves the whole line or no file.
+        """
         entry = _checked({**facts, "kind": "begin"}, f"{self.path}, line 1")
-        self._write(_line(entry), os.O_CREAT | os.O_EXCL)
-        folder = os.open(self.path.parent, os.O_RDONLY)
+        partial = Ledger(self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part"))
+        partial._write(_line(entry), os.O_CREAT | os.O_EXCL)
         try:
-            os.fsync(folder)  # a new file name is not safe before that
-        finally:
-            os.close(folder)
+            os.link(partial.path, self.path)
+            partial.path.unlink()
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # a new file name is not safe before that
+            finally:
+                os.close(folder)
+        except OSError as error:
+            partial.path.unlink(missing_ok=True)
+            raise RecordError(f"ledger {self.path} cannot be made: {error.strerror}.") from None
         return entry
 
     def append(self, entry: Mapping[str, Any]) -> None:
@@ -281,6 +311,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "noise_multiplier": _is_number,
         "delta": lambda value: _is_number(value) and value < 1,
     },
+    "selection": {
+        "plan": lambda value: isinstance(value, dict),
+        "rounds": _is_round,
+        "law": lambda value: isinstance(value, str) and value in LAWS,
+        "mean": lambda value: _is_number(value) and value >= 1,
+    },
 }
 
 
@@ -366,32 +402,38 @@ def _spent(plan: PrivacyPlan | None, entries: Sequence[Entry], delta: float | No
 def _composed(
     plan: PrivacyPlan | None, rounds: Sequence[int], others: Sequence[Entry], delta: float
 ) -> Spent:
-    """Return the cost of rounds and Gaussian releases together.
-
-    Rounds and the rest each get half of delta where both are there: their epsilons add up.
-    """
+    """Return the cost of rounds and Gaussian releases together."""
     if not others:
         assert plan is not None
         return _of_rounds(dataclasses.replace(plan, delta=delta), rounds)
-    left = delta - sum(entry["delta"] for entry in others)
     named = ", ".join(sorted({entry["what"] for entry in others}))
     said = f"{len(others)} releases besides rounds ({named}) are counted"
-    if left <= 0:
-        return Spent(math.inf, delta, None, "none", (f"delta is used up: {said}",))
-    rho = sum(rho_of(1.0, entry["noise_multiplier"]) for entry in others)
-    if plan is None:
-        epsilon = epsilon_of_rho(rho, left)
-        return Spent(epsilon, delta, rho, "zCDP of Gaussian releases", (account.UNIT, said))
-    first = _of_rounds(dataclasses.replace(plan, delta=left / 2), rounds)
-    epsilon = first.epsilon + epsilon_of_rho(rho, left / 2)
-    how = f"{first.accountant}, and zCDP of the rest"
-    return Spent(epsilon, delta, None, how, (*first.assumptions, said))
+    alone = () if plan is None else _of_rounds(plan, rounds).assumptions
+    events = [cost.gaussian_event(entry["noise_multiplier"]) for entry in others]
+    events += [] if plan is None else [released(plan, rounds)]
+    epsilon, accountant = cost.compose(events, delta, sum(entry["delta"] for entry in others))
+    return Spent(epsilon, delta, None, accountant, (*(alone or (account.UNIT,)), said))
+
+
+def released(plan: PrivacyPlan, rounds: Sequence[int]) -> DpEvent:
+    """Return the event of a plan's releases, of which some may be of the same round."""
+    return account.event_of(*_as_one_run(plan, rounds))
 
 
 def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
-    """Return the cost of a plan's releases, of which some may be of the same round.
+    """Return the cost of a plan's releases, of which some may be of the same round."""
+    found, extra = _cost(*_as_one_run(plan, rounds)), extra_releases(rounds)
+    if not extra:
+        return found
+    said = f"{extra} rounds were released again after their states were lost, and are counted"
+    return found._replace(assumptions=(*found.assumptions, said))
 
-    Independent noise: every release costs one round. Correlated noise: each release of round t
+
+def _as_one_run(plan: PrivacyPlan, rounds: Sequence[int]) -> tuple[PrivacyPlan, int]:
+    """Return a plan, and how many of its rounds, that cost at least what the releases cost.
+
+    Independent noise: every release costs one round, because members and noise of a round that is
+    played again are drawn anew (`federation/round.py`). Correlated noise: each release of round t
     gives row t of the strategy matrix C, applied to what was summed until then, with fresh noise.
     No row adds up entries of different signs (they are positive, or a client meets one of them),
     so one client moves row t by at most |C u|_t, where u marks its rounds, which the sampler draws
@@ -399,14 +441,13 @@ def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
     the largest |C u|^2: that of k runs.
     """
     count = 1 + max(rounds, default=-1)  # a lost line in the middle must not lower the cost
-    extra = extra_releases(rounds)
-    if not extra:
-        return account.spent(plan, count)
-    said = f"{extra} rounds were released again after their states were lost, and are counted"
     if MECHANISMS[plan.mechanism].independent:
-        found = account.spent(plan, count + extra)
-    else:
-        times = max(Counter(rounds).values())
-        noise = plan.noise_multiplier / math.sqrt(times)
-        found = account.spent(dataclasses.replace(plan, noise_multiplier=noise), count)
-    return found._replace(assumptions=(*found.assumptions, said))
+        return plan, count + extra_releases(rounds)
+    noise = plan.noise_multiplier / math.sqrt(max(Counter(rounds).values(), default=1))
+    return dataclasses.replace(plan, noise_multiplier=noise), count
+
+
+@functools.lru_cache(maxsize=1024)
+def _cost(plan: PrivacyPlan, rounds: int) -> Spent:
+    """Return the cost of rounds; kept, because journal, claim and summary ask for the same."""
+    return account.spent(plan, rounds)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from fedlm.privacy.cost import DpEvent
 from fedlm.privacy.noise import Noise
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.sensitivity import Squared
@@ -26,7 +27,7 @@ class Cost(NamedTuple):
     accountant: str
     assumptions: tuple[str, ...]
     rho: float | None = None
-    warnings: tuple[str, ...] = ()
+    published_epsilon: float | None = None  # by the conversion that papers print, where it differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,18 @@ class Mechanism:
 
     noise: Callable[[PrivacyPlan, float], Noise]  # from a plan and a standard deviation
     cost: Callable[[PrivacyPlan, int], Cost]  # of the first so many rounds of a checked plan
+    event: Callable[[PrivacyPlan, int], DpEvent]  # what those rounds release, for composition
     check: Callable[[PrivacyPlan], None]  # refuses its own settings where they make no sense
     laws: tuple[str, ...]  # of `server.sampling` that it allows, the usual one first
     reason: str  # why any other law is refused
     way_out: str  # what to set instead
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
-    clip_may_move: bool = False  # whether its noise stays right under an adaptive clip
+    clip_moves: Literal["never", "at restarts", "every round"] = "never"  # under its noise
     independent: bool = False  # whether noise is fresh in every round, so that rounds cost alike
-    needs_population: bool = False  # whether its cost depends on how many clients there are
+    # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
+    chance_laws: tuple[str, ...] = ()
     first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise
     sensitivity: Callable[[PrivacyPlan, int], Squared] | None = None  # of correlated noise
     strategy: Callable[[PrivacyPlan], Strategy] | None = None  # of noise that a matrix makes
+    # Searches for the numbers of that matrix (`PrivacyPlan.matrix`), where none are prescribed.
+    find_matrix: Callable[[PrivacyPlan], tuple[float, ...]] | None = None

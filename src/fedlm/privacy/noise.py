@@ -3,7 +3,8 @@
 In:       each round's sum, once, in order, with the key of that round.
 Out:      the sum plus noise, and what the next round must remember.
 Promise:  the noise has the stated law; the same key gives the same noise; memory is a tree of
-          arrays of constant size, so that a checkpoint holds all of it.
+          arrays of constant size, so that a checkpoint holds all of it; what comes out lies on a
+          grid (`grid.py`).
 Not here: correlated noise (`correlated.py`), the noise of a plan (`catalog.py`), what noise costs
           (`cost.py`), seeds (the caller).
 
@@ -19,46 +20,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import jax.random as jr
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Float
 
+from fedlm.core.chacha import CipherKey
 from fedlm.core.types import Params
+from fedlm.privacy.grid import add_on_grid
+from fedlm.privacy.normal import standard_normal
 
 
 class Noise(NamedTuple):
-    """Noise for a stream of sums; `add` sees each round's sum exactly once."""
+    """Noise for a stream of sums; `draw` is called exactly once for each round."""
 
+    stddev: float  # in units of the clip norm; 0 adds nothing
     init: Callable[[Params], Any]
-    add: Callable[[Params, Any, PRNGKeyArray], tuple[Params, Any]]
+    draw: Callable[[Params, Any, CipherKey], tuple[Params, Any]]  # in units of `stddev`
+
+    def add(
+        self,
+        total: Params,
+        memory: Any,
+        key: CipherKey,
+        clip_norm: float | Float[Array, ""] = 1.0,
+    ) -> tuple[Params, Any]:
+        """Return a round's sum plus its noise, on the grid, and the memory after the round."""
+        if not self.stddev:
+            return total, memory
+        drawn, memory = self.draw(total, memory, key)
+        return add_on_grid(total, drawn, self.stddev, clip_norm, key), memory
 
 
 def silent() -> Noise:
     """Return a `Noise` that adds nothing."""
-    return Noise(init=lambda params: (), add=lambda total, memory, key: (total, memory))
+    return Noise(0.0, init=lambda params: (), draw=lambda like, memory, key: (like, memory))
 
 
 def gaussian(stddev: float) -> Noise:
     """Make independent normal noise for every round."""
 
-    def add(total: Params, memory: Any, key: PRNGKeyArray) -> tuple[Params, Any]:
-        return add_scaled(total, standard_normal(key, total), stddev), memory
+    def draw(like: Params, memory: Any, key: CipherKey) -> tuple[Params, Any]:
+        return standard_normal(key, like), memory
 
-    return Noise(init=lambda params: (), add=add)
-
-
-def standard_normal(key: PRNGKeyArray, like: Params) -> Params:
-    """Draw independent standard normals in the shapes of `like`, in at least 32 bits."""
-    leaves, structure = jax.tree.flatten(like)
-    keys = jr.split(key, max(len(leaves), 1))
-    draws = [
-        jr.normal(k, x.shape, jnp.promote_types(x.dtype, jnp.float32))
-        for k, x in zip(keys, leaves, strict=False)
-    ]
-    return jax.tree.unflatten(structure, draws)
-
-
-def add_scaled(total: Params, noise: Params, stddev: float) -> Params:
-    """Return the sum plus `stddev` times the noise, in the types of the sum."""
-    return jax.tree.map(lambda x, n: (x + stddev * n).astype(x.dtype), total, noise)
+    return Noise(stddev, init=lambda params: (), draw=draw)

@@ -7,8 +7,8 @@ Promise:  whatever reads a plan reads the same numbers; the checks here are thos
 Not here: mechanisms by name and the whole check of a plan (`catalog.py`), epsilon (`account.py`),
           who joins (`cohort/sampling.py`).
 
-The unit is one client with all its text. Two runs are neighbours if one client's contributions,
-in every round, are replaced by zero.
+The unit is one client with all its text, or one leaf of a tree with the text of all its clients.
+Two runs are neighbours if all that one unit contributes, in every round, is replaced by zero.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from fedlm.core.errors import require
 from fedlm.core.types import Sampling
+from fedlm.privacy.sensitivity import participations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,14 @@ class PrivacyPlan:
     restart_every: int = 0  # tree: rounds per tree; 0 is one tree over all rounds
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
+    # banded: the first column; blt: decays, then scales. Found once, when a run begins, and read
+    # ever after: an optimiser may find others elsewhere. Empty: not chosen yet.
+    matrix: tuple[float, ...] = ()
     clip_quantile: float = 0.0  # the share of updates that an adaptive clip lets through; 0: fixed
     clip_rate: float = 0.2  # how fast it follows
-    clip_noise: float = 0.0  # stddev of the noise on how many were let through
+    clip_noise: float = 0.0  # stddev of the noise on how many were let through in `clip_every`
     reveal: bool = False  # whether the journal also holds sums without noise; no claim covers them
+    unit: str = "client"  # whose text is hidden: one `client`'s, or the whole of a tree's `leaf`
 
     @property
     def sum_multiplier(self) -> float:
@@ -44,12 +49,24 @@ class PrivacyPlan:
 
         It is `noise_multiplier`, or more where the count of an adaptive clip takes its part. One
         member moves the sum by the clip and the centred count by a half. Together the two
-        releases cost as much as one sum with `noise_multiplier`.
+        releases cost no more than one sum with `noise_multiplier`.
         """
         if not self.clip_quantile or not self.noise_multiplier:
             return self.noise_multiplier
-        left = self.noise_multiplier**-2 - (2 * self.clip_noise) ** -2
+        left = self.noise_multiplier**-2 - self.count_weight * (2 * self.clip_noise) ** -2
         return left**-0.5
+
+    @property
+    def clip_every(self) -> int:
+        """The number of rounds for which an adaptive clip norm stands still."""
+        return self.restart_every or 1
+
+    @property
+    def count_weight(self) -> int:
+        """The factor by which a client's count may cost more than its sums (`clip.py`)."""
+        sampling, every = self.sampling, self.clip_every
+        most = participations(every, sampling.min_separation, sampling.max_participations)
+        return min(every.bit_count(), most)
 
     @property
     def denominator(self) -> float:

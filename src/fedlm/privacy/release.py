@@ -26,14 +26,18 @@ ROUND = frozenset(
         "unclipped_share",
         "noise_to_signal",
         "epsilon",
+        "releases",
         "perplexity",
         "accuracy",
+        "private_validation",
         "personal_perplexity",
         "places",
         "nodes",
         "routes",
     }
 )
+# Of a round: what the plan expects, in place of what happened.
+EXPECTED = ("members", "upload_bytes", "download_bytes")
 # Of a node of a tree: sizes, and functions of models that already carry noise.
 NODE = frozenset(
     {
@@ -45,6 +49,49 @@ NODE = frozenset(
         "self_weight",
         "agreement",
         "backbone_norm",
+    }
+)
+# Of a node's reply to the server that adds the noise. The server needs how many updates its sum
+# holds, how many were unusable, and how many were unclipped (an adaptive clip releases that with
+# noise). How much text was trained on and how well it went stays at the node.
+REPLY = frozenset({"weight", "refused", "unclipped"})
+# Of who answered a round: which nodes were asked tells who was drawn, even as a number.
+NODES = frozenset({"round"})
+
+# Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
+# it stays, also its attention to what others sent.
+OF_OWN_MODEL = frozenset({"personal_perplexity", "entropy_down", "self_weight"})
+# Of the header: what was fixed before the first round, and figures of held-out clients.
+HEADER = frozenset(
+    {
+        "command",
+        "recipe",
+        "store",
+        "parameters",
+        "privacy",
+        "privacy_nodes",
+        "privacy_budget",
+        "canaries",
+        "unsafe_seed",
+        "custom",
+        "tree",
+        "start",
+        "start_sha256",
+        "versions",
+    }
+)
+# Of the store in the header: its tokenizer, which leaves with the model, and a hash of the text
+# under a salt that stays. Exact counts of tokens and plain hashes would tell whether a client is in
+# the text.
+STORE = frozenset(
+    {
+        "format",
+        "vocabulary",
+        "special_tokens",
+        "tokenizer_sha256",
+        "tokenizer_from",
+        "salted_sha256",
+        "user_field",
     }
 )
 
@@ -63,19 +110,45 @@ def release(
     >>> dict(release(None, "round", {"round": 3, "loss": 2.5}))
     {'round': 3, 'loss': 2.5}
     """
+    if kind == "header" and hides(plan):
+        facts = {name: value for name, value in facts.items() if name in HEADER}
+        if "store" in facts:
+            facts["store"] = {k: v for k, v in facts["store"].items() if k in STORE}
     if kind == "round" and hides(plan):
-        facts = {name: value for name, value in facts.items() if name in ROUND} | dict(expected())
+        allowed, of_nodes = _allowed(plan, ROUND), _allowed(plan, NODE)
+        facts = {name: value for name, value in facts.items() if name in allowed} | dict(expected())
         if "nodes" in facts:
             facts["nodes"] = {
-                node: {name: value for name, value in of.items() if name in NODE}
+                node: {name: value for name, value in of.items() if name in of_nodes}
                 for node, of in facts["nodes"].items()
             }
+    elif kind in ("reply", "nodes") and hides(plan):
+        kept = REPLY if kind == "reply" else NODES
+        facts = {name: value for name, value in facts.items() if name in kept} | dict(expected())
     return make_releasable(kind, facts)
+
+
+def recall(plan: PrivacyPlan | None, told: Mapping[str, Any]) -> Releasable:
+    """Return the facts of a round again that were released, but that a crash kept from the journal.
+
+    The rule is applied once more; numbers that follow from the plan stay as they were.
+    """
+    expected = {name: told[name] for name in EXPECTED if name in told}
+    return release(plan, "round", told, lambda: expected)
 
 
 def hides(plan: PrivacyPlan | None) -> bool:
     """Return whether exact sums over members stay private."""
     return plan is not None and not plan.reveal
+
+
+def _allowed(plan: PrivacyPlan | None, names: frozenset[str]) -> frozenset[str]:
+    return names - OF_OWN_MODEL if own_models_stay(plan) else names
+
+
+def own_models_stay(plan: PrivacyPlan | None) -> bool:
+    """Return whether the leaves' own models, and figures of them, stay private."""
+    return plan is not None and plan.unit == "leaf" and hides(plan)
 
 
 def splits(plan: PrivacyPlan | None, available: Sequence[str]) -> list[str]:
@@ -97,5 +170,6 @@ def baselines(plan: PrivacyPlan | None) -> bool:
 
 def extend(plan: PrivacyPlan | None, told: Releasable, facts: Mapping[str, Any]) -> Releasable:
     """Add figures, epsilon and sums over released rounds to facts that were already released."""
-    more = {name: value for name, value in facts.items() if name in told or name in ROUND}
+    allowed = _allowed(plan, ROUND)
+    more = {name: value for name, value in facts.items() if name in told or name in allowed}
     return make_releasable(told.kind, {**told, **(more if hides(plan) else facts)})

@@ -32,6 +32,24 @@ squared sensitivity is the maximum over S of the sum of n_v^2 over complete node
   It is exact if the closest placement reaches it; else it is used only where the tables would take
   too long, and marked as not exact.
 
+Released tree. What goes out is not the nodes but running sums of least variance, one per round, and
+that is less. After round t they show the estimate of the largest block that ends with t; its height
+h is the number of trailing zeros of t. With b = X + z at a leaf, and b = (b_left + b_right) / 2 +
+X + z above, where X is the block's sum and z fresh noise, the estimate is b times a constant, and
+released are the b of all such blocks B, which are left halves or whole trees.
+- Of the left half of B its own b_left is known exactly. Then 2 b - b_left = b_right + 2 X + 2 z is
+  the right half's b with a shift and more noise. Its left half's b is released too, and so on down
+  to the last round of B: there remains one number with the noise z_last + 2 z + 4 z + ..., of
+  variance 1 + 4 + ... + 4^h = (4^(h+1) - 1) / 3, which no other block shares. A round of B moves it
+  by 2^(h+1) - 2^(h-k), where k is how often the way down to it turns right before it turns left,
+  and the last round of B by 2^(h+1) - 1.
+- So the releases are a square matrix M of such rows, each over its standard deviation, plus
+  independent noise of variance one. M is not negative, so equal unit vectors are the worst, as
+  below. `of_released_tree` bounds the maximum over placements by branch and bound: rounds are put
+  into cells, each pair of cells is charged with the largest entry of M^T M between them, cells are
+  halved, and combinations are dropped whose charge is not above a placement that was found. Stopped
+  at any cell size, the largest charge is an upper bound; at single rounds it is the maximum.
+
 Matrix. The noise M^-1 Z on sums x is post-processing of M x + Z, so the client moves the release by
 M x. With G = M^T M, |M x|^2 is the sum over s, t in S of G_st <x_s, x_t>.
 - `of_matrix` requires G_st >= 0 (up to rounding). Then each term is at most G_st, with equality for
@@ -65,6 +83,9 @@ from fedlm.privacy.strategy import Strategy, exact
 WORK = 300_000_000
 ROW = 1000
 FAR = np.int32(2**30)
+# Bounds of the search over a tree's releases: participations, rounds (a square matrix of them) and
+# combinations of cells.
+MOST_TURNS, MOST_ROUNDS, MOST_CELLS = 8, 2048, 400_000
 
 
 class Squared(NamedTuple):
@@ -142,6 +163,109 @@ def of_tree(
         return Squared(float(_best(blocks, tables, apart, most)))
     except _TooLong:
         return Squared(float(bound), exact=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def of_released_tree(
+    rounds: int, min_separation: int, max_participations: int, *, restart_every: int = 0
+) -> Squared:
+    """Return the squared sensitivity of the running sums that a tree releases.
+
+    It is never above that of the tree's nodes, which is returned where the search would be long.
+    """
+    nodes = of_tree(rounds, min_separation, max_participations, restart_every=restart_every)
+    most = participations(rounds, min_separation, max_participations)
+    if most > MOST_TURNS or rounds > MOST_ROUNDS:
+        return nodes._replace(exact=False)
+    matrix = released_tree(rounds, restart_every)
+    gram, found = matrix.T @ matrix, Squared(0.0)
+    for count in range(most, 0, -1):  # fewer participations have more room
+        found = _branch_and_bound(gram, min_separation + 1, count, found)
+    return found if found.value <= nodes.value * (1 + 1e-9) else nodes._replace(exact=False)
+
+
+def released_tree(rounds: int, restart_every: int = 0) -> Float[np.ndarray, "rounds rounds"]:
+    """Return the matrix of a tree's releases: one row per round, over noise of variance one."""
+    length = restart_every or rounds
+    matrix = np.zeros((rounds, rounds))
+    for row in range(rounds):
+        since = row % length + 1
+        height = (since & -since).bit_length() - 1
+        left = 2 ** np.arange(height, -1, -1)  # rounds of the block from the k-th right half on
+        weights = np.repeat(2.0 ** (height + 1) - left, np.append(left[:-1] // 2, 1))
+        weights[-1] = 2.0 ** (height + 1) - 1
+        block = slice(row + 1 - (1 << height), row + 1)
+        matrix[row, block] = weights / np.sqrt((4.0 ** (height + 1) - 1) / 3)
+    return matrix
+
+
+def _branch_and_bound(
+    gram: Float[np.ndarray, "rounds rounds"], apart: int, most: int, known: Squared
+) -> Squared:
+    """Bound the largest sum of a non-negative matrix over the pairs of `most` allowed rounds.
+
+    The result is not below `known`, which stands for other numbers of rounds.
+    """
+    best = max(known.value, _climb(gram, apart, most))
+    pools = [gram]  # by cell size: the largest entry between two cells
+    while len(pools[-1]) > 2 * most + 8:
+        odd = len(pools[-1]) % 2
+        wide = np.pad(pools[-1], ((0, odd), (0, odd)))
+        halves = [wide[i::2, j::2] for i in (0, 1) for j in (0, 1)]
+        pools.append(np.maximum.reduce(halves))
+    cells = np.zeros((1, 0), np.int32)
+    for _ in range(most):
+        longer = np.repeat(cells, len(pools[-1]), axis=0)
+        last = np.tile(np.arange(len(pools[-1]), dtype=np.int32), len(cells))
+        cells = _reachable(np.column_stack([longer, last]), 1 << (len(pools) - 1), apart, gram)
+    for level in range(len(pools) - 1, -1, -1):
+        pool = pools[level]
+        charge = sum(pool[cells[:, i], cells[:, j]] for i in range(most) for j in range(most))
+        cells = cells[charge > best * (1 + 1e-12)]
+        top = max(float(np.max(charge, initial=0.0)), best)
+        if len(cells) == 0:
+            return Squared(best, known.exact or best > known.value)
+        if level == 0:
+            return Squared(top)
+        if len(cells) << most > MOST_CELLS:
+            return Squared(top, exact=False)
+        halves_of = np.array(list(itertools.product((0, 1), repeat=most)), np.int32)
+        split = (2 * cells[:, None] + halves_of).reshape(-1, most)
+        cells = _reachable(split, 1 << (level - 1), apart, gram)
+    raise AssertionError("the last level returns")
+
+
+def _reachable(
+    cells: Int[np.ndarray, "n most"], size: int, apart: int, gram: np.ndarray
+) -> Int[np.ndarray, "m most"]:
+    """Keep combinations of cells in which rounds can be far enough from each other."""
+    good = (cells * size < len(gram)).all(axis=1)
+    early = cells[:, 0] * size
+    for i in range(1, cells.shape[1]):
+        early = np.maximum(early + apart, cells[:, i] * size)
+        good &= early < np.minimum((cells[:, i] + 1) * size, len(gram))
+    return cells[good]
+
+
+def _climb(gram: Float[np.ndarray, "rounds rounds"], apart: int, most: int) -> float:
+    """Return the sum over the pairs of a good placement: each participation moved to its best."""
+    rounds, best = len(gram), 0.0
+    slack = rounds - 1 - (most - 1) * apart
+    for start in np.linspace(0, slack, 24).astype(int):
+        for placed in (start + np.arange(most) * apart, np.linspace(start, rounds - 1, most)):
+            at, value = placed.astype(int), -1.0
+            if (np.diff(at) < apart).any():
+                continue
+            while gram[np.ix_(at, at)].sum() > value + 1e-9:
+                value = float(gram[np.ix_(at, at)].sum())
+                for i in range(most):
+                    low = at[i - 1] + apart if i else 0
+                    high = at[i + 1] - apart if i + 1 < most else rounds - 1
+                    free, rest = np.arange(low, high + 1), np.delete(at, i)
+                    gain = gram[free, free] + 2 * gram[np.ix_(free, rest)].sum(axis=1)
+                    at[i] = free[int(gain.argmax())]
+            best = max(best, value)
+    return best
 
 
 def forest(rounds: int, restart_every: int = 0) -> Iterator[tuple[int, int]]:

@@ -5,10 +5,23 @@ Out:      registry entries: noise, sensitivity, cost, checks; `spaced`, which ma
 Promise:  the sensitivity is that of the matrix, or tree, that the noise is made with.
 Not here: the matrices (`strategy.py`), the noise (`correlated.py`), the worst placement of a client
           (`sensitivity.py`).
+
+Banded noise on cyclic Poisson cohorts (Choquette-Choo et al. 2023). The matrix M has at most b =
+min_separation + 1 bands, so column t is zero outside rows t to t + b - 1. A client of group g can
+join the rounds g, g + b, g + 2b, ... only. Rows g + jb to g + jb + b - 1 hold its contribution of
+round g + jb and no other, so the release M x + Z falls into blocks that are made one after the
+other. Given the earlier blocks, what the client sends in its round is fixed, and a block moves by
+its column, of length at most one, if its coin for that round says so, and not at all otherwise; the
+other clients' contributions inside a block depend on what was released before, as in any adaptive
+use of normal noise. So each block costs one round of Gaussian noise on a Poisson cohort with chance
+cohort * b / population, and there are at most ceil(rounds / b) of them. Neither the deal into
+groups nor the other clients' coins are counted on.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 
 from fedlm.core.errors import require
@@ -29,8 +42,14 @@ def spaced(
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
     strategy_of: Callable[[PrivacyPlan], Strategy] | None = None,
+    find: Callable[[PrivacyPlan], tuple[float, ...]] | None = None,
+    released: Callable[[PrivacyPlan, int], Squared] | None = None,
 ) -> Mechanism:
-    """Make the registry entry of correlated noise from its noise, sensitivity and own checks."""
+    """Make the registry entry of correlated noise from its noise, sensitivity and own checks.
+
+    `released` is the sensitivity of what goes out, where `squared`, as published, is of more.
+    """
+    exact = released or squared
 
     def check_all(plan: PrivacyPlan) -> None:
         check_separation(plan.sampling, plan.rounds)
@@ -38,15 +57,18 @@ def spaced(
 
     return Mechanism(
         noise=noise,
-        cost=lambda plan, rounds: _cost(plan, rounds, squared),
+        cost=lambda plan, rounds: _cost(plan, rounds, squared, exact),
+        event=lambda plan, rounds: _event(plan, rounds, exact),
         check=check_all,
         laws=("spaced",),
         reason="because correlated noise is accounted by how often and how closely a client may "
         "join, and that law bounds neither",
         way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
         settings=settings,
+        clip_moves="at restarts" if "restart_every" in settings else "never",
         sensitivity=squared,
         strategy=strategy_of,
+        find_matrix=find,
     )
 
 
@@ -54,8 +76,12 @@ def matrix(
     strategy_of: Callable[[PrivacyPlan], Strategy],
     check: Callable[[PrivacyPlan], None],
     settings: tuple[str, ...],
+    find: Callable[[PrivacyPlan], tuple[float, ...]] | None = None,
 ) -> Mechanism:
-    """Make the registry entry of noise that is multiplied by the inverse of a strategy matrix."""
+    """Make the registry entry of noise that is multiplied by the inverse of a strategy matrix.
+
+    If `find` searches for it, the search is done once per run.
+    """
 
     def noise(plan: PrivacyPlan, stddev: float) -> Noise:
         return correlated.for_strategy(stddev, strategy_of(plan), rounds=plan.rounds)
@@ -64,25 +90,48 @@ def matrix(
         apart, most = plan.sampling.min_separation, plan.sampling.max_participations
         return Squared(sensitivity.of_strategy(strategy_of(plan), rounds, apart, most))
 
-    return spaced(noise, squared, check, settings, strategy_of)
+    return spaced(noise, squared, check, settings, strategy_of, find)
 
 
 def _cost(
-    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+    plan: PrivacyPlan,
+    rounds: int,
+    squared_of: Callable[[PrivacyPlan, int], Squared],
+    exact_of: Callable[[PrivacyPlan, int], Squared],
 ) -> Cost:
+    """Return the cost by the exact profile, beside rho and epsilon as papers compute them."""
+    squared, exact = (_squared(plan, rounds, of) for of in (squared_of, exact_of))
+    rho, shift = (cost.rho_of(of.value, plan.noise_multiplier) for of in (squared, exact))
+    return Cost(
+        cost.epsilon_of_shift(math.sqrt(2 * shift), plan.delta),
+        f"exact Gaussian profile of {plan.mechanism} noise",
+        (_spacing(plan), _placement(exact)),
+        rho,
+        published_epsilon=cost.epsilon_of_rho(rho, plan.delta),
+    )
+
+
+def _event(
+    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+) -> cost.DpEvent:
+    """Return one Gaussian release: all rounds together are one sum with normal noise."""
+    squared = _squared(plan, rounds, squared_of)
+    return cost.gaussian_event(plan.noise_multiplier, squared.value)
+
+
+def _squared(
+    plan: PrivacyPlan, rounds: int, squared_of: Callable[[PrivacyPlan, int], Squared]
+) -> Squared:
+    _check_planned(plan, rounds)
+    return squared_of(plan, rounds) if rounds else Squared(0.0)
+
+
+def _check_planned(plan: PrivacyPlan, rounds: int) -> None:
     require(
         rounds <= plan.rounds,
         "rounds",
         rounds,
         f"at most the {plan.rounds} rounds for which the noise was made",
-    )
-    squared = squared_of(plan, rounds) if rounds else Squared(0.0)
-    rho = cost.rho_of(squared.value, plan.noise_multiplier)
-    return Cost(
-        cost.epsilon_of_rho(rho, plan.delta),
-        f"zCDP of {plan.mechanism} noise, converted through RDP",
-        (_spacing(plan), _placement(squared)),
-        rho,
     )
 
 
@@ -111,6 +160,11 @@ def _tree_noise(plan: PrivacyPlan, stddev: float) -> Noise:
 def _tree_sensitivity(plan: PrivacyPlan, rounds: int) -> Squared:
     apart, most = plan.sampling.min_separation, plan.sampling.max_participations
     return sensitivity.of_tree(rounds, apart, most, restart_every=plan.restart_every)
+
+
+def _released_tree(plan: PrivacyPlan, rounds: int) -> Squared:
+    apart, most = plan.sampling.min_separation, plan.sampling.max_participations
+    return sensitivity.of_released_tree(rounds, apart, most, restart_every=plan.restart_every)
 
 
 def _check_tree(plan: PrivacyPlan) -> None:
@@ -157,19 +211,58 @@ def _check_narrow(plan: PrivacyPlan) -> None:
     )
 
 
+def _find_banded(plan: PrivacyPlan) -> tuple[float, ...]:
+    return strategy.find_banded(plan.rounds, _bands(plan))
+
+
 def _banded(plan: PrivacyPlan) -> Strategy:
-    return strategy.banded(plan.rounds, _bands(plan))
+    return strategy.banded(plan.rounds, plan.matrix or _find_banded(plan))
+
+
+def _check_banded(plan: PrivacyPlan) -> None:
+    _check_narrow(plan)
+    column = plan.matrix
+    if column:
+        good = len(column) == _bands(plan) and all(map(math.isfinite, column)) and column[0] > 0
+        _check_matrix(plan, good, f"{_bands(plan)} numbers, the first of them positive")
+
+
+def _check_matrix(plan: PrivacyPlan, good: bool, wanted: str) -> None:
+    require(
+        good,
+        "matrix",
+        f"{len(plan.matrix)} numbers",
+        f"{wanted}, as they were found when the run began",
+        "Leave it empty to search for them.",
+    )
 
 
 def _toeplitz(plan: PrivacyPlan) -> Strategy:
     return strategy.toeplitz(plan.rounds, _bands(plan))
 
 
+def _find_blt(plan: PrivacyPlan) -> tuple[float, ...]:
+    apart, most = plan.sampling.min_separation, plan.sampling.max_participations
+    return strategy.find_blt(plan.rounds, apart, most, plan.buffers)
+
+
 def _blt(plan: PrivacyPlan) -> Strategy:
-    sampling = plan.sampling
-    return strategy.blt(
-        plan.rounds, sampling.min_separation, sampling.max_participations, plan.buffers
-    )
+    return strategy.blt(plan.rounds, plan.matrix or _find_blt(plan))
+
+
+def _check_blt(plan: PrivacyPlan) -> None:
+    """Refuse numbers with which the first column would not fall: its sensitivity rests on that."""
+    _check_buffers(plan)
+    if plan.matrix:
+        decays, scales = plan.matrix[: plan.buffers], plan.matrix[plan.buffers :]
+        shares = all(0 <= number <= 1 for number in plan.matrix)
+        good = len(decays) == len(scales) == plan.buffers and shares and sum(scales) <= 1
+        _check_matrix(
+            plan,
+            good,
+            f"{plan.buffers} decays and {plan.buffers} scales, from 0 to 1, the scales together at "
+            "most 1",
+        )
 
 
 def _check_buffers(plan: PrivacyPlan) -> None:
@@ -182,7 +275,74 @@ def _check_buffers(plan: PrivacyPlan) -> None:
     )
 
 
-TREE = spaced(_tree_noise, _tree_sensitivity, _check_tree, ("restart_every",))
-BANDED = matrix(_banded, _check_narrow, ("bands",))
+# ---- banded noise on cyclic Poisson cohorts ------------------------------------------------
+
+
+CYCLIC = "cyclic-poisson"
+
+
+def _amplified(entry: Mechanism) -> Mechanism:
+    """Let a mechanism with narrow bands and columns of length one take cyclic Poisson cohorts."""
+
+    def check(plan: PrivacyPlan) -> None:
+        entry.check(plan)
+        most = plan.sampling.max_participations
+        require(
+            plan.sampling.law != CYCLIC or most == 0,
+            "privacy.max_participations",
+            most,
+            f"0 when server.sampling = {CYCLIC!r}, which does not enforce it",
+        )
+
+    def event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+        cyclic = plan.sampling.law == CYCLIC
+        return (_cyclic_event if cyclic else entry.event)(plan, rounds)
+
+    def cost_of(plan: PrivacyPlan, rounds: int) -> Cost:
+        cyclic = plan.sampling.law == CYCLIC
+        return (_cyclic_cost if cyclic else entry.cost)(plan, rounds)
+
+    return dataclasses.replace(
+        entry,
+        check=check,
+        event=event,
+        cost=cost_of,
+        laws=(*entry.laws, CYCLIC),
+        chance_laws=(CYCLIC,),
+        way_out=f"Or set server.sampling = 'spaced' or {CYCLIC!r}, and privacy.min_separation.",
+    )
+
+
+def _cyclic_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+    """Return one Poisson-sampled release per turn of a client's group."""
+    _check_planned(plan, rounds)
+    turns = sensitivity.participations(rounds, plan.sampling.min_separation, 0)
+    return cost.sampled_event(plan.noise_multiplier, _turn_rate(plan), turns)
+
+
+def _turn_rate(plan: PrivacyPlan) -> float:
+    """Return the chance that a client joins a round of its group."""
+    sampling = plan.sampling
+    return sampling.cohort * (sampling.min_separation + 1) / sampling.population
+
+
+def _cyclic_cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    epsilon, accountant = cost.compose([_cyclic_event(plan, rounds)], plan.delta)
+    groups = plan.sampling.min_separation + 1
+    return Cost(
+        epsilon,
+        f"{accountant} of {plan.mechanism} noise on cyclic Poisson cohorts",
+        (
+            f"clients are dealt into {groups} groups that take turns; in a round of its group a "
+            f"client joins by its own coin, with probability {_turn_rate(plan):.6g}, and who "
+            "joined stays secret",
+        ),
+    )
+
+
+TREE = spaced(
+    _tree_noise, _tree_sensitivity, _check_tree, ("restart_every",), released=_released_tree
+)
+BANDED = _amplified(matrix(_banded, _check_banded, ("bands",), _find_banded))
 TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
-BLT = matrix(_blt, _check_buffers, ("buffers",))
+BLT = matrix(_blt, _check_blt, ("buffers",), _find_blt)

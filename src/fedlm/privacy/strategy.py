@@ -3,7 +3,8 @@
 In:       the number of rounds, how clients may join, and a size (bands or buffers).
 Out:      the matrix, as few numbers.
 Promise:  the numbers are those that the noise is made with, rounded as it rounds them, so that an
-          epsilon computed from them is that of the noise; the same arguments give the same matrix.
+          epsilon computed from them is that of the noise. What an optimiser found has six digits
+          and is kept in the plan; the matrix is made from those numbers alone.
 Not here: the streaming product (`correlated.py`), what a matrix costs (`sensitivity.py`), which
           plan has which matrix (`spaced.py`).
 
@@ -24,13 +25,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jaxtyping import Float
+
+from fedlm.privacy.cost import quiet
 
 Vector = Float[np.ndarray, " n"]
 
@@ -76,22 +78,32 @@ def toeplitz(rounds: int, bands: int) -> Strategy:
 
 
 @functools.lru_cache(maxsize=16)
-def banded(rounds: int, bands: int) -> Strategy:
-    """Optimise a Toeplitz matrix of `bands` diagonals, with columns of length one."""
+def find_banded(rounds: int, bands: int) -> tuple[float, ...]:
+    """Optimise a Toeplitz matrix of `bands` diagonals for the error of prefix sums."""
     from jax_privacy.matrix_factorization import toeplitz as library
 
     with exact():
         found = np.asarray(library.optimize_banded_toeplitz(rounds, bands), np.float64)
-    return Strategy(rounds, _as_used(found / np.linalg.norm(found)), normalized=True)
+    return _six_digits(found / np.linalg.norm(found))
+
+
+def banded(rounds: int, numbers: Sequence[float]) -> Strategy:
+    """Return the Toeplitz matrix with this first column, with columns scaled to length one."""
+    return Strategy(rounds, _as_used(np.array(numbers, np.float64)), normalized=True)
 
 
 @functools.lru_cache(maxsize=16)
-def blt(rounds: int, min_separation: int, max_participations: int, buffers: int) -> Strategy:
-    """Optimise a buffered linear Toeplitz matrix for the mean error of prefix sums."""
+def find_blt(
+    rounds: int, min_separation: int, max_participations: int, buffers: int
+) -> tuple[float, ...]:
+    """Optimise a buffered linear Toeplitz matrix for the mean error of prefix sums.
+
+    Return the decays, then the scales.
+    """
     from jax_privacy.matrix_factorization import buffered_toeplitz as library
 
     # It advises fewer buffers; a buffer of no weight does no harm.
-    with exact(), _quiet("absl"):
+    with exact(), quiet("absl"):
         found = library.optimize(
             n=rounds,
             min_sep=min_separation + 1,  # there, the difference of indices
@@ -100,13 +112,24 @@ def blt(rounds: int, min_separation: int, max_participations: int, buffers: int)
             min_buffers=buffers,
             max_buffers=buffers,
         )
-    # Six digits are more than the error can tell apart, and few enough for every machine to agree.
-    # Rounded down, the column keeps falling, which its sensitivity rests on.
-    decay = _as_used(np.floor(np.asarray(found.buf_decay, np.float64) * 1e6) / 1e6)
-    scale = _as_used(np.floor(np.asarray(found.output_scale, np.float64) * 1e6) / 1e6)
+    decay, scale = (np.asarray(x, np.float64) for x in (found.buf_decay, found.output_scale))
+    return _six_digits(decay) + _six_digits(scale)
+
+
+def blt(rounds: int, numbers: Sequence[float]) -> Strategy:
+    """Return the buffered linear Toeplitz matrix with these decays and scales."""
+    decay, scale = _as_used(np.array(numbers, np.float64)).reshape(2, -1)
     powers = decay ** np.arange(rounds - 1)[:, None]
     column = np.concatenate([[1.0], (powers * scale).sum(axis=1)])
     return Strategy(rounds, column, decay=decay, scale=scale)
+
+
+def _six_digits(numbers: Vector) -> tuple[float, ...]:
+    """Round down to six digits after the point, more than the error can tell apart.
+
+    Rounded down, the column of a BLT keeps falling, which its sensitivity rests on.
+    """
+    return tuple((np.floor(numbers * 1e6) / 1e6).tolist())
 
 
 def _as_used(numbers: Vector) -> Vector:
@@ -119,14 +142,3 @@ def exact() -> Iterator[None]:
     """Enable 64 bits and rank promotion, which jax_privacy's calculations need."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence the log of one library."""
-    logger = logging.getLogger(name)
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was

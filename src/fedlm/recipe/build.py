@@ -32,6 +32,10 @@ from fedlm.recipe.parts import (
     start_maker,
     training_clients,
 )
+from fedlm.recipe.private_evaluation import (
+    private_evaluation_of,
+    refuse_private_evaluation,
+)
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.run import Run
@@ -66,11 +70,13 @@ def flat_run(
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
     """
+    if members is not None:
+        refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
-    participation = privacy_plan.participation_of(recipe, people.size)
+    participation = privacy_plan.participation_of(recipe, people.size, out)
     algorithm = algorithm_of(recipe, participation, shapes, start)
     made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
     count = engine is None and recipe.run.baselines
@@ -81,9 +87,9 @@ def flat_run(
         engine=made,
         round=round,
         evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
-        plans=() if algorithm.plan is None else (algorithm.plan,),
         start=start,
-        **shared_parts(recipe, store, algorithm.plan, out),
+        private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
+        **shared_parts(recipe, store, algorithm.plans, out),
     )
 
 
@@ -101,7 +107,7 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
         evaluation=evaluation_of(recipe, rows, None, round.models, count=recipe.run.baselines),
         start=start_maker(recipe, store),
         command="pretrain",
-        **shared_parts(recipe, store, None, out),
+        **shared_parts(recipe, store, {}, out),
     )
 
 

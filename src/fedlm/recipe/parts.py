@@ -41,6 +41,7 @@ from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
 from fedlm.run import Cadence
@@ -82,10 +83,14 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
     return StoreSettings(
         tokenizer=kind_of(data.tokenizer),
         vocabulary=data.vocabulary if given is None else given.vocabulary,
+        vocabulary_epsilon=data.vocabulary_epsilon,
+        vocabulary_delta=data.vocabulary_delta,
+        vocabulary_words=data.vocabulary_words,
         lowercase=data.lowercase if given is None else False,
         test_clients=data.test_clients,
         validation=data.validation,
         split_seed=data.split_seed,
+        user_field=data.user_field,
     )
 
 
@@ -108,7 +113,10 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
     if path.exists():
         return Store(path)
     try:
-        return write(sources.read(data.source), path, settings, progress, given)
+        vocabulary = vocabulary_of(data, given, progress)
+        return write(
+            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
+        )
     except CorpusError:
         if not path.exists():
             raise
@@ -458,7 +466,7 @@ def evaluation_of(
     )
 
 
-def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Path) -> Any:
+def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan], out: Path) -> Any:
     """Return the parts that flat runs and trees have in common, by name."""
     server = recipe.server
     return {
@@ -466,8 +474,9 @@ def shared_parts(recipe: Recipe, store: Store, plan: PrivacyPlan | None, out: Pa
         "store": store,
         "record": RunDirectory(out),
         "recipe": recipe,
+        "plans": plans,
         "cadence": Cadence(
-            rounds=privacy_plan.rounds_of(recipe, plan),
+            rounds=privacy_plan.rounds_of(recipe, plans.values()),
             evaluate_every=server.evaluate_every,
             checkpoint_every=recipe.run.checkpoint_every,
         ),

@@ -10,16 +10,20 @@ Not here: which plans are sound (`privacy/catalog.py`), what they cost (`privacy
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from fedlm.cohort.sampling import LAWS
 from fedlm.cohort.sampling import check_cohort as check_cohort
-from fedlm.core.errors import require
+from fedlm.core.errors import RecordError, require
 from fedlm.core.types import Sampling
 from fedlm.privacy import account
-from fedlm.privacy.catalog import check_plan, own_settings
+from fedlm.privacy.catalog import check_plan, own_settings, with_matrix
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Client, Privacy, Recipe
+from fedlm.record.directory import RunDirectory
+from fedlm.record.journal import read
 
 
 def sampling_of(recipe: Recipe, clients: int) -> Sampling:
@@ -36,13 +40,19 @@ def sampling_of(recipe: Recipe, clients: int) -> Sampling:
     return sampling
 
 
-def participation_of(recipe: Recipe, clients: int) -> Sampling | PrivacyPlan:
-    """Return the privacy plan, or the sampling law if the recipe has no plan."""
+def participation_of(
+    recipe: Recipe, clients: int, out: Path | None = None
+) -> Sampling | PrivacyPlan:
+    """Return the privacy plan, or the sampling law if the recipe has no plan.
+
+    With `out`, the directory of its run, the plan has the numbers of its matrix: those with which
+    the run began, or new ones.
+    """
     sampling = sampling_of(recipe, clients)
-    return plan_of(recipe, sampling) or sampling
+    return plan_of(recipe, sampling, out) or sampling
 
 
-def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
+def plan_of(recipe: Recipe, sampling: Sampling, out: Path | None = None) -> PrivacyPlan | None:
     """Return the privacy plan; noise that is not given is found from the target epsilon."""
     asked = recipe.privacy
     if asked.mechanism is None:
@@ -57,7 +67,8 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
     )
     count_noise = asked.clip_noise
     if count_noise is None:
-        count_noise = sampling.cohort / 20 if asked.clip_quantile else 0.0
+        counted = sampling.cohort * (asked.restart_every or 1)
+        count_noise = counted / 20 if asked.clip_quantile else 0.0
     plan = PrivacyPlan(
         mechanism=asked.mechanism,
         sampling=sampling,
@@ -71,11 +82,23 @@ def plan_of(recipe: Recipe, sampling: Sampling) -> PrivacyPlan | None:
         clip_noise=count_noise,
         reveal=asked.reveal,
     )
+    check_plan(replace(plan, noise_multiplier=1.0) if asked.noise_multiplier is None else plan)
+    if out is not None:
+        plan = with_matrix(plan, _begun(out))
     if asked.noise_multiplier is None:
         assert asked.epsilon is not None
         plan = replace(plan, noise_multiplier=account.calibrate(plan, asked.epsilon))
     check_plan(plan)
     return plan
+
+
+def _begun(out: Path) -> PrivacyPlan | None:
+    """Return the plan with which the run in a directory began, if there is one that can be read."""
+    try:
+        header = next(read(RunDirectory(out).journal), {})
+        return next(iter(account.plans_from(header).values()))
+    except (OSError, RecordError):
+        return None
 
 
 def _refuse_half_a_plan(recipe: Recipe) -> None:
@@ -89,7 +112,7 @@ def _refuse_half_a_plan(recipe: Recipe) -> None:
             "privacy.mechanism beside it: without one nothing is clipped and no noise is added",
         )
     require(
-        not LAWS[recipe.server.sampling].looks_back,
+        not LAWS[recipe.server.sampling].keeps_rests,
         "server.sampling",
         recipe.server.sampling,
         "privacy.mechanism and privacy.min_separation beside it",
@@ -112,11 +135,15 @@ def client_of(recipe: Recipe) -> Client:
     return client.model_copy(update={"weight": "uniform"})
 
 
-def rounds_of(recipe: Recipe, plan: PrivacyPlan | None) -> int:
-    """Return the number of rounds asked for, or as many as the privacy budget allows."""
-    asked, budget = recipe.server.rounds, recipe.privacy.epsilon
-    if plan is None or budget is None or recipe.privacy.noise_multiplier is None:
-        return asked
+def rounds_of(recipe: Recipe, plans: Iterable[PrivacyPlan]) -> int:
+    """Return the number of rounds asked for, or as many as the budget allows under every plan."""
+    budget = recipe.privacy.epsilon
+    if budget is None or recipe.privacy.noise_multiplier is None:
+        return recipe.server.rounds
+    return min((_fitting(plan, budget) for plan in set(plans)), default=recipe.server.rounds)
+
+
+def _fitting(plan: PrivacyPlan, budget: float) -> int:
     fits = account.allowed_rounds(plan, budget)
     require(
         fits > 0,

@@ -75,6 +75,22 @@ class Data(Table):
     vocabulary: Annotated[int, Field(ge=5, le=1_000_000)] = Field(
         default=10_000, description="The most entries of the vocabulary, special tokens included."
     )
+    vocabulary_epsilon: Positive | None = Field(
+        default=None,
+        description="`words`, `bpe`: count the vocabulary with noise at this epsilon, so that it "
+        "holds only words that many clients share; its cost is added to that of private runs. Not "
+        "set: counted without noise, which no privacy claim covers.",
+    )
+    vocabulary_delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-7,
+        description="The delta of `vocabulary_epsilon`; half of it is taken from "
+        "`privacy.delta`, which must be larger.",
+    )
+    vocabulary_words: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=1_000,
+        description="With `vocabulary_epsilon`: how many distinct words of a client are counted, "
+        "chosen at random.",
+    )
     lowercase: bool = Field(default=True, description="Whether text is converted to lower case.")
     layout: Layout = Field(
         default="lines",
@@ -91,6 +107,12 @@ class Data(Table):
         default=0.1, description="Fraction of each training client's text held out, from its end."
     )
     split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    user_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of a `.jsonl`, `.csv` or `.parquet` source that names the "
+        "person who wrote. All text of a person becomes one client: for sampling, clipping, "
+        "separation and splits. Not set: `client`.",
+    )
     groups: tuple[str, ...] = Field(
         default=(),
         description="Only clients of these groups take part, in training and evaluation; `[]` is "
@@ -277,13 +299,15 @@ class Server(Table):
     rounds: Count = Field(default=100, description="Rounds of training.")
     cohort: Count = Field(
         default=20,
-        description='Members per round; with `sampling = "poisson"`, the expected number.',
+        description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
+        "number.",
     )
     sampling: Annotated[str, one_of(LAWS)] = Field(
         default="fixed",
         description="How members are drawn: a `fixed` number without replacement; `poisson`, each "
         "client by its own coin; `spaced`, after a turn a client rests for "
-        "`privacy.min_separation` rounds.",
+        "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
+        "many rounds in between, and each client of the group joins by its own coin.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
     evaluate_rows: Annotated[int, Field(ge=0)] = Field(
@@ -297,7 +321,7 @@ class Privacy(Table):
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
         description="The noise on each sum: `gaussian` with `server.sampling` `poisson` or "
-        "`fixed`; the others with `spaced`.",
+        "`fixed`; the others with `spaced`, `banded` also with `cyclic-poisson`.",
     )
     clip_norm: Positive = Field(
         default=1.0, description="The longest update that one client may send, as an L2 norm."
@@ -309,7 +333,8 @@ class Privacy(Table):
     )
     epsilon: Positive | None = Field(
         default=None,
-        description="What the whole run may spend. With `noise_multiplier` given too, the run "
+        description="What all rounds may spend; what a private vocabulary cost comes on top. With "
+        "`noise_multiplier` given too, the run "
         "stops before the round that would exceed it, and keeps its model.",
     )
     delta: float = Field(
@@ -317,7 +342,8 @@ class Privacy(Table):
         description="The delta of the claim, above 0 and well below one in the number of clients.",
     )
     min_separation: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="`spaced`: rounds strictly between two turns of a client."
+        default=0,
+        description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
     )
     max_participations: Annotated[int, Field(ge=0)] = Field(
         default=0,
@@ -337,18 +363,34 @@ class Privacy(Table):
     )
     clip_quantile: Share = Field(
         default=0.0,
-        description="`gaussian`: the fraction of updates that an adaptive clip norm leaves "
-        "unclipped; 0 keeps the clip norm fixed.",
+        description="`gaussian`, and `tree` with `restart_every`: the fraction of updates that an "
+        "adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
     )
     clip_rate: Positive = Field(
         default=0.2,
-        description="How fast an adaptive clip norm moves: in each round it is multiplied by "
+        description="How fast an adaptive clip norm moves: after each round, or with `tree` "
+        "after each restart, it is multiplied by "
         "exp(-clip_rate × (unclipped fraction - clip_quantile)).",
     )
     clip_noise: NotNegative | None = Field(
         default=None,
-        description="Standard deviation of the noise on how many updates were unclipped, in "
-        "clients; it spends a part of the same budget. Not set: a twentieth of `server.cohort`.",
+        description="Standard deviation of the noise on how many updates were unclipped in a "
+        "round, or with `tree` in a restart; it spends a part of the same budget. Not set: a "
+        "twentieth of `server.cohort`, times the rounds of a restart.",
+    )
+    evaluation_noise: Positive | None = Field(
+        default=None,
+        description="Report figures of training clients' held-out text with noise of this standard "
+        "deviation, in multiples of what one client can change; every report is paid in the "
+        "ledger. Not set: no figures of training clients.",
+    )
+    evaluation_every: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="With `evaluation_noise`: rounds between two reports; 0 is one, at the end.",
+    )
+    evaluation_tokens: Count = Field(
+        default=50,
+        description="With `evaluation_noise`: the most tokens with which a client counts.",
     )
     canaries: Annotated[int, Field(ge=0)] = Field(
         default=0,

@@ -38,13 +38,12 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
+from fedlm.recipe.private_evaluation import refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
 from fedlm.wire.dense import dense
 
-# A larger epsilon bounds a likelihood ratio by more than twenty thousand: it promises nothing.
-MEANINGFUL = 10.0
 NOTHING_HELD = (
     "data.validation: expected held-out text at every leaf of the tree; raise it, or "
     "data.test_clients."
@@ -65,19 +64,21 @@ def tree_run(
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
     `nothing_held` words the error for a tree without held-out text.
     """
+    refuse_private_evaluation(recipe, "in a tree of federations: it is for flat runs")
     settings = settings_of(recipe)
     clients = parts.training_clients(recipe, store, needed=members is None)
     rows = parts.client_rows(recipe, store, clients)
     people = members or population.of_store(store, rows.clients)
     topology = topology_of(settings, people.group_paths())
-    algorithm = tree_algorithm(recipe, store, topology)
+    algorithm = tree_algorithm(recipe, store, topology, out)
     made = (
         engine(algorithm, topology)
         if engine
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
-    config = config_of(recipe, store, algorithm, topology, people)
-    plans = _plans(config)
+    config = config_of(recipe, store, algorithm, topology, people, out)
+    plans = _plans(config, leaf_plan(recipe, topology))
+    plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     return Run(
         population=people,
@@ -90,13 +91,11 @@ def tree_run(
             model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
             secret=lambda: privacy_plan.secret_of(recipe.privacy),
             leaf_secret=lambda: _leaf_secret(settings),
-            claim=lambda rounds: _leaf_claim(settings, rounds),
+            plan=plan,
         ),
-        evaluation=_evaluation(recipe, rows, config, algorithm.plan, nothing_held),
-        plans=plans,
+        evaluation=_evaluation(recipe, rows, config, plan, nothing_held),
         start=parts.start_maker(recipe, store),
-        # The budget is that of the plan which costs a client most: the one that is claimed.
-        **parts.shared_parts(recipe, store, plans[0] if plans else None, out),
+        **parts.shared_parts(recipe, store, plans, out),
     )
 
 
@@ -124,7 +123,7 @@ def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
 # ---- the algorithm and the rules of a round ------------------------------------------------
 
 
-def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
+def tree_algorithm(recipe: Recipe, store: Any, topology: Topology, out: Path) -> Algorithm:
     """Return the algorithm of a tree's members, after checking that its settings fit a tree."""
     settings, privacy = settings_of(recipe), recipe.privacy
     require(
@@ -136,7 +135,7 @@ def tree_algorithm(recipe: Recipe, store: Any, topology: Topology) -> Algorithm:
     )
     require(privacy.canaries == 0, "privacy.canaries", privacy.canaries, "0 in a tree")
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
-    return leaf_algorithm(recipe, _participation(recipe, topology), shapes)
+    return leaf_algorithm(recipe, _participation(recipe, topology, out), shapes)
 
 
 def leaf_algorithm(
@@ -167,7 +166,7 @@ def leaf_algorithm(
     return replace(made, local=local)
 
 
-def _participation(recipe: Recipe, topology: Topology) -> Sampling | PrivacyPlan:
+def _participation(recipe: Recipe, topology: Topology, out: Path) -> Sampling | PrivacyPlan:
     """Return the plan or sampling law of the smallest federation of clients in the tree.
 
     A client is drawn most often there. Where text is pooled, all nodes join every round.
@@ -176,22 +175,31 @@ def _participation(recipe: Recipe, topology: Topology) -> Sampling | PrivacyPlan
         nodes = len(topology.with_text)
         return Sampling(law="fixed", population=nodes, cohort=nodes)
     held = min(len(topology.clients[n]) for n in topology.with_text)
-    return _participation_of(recipe, held, recipe.server.cohort)
+    return _participation_of(recipe, held, recipe.server.cohort, out)
 
 
-def _participation_of(recipe: Recipe, held: int, cohort: int) -> Sampling | PrivacyPlan:
+def _participation_of(recipe: Recipe, held: int, cohort: int, out: Path) -> Sampling | PrivacyPlan:
     server = recipe.server.model_copy(update={"cohort": min(cohort, held)})
-    return privacy_plan.participation_of(recipe.model_copy(update={"server": server}), held)
+    alone = recipe.model_copy(update={"server": server})
+    return privacy_plan.participation_of(alone, held, out)
 
 
-def _plans(config: TreeConfig) -> tuple[PrivacyPlan, ...]:
-    """Return the privacy plans of all federations of clients, the most expensive first."""
-    plans = [a.plan for a in config.algorithms if a is not None and a.plan is not None]
-    return tuple(sorted(plans, key=lambda p: -p.sampling.cohort / p.sampling.population))
+def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyPlan]:
+    """Return the plan of the leaves, or those of all federations of clients, the dearest first."""
+    if leaves is not None:
+        return {"": leaves}
+    inner = zip(config.topology.names, config.algorithms, strict=True)
+    plans = {name: a.plan for name, a in inner if a is not None and a.plan is not None}
+    return account.dearest_first(plans)
 
 
 def config_of(
-    recipe: Recipe, store: Any, algorithm: Algorithm, topology: Topology, people: Population
+    recipe: Recipe,
+    store: Any,
+    algorithm: Algorithm,
+    topology: Topology,
+    people: Population,
+    out: Path,
 ) -> TreeConfig:
     """Return the configuration of the tree's rounds."""
     settings = settings_of(recipe)
@@ -219,7 +227,7 @@ def config_of(
         init_memory=algorithm.local.init_memory,
         rest=rest,
         clients=people.size,
-        algorithms=tuple(_inner(recipe, topology, shapes, node) for node in nodes),
+        algorithms=tuple(_inner(recipe, topology, shapes, node, out) for node in nodes),
         clip_norm=settings.clip_norm,
         noise_multiplier=settings.noise_multiplier,
         edge_bytes=dense().encoded_bytes,
@@ -255,7 +263,9 @@ def _weight(settings: FederationTable, topology: Topology, people: Population, n
     return float(topology.places[node].setting("weight", weight))
 
 
-def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Algorithm | None:
+def _inner(
+    recipe: Recipe, topology: Topology, shapes: Params, node: int, out: Path
+) -> Algorithm | None:
     """Return the algorithm of a node's own clients; None if it has none or pools their text.
 
     Its privacy plan is computed for the number of these clients.
@@ -264,7 +274,7 @@ def _inner(recipe: Recipe, topology: Topology, shapes: Params, node: int) -> Alg
     if not held or settings_of(recipe).pool_clients:
         return None
     cohort = topology.places[node].setting("cohort", recipe.server.cohort)
-    return algorithm_of(recipe, _participation_of(recipe, held, cohort), shapes)
+    return algorithm_of(recipe, _participation_of(recipe, held, cohort, out), shapes)
 
 
 # ---- noise on what leaves a leaf -----------------------------------------------------------
@@ -284,6 +294,21 @@ def _check_leaf_noise(settings: FederationTable, topology: Topology) -> None:
         settings.clip_norm,
         "pool_clients = true: where clients are members, [privacy] protects each of them",
     )
+    require(
+        settings.noise_multiplier == 0 or len(topology) > 1,
+        "federation.noise_multiplier",
+        settings.noise_multiplier,
+        "a tree with places above its leaves: a single place sends nothing, so its model would be "
+        "saved without noise",
+        "Give [federation] levels or nodes, or leave the noise out.",
+    )
+    require(
+        settings.noise_multiplier == 0 or settings.weight == "uniform",
+        "federation.weight",
+        settings.weight,
+        "'uniform' beside federation.noise_multiplier: how many tokens a leaf has is a fact of its "
+        "text, and a weight shows it",
+    )
     inner = [topology.names[n] for n in topology.with_text if topology.children[n]]
     require(
         settings.clip_norm == 0 or not inner,
@@ -300,24 +325,20 @@ def _leaf_secret(settings: FederationTable) -> bytes:
     return os.urandom(16) if seed is None else seed.to_bytes(16, "little")
 
 
-def _leaf_claim(settings: FederationTable, rounds: int) -> dict[str, Any]:
-    """Return the privacy that noise at the leaves gives, in numbers and plain words."""
-    noise, delta = settings.noise_multiplier, settings.delta
-    if not noise:
-        return {}
-    epsilon = account.epsilon_of_rho(rounds / (2 * noise**2), delta)
-    meaning = (
-        "That is a claim."
-        if epsilon <= MEANINGFUL
-        else "Such an epsilon promises nothing: the noise is a test of robustness, no privacy."
+def leaf_plan(recipe: Recipe, topology: Topology) -> PrivacyPlan | None:
+    """Return what noise at the leaves promises to each leaf; None without such noise."""
+    settings, leaves = settings_of(recipe), len(topology.with_text)
+    if not settings.noise_multiplier:
+        return None
+    return PrivacyPlan(
+        mechanism="gaussian",
+        sampling=Sampling(law="poisson", population=leaves, cohort=leaves),
+        rounds=recipe.server.rounds,
+        clip_norm=settings.clip_norm,
+        noise_multiplier=settings.noise_multiplier,
+        delta=settings.delta,
+        unit="leaf",
     )
-    said = (
-        f"Every change that left a leaf was clipped to {settings.clip_norm:g} and got "
-        f"Gaussian noise of {noise:g} times that in every coordinate. For the whole text of "
-        f"one leaf replaced by nothing, {rounds} rounds cost epsilon {epsilon:.3g} at delta "
-        f"{delta:g}. {meaning}"
-    )
-    return {"leaves": {"epsilon": epsilon, "delta": delta, "said": said}}
 
 
 # ---- evaluation ----------------------------------------------------------------------------
@@ -348,6 +369,7 @@ def _evaluation(
         config=config,
         split=split,
         held={} if split is None else held[split],
+        own_models_stay=release.own_models_stay(plan),
     )
 
 

@@ -2,9 +2,9 @@
 
 In:       a tree of arrays and the number of the round it belongs to.
 Out:      `round-000040.safetensors`, with a digest of everything in it.
-Promise:  a checkpoint is either whole or not there; the last few are kept; a damaged one is
-          passed over for the one before, and that is said; a tree of another structure is
-          refused by naming the leaf that differs.
+Promise:  a checkpoint is either whole or not there, and only its owner can read it; the last few
+          are kept; a damaged one is passed over for the one before, and that is said; a tree of
+          another structure is refused by naming the leaf that differs.
 Not here: when to save (`run.py`).
 """
 
@@ -14,9 +14,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +44,18 @@ def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves either the old file or the whole new one."""
-    partial = path.with_name(path.name + ".part")
+def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write a file so that a crash leaves either the old file or the whole new one.
+
+    A `private` file can be read by its owner alone, also while it is written, and so can a folder
+    that is made for it. The new file is made under a name that nobody can foresee, so that no link
+    of that name is followed.
+    """
+    partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        _make_folder(path.parent, private)
+        with open(os.open(partial, flags, 0o600 if private else 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -59,6 +65,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a read-only disk refuses the removal too
             partial.unlink(missing_ok=True)
         raise RecordError(f"{path} could not be written: {error.strerror}.") from None
+
+
+def _make_folder(path: Path, private: bool) -> None:
+    if not path.is_dir():
+        path.mkdir(0o700 if private else 0o777, parents=True, exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the files that killed writes left in a folder in which nobody else writes."""
+    for stale in folder.glob("*.part"):
+        with contextlib.suppress(OSError):
+            stale.unlink()
 
 
 def _sync_folder(path: Path) -> None:
@@ -81,22 +100,26 @@ def to_bytes(state: Any, **facts: Any) -> bytes:
     return bytes(save_tensors(arrays, metadata))
 
 
+class Saved(NamedTuple):
+    """A tree from a file, and the facts that were written with it."""
+
+    state: Any
+    facts: dict[str, Any]
+
+
 def from_bytes(data: bytes, like: Any, where: str) -> Any:
     """Return the tree that `to_bytes` wrote; `like` gives structure, shapes and types."""
-    return _fit(arrays_of(data, where), like, where)
+    return saved_in(data, like, where).state
 
 
-def arrays_of(data: bytes, where: str) -> dict[str, np.ndarray]:
-    """Return the arrays that `to_bytes` wrote, by leaf name."""
-    return _read_all(data, where)[0]
+def saved_in(data: bytes, like: Any, where: str) -> Saved:
+    """Return the tree and the facts that `to_bytes` wrote."""
+    arrays, facts = arrays_in(data, where)
+    return Saved(_fit(arrays, like, where), facts)
 
 
-def facts_of(data: bytes, where: str) -> dict[str, Any]:
-    """Return the facts that `to_bytes` wrote beside the arrays."""
-    return _read_all(data, where)[1]
-
-
-def _read_all(data: bytes, where: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def arrays_in(data: bytes, where: str) -> Saved:
+    """Return the arrays by leaf name, and the facts, that `to_bytes` wrote."""
     try:
         size = int.from_bytes(data[:8], "little")
         arrays = load_tensors(data)
@@ -106,7 +129,7 @@ def _read_all(data: bytes, where: str) -> tuple[dict[str, np.ndarray], dict[str,
         raise RecordError(f"{where} is damaged: {error}.") from None
     if digest != _digest(arrays, facts):
         raise RecordError(f"{where} is damaged: its digest does not match.")
-    return arrays, json.loads(facts)
+    return Saved(arrays, json.loads(facts))
 
 
 def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:
@@ -124,32 +147,41 @@ def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:
     return tree.with_leaves(like, {name: jnp.asarray(array) for name, array in arrays.items()})
 
 
-def save(folder: Path, round: int, state: Any, keep: int = 3) -> Path:
-    """Write the checkpoint of a round and remove all but the newest `keep`."""
+def save(
+    folder: Path, round: int, state: Any, keep: int = 3, facts: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the checkpoint of a round and remove all but the newest `keep`.
+
+    It holds the run's secret, so only its owner can read it. `facts` are read back with it.
+    """
     path = folder / _NAME.format(round)
     try:
-        write_atomically(path, to_bytes(state, round=round))
+        data = to_bytes(state, **{**(facts or {}), "round": round})
+        write_atomically(path, data, private=True)
+        if folder.stat().st_mode & 0o077:  # an older version, or a copy, left it open
+            folder.chmod(0o700)
     except RecordError as error:
         raise RecordError(
             f"{error} The checkpoint before it is whole: make room, then repeat with --resume."
         ) from None
-    for old in _newest_first(folder)[keep:]:
+    for old in newest_first(folder)[keep:]:
         old.unlink(missing_ok=True)
     return path
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, the highest round first."""
     # By length first: round 1000000 has one digit more than the padded names.
     files = folder.glob("round-*.safetensors")
     return sorted(files, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
-def load_newest(folder: Path, like: Any, say: Say) -> Any | None:
-    """Return the newest intact checkpoint, or None if there never was one."""
-    files = _newest_first(folder)
+def load_newest(folder: Path, like: Any, say: Say) -> Saved | None:
+    """Return the newest intact checkpoint with its facts, or None if there never was one."""
+    files = newest_first(folder)
     for path in files:
         try:
-            return from_bytes(_read(path), like, f"checkpoint {path}")
+            return saved_in(_read(path), like, f"checkpoint {path}")
         except _OtherTree:
             raise
         except RecordError as error:

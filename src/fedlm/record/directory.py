@@ -1,21 +1,36 @@
 """The run directory: all files of a run in one place.
 
 In:       a path and the resolved recipe as text.
-Out:      the places of recipe, journal, checkpoints, weights, tokenizer, report.
-Promise:  a directory never mixes two recipes; nothing in it is overwritten by another run.
+Out:      the places of recipe, journal, checkpoints, weights, tokenizer, salt, report.
+Promise:  a directory never mixes two recipes; nothing in it is overwritten by another run; one
+          process at a time trains in it.
 Not here: the content of those files (their own modules).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import hmac
+import os
+import threading
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fedlm.core.errors import RecordError
-from fedlm.record.checkpoint import write_atomically
+from fedlm.record.checkpoint import sweep, write_atomically
+
+LOCK = ".lock"
+# The directories that this process has locked, and the threads that did: a lock may be taken again
+# by the thread that holds it.
+_HELD: dict[Path, int] = {}
+
+SALT_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,11 @@ class RunDirectory:
         return self.path / "journal.jsonl"
 
     @property
+    def ledger(self) -> Path:
+        """What was released about clients under a privacy plan; its owner alone reads it."""
+        return self.path / "ledger.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -45,6 +65,10 @@ class RunDirectory:
         # Node names come from the corpus: a slash in a name must not lead to another folder.
         file = f"{quote(node, safe=' ')}.safetensors"
         return self.path / "nodes" / file if node else self.weights
+
+    def own_weights_of(self, node: str) -> Path:
+        """Return the path of the model that a leaf keeps to itself, for its owner's eyes alone."""
+        return self.path / "private" / self.weights_of(node).name
 
     @property
     def tokenizer(self) -> Path:
@@ -63,13 +87,98 @@ class RunDirectory:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def salt(self) -> Path:
+        """The random bytes that hashes of private text are made with; never to be published."""
+        return self.path / "text.salt"
+
+    def make_salt(self) -> None:
+        """Draw a new salt from the system's entropy into a file that only its owner can read."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.salt.unlink(missing_ok=True)
+            file = os.open(self.salt, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as opened:
+                opened.write(os.urandom(SALT_BYTES))
+                opened.flush()
+                os.fsync(file)
+        except OSError as error:
+            raise RecordError(f"{self.salt} could not be written: {error.strerror}.") from None
+
+    def salted(self, text: str) -> str:
+        """Return the HMAC-SHA256 of a text under the run's salt, as hex."""
+        try:
+            salt = self.salt.read_bytes()
+        except OSError as error:
+            raise RecordError(
+                f"{self.salt} is not readable ({error.strerror}): without it nobody can tell "
+                "whether the text of this private run changed. Only its owner may read it; bring "
+                "the file back if it is lost."
+            ) from None
+        return hmac.new(salt, text.encode(), "sha256").hexdigest()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other process and thread from training in this directory for a block of code.
+
+        The lock goes with the process, however that ends.
+        """
+        self._check_free()
+        if _HELD.get(self.path.resolve()) == threading.get_ident():
+            yield
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._lock()
+        except OSError as error:
+            raise RecordError(f"{self.path} could not be written: {error.strerror}.") from None
+        where = self.path.resolve()
+        _HELD[where] = threading.get_ident()
+        try:
+            for folder in (self.path, self.checkpoints, self.path / "nodes"):
+                sweep(folder)
+            yield
+        finally:
+            _HELD.pop(where, None)
+            with contextlib.suppress(OSError):
+                os.unlink(self.path / LOCK)  # while it is locked: nobody else can hold this file
+            os.close(file)
+
+    def _check_free(self) -> None:
+        """Refuse a place that is neither free nor a run's."""
+        there = os.path.lexists(self.path)
+        if there and not (self.recipe.is_file() or (self.path.is_dir() and self._is_bare())):
+            raise RecordError(f"{self.path} is not a run directory: give another --out.")
+
+    def _lock(self) -> int:
+        """Lock the file for it and return its number; refuse if another process has locked it."""
+        path, flags = self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            file = os.open(path, flags, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Who held it before may have removed the file in the meantime.
+                if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file)):
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, str(os.getpid()).encode(), 0)
+                    return file
+            except OSError as error:
+                holder = os.pread(file, 20, 0).decode("ascii", "replace")
+                os.close(file)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise RecordError(
+                    f"{self.path} is being trained by another process (pid {holder or 'unknown'}): "
+                    "wait until it ends, or give another --out."
+                ) from None
+            os.close(file)
+
     def claim(self, recipe: str, *, resume: bool) -> bool:
         """Take the directory for this recipe, and return True if it holds a run to resume."""
         if not self.path.exists() or (self.path.is_dir() and self._is_bare()):
             self._begin(recipe)
             return False
-        if not self.recipe.is_file():
-            raise RecordError(f"{self.path} is not a run directory: give another --out.")
+        self._check_free()
         there = self._read_recipe()
         if there != tomllib.loads(recipe):
             raise RecordError(
@@ -84,7 +193,7 @@ class RunDirectory:
 
     def _is_bare(self) -> bool:
         """Tell whether the directory is empty, or holds only leftovers of a killed first write."""
-        return all(entry.name.endswith(".part") for entry in self.path.iterdir())
+        return all(e.name == LOCK or e.name.endswith(".part") for e in self.path.iterdir())
 
     def _read_recipe(self) -> dict[str, Any]:
         try:

@@ -32,6 +32,16 @@ pre { padding: .7rem; overflow: auto; }
 """
 
 
+# Noisy figures of training clients, by their names in a journal.
+NOISY = {
+    "perplexity": "perplexity",
+    "accuracy": "accuracy",
+    "p10": "a tenth of clients below",
+    "p50": "median client",
+    "p90": "nine tenths below",
+}
+
+
 @dataclass
 class Facts:
     """The facts of one run, from its journal."""
@@ -199,42 +209,69 @@ def _curves(runs: list[Facts]) -> list[str]:
 
 
 def _privacy(run: Facts) -> list[str]:
-    """State the privacy claim in plain words, from the plan in the header and the rounds run."""
+    """State the privacy claim in plain words, as it was made when the run ended."""
     plan = run.header.get("privacy")
     if plan is None:
         return ["<h2>Privacy</h2><p>This run makes no privacy claim.</p>"]
-    claim, last = run.final.get("privacy") or {}, run.rounds[-1] if run.rounds else {}
-    epsilon = claim.get("epsilon")
-    said = "No finite epsilon" if claim else "Not finished, so nothing is claimed"
-    if epsilon is not None:
-        said = f"epsilon {epsilon:.4g}"
-    words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get("assumptions", ()))
-    warned = ""
-    if run.header.get("unsafe_seed"):
-        warned = "<p><b>Unsafe for release:</b> the seed of the noise was fixed by a setting.</p>"
+    claim, last = run.final.get("privacy"), run.rounds[-1] if run.rounds else {}
+    if claim is None:
+        return ["<h2>Privacy</h2><p>The run has not ended, so nothing is claimed yet.</p>"]
+    parts = [f"<h2>Privacy</h2><p><b>{html.escape(claim['sentence'])}</b></p>"]
+    for title, name in (
+        ("It covers:", "covers"),
+        ("It does not cover:", "not_covered"),
+        ("It holds if:", "assumptions"),
+    ):
+        words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get(name) or ())
+        parts.append(f"<p>{title}</p><ul>{words}</ul>" if words else "")
+    noisy = plan["clip_noise"] and plan["noise_multiplier"]
+    share = f"share of updates within the clip, {'with' if noisy else 'without'} noise"
+    sampling = plan["sampling"]
+    leaf = plan.get("unit") == "leaf"
     rows = [
         ["mechanism", plan["mechanism"]],
-        ["who joins a round", plan["sampling"]["law"]],
+        ["who joins a round", "every leaf" if leaf else sampling["law"]],
         ["noise, in multiples of the clip", plan["noise_multiplier"]],
         ["clip, last round", last.get("clip_norm", plan["clip_norm"])],
-        ["share of updates within the clip, with noise", last.get("unclipped_share")],
+        [share, last.get("unclipped_share")],
         ["length of the noise over the longest mean change", last.get("noise_to_signal")],
-        ["fixed denominator", plan["sampling"]["cohort"]],
+        ["fixed denominator", None if leaf else sampling["cohort"]],
         ["budget", run.header.get("privacy_budget")],
         ["canaries, for audits", run.header.get("canaries") or None],
         ["computed by", claim.get("accountant", "-")],
     ]
+    return [*parts, table(["what", "value"], rows)]
+
+
+def _noisy_figures(run: Facts) -> list[str]:
+    """Show the noisy figures of training clients, each with its standard error."""
+    told = [(r["round"] + 1, r["private_validation"]) for r in run.rounds if _has_noisy(r)]
+    if not told:
+        return []
+    last = told[-1][1]
+    rows = []
+    for number, figures in told:
+        flat = {**figures, **figures["clients"]}
+        pairs = [(flat[name], flat[f"{name}_error"]) for name in NOISY]
+        rows.append([number, *(value for pair in pairs for value in pair)])
+    head = ["after round", *(word for title in NOISY.values() for word in (title, "error"))]
     return [
-        f"<h2>Privacy</h2><p><b>{said}</b> at delta {plan['delta']:g} "
-        f"after {len(run.rounds)} rounds.</p>",
-        f"{warned}<ul>{words}</ul>",
-        table(["what", "value"], rows),
+        "<h2>Held-out text of training clients, with noise</h2>",
+        f"<p>Sums over clients, each with at most {last['tokens_per_client']} tokens, with noise "
+        f"of {last['noise_multiplier']:g} times what one client can change. Errors are standard "
+        "errors of the noise. Every line is a release that epsilon counts.</p>",
+        table(head, rows),
     ]
+
+
+def _has_noisy(round: dict[str, Any]) -> bool:
+    return isinstance(round.get("private_validation"), dict)
 
 
 def _one_run(run: Facts) -> list[str]:
     parts = tree_report.section(run.header, run.rounds, run.final, table)
     parts += _privacy(run)
+    parts += _noisy_figures(run)
     baselines = run.final.get("baselines") or {}
     if baselines:
         parts.append("<h2>Beside what counting reaches</h2>")

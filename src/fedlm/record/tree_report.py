@@ -2,10 +2,10 @@
 
 In:       the journal of a run whose header holds a tree.
 Out:      HTML: the tree with perplexity and traffic, the matrix of nodes and places, attention,
-          routes of residuals, privacy at the leaves, warnings.
+          routes of residuals, warnings.
 Promise:  every number is in the journal or computed from it; the failure signs that are known
           (a backbone that diverges, attention that collapses) are said in plain words.
-Not here: the rest of the page (`report.py`), epsilon (told by whoever closed the run).
+Not here: the rest of the page and privacy, also that of the leaves (`report.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def section(
     parts += [f"<p><b>Warning:</b> {html.escape(w)}</p>" for w in warnings(header, rounds)]
     found = final.get("test") or final.get("validation") or {}
     parts.append(f"<pre>{html.escape(chr(10).join(picture(tree, rounds, found)))}</pre>")
-    if tree["left_out"]:
+    if tree.get("left_out"):
         parts.append(f"<p>{tree['left_out']} clients feed no place and were left out.</p>")
-    parts += _hidden(final)
     parts += _curves(rounds)
     if found.get("matrix"):
         matrix = found["matrix"]
@@ -112,20 +111,14 @@ def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def _hidden(final: dict[str, Any]) -> list[str]:
-    """Return the privacy claim for noise at the leaves, or nothing without a claim."""
-    claim = final.get("leaves")
-    if claim is None:
-        return []
-    return ["<h2>Privacy at the leaves</h2>", f"<p>{html.escape(claim['said'])}</p>"]
-
-
 def _curves(rounds: list[dict[str, Any]]) -> list[str]:
     seen = [r for r in rounds if r.get("places")]
     if not seen:
         return []
     steps = [float(r["round"] + 1) for r in seen]
-    kinds = (("as received", 0), ("after own steps", 1))
+    kinds = [("as received", 0), ("after own steps", 1)]
+    if any(place[1] is None for r in seen for place in r["places"].values()):
+        kinds = kinds[:1]  # leaves whose own models stay private
     mean = [
         Series(
             name, steps, [sum(p[i] for p in r["places"].values()) / len(r["places"]) for r in seen]

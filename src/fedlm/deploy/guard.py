@@ -1,0 +1,117 @@
+"""The gate before an answer: every question passes here, at a node and at a relay.
+
+In:       a request with its recipe and plan, who is asked, policy and ledger.
+Out:      nothing, or a `Refusal`; in the ledger, the answer that is about to be given.
+Promise:  what is asked fits the recipe, the policy, the ledger and the lifetime epsilon; it is in
+          the ledger before this returns; what is refused is in the ledger too.
+Not here: each check (`question.py`, `policy.py`, `node_ledger.py`, `lifetime.py`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlm.core.errors import FedlmError, WireError
+from fedlm.deploy.lifetime import Release, lifetime
+from fedlm.deploy.node_ledger import NodeLedger, about
+from fedlm.deploy.policy import Policy, Refusal, believed
+from fedlm.deploy.question import Asked, check_question, most_turns
+from fedlm.engine.messages import TrainRequest
+from fedlm.privacy import ledger as run_ledger
+from fedlm.privacy.catalog import with_matrix
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.settings import Recipe, parse
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The checks of one node or relay, with all that they remember."""
+
+    policy: Policy
+    ledger: NodeLedger
+    asked: Asked
+    others: tuple[Release, ...] = ()  # what preparing the store cost its clients
+
+    @contextmanager
+    def recording(self, request: TrainRequest) -> Iterator[None]:
+        """Enter into the ledger whatever is refused in a block of code.
+
+        Not where the ledger is an older copy: its counter must not grow until somebody confirms.
+        """
+        self.ledger.check_counter(request.counter)
+        try:
+            yield
+        except FedlmError as error:
+            self.ledger.refuse(request.run, request.round, str(error))
+            raise
+
+    def admit(
+        self,
+        request: TrainRequest,
+        recipe: Recipe,
+        plan: PrivacyPlan | None,
+        clients: Sequence[str],
+        asked: Asked | None = None,
+    ) -> None:
+        """Raise `Refusal`, or enter the answer to a request into the ledger.
+
+        Args:
+          request: the request.
+          recipe: its recipe, which the policy allows.
+          plan: the recipe's plan, with the population that the server tells.
+          clients: who is asked, by their names in the ledger.
+          asked: how many members this place answers for, where that depends on the run.
+        """
+        asked = asked or self.asked
+        check_question(self.policy, request, recipe, plan, asked)
+        known = self._known(request.run, plan, asked)
+        same = about(request.recipe, request.first, request.population, request.text)
+        digest, most = request.digest, most_turns(plan)
+        run, round = request.run, request.round
+        if self.ledger.check(run, same, round, digest, clients, most):
+            self._check_lifetime(run, known, clients)
+            self._enter(request, known, same, clients)
+
+    def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
+        """Return a plan as far as it is believed here, as it was when the run began."""
+        if plan is None or run in self.ledger.runs:
+            return None if plan is None else self.ledger.runs[run].plan
+        return with_matrix(believed(self.policy, plan, asked.members))
+
+    def _enter(
+        self, request: TrainRequest, plan: PrivacyPlan | None, same: str, clients: Sequence[str]
+    ) -> None:
+        self.ledger.begin_run(request.run, plan, same)
+        self.ledger.answer(request.run, request.round, request.digest, clients)
+
+    def _check_lifetime(self, run: str, plan: PrivacyPlan | None, clients: Sequence[str]) -> None:
+        most = self.policy.largest_lifetime_epsilon
+        if most is None or plan is None:
+            return
+        spent = lifetime(self.ledger, clients, (run, plan), self.others)
+        if not spent.epsilon <= most:
+            raise Refusal(
+                f"with this run a client would have spent epsilon {spent.epsilon:.3g} over all "
+                f"runs of this node: it allows {most:g}."
+            )
+
+
+def parse_recipe(text: str) -> Recipe:
+    """Convert the recipe of a request, or raise `WireError`."""
+    try:
+        return parse(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise WireError(f"the recipe is not valid TOML: {error}.") from None
+
+
+def store_releases(path: Path) -> tuple[Release, ...]:
+    """Return what preparing a store released about its clients, by the store's own ledger."""
+    book = run_ledger.Ledger(path / run_ledger.NAME)
+    if not book.exists():
+        return ()
+    entries = [entry for entry in book.entries() if entry["kind"] == "gaussian"]
+    return tuple(Release(entry["noise_multiplier"], entry["delta"]) for entry in entries)

@@ -1,0 +1,139 @@
+"""Whether a question is one that its recipe makes possible.
+
+In:       a request, its recipe and plan, how many members this place answers for.
+Out:      nothing, or a `Refusal` with the sentence that the server is told.
+Promise:  an honest server's question is never refused here (once in 10^12 draws, where chance
+          decides); a round that was not planned, a clip norm that the plan does not lead to, more
+          members or turns than it draws, and single updates that nothing needs, are refused.
+Not here: the form of a request (`engine/messages.py`), what the policy says of the recipe
+          (`policy.py`), what was answered before (`node_ledger.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from fedlm.cohort.sampling import LAWS
+from fedlm.deploy.policy import Policy, Refusal
+from fedlm.engine.messages import TrainRequest
+from fedlm.models.partial import TRAINABLE
+from fedlm.privacy.clip import LONGEST, SHORTEST
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.settings import Recipe
+from fedlm.wire.catalog import named
+from fedlm.wire.dense import dense
+
+# The share of honest draws that may be taken for a dishonest one.
+CHANCE = 1e-12
+# What float32 can move a clip norm by in one round, relative to it.
+ROUNDING = 1e-6
+
+
+class Asked(NamedTuple):
+    """Who is asked: a node, or all nodes below a relay."""
+
+    members: int  # that it answers for
+    clients_per_member: int = 1  # more where a store is one member
+
+
+def check_question(
+    policy: Policy, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, asked: Asked
+) -> None:
+    """Raise `Refusal` if the recipe does not lead to a question, or the policy forbids it."""
+    rounds = recipe.server.rounds
+    if request.round >= rounds:
+        raise Refusal(f"round {request.round} is asked for: the recipe has {rounds} rounds.")
+    _check_population(policy, request, asked)
+    _check_single(policy, request, recipe, plan, asked)
+    if plan is not None:
+        _check_clip(plan, request)
+        _check_count(plan, request, asked)
+
+
+def most_turns(plan: PrivacyPlan | None) -> float:
+    """Return in how many rounds one client can take part."""
+    if plan is None:
+        return math.inf
+    if LAWS[plan.sampling.law].looks_back:
+        return plan.sampling.max_participations or math.inf
+    # By chance, anew in each round in which it may be its turn.
+    return _most_of(-(-plan.rounds // (plan.sampling.min_separation + 1)), _share(plan))
+
+
+def needs_single_updates(recipe: Recipe) -> bool:
+    """Return whether a recipe's updates cannot be added at a node."""
+    coded = named("wire.upload", recipe.wire.upload).name != dense().name
+    return coded or TRAINABLE[recipe.wire.trainable].by_member or recipe.federation is not None
+
+
+def _check_population(policy: Policy, request: TrainRequest, asked: Asked) -> None:
+    told, least = request.population, policy.smallest_population
+    if least is not None and told < least:
+        raise Refusal(f"the federation has {told} clients: this node wants at least {least}.")
+    if told < request.first + asked.members:
+        raise Refusal(
+            f"the federation is said to have {told} clients, but this node alone has "
+            f"{asked.members}, from number {request.first} on."
+        )
+
+
+def _check_single(
+    policy: Policy, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, asked: Asked
+) -> None:
+    needed, allowed = needs_single_updates(recipe), policy.allows_single_updates
+    if request.each and not needed and (plan is not None or not allowed):
+        raise Refusal(
+            "the update of each member by itself is asked for: this recipe needs their sum alone."
+        )
+    alone = request.each or len(request.members) == 1
+    if alone and asked.clients_per_member == 1 and not allowed:
+        what = f"wire.upload = {recipe.wire.upload!r}: updates would leave one by one"
+        if not request.each:
+            what = "one client of this node is asked alone: its sum would be its own update"
+        raise Refusal(
+            f"{what}. This node does not allow it (single_updates or smallest_cohort in its "
+            "policy)."
+        )
+
+
+def _check_clip(plan: PrivacyPlan, request: TrainRequest) -> None:
+    """Refuse a clip norm that the plan cannot have led to by this round."""
+    low = high = plan.clip_norm
+    if plan.clip_quantile:  # moved by exp(-rate * (share - quantile)), share between 0 and 1
+        reach = plan.clip_rate * request.round
+        low = max(SHORTEST, low * math.exp(-min(700.0, reach * (1 - plan.clip_quantile))))
+        high = min(LONGEST, high * math.exp(min(700.0, reach * plan.clip_quantile)))
+    slack = 1 + ROUNDING * (request.round + 1)
+    if not low / slack <= request.clip_norm <= high * slack:
+        planned = f"{high:g}" if low == high else f"between {low:.3g} and {high:.3g}"
+        raise Refusal(f"clip_norm = {request.clip_norm:g} is asked for: the plan has {planned}.")
+
+
+def _check_count(plan: PrivacyPlan, request: TrainRequest, asked: Asked) -> None:
+    cohort = plan.sampling.cohort
+    exactly = plan.sampling.law in ("fixed", "spaced")
+    most = cohort if exactly else _most_of(asked.members, _share(plan))
+    if len(request.members) > most:
+        raise Refusal(
+            f"{len(request.members)} members of this node are asked in one round: with "
+            f"server.cohort = {cohort} there can be {most:g}."
+        )
+
+
+def _share(plan: PrivacyPlan) -> float:
+    """Return the chance that a client joins a round in which it may be its turn."""
+    sampling = plan.sampling
+    return min(1.0, sampling.cohort * (sampling.min_separation + 1) / sampling.population)
+
+
+def _most_of(tries: int, share: float) -> float:
+    """Return a number of successes that honest draws exceed with chance `CHANCE` at most."""
+    from scipy.special import bdtrc  # here, because loading it takes a while
+
+    low, high = -1, tries  # nobody exceeds `high`, `low` is exceeded too often
+    while high - low > 1:
+        middle = (low + high) // 2
+        rare = share < 1 and bdtrc(middle, tries, share) <= CHANCE
+        low, high = (low, middle) if rare else (middle, high)
+    return high

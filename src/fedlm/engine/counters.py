@@ -1,0 +1,68 @@
+"""How far the ledgers of nodes had come when they were last heard of.
+
+In:       the counter in each hello and reply of a node.
+Out:      the largest one per node, which every request to that node repeats.
+Promise:  a number never falls, and survives a restart where there is a file; only the owner can
+          read it, because it tells how often a node was asked.
+Not here: what a ledger holds (`deploy/node_ledger.py`), what a node does that is behind
+          (`deploy/node_worker.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from fedlm.core.errors import RecordError
+
+
+class Counters:
+    """The largest counter that each node has told.
+
+    >>> counters = Counters()
+    >>> counters.hear("north", 3), counters.hear("north", 2)
+    (None, None)
+    >>> counters.of("north"), counters.of("south")
+    (3, 0)
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Read the counters of a file, which is written at every change; None keeps no file."""
+        self.file = file
+        self._largest = {} if file is None else _read(file)
+
+    def of(self, node: str) -> int:
+        """Return the largest counter that a node has told; 0 if it never told one."""
+        return self._largest.get(node, 0)
+
+    def hear(self, node: str, counter: int) -> None:
+        """Take a node's counter."""
+        if counter <= self.of(node):
+            return
+        self._largest[node] = counter
+        if self.file is not None:
+            self._write(self.file)
+
+    def _write(self, file: Path) -> None:
+        partial = file.with_name(file.name + ".part")
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            json.dump(self._largest, out)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+
+
+def _read(file: Path) -> dict[str, int]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not all(type(value) is int and value >= 0 for value in found.values()):
+            raise ValueError("a counter is no number")
+        return dict(found)
+    except (ValueError, AttributeError, OSError) as error:
+        raise RecordError(
+            f"{file} is damaged: {error}. It holds how far the ledgers of nodes had come: remove "
+            "it only if you know that no node came back with an older ledger."
+        ) from None

@@ -1,0 +1,465 @@
+"""Where a run's model came from, and which runs a store has seen.
+
+In:       a run that begins: its store, the model it starts from, its ledger.
+Out:      `lineage.json` in the run directory and, in the store, `ledgers/<run>.json` and
+          `ledgers/<run>.jsonl`; the claim of a run; what all runs on a store cost together.
+Promise:  a start model that fedlm trained is recognised by its parameters, wherever its file was
+          copied, as long as the run directory is beside it or the store has seen the run; its
+          releases are counted if it learned from some of the same clients, and without a privacy
+          plan there is then no finite epsilon. What is not recognised is named as assumed public.
+          A run counts for its store also after its directory is gone.
+Not here: what releases cost (`privacy/spending.py`), the words (`privacy/claim.py`).
+
+Clients are the same if their names are. A run keeps the smallest hashes of its clients' names, so
+that stores which share one client in fifty or more are found to overlap, whatever their vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedlm.core.errors import RecordError
+from fedlm.corpus.store import Store
+from fedlm.privacy import account, ledger, spending, vocabulary
+from fedlm.privacy.account import Spent
+from fedlm.privacy.claim import Claim, Context, claim_of
+from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
+
+FILE = "lineage.json"
+REGISTER = "ledgers"  # the folder of a store in which its runs are registered
+SKETCH = 256  # hashes of client names: two stores that share 2% of them share five, on average
+MOST_BYTES = 1 << 27
+WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
+ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
+
+
+class Record(NamedTuple):
+    """What one run learned from, and which models it released."""
+
+    run: str  # 32 hex digits
+    name: str  # its directory
+    private: bool
+    clients: tuple[str, ...]  # the smallest hashes of the names of its clients
+    start: str  # what it started from: empty for a fresh model
+    models: tuple[str, ...] = ()  # hashes of the parameters of its models
+    vocabulary: tuple[list[Entry], ...] = ()  # ledgers of the store's vocabulary
+    ancestors: tuple[Ancestor, ...] = ()  # the run that it started from, and so on
+    traced: bool = True  # whether the whole way back to a fresh model is known
+
+
+class Ancestor(NamedTuple):
+    """A run that another one started from, with its ledger."""
+
+    run: str
+    name: str
+    private: bool
+    clients: tuple[str, ...]
+    entries: list[Entry]
+    vocabulary: tuple[list[Entry], ...] = ()
+
+
+# ---- clients -----------------------------------------------------------------------------------
+
+
+def sketch(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the smallest hashes of names: a sample by which overlapping sets are recognised."""
+    hashes = {hashlib.sha256(b"fedlm client " + name.encode()).hexdigest()[:16] for name in names}
+    return tuple(heapq.nsmallest(SKETCH, hashes))
+
+
+def overlap(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Return whether two sets of clients have members in common, as far as sketches tell."""
+    return not set(a).isdisjoint(b)
+
+
+def clients_of(store: Store) -> tuple[str, ...]:
+    """Return the sketch of a store's training clients."""
+    return sketch(store.client(int(number)) for number in store.training_clients)
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def write(path: Path, record: Record) -> None:
+    """Write a record into a file that only its owner can read."""
+    told = record._asdict()
+    told["ancestors"] = [ancestor._asdict() for ancestor in record.ancestors]
+    write_atomically(path, json.dumps(told).encode(), private=True)
+
+
+def read(path: Path) -> Record:
+    """Read a record; refuse a damaged one, whose epsilon would not be known."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError("too large")
+        told = json.loads(path.read_text(encoding="utf-8"))
+        ancestors = tuple(_ancestor(each) for each in told.pop("ancestors"))
+        record = Record(**{**told, "ancestors": ancestors})
+        return record._replace(
+            run=_hex(record.run),
+            name=str(record.name),
+            private=_flag(record.private),
+            clients=_texts(record.clients),
+            start=str(record.start),
+            models=_texts(record.models),
+            vocabulary=tuple(list(book) for book in record.vocabulary),
+            traced=_flag(record.traced),
+        )
+    except OSError as error:
+        raise RecordError(f"{path} is not readable: {error.strerror}.") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{path} is damaged: {error}.") from None
+
+
+def _ancestor(told: Any) -> Ancestor:
+    found = Ancestor(**told)
+    return found._replace(
+        run=_hex(found.run),
+        private=_flag(found.private),
+        clients=_texts(found.clients),
+        entries=list(found.entries),
+        vocabulary=tuple(list(book) for book in found.vocabulary),
+    )
+
+
+def _hex(value: Any) -> str:
+    if not isinstance(value, str) or len(value) != 32 or set(value) - set("0123456789abcdef"):
+        raise ValueError(f"{str(value)[:40]!r} is no run")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{str(value)[:40]!r} is neither true nor false")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+        raise ValueError("expected a list of hashes")
+    return tuple(values)
+
+
+# ---- the beginning of a run --------------------------------------------------------------------
+
+
+def begin(
+    folder: Path,
+    store: Store,
+    *,
+    run: str,
+    private: bool,
+    start_sha256: str,
+    start: str,
+    elsewhere: Iterable[str] = (),
+    register: bool = True,
+) -> Record:
+    """Write down what a run learns from and starts from, and register it in its store.
+
+    Args:
+      folder: the run directory.
+      store: the store it learns from.
+      run: its random name.
+      private: whether it has a privacy plan.
+      start_sha256: the hash of the parameters that it starts from.
+      start: the path of a start model, `python` for one that a program made; empty if it is fresh.
+      elsewhere: the names of nodes that hold the text, if the store does not.
+      register: whether the store counts it; not a candidate of a private selection.
+    """
+    names = list(elsewhere)
+    found, traced = _trace(start_sha256, start, store)
+    record = Record(
+        run=run,
+        name=str(folder),
+        private=private,
+        clients=sketch(names) if names else clients_of(store),
+        start=start,
+        vocabulary=tuple(Ledger(path).entries() for path in store.ledgers),
+        ancestors=found,
+        traced=traced or not start,
+    )
+    write(folder / FILE, record)
+    if register and not names:
+        _register(store, record)
+    return record
+
+
+def begin_selection(
+    folder: Path, store: Store, entry: Entry, *, start_sha256: str, start: str
+) -> None:
+    """Count a private selection for its store, before its first run."""
+    book = Ledger(folder / ledger.NAME)
+    if not book.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        first = book.begin(begin_entry({}))
+        book.append(entry)
+        begin(folder, store, run=first["run"], private=True, start_sha256=start_sha256, start=start)
+    copies(store, book.entries())
+
+
+def new_run() -> str:
+    """Return a random name for a run that has no ledger of its own."""
+    return str(begin_entry({})["run"])
+
+
+def _stores(store: Store) -> list[Path]:
+    parts: Sequence[Store] = getattr(store, "parts", (store,))
+    return [part.path for part in parts]
+
+
+def _register(store: Store, record: Record) -> None:
+    for path in _stores(store):
+        folder = path / REGISTER
+        with contextlib.suppress(OSError, RecordError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            write(folder / f"{record.run}.json", record)
+            if not record.private:
+                book = Ledger(folder / f"{record.run}.jsonl")
+                if not book.exists():
+                    book.begin({**begin_entry({}), "run": record.run})
+                    book.append(round_entry(0, ledger.UNKNOWN))
+
+
+def copies(store: Store, entries: Sequence[Entry]) -> list[Ledger]:
+    """Return the ledger's copies in its store, after bringing them up to date.
+
+    A crash between the two may leave a copy a line behind. A store that cannot be written has none.
+    """
+    found = []
+    for path in _stores(store):
+        book = Ledger(path / REGISTER / f"{entries[0]['run']}.jsonl")
+        with contextlib.suppress(OSError, RecordError):
+            book.path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not book.exists():
+                book.begin(entries[0])
+            for entry in entries[len(book.entries()) :]:
+                book.append(entry)
+            found.append(book)
+    return found
+
+
+def add_models(folder: Path, store: Store, models: Iterable[str]) -> None:
+    """Add the hashes of a run's models to its record, before the models are written."""
+    if not (folder / FILE).is_file():
+        return
+    record = read(folder / FILE)
+    record = record._replace(models=tuple(dict.fromkeys([*record.models, *models])))
+    write(folder / FILE, record)
+    for path in _stores(store):
+        known = path / REGISTER / f"{record.run}.json"
+        with contextlib.suppress(OSError, RecordError):
+            if known.is_file():
+                write(known, record)
+
+
+# ---- the model before training -----------------------------------------------------------------
+
+
+def _trace(start_sha256: str, start: str, store: Store) -> tuple[tuple[Ancestor, ...], bool]:
+    """Return the runs that a start model came from, and whether all of them are known."""
+    for record, book in _candidates(start, store):
+        if start_sha256 in record.models:
+            return (_as_ancestor(record, book), *record.ancestors), record.traced
+    return (), False
+
+
+def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
+    """Yield the runs that may have made a start model, those of its own folder first."""
+    path = Path(start)
+    if start and path.exists():
+        folder = path if path.is_dir() else path.parent
+        for near in (folder, folder.parent):
+            if (near / FILE).is_file():
+                yield read(near / FILE), Ledger(near / ledger.NAME)
+    registers = [path / REGISTER for path in _stores(store)]
+    registers += sorted(registers[0].parent.parent.glob(f"*/{REGISTER}"))
+    for file in (file for register in registers for file in sorted(register.glob("*.json"))):
+        with contextlib.suppress(RecordError):
+            yield read(file), Ledger(file.with_suffix(".jsonl"))
+
+
+def _as_ancestor(record: Record, book: Ledger) -> Ancestor:
+    entries = book.entries() if book.exists() else []
+    return Ancestor(
+        record.run, record.name, record.private, record.clients, entries, record.vocabulary
+    )
+
+
+# ---- the claim of a run ------------------------------------------------------------------------
+
+
+def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any]) -> Claim:
+    """Return the claim of a run from its ledger, its lineage and the header of its journal.
+
+    Raises:
+      RecordError: the run has no privacy plan, or a file is damaged.
+    """
+    spent, source = ledger.spent_of_run(folder, header, rounds)
+    plan = account.plan_from(header["privacy"])
+    entries = Ledger(folder / ledger.NAME).entries() if source == ledger.NAME else []
+    record = read(folder / FILE) if (folder / FILE).is_file() else None
+    released = len(ledger.rounds_of(entries)) if entries else len(rounds)
+    context = _context(record, header, plan.unit)
+    counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
+    more = tuple(
+        f"{n} {WHAT.get(what, f'noisy releases for {what}')}" for what, n in counted.items()
+    )
+    context = context._replace(covered=(*context.covered, *more))
+    if record is not None and entries and not context.broken and plan.unit == "client":
+        spent = _with_others(record, entries, spent)
+    spent = spent._replace(assumptions=_assumptions(spent, header, context))
+    claim = claim_of(spent, plan, released, context)
+    if "privacy_nodes" not in header or math.isinf(claim.epsilon):
+        return claim
+    nodes = (
+        ledger.spent_by_node(entries)
+        if entries
+        else account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
+    )
+    return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
+
+
+def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
+    """Return the claim of a private selection from its ledger, its lineage and a run's header."""
+    entries = Ledger(folder / ledger.NAME).entries()
+    told = next(entry for entry in entries if entry["kind"] == "selection")
+    plan, record = account.plan_from(told["plan"]), read(folder / FILE)
+    alone = account.spent(plan, told["rounds"])
+    context = _context(record, header, plan.unit)
+    released = (
+        f"the best of a random number of runs ({told['law']}, {told['mean']:g} on average) of "
+        f"{told['rounds']} rounds, chosen by held-out clients; the others, and their number, stay "
+        "secret"
+    )
+    spent = alone._replace(epsilon=math.inf)
+    if not context.broken:
+        found = spending.total([entries], plan.delta)
+        spent = _with_others(record, entries, found._replace(assumptions=alone.assumptions))
+    return claim_of(spent, plan, told["rounds"], context._replace(released=released))
+
+
+def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> tuple[str, ...]:
+    """Return what a claim assumes, with who counts as a client and where words came from."""
+    said = dict.fromkeys((*spent.assumptions, *vocabulary.assumptions(header)))
+    return tuple(each for each in said if each not in context.uncovered)
+
+
+def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:
+    """Return the cost of a run together with its vocabulary and the runs it started from."""
+    same = [each for each in record.ancestors if overlap(each.clients, record.clients)]
+    books = [each.entries for each in same if each.entries]
+    books += [*record.vocabulary, *(book for each in same for book in each.vocabulary)]
+    if not books and not any(entry["kind"] == "gaussian" for entry in entries):
+        return own
+    found = spending.total([entries, *books], own.delta)
+    return found._replace(assumptions=own.assumptions)
+
+
+def _context(record: Record | None, header: Mapping[str, Any], unit: str) -> Context:
+    covered: list[str] = []
+    uncovered, broken = list(vocabulary.uncovered(header)), list[str]()
+    named = (header.get("recipe") or {}).get("model", {}).get("init_from")
+    if record is None:
+        if named or header.get("custom"):
+            uncovered.append(_assumed(named or "python"))
+    else:
+        if record.vocabulary and unit == "client":
+            covered.append("the vocabulary, counted with noise")
+        elif record.vocabulary:
+            uncovered.append("the vocabulary, whose noise hides one client and not a whole leaf")
+        for each in record.ancestors:
+            told = _kinship(each, record, unit)
+            (broken if told[0] else covered if told[1] else uncovered).append(told[2])
+        if not record.traced:
+            uncovered.append(_assumed(record.start))
+    evaluated = bool(header.get("start", {}).get("perplexity"))
+    return Context(
+        tuple(covered),
+        tuple(uncovered),
+        tuple(broken),
+        bool(header.get("unsafe_seed")),
+        evaluated,
+    )
+
+
+def _kinship(each: Ancestor, record: Record, unit: str) -> tuple[bool, bool, str]:
+    """Return whether an ancestor leaves no finite epsilon, whether it is counted, and the words."""
+    if not overlap(each.clients, record.clients):
+        return (
+            False,
+            False,
+            f"the clients of {each.name}, whose model this run started from: other people, as far "
+            "as their names tell",
+        )
+    kept = each.private and each.entries and not spending.made_no_promise(each.entries)
+    if kept and unit == "client":
+        return False, True, f"what {each.name} released, whose model this run started from"
+    why = "has no privacy plan" if not each.private else "has no ledger, or told exact sums"
+    why = "whose plan does not say what it cost a whole leaf" if kept else why
+    return (
+        True,
+        False,
+        f"training started from the model of {each.name}, which learned from some of the same "
+        f"clients and {why}",
+    )
+
+
+def _assumed(start: str) -> str:
+    if start == "python":
+        return "the start model, which was given from Python: assumed public"
+    return f"the start model {start}, or what it was made from: assumed public"
+
+
+# ---- all runs on a store -----------------------------------------------------------------------
+
+
+class StoreSpending(NamedTuple):
+    """What all known runs on a store cost one of its clients."""
+
+    epsilon: float  # infinity as soon as one of them has no privacy plan
+    delta: float | None
+    private_runs: int
+    other_runs: int  # without a plan, or with exact sums told
+    private_epsilon: float | None  # of the vocabulary and the private runs alone
+    accountant: str
+    runs: tuple[dict[str, Any], ...]  # each by name, with its own epsilon
+    not_covered: tuple[str, ...] = ()
+
+
+def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
+    """Return what all runs that the store has seen cost together, with its vocabulary."""
+    books = [Ledger(path).entries() for path in store.ledgers]
+    plain, private, told = 0, 0, []
+    for path in _stores(store):
+        for file in sorted((path / REGISTER).glob("*.jsonl")):
+            entries = Ledger(file).entries()
+            open_ = spending.made_no_promise(entries)
+            plain, private = plain + open_, private + (not open_)
+            own = math.inf if open_ else spending.total([entries], delta).epsilon
+            count = None if open_ else len(ledger.rounds_of(entries))
+            told.append({"run": _name_of(file), "rounds": count, "epsilon": own})
+            if not open_:
+                books.append(entries)
+    at = delta if delta is not None else spending.largest_delta(books)
+    found = None
+    if at is not None:
+        found = spending.total(books, at) if books else Spent(0.0, at, None, "nothing", ())
+    alone = None if found is None else found.epsilon
+    whole = math.inf if plain else (0.0 if alone is None else alone)
+    how = "none" if found is None else found.accountant
+    left = (*vocabulary.uncovered({"store": store.manifest}), ELSEWHERE)
+    return StoreSpending(whole, at, private, plain, alone, how, tuple(told), left)
+
+
+def _name_of(file: Path) -> str:
+    with contextlib.suppress(RecordError):
+        return read(file.with_suffix(".json")).name
+    return file.stem

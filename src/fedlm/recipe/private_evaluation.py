@@ -1,0 +1,98 @@
+"""Private evaluation of a flat run: `[privacy]` to noisy figures of training clients.
+
+In:       a recipe with `privacy.evaluation_noise`, the rows of the clients, a plan.
+Out:      a `ScheduledEvaluation`, or None if nothing is asked for or nothing has to be hidden.
+Promise:  the text is the validation split, which no round trains on; settings that would be passed
+          over in silence are refused.
+Not here: the noisy figures (`privacy/evaluation.py`), the ledger's line (`training.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fedlm.core.errors import require
+from fedlm.core.types import Params
+from fedlm.corpus.rows import ClientRows
+from fedlm.evaluate.clients import by_owner
+from fedlm.evaluate.perplexity import Evaluator
+from fedlm.models import catalog
+from fedlm.models.catalog import ScoreFn
+from fedlm.privacy import release
+from fedlm.privacy.evaluation import PrivateEvaluation, ScheduledEvaluation
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.settings import Recipe
+
+# Nats per token above a uniform guess with which a client still counts as it is.
+WORSE_THAN_GUESSING = 1.0
+
+
+def private_evaluation_of(
+    recipe: Recipe,
+    rows: ClientRows,
+    plan: PrivacyPlan | None,
+    models: Callable[[Any], Mapping[str, Params]],
+    *,
+    score: ScoreFn = catalog.score,
+) -> ScheduledEvaluation | None:
+    """Return the noisy evaluation of training clients' held-out text that a recipe asks for."""
+    asked = recipe.privacy
+    if asked.evaluation_noise is None or not release.hides(plan):
+        return None
+    _check(recipe)
+    made = PrivateEvaluation(
+        noise_multiplier=asked.evaluation_noise,
+        tokens=asked.evaluation_tokens,
+        most_nats=math.log(rows.store.vocabulary) + WORSE_THAN_GUESSING,
+    )
+    evaluator = cache(lambda: Evaluator(score, rows.store.special))
+
+    @cache
+    def text() -> tuple[np.ndarray, np.ndarray]:
+        parts = [rows.held(int(number)) for number in rows.clients]
+        return np.concatenate(parts), np.repeat(rows.clients, [len(part) for part in parts])
+
+    def figures(state: Any) -> dict[str, Any]:
+        held, owners = text()
+        each = list(by_owner(evaluator()(models(state)[""], held), owners).values())
+        nats, tokens, right = np.array([(s.nats, s.tokens, s.correct) for s in each]).T
+        return made.release(nats, tokens, right, os.urandom(16))
+
+    return ScheduledEvaluation(
+        figures=figures, noise_multiplier=asked.evaluation_noise, every=asked.evaluation_every
+    )
+
+
+def refuse_private_evaluation(recipe: Recipe, where: str) -> None:
+    """Raise `ConfigError` if a recipe asks for noisy figures where there are none."""
+    noise = recipe.privacy.evaluation_noise
+    require(noise is None, "privacy.evaluation_noise", noise, f"nothing {where}")
+
+
+def _check(recipe: Recipe) -> None:
+    asked, every = recipe.privacy, recipe.server.evaluate_every
+    require(
+        asked.epsilon is None,
+        "privacy.evaluation_noise",
+        asked.evaluation_noise,
+        "nothing beside privacy.epsilon, which is the budget of the rounds alone",
+        "Set privacy.noise_multiplier in its place; fedlm privacy epsilon RUN counts both.",
+    )
+    require(
+        asked.evaluation_every % every == 0,
+        "privacy.evaluation_every",
+        asked.evaluation_every,
+        f"0 or a multiple of server.evaluate_every, which is {every}",
+    )
+    require(
+        recipe.data.validation > 0,
+        "privacy.evaluation_noise",
+        asked.evaluation_noise,
+        "data.validation above 0: the figures are of that text",
+    )

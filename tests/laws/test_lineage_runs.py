@@ -1,0 +1,75 @@
+"""Whole runs: a start model that learned from the same clients, a leaf's noise, a selection."""
+
+import json
+
+import pytest
+
+from fedlm.record.journal import read
+from tests.conftest import call, write_tiny
+
+SMALL = ("model.name=cifg", "run.prompts=[]", "run.baselines=false", "server.rounds=1")
+PLAN = (
+    "privacy.mechanism=gaussian",
+    "privacy.noise_multiplier=3.0",
+    "privacy.clip_norm=0.1",
+    "privacy.delta=1e-3",
+    "server.sampling=poisson",
+)
+GRID = """
+recipe = "private.toml"
+[axes]
+"client.learning_rate" = [0.1, 0.5]
+[selection]
+law = "geometric"
+mean = 2
+"""
+
+
+def options(*changes):
+    return [part for change in (*SMALL, *changes) for part in ("--set", change)]
+
+
+@pytest.mark.slow
+def test_open_rounds_before_private_ones_leave_no_epsilon_anywhere(tmp_path):
+    write_tiny(tmp_path)
+    assert call(tmp_path, "train", "tiny.toml", *options(), "--out", "open").code == 0
+    (tmp_path / "copy.safetensors").write_bytes((tmp_path / "open/model.safetensors").read_bytes())
+    begun = options(*PLAN, "model.init_from=copy.safetensors")
+    done = call(tmp_path, "train", "tiny.toml", *begun, "--out", "private")
+    assert done.code == 0 and "No finite epsilon holds" in done.stdout
+    assert "epsilon 0" not in done.stderr
+    run = tmp_path / "private"
+    assert json.loads((run / "summary.json").read_text())["epsilon"] is None
+    assert all(entry.get("epsilon") is None for entry in read(run / "journal.jsonl"))
+    page = (run / "report.html").read_text()
+    assert page.count("<h2>Privacy") == 1 and "No finite epsilon holds" in page
+    found = call(tmp_path, "privacy", "epsilon", "private", "--json").json
+    assert found["epsilon"] is None and "no privacy plan" in found["sentence"]
+    (store,) = (tmp_path / ".fedlm" / "stores").iterdir()
+    found = call(tmp_path, "privacy", "epsilon", store, "--json").json
+    assert (found["private_runs"], found["other_runs"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_a_selection_releases_its_best_run_alone(tmp_path):
+    recipe = write_tiny(tmp_path).read_text()
+    tables = recipe.replace("rounds = 6", 'rounds = 1\nsampling = "poisson"')
+    tables = tables.replace("[model]", '[model]\nname = "cifg"') + (
+        '[privacy]\nmechanism = "gaussian"\nnoise_multiplier = 3.0\nclip_norm = 0.1\ndelta = 1e-3\n'
+    )
+    (tmp_path / "private.toml").write_text(tables)
+    (tmp_path / "grid.toml").write_text(GRID)
+    alone = call(tmp_path, "train", "private.toml", "--out", "one", "--json").json["epsilon"]
+    done = call(tmp_path, "sweep", "grid.toml", "--out", "best", "--json")
+    assert done.code == 0, done.stderr
+    claim = done.json["privacy"]
+    assert alone < claim["epsilon"] < 5 * alone and "stay secret" in claim["covers"][0]
+    files = {file.name for file in (tmp_path / "best").rglob("*") if file.is_file()}
+    assert files == {
+        "claim.json", "ledger.jsonl", "lineage.json", "model.safetensors", "recipe.toml",
+        "special_tokens_map.json", "tokenizer.json",
+    }  # fmt: skip
+    (store,) = (tmp_path / ".fedlm" / "stores").iterdir()
+    found = call(tmp_path, "privacy", "epsilon", store, "--json").json
+    assert found["private_runs"] == 2, "the selection is counted once, and no candidate"
+    assert call(tmp_path, "sweep", "grid.toml", "--out", "best").code == 2

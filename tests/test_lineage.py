@@ -1,0 +1,181 @@
+"""A claim counts where its model came from; a store counts all runs that it has seen."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import stat
+
+import dp_accounting
+import pytest
+
+from fedlm import lineage, prepare
+from fedlm.core.errors import RecordError
+from fedlm.core.types import Sampling
+from fedlm.corpus.concat import JoinedStore
+from fedlm.privacy import ledger
+from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entry
+from fedlm.record.journal import dumps
+from tests.privacy.plans import plan
+
+PLAN = plan("gaussian", Sampling(law="poisson", population=8, cohort=4), rounds=9)
+HEADER = {
+    "recipe": {"model": {}},
+    "start": {"perplexity": 9.0},
+    "store": {"tokenizer_from": {"kind": "public"}},
+}
+
+
+def text(names):
+    return [(name, "the cat sat on the mat\n" * 3) for name in names]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return prepare(text(f"c{n}" for n in range(8)), tmp_path / "stores/a", test_clients=0.0)
+
+
+def trained(folder, store, *, start="", start_sha256="0", models=("m",), promised=PLAN, rounds=3):
+    """What a run leaves behind: its ledger, its lineage, its place in the register."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    if promised is not None:
+        book = Ledger(folder / ledger.NAME)
+        entries = [book.begin(begin_entry({"": promised}))]
+        for number in range(rounds):
+            entries.append(round_entry(number, ledger.UNKNOWN))
+            book.append(entries[-1])
+    run = entries[0]["run"] if entries else lineage.new_run()
+    lineage.begin(
+        folder, store, run=run, private=promised is not None, start_sha256=start_sha256, start=start
+    )
+    if entries:
+        lineage.copies(store, entries)
+    lineage.add_models(folder, store, models)
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def claim(folder, promised=PLAN, rounds=3, **more):
+    facts = json.loads(dumps(dataclasses.asdict(promised)))
+    return lineage.claim_of_run(folder, {**HEADER, "privacy": facts, **more}, [{}] * rounds)
+
+
+def poisson(rounds, noise=2.0, rate=0.5, delta=PLAN.delta):
+    relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    accountant = dp_accounting.pld.PLDAccountant(relation)
+    return accountant.compose(event, rounds).get_epsilon(delta)
+
+
+def test_a_run_from_a_fresh_model_costs_its_own_rounds(tmp_path, store):
+    found = claim(trained(tmp_path / "run", store))
+    assert found.epsilon == pytest.approx(poisson(3), rel=1e-3)
+    assert "start model" not in " ".join(found.not_covered)
+
+
+def test_no_finite_epsilon_after_rounds_without_a_plan_on_the_same_clients(tmp_path, store):
+    """Six open rounds, then a private one from their model, used to read "epsilon 2.3"."""
+    first = trained(tmp_path / "open", store, promised=None)
+    second = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
+    found = claim(second)
+    assert math.isinf(found.epsilon)
+    assert found.sentence.startswith("No finite epsilon") and "no privacy plan" in found.sentence
+    third = trained(tmp_path / "third", store, start=str(second), start_sha256="n", models=("o",))
+    assert math.isinf(claim(third).epsilon), "a chain is followed to its beginning"
+
+
+@pytest.mark.parametrize("gone", ["copied", "directory removed", "another vocabulary"])
+def test_a_start_model_is_recognised_wherever_its_file_is(tmp_path, store, gone):
+    first = trained(tmp_path / "open", store, promised=None)
+    weights = tmp_path / "elsewhere.safetensors"
+    shutil.copy(first / "model.safetensors", weights)
+    if gone != "copied":
+        shutil.rmtree(first)
+    if gone == "another vocabulary":
+        store = prepare(
+            text(f"c{n}" for n in range(8)), tmp_path / "stores/b", test_clients=0.0, vocabulary=9
+        )
+    run = trained(tmp_path / "run", store, start=str(weights), start_sha256="m", models=("n",))
+    assert math.isinf(claim(run).epsilon)
+
+
+def test_private_rounds_of_the_start_model_are_counted(tmp_path, store):
+    first = trained(tmp_path / "first", store, rounds=2)
+    second = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
+    found = claim(second)
+    assert found.epsilon == pytest.approx(poisson(5), rel=1e-3)
+    assert found.epsilon != pytest.approx(poisson(3), rel=0.01)
+    assert any(f"what {first} released" in line for line in found.covers)
+    third = trained(tmp_path / "third", store, start=str(second), start_sha256="n", models=("o",))
+    assert claim(third).epsilon == pytest.approx(poisson(8), rel=1e-3)
+
+
+def test_other_people_and_files_from_elsewhere_are_named(tmp_path, store):
+    public = prepare(text(f"p{n}" for n in range(8)), tmp_path / "p", test_clients=0.0)
+    first = trained(tmp_path / "public", public, promised=None)
+    run = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
+    found = claim(run)
+    assert found.epsilon == pytest.approx(poisson(3), rel=1e-3)
+    assert any(str(first) in line and "other people" in line for line in found.not_covered)
+    unknown = trained(tmp_path / "x", store, start="download.bin", start_sha256="?", models=("u",))
+    found = claim(unknown)
+    assert any("download.bin" in line and "assumed public" in line for line in found.not_covered)
+    module = trained(tmp_path / "y", store, start="python", start_sha256="?", models=("v",))
+    assert any("from Python" in line for line in claim(module).not_covered)
+
+
+def test_a_shard_of_the_clients_is_recognised(tmp_path, store):
+    part = prepare(text(["c3", "q1", "q2"]), tmp_path / "part", test_clients=0.0)
+    first = trained(tmp_path / "open", part, promised=None)
+    run = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
+    assert math.isinf(claim(run).epsilon)
+    names = [f"user {n}" for n in range(20_000)]
+    assert lineage.overlap(lineage.sketch(names), lineage.sketch(names[:1000]))
+    assert not lineage.overlap(lineage.sketch(names[1000:]), lineage.sketch(names[:1000]))
+
+
+def test_a_store_adds_up_all_runs_that_it_has_seen(tmp_path, store):
+    for number, rounds in enumerate((2, 3)):
+        shutil.rmtree(trained(tmp_path / f"run-{number}", store, rounds=rounds))
+    book = Ledger(store.path / ledger.NAME)
+    book.begin(begin_entry({}))
+    book.append(gaussian_entry("vocabulary", 5.0, 1e-9))
+    found = lineage.spent_on(store)
+    relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    accountant = dp_accounting.pld.PLDAccountant(relation)
+    drawn = dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(2.0))
+    accountant.compose(drawn, 5).compose(dp_accounting.GaussianDpEvent(5.0))
+    wanted = accountant.get_epsilon(PLAN.delta - 1e-9)
+    assert found.epsilon == pytest.approx(wanted, rel=1e-3) and found.private_runs == 2
+    trained(tmp_path / "open", store, promised=None)
+    found = lineage.spent_on(store)
+    assert math.isinf(found.epsilon) and found.other_runs == 1
+    assert found.private_epsilon == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_run_on_joined_stores_counts_for_each(tmp_path, store):
+    other = prepare(text(["x", "y"]), tmp_path / "stores/b", test_clients=0.0, tokenizer="bytes")
+    one = prepare(text(["v", "w"]), tmp_path / "stores/c", test_clients=0.0, tokenizer="bytes")
+    trained(tmp_path / "run", JoinedStore([other.path, one.path]))
+    assert lineage.spent_on(other).private_runs == lineage.spent_on(one).private_runs == 1
+
+
+def test_exact_sums_told_leave_no_epsilon_for_readers_of_the_files(tmp_path, store):
+    told = dataclasses.replace(PLAN, reveal=True)
+    found = claim(trained(tmp_path / "run", store, promised=told), promised=told)
+    assert math.isinf(found.epsilon) and found.models_epsilon == pytest.approx(poisson(3), rel=1e-3)
+    assert found.sentence.startswith("Nothing is promised against readers")
+    assert lineage.spent_on(store).other_runs == 1
+
+
+def test_records_are_for_their_owner_and_damage_is_refused(tmp_path, store):
+    run = trained(tmp_path / "run", store)
+    files = [run / lineage.FILE, *(store.path / lineage.REGISTER).iterdir()]
+    assert len(files) == 3
+    assert all(stat.S_IMODE(os.stat(file).st_mode) == 0o600 for file in files)
+    for damage in ("{", "[]", '{"run": 3}'):
+        (run / lineage.FILE).write_text(damage)
+        with pytest.raises(RecordError, match="is damaged"):
+            claim(run)
