@@ -32,6 +32,7 @@ from fedlm.privacy import account, ledger, spending, vocabulary
 from fedlm.privacy.account import Spent
 from fedlm.privacy.claim import Claim, Context, claim_of
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
+from fedlm.record.checkpoint import write_atomically
 
 FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
