@@ -30,7 +30,7 @@ TINY = (
 )  # fmt: skip
 
 
-def trained(folder, name, *changes):
+def adapted(folder, name, *changes):
     """A finished run of adapters on a tiny Hugging Face folder."""
     recipe = write_tiny(folder)
     text = recipe.read_text().replace("vocabulary = 60", "").split("[model]")
@@ -48,7 +48,7 @@ def trained(folder, name, *changes):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A finished run on a tiny Llama. Not to be changed."""
-    return trained(tmp_path_factory.mktemp("llama"), "llama")
+    return adapted(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def test_a_folder_holds_the_merged_model_and_its_card(llama, tmp_path):
@@ -109,16 +109,14 @@ def test_another_base_is_refused(llama, tmp_path):
         write(record, "peft", tmp_path / "out")
 
 
-def test_runs_without_adapters_or_without_a_class_are_refused(tmp_path):
-    write_tiny(tmp_path)
-    run = build(load(tmp_path / "tiny.toml", TINY[:3]), tmp_path / "stores", out=tmp_path / "run")
-    train(run)
+def test_runs_without_adapters_or_without_a_class_are_refused(trained, tmp_path):
+    record = RunDirectory(trained / "runs" / "tiny")
     with pytest.raises(RecordError, match="trained the model itself, not adapters"):
-        write(run.record, "peft", tmp_path / "out")
+        write(record, "peft", tmp_path / "out")
     with pytest.raises(ConfigError, match="Transformers has no class that computes the same"):
-        write(run.record, "huggingface", tmp_path / "out")
+        write(record, "huggingface", tmp_path / "out")
     with pytest.raises(ConfigError, match="format = 'tar'"):
-        write(run.record, "tar", tmp_path / "out")
+        write(record, "tar", tmp_path / "out")
 
 
 def test_a_base_states_its_licence_or_not(tmp_path):
@@ -146,7 +144,7 @@ def test_transformers_and_peft_give_the_same_logits(tmp_path, name, changes):
     torch = pytest.importorskip("torch", reason="needs pip install 'fedlm[oracle]'")
     transformers = pytest.importorskip("transformers", reason="needs pip install 'fedlm[oracle]'")
     peft = pytest.importorskip("peft", reason="needs pip install 'fedlm[oracle]'")
-    record = trained(tmp_path, name, *changes)
+    record = adapted(tmp_path, name, *changes)
     whole, alone = tmp_path / "whole", tmp_path / "alone"
     write(record, "huggingface", whole)
     write(record, "peft", alone)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "inference.py": {"core", "recipe"} | STATIONS,
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
-    "lineage.py": {"core", "corpus", "privacy"},
+    "lineage.py": {"core", "corpus", "privacy", "record"},
     "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
     "training.py": {"inference", "lineage", "recipe", "run", "write_ahead"} | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},

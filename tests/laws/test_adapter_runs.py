@@ -94,6 +94,7 @@ def test_both_engines_and_a_resumed_run_end_alike(made, changes):
         np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_noise_is_on_b_alone(made):
     run = made(*PRIVATE, "server.rounds=1")
     train(run)
