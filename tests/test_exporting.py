@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fedlm.core.errors import ConfigError, RecordError
-from fedlm.exporting import licence_of, write
+from fedlm.exporting import FinishedRun, _privacy, card, licence_of, write
 from fedlm.models import catalog
 from fedlm.models.adapters import linear_layers
 from fedlm.models.interop import huggingface as hf
@@ -67,6 +67,17 @@ def test_a_folder_holds_the_merged_model_and_its_card(llama, tmp_path):
     assert (tmp_path / "tokenizer.json").is_file() and (
         tmp_path / "tokenizer_config.json"
     ).is_file()
+
+
+def test_a_card_says_what_the_run_claims(llama):
+    """Perplexity before and after on the same rows, and privacy in the words of the claim."""
+    lines = [json.loads(line) for line in llama.journal.read_text().splitlines()]
+    before, after = lines[0]["start"]["perplexity"], lines[1]["perplexity"]
+    assert f"same held-out rows: {before:.2f} before, {after:.2f} after" in card(FinishedRun(llama))
+    claim = {"sentence": "No more than so much.", "not_covered": ["a"], "assumptions": ["b"]}
+    assert _privacy(claim) == [
+        "- Privacy: No more than so much.", "  - Not covered: a", "  - Assumed: b"
+    ]  # fmt: skip
 
 
 def test_adapters_alone_name_their_base(llama, tmp_path):

@@ -200,6 +200,7 @@ def card(run: FinishedRun, *, adapter: bool = False) -> str:
     head += [f"license: {licence}"] if licence else []
     head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
     before = facts.header["start"].get("perplexity")
+    after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
     store, last = facts.header["store"], facts.rounds[-1] if facts.rounds else {}
     lines = [
         *head,
@@ -215,8 +216,9 @@ def card(run: FinishedRun, *, adapter: bool = False) -> str:
         f"- Rounds: {len(facts.rounds)}, {run.recipe.server.cohort} clients each; "
         f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
         f"- Bytes uploaded by all clients: {last.get('upload_bytes', 0):,}.",
-        f"- Perplexity on held-out text: {_figure(before)} before, "
-        f"{_figure(told.get('perplexity'))} after.",
+        f"- Perplexity on the same held-out rows: {_figure(before)} before, "
+        f"{_figure(after)} after.",
+        f"- Perplexity on all held-out text: {_figure(told.get('perplexity'))} after.",
         *_privacy(facts.final.get("privacy")),
         f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",
     ]
@@ -228,11 +230,14 @@ def _figure(value: float | None) -> str:
 
 
 def _privacy(claim: dict[str, Any] | None) -> list[str]:
+    """Return the run's claim in its own words, with what it does not cover."""
     if claim is None:
         return ["- Privacy: no privacy plan, and no promise."]
-    assumed = [f"  - {words}" for words in claim.get("assumptions", ())]
-    words = f"epsilon {claim['epsilon']:.3g} at delta {claim['delta']:g}"
-    return [f"- Privacy of each client: {words} ({claim['accountant']}). It assumes:", *assumed]
+    return [
+        f"- Privacy: {claim['sentence']}",
+        *(f"  - Not covered: {words}" for words in claim["not_covered"]),
+        *(f"  - Assumed: {words}" for words in claim["assumptions"]),
+    ]
 
 
 def _base_words(origin: str | None) -> str:

@@ -43,4 +43,6 @@ def export(
             }
         )
     else:
-        out.print(f"model: {file}; tokenizer: {target / 'tokenizer.json'}", markup=False)
+        tokenizer = target / "tokenizer.json"
+        words = f"; tokenizer: {tokenizer}" if tokenizer.is_file() else ""
+        out.print(f"model: {file}{words}", markup=False)
