@@ -97,7 +97,10 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
             ("privacy.noise_multiplier = -1: expected greater than or equal",),
         ),
         (TREE[:-1], ("privacy.noise_multiplier = None", "Or set privacy.epsilon")),
-        ((*TREE[:-1], "privacy.epsilon=1e-9"), ("privacy.epsilon = 1e-09", "some noise can meet")),
+        (
+            (*TREE[:-1], "privacy.epsilon=1e-9", "privacy.delta=1e-12"),
+            ("privacy.epsilon = 1e-09", "some noise can meet"),
+        ),
         ((*POISSON, "privacy.epsilon=1e-3"), ("privacy.epsilon = 0.001", "the first costs")),
         ((*TREE, "privacy.min_separation=9"), ("privacy.min_separation = 9", "at most 8")),
         ((*TREE, "privacy.max_participations=1", "server.rounds=20"), ("at least 3, because",)),

@@ -88,7 +88,7 @@ def test_the_epsilon_of_a_run_is_that_of_its_journal(run_cli, tmp_path):
         journal.append(make_releasable("round", dict(round=r)))
     found = run_cli("privacy", "epsilon", "run", "--json").json
     assert found["epsilon"] == spent(chosen, 3).epsilon and found["rounds"] == 3
-    refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "which has its own")
+    refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "leave the options away")
     refused(run_cli("privacy", "epsilon", "run", "--rounds", 5), "leave the options away")
 
 

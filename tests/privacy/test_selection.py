@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from fedlm.core.errors import ConfigError
-from fedlm.privacy import account, selection, spending
+from fedlm.privacy import selection, spending
 from fedlm.privacy.ledger import begin_entry, selection_entry
+from fedlm.privacy.sensitivity import of_released_tree
 from tests.privacy.plans import plan
 
 ORDERS = 1 + np.logspace(-2, 3, 20_000)
@@ -25,7 +26,10 @@ def published(rho, law, mean, delta):
 
 
 def rho_of(chosen):
-    return account.spent(chosen, chosen.rounds).rho
+    """Of what the tree releases, which costs less than its nodes."""
+    apart, most = chosen.sampling.min_separation, chosen.sampling.max_participations
+    moved = of_released_tree(chosen.rounds, apart, most, restart_every=chosen.restart_every)
+    return moved.value / (2 * chosen.noise_multiplier**2)
 
 
 @pytest.mark.parametrize("law", ["geometric", "logarithmic"])
