@@ -20,8 +20,8 @@ import equinox as eqx
 import jax
 import optax
 
-from fedlm import lineage
-from fedlm.core.errors import ConfigError, require
+from fedlm import exporting, lineage
+from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.population import of_store
@@ -284,14 +284,17 @@ class TrainedRun:
         """Write the model and its tokenizer into a folder, and return the model's path.
 
         Args:
-          kind: `safetensors` or `onnx`.
+          kind: `safetensors`, `onnx`, `huggingface` or `peft` (adapters alone).
           folder: the folder, which is made if it is missing.
 
         Raises:
           ConfigError: `kind` is unknown.
         """
-        require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx")
+        require(kind in exporting.FORMATS, "kind", kind, either(exporting.FORMATS))
         target, record = Path(folder), self.run.record
+        if not isinstance(self.run.model, ModuleSpec):
+            return exporting.write(record, kind, target)
+        require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx for a module")
         target.mkdir(parents=True, exist_ok=True)
         file = target / f"model.{kind}"
         if kind == "safetensors":
