@@ -29,16 +29,19 @@ MAY_IMPORT = {
     "recipe": {"recipe", "run"} | BELOW,
     # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
+    "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
     "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
     "training.py": {"inference", "lineage", "recipe", "run", "write_ahead"} | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
-    "api.py": {"inference", "lineage", "recipe", "run", "training"} | BELOW,
+    "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
-    "cli": {"inference", "lineage", "recipe", "run", "training", "sweep", "deploy", "cli"} | BELOW,
+    "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
+    | {"sweep", "deploy", "cli"}
+    | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -15,7 +15,13 @@ from fedlm.core.errors import RecordError
 from fedlm.core.types import Sampling
 from fedlm.corpus.concat import JoinedStore
 from fedlm.privacy import ledger, spending
-from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entry
+from fedlm.privacy.ledger import (
+    Ledger,
+    begin_entry,
+    gaussian_entry,
+    round_entry,
+    selection_entry,
+)
 from fedlm.record.journal import dumps
 from tests.privacy.plans import plan
 
@@ -236,3 +242,26 @@ def test_records_are_for_their_owner_and_damage_is_refused(tmp_path, store):
         (run / lineage.FILE).write_text(damage)
         with pytest.raises(RecordError, match="is damaged"):
             claim(run)
+
+
+def test_an_older_copy_of_a_run_is_noticed_by_its_store(tmp_path, store):
+    run = trained(tmp_path / "run", store)
+    entries = Ledger(run / ledger.NAME).entries()
+    assert len(lineage.copies(store, entries)) == 1
+    with pytest.raises(RecordError, match=r"counted 3 releases .* ledger has 1.* an older copy"):
+        lineage.copies(store, entries[:2])
+    other = [*entries[:3], round_entry(2, "f" * 64)]
+    with pytest.raises(RecordError, match="an older copy"):
+        lineage.copies(store, other)
+
+
+def test_a_selection_killed_before_its_line_is_counted_when_it_goes_on(tmp_path, store):
+    entry = selection_entry(PLAN, 3, "geometric", 2.0)
+    folder = tmp_path / "best"
+    folder.mkdir()
+    Ledger(folder / ledger.NAME).begin(begin_entry({}))  # and here it was killed
+    for _ in range(2):
+        lineage.begin_selection(folder, store, entry, start_sha256="0", start="")
+    kinds = [each["kind"] for each in Ledger(folder / ledger.NAME).entries()]
+    assert kinds == ["begin", "selection"]
+    assert lineage.spent_on(store).private_runs == 1

@@ -21,8 +21,8 @@ import equinox as eqx
 import jax
 import optax
 
-from fedlm import lineage
-from fedlm.core.errors import ConfigError, require
+from fedlm import exporting, lineage
+from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.population import of_store
@@ -285,14 +285,17 @@ class TrainedRun:
         """Write the model and its tokenizer into a folder, and return the model's path.
 
         Args:
-          kind: `safetensors` or `onnx`.
+          kind: `safetensors`, `onnx`, `huggingface` or `peft` (adapters alone).
           folder: the folder, which is made if it is missing.
 
         Raises:
           ConfigError: `kind` is unknown.
         """
-        require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx")
+        require(kind in exporting.FORMATS, "kind", kind, either(exporting.FORMATS))
         target, record = Path(folder), self.run.record
+        if not isinstance(self.run.model, ModuleSpec):
+            return exporting.write(record, kind, target)
+        require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx for a module")
         target.mkdir(parents=True, exist_ok=True)
         file = target / f"model.{kind}"
         if kind == "safetensors":
@@ -388,7 +391,8 @@ class Federation:
       rounds: the number of planned rounds, on which a privacy plan and a schedule depend.
       method: `fedavg(...)`; by default SGD at clients and Adam at the server.
       privacy: the settings of a recipe's `[privacy]` table, as a `Privacy` or a mapping.
-      upload, download: codecs by name, as `uniform-8`.
+      upload: the codec of updates by name, as `uniform-8`.
+      download: the codec of models by name.
       out: the run directory. A privacy plan requires it, because every release is on record before
         it is yielded; otherwise the default is a folder that is removed at exit.
       seed: the seed of the model, the samples and the shuffles.
@@ -401,8 +405,8 @@ class Federation:
     >>> from fedlm.models import cifg
     >>> model = cifg(store, embedding_size=4, hidden_size=4)
     >>> fed = Federation(store, model, cohort=2, rounds=2, client__batch_size=4)
-    >>> [told.number for told in fed.rounds()]
-    [1, 2]
+    >>> len(list(fed.rounds()))
+    2
     """
 
     def __init__(

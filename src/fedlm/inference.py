@@ -37,10 +37,7 @@ def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
 
 def speak(params: Params, capacity: int) -> Speaker:
     """Return the model as a predictor of the next token, for up to `capacity` tokens."""
-    return speaker(
-        lambda batch: params.start(batch, capacity),
-        lambda state, token: catalog.advance(params, state, token),
-    )
+    return speaker(params, lambda batch: params.start(batch, capacity), catalog.advance)
 
 
 def room_for(tokens: Sequence[int], further: int = 0) -> int:

@@ -207,9 +207,13 @@ def begin_selection(
     book = Ledger(folder / ledger.NAME)
     if not book.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        first = book.begin(begin_entry({}))
+        book.begin(begin_entry({}))
+    # It is missing where a kill came before it, and another one if the sweep has changed since.
+    if json.loads(json.dumps(entry)) not in book.entries():
         book.append(entry)
-        begin(folder, store, run=first["run"], private=True, start_sha256=start_sha256, start=start)
+    run = book.entries()[0]["run"]
+    if not (folder / FILE).is_file():
+        begin(folder, store, run=run, private=True, start_sha256=start_sha256, start=start)
     copies(store, book.entries())
 
 
@@ -240,10 +244,20 @@ def copies(store: Store, entries: Sequence[Entry]) -> list[Ledger]:
     """Return the ledger's copies in its store, after bringing them up to date.
 
     A crash between the two may leave a copy a line behind. A store that cannot be written has none.
+
+    Raises:
+      RecordError: the store has counted releases that the ledger lacks, as after a restored backup.
     """
     found = []
     for path in _stores(store):
         book = Ledger(path / REGISTER / f"{entries[0]['run']}.jsonl")
+        counted = book.entries() if book.exists() else []
+        if counted[: len(entries)] != list(entries)[: len(counted)] or len(counted) > len(entries):
+            raise RecordError(
+                f"{path} has counted {len(counted) - 1} releases of this run and its ledger has "
+                f"{len(entries) - 1}: the run directory is an older copy. Bring back the newest "
+                "one, or begin another run with another --out."
+            )
         with contextlib.suppress(OSError, RecordError):
             book.path.parent.mkdir(mode=0o700, exist_ok=True)
             if not book.exists():

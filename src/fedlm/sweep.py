@@ -273,12 +273,12 @@ def _one_plan(runs: list[Run]) -> PrivacyPlan:
         "points of this sweep",
         "one store for all of them: what another vocabulary cost would not be counted",
     )
-    outside = [name for run in runs for name in run.recipe.run.trackers if name != "tensorboard"]
     require(
-        not outside,
+        not any(run.recipe.run.trackers for run in runs),
         "run.trackers",
-        outside,
-        "no program outside beside a selection: it would be told of every candidate",
+        [name for run in runs for name in run.recipe.run.trackers],
+        "none beside a selection: a tracker would show runs that stay secret",
+        "Set run.trackers = [].",
     )
     starts = {run.recipe.model.init_from for run in runs}
     require(len(starts) == 1, "model.init_from", starts, "one start for all points of a selection")

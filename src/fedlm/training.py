@@ -32,13 +32,14 @@ from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
+from fedlm.models.adapters import factors, merged, without_adapters
 from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
-from fedlm.record.directory import difference
+from fedlm.record.directory import adapter_beside, difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
@@ -529,10 +530,18 @@ def _claim(run: Run) -> Claim | None:
 
 
 def save_weights(path: Path, params: Params, run: Run, *, private: bool = False) -> None:
-    """Write the model as safetensors by leaf name, with its settings in the metadata."""
+    """Write the model as safetensors by leaf name, with its settings in the metadata.
+
+    Adapters are merged into the model, and written once more alone, beside it.
+    """
     model = run.recipe.model.model_dump_json()
-    data = checkpoint.to_bytes(params, model=model, vocabulary=run.store.vocabulary)
+    data = checkpoint.to_bytes(merged(params), model=model, vocabulary=run.store.vocabulary)
     checkpoint.write_atomically(path, data, private=private)
+    alone = factors(params)
+    if alone:
+        base = tree.sha256(without_adapters(params))
+        data = checkpoint.to_bytes(alone, base=base)
+        checkpoint.write_atomically(adapter_beside(path), data, private=private)
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:

@@ -72,7 +72,7 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         ),
         (
             ("wire.trainable=round", "wire.trainable_fraction=0.5", "wire.error_feedback=true"),
-            ("wire.error_feedback = True", "'all' or 'fixed'"),
+            ("wire.error_feedback = True", "'all', 'fixed' or 'lora'"),
         ),
         (("client.method=feddyn",), ("client.proximal = 0.0: expected FedDyn's alpha",)),
         (

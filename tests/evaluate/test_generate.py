@@ -17,11 +17,11 @@ def parrot():
     def start(batch):
         return jnp.zeros((), jnp.int32)
 
-    def advance(state, token):
+    def advance(params, state, token):
         logits = jnp.where(jnp.arange(VOCAB)[None, :] == (token[:, None] + 1) % VOCAB, 5.0, 0.0)
         return state + 1, logits
 
-    return speaker(start, advance)
+    return speaker(None, start, advance)
 
 
 def test_a_prompt_costs_one_step_a_token():

@@ -79,7 +79,7 @@ def test_a_selection_releases_its_best_run_alone(tmp_path):
     ("axis", "wanted"),
     [
         ('"data.vocabulary" = [10, 60]', "one store for all of them"),
-        ('"run.trackers" = [["mlflow"]]', "it would be told of every candidate"),
+        ('"run.trackers" = [["mlflow"]]', "a tracker would show runs that stay secret"),
     ],
 )
 def test_a_selection_refuses_what_it_would_not_pay_for(tmp_path, axis, wanted):

@@ -1,5 +1,6 @@
 """What every architecture owes; a new one joins by being in the catalog."""
 
+import sys
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import PAD
 from fedlm.models import catalog
+from fedlm.models.layers import Rotary
 from fedlm.models.loss import plain_cross_entropy
 from fedlm.record.checkpoint import from_bytes, to_bytes
 
@@ -25,9 +27,13 @@ ALL = [
         for name in ("transformer", "si-transformer", "conformer", "si-conformer")
         for positions in ("learned", "alibi")
     ),
+    ("mpt", replace(SIZE, activation="gelu-exact")),
+    ("gpt-neox", replace(SIZE, parallel=False, rotary_fraction=1.0, tied=False)),
+    ("llama", replace(SIZE, key_heads=2, head_size=6, qkv_bias=True, tied=False)),
 ]
 every = pytest.mark.parametrize(
-    "name, size", [pytest.param(name, size, id=f"{name}-{size.positions}") for name, size in ALL]
+    "name, size",
+    [pytest.param(name, size, id=f"{name}-{n}") for n, (name, size) in enumerate(ALL)],
 )
 each_name = pytest.mark.parametrize("name, size", ALL[: len(catalog.ARCHITECTURES)])
 each = pytest.mark.parametrize("name", catalog.ARCHITECTURES)
@@ -50,6 +56,54 @@ def test_shapes_and_type(name, size):
     assert features.shape == (3, 10, size.embedding_size)
     assert model.readout.shape == (size.vocab, size.embedding_size)
     assert {leaf.dtype for leaf in jax.tree.leaves((model, features))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.sample(4)
+@every
+def test_a_fresh_model_guesses(name, size):
+    nats, count = catalog.loss(fresh(name, size), rows(batch=6, width=11))
+    assert abs(nats / count - np.log(size.vocab)) < 0.8
+
+
+def test_a_head_of_ones_own_is_trained_apart_from_the_embedding():
+    model = fresh("llama", replace(SIZE, tied=False))
+    grad = jax.grad(lambda m: catalog.loss(m, rows()).nats)(model)
+    assert np.any(grad.head) and np.any(grad.stem.embedding)
+    assert model.readout is model.head
+
+
+def test_grouped_queries_keep_a_smaller_cache():
+    model = fresh("llama", replace(SIZE, key_heads=2))
+    assert model.start(3, 16)[1][0].keys.shape == (3, 2, 16, 4)
+
+
+@pytest.mark.parametrize("batch", [3, 16])  # rows as they are, and packed
+def test_many_blocks_as_a_loop_are_the_same_model(monkeypatch, batch):
+    size = replace(SIZE, layers=3, key_heads=2)
+    tokens = rows(batch=batch, width=12)
+
+    def found(fewest, **more):
+        # By its full name: `fedlm.models.transformer` is also a function.
+        monkeypatch.setattr(sys.modules["fedlm.models.transformer"], "FEWEST_SCANNED", fewest)
+        model = fresh("llama", replace(size, **more))
+        return jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
+
+    plain = found(99)
+    for other in (found(3), found(3, remat=True), found(99, remat=True)):
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_positions_depend_on_distance_alone():
+    turn = Rotary(6, 100.0)
+    q, k = (jnp.asarray(np.random.default_rng(n).normal(size=(1, 1, 1, 8))) for n in (0, 1))
+
+    def score(at_q, at_k):
+        return jnp.vdot(turn(q, jnp.array([at_q])), turn(k, jnp.array([at_k])))
+
+    np.testing.assert_allclose(score(9, 4), score(25, 20), rtol=1e-4)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-3
+    np.testing.assert_array_equal(turn(q, jnp.array([3]))[..., 6:], q[..., 6:])
 
 
 @each_name

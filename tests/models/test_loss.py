@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedlm.core.types import PAD
+from fedlm.models import loss
 from fedlm.models.loss import cross_entropy, plain_cross_entropy, scores, token_loss
 
 
@@ -37,6 +38,48 @@ def test_leaving_out_the_padding_changes_nothing(pads):
     plain = jax.value_and_grad(plain_cross_entropy, (0, 1))(features, readout, targets)
     for a, b in zip(jax.tree.leaves(fast), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [23, 200])
+def test_few_logits_at_a_time_give_the_same(monkeypatch, rows):
+    features, readout, targets = example(rows=rows)
+    found = []
+    for most in (1 << 25, 31 * 9):
+        monkeypatch.setattr(loss, "MOST_LOGITS", most)
+        fast = jax.value_and_grad(lambda f, r: cross_entropy(f, r, targets), (0, 1))
+        found.append((fast(features, readout), scores(features, readout, targets)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def sizes(jaxpr):
+    """The sizes of all arrays that a program makes, also in its loops."""
+    for line in jaxpr.eqns:
+        yield from (var.aval.size for var in line.outvars)
+        for inner in jax.tree.leaves(line.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                yield from sizes(inner.jaxpr)
+
+
+def test_a_large_vocabulary_never_makes_more_logits_than_stated(monkeypatch):
+    """Of 64 rows by 500 words no array holds more than 5,000, with the output matrix frozen."""
+    monkeypatch.setattr(loss, "MOST_LOGITS", 5_000)
+    features, readout, targets = example(rows=64, vocab=500)
+    grad = jax.make_jaxpr(jax.grad(lambda f: cross_entropy(f, readout, targets)))(features)
+    assert max(sizes(grad.jaxpr)) <= 5_000
+    monkeypatch.setattr(loss, "MOST_LOGITS", 1 << 25)
+    whole = jax.make_jaxpr(jax.grad(lambda f: cross_entropy(f, readout, targets)))(features)
+    assert max(sizes(whole.jaxpr)) >= 64 * 500
+
+
+def test_a_frozen_output_matrix_costs_no_gradient():
+    features, readout, targets = example(rows=200)
+    both = jax.grad(cross_entropy, (0, 1))(features, readout, targets)
+    alone = jax.grad(cross_entropy)(features, readout, targets)
+    np.testing.assert_allclose(alone, both[0], rtol=1e-6)
+    frozen = jax.make_jaxpr(jax.grad(cross_entropy))(features, readout, targets)
+    trained = jax.make_jaxpr(jax.grad(cross_entropy, (0, 1)))(features, readout, targets)
+    assert str(frozen).count("dot_general") < str(trained).count("dot_general")
 
 
 def test_huge_logits_stay_finite():

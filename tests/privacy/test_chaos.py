@@ -92,13 +92,16 @@ def test_the_account_by_brute_force_rejects_a_wrong_one():
     """It is near what is known, from below, and above what less noise or fewer rounds cost."""
     from dp_accounting import get_epsilon_gaussian
 
-    from fedlm.privacy.cost import poisson
+    from fedlm.privacy.cost import compose, sampled_event
+
+    def poisson(*of):
+        return compose([sampled_event(*of)], 1e-5)[0]
 
     exact = get_epsilon_gaussian(2.0, 1e-5)
     assert epsilon_of_gaussian(0.5, 1e-5) == pytest.approx(exact, abs=1e-4)
-    known = poisson(1.0, 0.2, 4, 1e-5)
+    known = poisson(1.0, 0.2, 4)
     assert 0.9 * known < epsilon_of_sampled(1.0, 0.2, 4, 1e-5) <= known
-    assert epsilon_of_sampled(1.0, 0.2, 4, 1e-5) > poisson(1.0, 0.2, 3, 1e-5)
+    assert epsilon_of_sampled(1.0, 0.2, 4, 1e-5) > poisson(1.0, 0.2, 3)
 
 
 # ---- chaos ---------------------------------------------------------------------------------------

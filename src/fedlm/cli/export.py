@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedlm import exporting
 from fedlm.cli.console import AsJson, emit, out, talk
-from fedlm.corpus import tokenizer_file
-from fedlm.inference import load_params
-from fedlm.models import catalog
-from fedlm.recipe.settings import load
-from fedlm.record.checkpoint import write_atomically
+from fedlm.core.errors import either
 from fedlm.record.directory import RunDirectory
-from fedlm.record.export import write_onnx
-
-
-class Format(StrEnum):
-    """The formats of exported models."""
-
-    safetensors = "safetensors"
-    onnx = "onnx"
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    kind: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.safetensors,
+    kind: Annotated[
+        str, typer.Option("--format", help=f"What to write: {either(exporting.FORMATS)}.")
+    ] = "safetensors",
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
     ] = None,
@@ -35,33 +25,24 @@ def export(
 ) -> None:
     """Write the model and its tokenizer where other programs can load them.
 
+    `huggingface` is a folder for Transformers, adapters merged; `peft` are the adapters alone.
+
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """
-    directory = RunDirectory.existing(run).finished()
+    directory = RunDirectory.existing(run)
     target = folder or directory.path / "export"
-    recipe = load(directory.recipe)
-    tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
-    file = target / f"model.{kind.value}"
-    target.mkdir(parents=True, exist_ok=True)
-    if kind is Format.safetensors:
-        write_atomically(file, directory.weights.read_bytes())
-    else:
-        params = load_params(recipe.model, tokenizer.vocabulary, directory.weights)
-        with talk.status("converting"):
-            write_onnx(
-                lambda tokens: catalog.logits(params, tokens), recipe.data.sequence_length, file
-            )
-    write_atomically(target / "tokenizer.json", directory.tokenizer.read_bytes())
-    named = tokenizer_file.special_tokens_map(tokenizer)
-    write_atomically(target / directory.special_tokens.name, named)
+    with talk.status("converting"):
+        file = exporting.write(directory, kind, target)
     if as_json:
         emit(
             {
                 "run": str(run),
-                "format": kind.value,
+                "format": kind,
                 "model": str(file),
                 "bytes": file.stat().st_size,
             }
         )
     else:
-        out.print(f"model: {file}; tokenizer: {target / 'tokenizer.json'}", markup=False)
+        tokenizer = target / "tokenizer.json"
+        words = f"; tokenizer: {tokenizer}" if tokenizer.is_file() else ""
+        out.print(f"model: {file}{words}", markup=False)

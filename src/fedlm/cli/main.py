@@ -13,6 +13,7 @@ import sys
 import typer
 
 from fedlm.cli import (
+    convert,
     evaluate,
     export,
     federation,
@@ -40,6 +41,7 @@ for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate,
     app.command()(command)
 app.command()(report.report)
 app.command()(export.export)
+app.command()(convert.convert)
 app.command()(sweep.sweep)
 app.command()(models.models)
 app.add_typer(privacy.app, name="privacy")

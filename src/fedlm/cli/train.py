@@ -26,13 +26,16 @@ from fedlm.cli.console import (
     size,
     talk,
 )
+from fedlm.core import tree as trees
 from fedlm.core.releasable import Releasable
 from fedlm.engine import multihost
 from fedlm.engine.devices import use_devices
 from fedlm.privacy import release
+from fedlm.recipe.assemble import trained_leaves
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import free_path, newest_path
+from fedlm.run import Run
 from fedlm.training import Summary, Watcher, follow
 from fedlm.training import train as carry_out
 
@@ -126,7 +129,7 @@ def _with_progress(
     facts = run.store.manifest
     tokens = "" if release.hides(run.plan) else f", {facts['train_tokens']:,} tokens in all"
     note(
-        f"{recipe.model.name}, {run.model.parameters:,} parameters; {run.population.size:,} of "
+        f"{_model_words(run)}; {run.population.size:,} of "
         f"{facts['train_clients']:,} training clients{tokens}; "
         f"store {run.store.path}; run {path}"
     )
@@ -137,6 +140,16 @@ def _with_progress(
         note(f"federation.noise_seed {UNSAFE}")
     return followed(
         lambda watcher: carry_out(run, resume=resume, watcher=watcher), run.cadence.rounds
+    )
+
+
+def _model_words(run: Run) -> str:
+    """Return the name of a run's model, its size, and how much of it is trained if not all."""
+    shapes = run.model.shapes()
+    keep = trained_leaves(run.recipe, shapes)
+    words = f"{run.recipe.model.name}, {run.model.parameters:,} parameters"
+    return (
+        words if keep is None else f"{words}, {trees.size(trees.split(shapes, keep)[0]):,} trained"
     )
 
 

@@ -39,6 +39,20 @@ TRIAL = "Hello, wörld 12 привет 日本\t🙂"
 
 def load_tokenizer(path: Path, bos: str | None = None, eos: str | None = None) -> TextTokenizer:
     """Read a tokenizer file and find its special tokens; `bos` and `eos` are names of tokens."""
+    library = load_library(path)
+    numbers = library.get_vocab().values()
+    size = max(numbers, default=-1) + 1
+    if not FEWEST <= size <= MOST:
+        raise CorpusError(
+            f"tokenizer {path} has a vocabulary of {size} entries: expected between {FEWEST} and "
+            f"{MOST:,}. Take another file."
+        )
+    gaps = set(range(size)) - set(numbers)
+    return TextTokenizer(library, _special(path, library, {"bos": bos, "eos": eos}, gaps))
+
+
+def load_library(path: Path) -> Tokenizer:
+    """Read a tokenizer file as the library's object, which gives the same tokens each time."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except OSError as error:
@@ -52,15 +66,7 @@ def load_tokenizer(path: Path, bos: str | None = None, eos: str | None = None) -
     ):
         library = _always_the_same(Tokenizer.from_str(text))
         library.decode(library.encode(TRIAL, add_special_tokens=False).ids)
-    numbers = library.get_vocab().values()
-    size = max(numbers, default=-1) + 1
-    if not FEWEST <= size <= MOST:
-        raise CorpusError(
-            f"tokenizer {path} has a vocabulary of {size} entries: expected between {FEWEST} and "
-            f"{MOST:,}. Take another file."
-        )
-    gaps = set(range(size)) - set(numbers)
-    return TextTokenizer(library, _special(path, library, {"bos": bos, "eos": eos}, gaps))
+    return library
 
 
 def special_tokens_map(tokenizer: TextTokenizer) -> bytes:

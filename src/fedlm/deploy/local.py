@@ -22,6 +22,7 @@ from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS, names
+from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
 from fedlm.recipe.assemble import algorithm_of, trained_leaves
@@ -113,11 +114,11 @@ def check_deployable(recipe: Recipe) -> None:
         "what members remember between their turns is not kept at nodes",
     )
     require(
-        recipe.wire.trainable != "fixed" or recipe.model.init_from is None,
+        TRAINABLE[recipe.wire.trainable].leaves is None or recipe.model.init_from is None,
         "model.init_from",
         recipe.model.init_from,
-        "none with wire.trainable = 'fixed' over a network: nodes make what is held still from the "
-        "recipe's seed",
+        f"none with wire.trainable = {recipe.wire.trainable!r} over a network: nodes make what is "
+        "held still from the recipe's seed",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:

@@ -18,7 +18,7 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedlm.core.types import SpecialTokens
+from fedlm.core.types import Params, SpecialTokens
 
 SpeakerState = Any
 LONGEST_WORD = 12  # in tokens
@@ -32,13 +32,19 @@ class Speaker(NamedTuple):
 
 
 def speaker(
-    start: Callable[[int], SpeakerState], advance: Callable[[SpeakerState, Array], Any]
+    params: Params,
+    start: Callable[[int], SpeakerState],
+    advance: Callable[[Params, SpeakerState, Array], Any],
 ) -> Speaker:
-    """Return a speaker for one row at a time, compiled once."""
+    """Return a speaker for one row at a time, compiled once.
+
+    The parameters are an argument of the program: as a part of it, a large model would be copied
+    into each.
+    """
     step = jax.jit(advance)
 
     def one(state: SpeakerState, token: int) -> tuple[SpeakerState, Array]:
-        state, logits = step(state, jnp.asarray([token], jnp.int32))
+        state, logits = step(params, state, jnp.asarray([token], jnp.int32))
         return state, logits[0]
 
     return Speaker(lambda: start(1), one)

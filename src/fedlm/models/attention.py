@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.layers import (
     Linear,
+    Rotary,
     alibi_slopes,
     lengths,
     linear,
@@ -30,12 +31,16 @@ from fedlm.models.packed_layout import Layout
 class Cache(NamedTuple):
     """Keys and values of the tokens so far, with room for `capacity` tokens."""
 
-    keys: Float[Array, "batch heads capacity width"]
-    values: Float[Array, "batch heads capacity width"]
+    keys: Float[Array, "batch key_heads capacity width"]
+    values: Float[Array, "batch key_heads capacity width"]
 
 
 class Attention(eqx.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention.
+
+    With fewer `key_heads` than `heads`, neighbouring queries share keys and values (grouped
+    queries, Ainslie et al. 2023), and the cache is as much smaller.
+    """
 
     query: Linear
     key: Linear
@@ -44,6 +49,8 @@ class Attention(eqx.Module):
     heads: int = eqx.field(static=True)
     row_floor: float | None = eqx.field(static=True)  # None: softmax, not invariant
     alibi: bool = eqx.field(static=True)
+    key_heads: int = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)  # None: positions come from elsewhere
 
     def __call__(self, x: Array, layout: Layout) -> Array:
         q, k, v = (layout.product(part, x) for part in (self.query, self.key, self.value))
@@ -51,37 +58,41 @@ class Attention(eqx.Module):
 
     def _see(self, q: Array, k: Array, v: Array) -> Float[Array, "batch seq embed"]:
         place = jnp.arange(q.shape[1])
-        q, k, v = (self._heads(x) for x in (q, k, v))
+        q, k, v = self._split(q, k, v, place)
         return self._join(self._attend(q, k, v, place, place))
 
     def weights(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch heads seq seq"]:
         """Return the attention weights of each head, for inspection."""
-        q, k = self._heads(self.query(x)), self._heads(self.key(x))
         place = jnp.arange(x.shape[1])
+        q, k, _ = self._split(self.query(x), self.key(x), self.value(x), place)
         return self._weights(q, k, place, place)
 
     def start(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache."""
-        width = self.key.weight.shape[0] // self.heads
-        empty = jnp.zeros((batch, self.heads, capacity, width))
+        width = self.key.weight.shape[0] // self.key_heads
+        empty = jnp.zeros((batch, self.key_heads, capacity, width))
         return Cache(empty, empty)
 
     def advance(
         self, x: Float[Array, "batch embed"], cache: Cache, at: Int[Array, ""]
     ) -> tuple[Float[Array, "batch embed"], Cache]:
         """Return the output for one more token per row, at position `at`, and the next cache."""
-        q, k, v = (self._heads(part(x)[:, None]) for part in (self.query, self.key, self.value))
+        q, k, v = (part(x)[:, None] for part in (self.query, self.key, self.value))
+        q, k, v = self._split(q, k, v, at[None])
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k, at, axis=2)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v, at, axis=2)
         places = jnp.arange(keys.shape[2])
         seen = self._attend(q, keys, values, at[None], places)
         return self.out(self._join(seen)[:, 0]), Cache(keys, values)
 
-    def _heads(self, x: Array) -> Array:
-        batch, seq, embed = x.shape
-        return x.reshape(batch, seq, self.heads, embed // self.heads).transpose(0, 2, 1, 3)
+    def _split(self, q: Array, k: Array, v: Array, at: Array) -> tuple[Array, Array, Array]:
+        """Split rows into heads, and turn queries and keys by their positions."""
+        q = _heads(q, self.heads)
+        k, v = (_heads(x, self.key_heads) for x in (k, v))
+        return (q, k, v) if self.rotary is None else (self.rotary(q, at), self.rotary(k, at), v)
 
     def _weights(self, q: Array, k: Array, at_q: Array, at_k: Array) -> Array:
+        k = self._repeat(k)
         scores = jnp.einsum("bhqw,bhkw->bhqk", q, k)
         behind = at_q[:, None] - at_k[None, :]
         bias: Any = None
@@ -95,27 +106,51 @@ class Attention(eqx.Module):
         return relu_weights(scores, allowed, bias, largest=largest, floor=self.row_floor)
 
     def _attend(self, q: Array, k: Array, v: Array, at_q: Array, at_k: Array) -> Array:
-        return jnp.einsum("bhqk,bhkw->bhqw", self._weights(q, k, at_q, at_k), v)
+        return jnp.einsum("bhqk,bhkw->bhqw", self._weights(q, k, at_q, at_k), self._repeat(v))
+
+    def _repeat(self, x: Array) -> Array:
+        """Give every query head its keys or values."""
+        return x if self.key_heads == self.heads else jnp.repeat(x, self.heads // self.key_heads, 1)
 
     def _join(self, x: Array) -> Array:
         batch, heads, seq, width = x.shape
         return x.transpose(0, 2, 1, 3).reshape(batch, seq, heads * width)
 
 
+def _heads(x: Array, heads: int) -> Array:
+    batch, seq, width = x.shape
+    return x.reshape(batch, seq, heads, width // heads).transpose(0, 2, 1, 3)
+
+
 def attention(
-    key: PRNGKeyArray, embed: int, heads: int, *, bias: bool, row_floor: float | None, alibi: bool
+    key: PRNGKeyArray,
+    embed: int,
+    heads: int,
+    *,
+    bias: bool,
+    row_floor: float | None = None,
+    alibi: bool = False,
+    out_bias: bool | None = None,
+    key_heads: int | None = None,
+    head_size: int | None = None,
+    rotary: Rotary | None = None,
 ) -> Attention:
     """Make a fresh layer.
 
-    An invariant layer has a `row_floor`, and no bias after its second product.
+    An invariant layer has a `row_floor`, and no bias after its second product. `out_bias`
+    says whether there is one there, if not as everywhere.
     """
     q, k, v, o = jr.split(key, 4)
+    groups, width = key_heads or heads, head_size or embed // heads
+    out_bias = bias and row_floor is None if out_bias is None else out_bias
     return Attention(
-        linear(q, embed, embed, bias=bias),
-        linear(k, embed, embed, bias=bias),
-        linear(v, embed, embed, bias=bias),
-        linear(o, embed, embed, bias=bias and row_floor is None),
+        linear(q, embed, heads * width, bias=bias),
+        linear(k, embed, groups * width, bias=bias),
+        linear(v, embed, groups * width, bias=bias),
+        linear(o, heads * width, embed, bias=out_bias),
         heads,
         row_floor,
         alibi,
+        groups,
+        rotary,
     )

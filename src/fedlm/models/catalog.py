@@ -11,7 +11,7 @@ Not here: the architectures (one file per family).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -22,12 +22,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.types import PAD, Loss, LossFn, Params, Tokens
+from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Positions
+from fedlm.models.llama import llama
 from fedlm.models.loss import scores, token_loss
 from fedlm.models.recurrent import recurrent
-from fedlm.models.transformer import transformer
+from fedlm.models.transformer import Activation, transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,16 @@ class Dimensions:
     si_candidate: bool = True
     si_state: bool = True
     si_row_floor: float = 0.1
+    activation: Activation = "gelu"  # of a feed-forward layer that is not gated
+    norm_epsilon: float = 1e-5
+    key_heads: int | None = None  # None: as many as heads
+    head_size: int | None = None  # None: the embedding's size over the number of heads
+    rope_theta: float = 10_000.0
+    rotary_fraction: float = 0.25  # the part of a head that rotary positions turn, in GPT-NeoX
+    parallel: bool = True  # attention and feed-forward read the same input, in GPT-NeoX
+    qkv_bias: bool = False
+    tied: bool = True  # the embedding is the output matrix
+    remat: bool = False  # a decoder computes its blocks again for their gradients
 
 
 ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
@@ -98,25 +110,41 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
         read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
-        read["row_floor"] = size.si_row_floor
-        return family(
+        made = family(
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
+        return replace(made, remat=size.remat)
+
+    return Architecture(make, SMALL_DECODER, attends=True)
+
+
+def invariant(family: Callable[..., Params], *options: str) -> Architecture:
+    """Return the architecture of a decoder family in its scale-invariant wiring."""
+
+    def make(size: Dimensions, key: PRNGKeyArray) -> Params:
+        wired = decoder(family, *options, invariant=True, row_floor=size.si_row_floor)
+        return wired.make(size, key)
 
     return Architecture(make, SMALL_DECODER, attends=True)
 
 
 SMALL_DECODER = Dimensions(embedding_size=96, hidden_size=384, layers=3, heads=8)
 _PLACED = ("positions", "length")
+_ROTARY = ("rope_theta", "tied", "norm_epsilon")
 ARCHITECTURES: dict[str, Architecture] = {
     "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
     "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
     "si-cifg": from_cell(_si_cifg),
-    "transformer": decoder(transformer, *_PLACED),
-    "si-transformer": decoder(transformer, *_PLACED, invariant=True),
+    "transformer": decoder(transformer, *_PLACED, "activation"),
+    "si-transformer": invariant(transformer, *_PLACED),
     "conformer": decoder(conformer, *_PLACED, "kernel_size"),
-    "si-conformer": decoder(conformer, *_PLACED, "kernel_size", invariant=True),
-    "mpt": decoder(transformer, positions="alibi", bias=False),
+    "si-conformer": invariant(conformer, *_PLACED, "kernel_size"),
+    "mpt": decoder(transformer, "activation", "norm_epsilon", positions="alibi", bias=False),
+    "gpt2": decoder(transformer, "length", "activation", "norm_epsilon", positions="learned"),
+    "gpt-neox": decoder(
+        transformer, "activation", "rotary_fraction", "parallel", *_ROTARY, positions="none"
+    ),
+    "llama": decoder(llama, "key_heads", "head_size", "qkv_bias", *_ROTARY),
 }
 
 
@@ -205,18 +233,27 @@ class ModelSpec:
     architecture: str
     size: Dimensions
     name: str = ""  # the recipe's `model.name`; if empty, the name of the architecture
+    adapters: Adapters | None = None  # what is trained on the frozen model; None: the model itself
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Return a fresh model."""
-        return make(self.architecture, self.size, key)
+        """Return a fresh model, with adapters if it has any."""
+        return self.adapt(make(self.architecture, self.size, key), key)
+
+    def adapt(self, model: Params, key: PRNGKeyArray) -> Params:
+        """Return a model with fresh adapters, whose A follows from the key."""
+        return model if self.adapters is None else adapt(model, self.adapters, jr.fold_in(key, 7))
 
     def shapes(self) -> Params:
-        """Return the model with shapes in place of values."""
+        """Return the model with shapes in place of values, with adapters if it has any."""
+        return eqx.filter_eval_shape(lambda: self.init(jr.key(0)))
+
+    def plain_shapes(self) -> Params:
+        """Return the model without adapters, with shapes in place of values."""
         return shapes(self.architecture, self.size)
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the model."""
+        """The number of parameters of the model, without adapters."""
         return count(self.architecture, self.size)
 
     @property

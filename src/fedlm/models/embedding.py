@@ -61,6 +61,7 @@ class Stem(eqx.Module):
         return jnp.zeros((at.shape[0], like.shape[-1]), like.dtype)
 
     def _after(self, x: Array, added: Array) -> Array:
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a frozen embedding may be shorter
         if self.positions == "sinusoidal":
             # Embeddings have unit length, but the squared length of a sinusoid is embed / 2:
             # embeddings are scaled up, as in the original.

@@ -9,6 +9,8 @@ Not here: whole models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import equinox as eqx
@@ -23,15 +25,41 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 PLAIN_FLOOR, INVARIANT_FLOOR = 1e-5, 1e-12
 
 
+Product = Callable[[Array, Array], Array]
+
+
+def _product(weight: Float[Array, "out in"], x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+    return x @ weight.T
+
+
 class Linear(eqx.Module):
     """`x W^T + b`; the bias is left out where homogeneity does not allow it."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
 
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        y = x @ self.weight.T
+    def __call__(
+        self, x: Float[Array, "... in"], product: Product = _product
+    ) -> Float[Array, "... out"]:
+        y = product(self.weight, x)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+
+
+class Adapted(Linear):
+    """A frozen linear layer and a low-rank change of it: `x W^T + b + scale (x A^T) B^T`.
+
+    The change is never added to the matrix: its gradient then costs `rank` columns, not a matrix.
+    """
+
+    lora_a: Float[Array, "rank in"]
+    lora_b: Float[Array, "out rank"]
+    scale: float = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "... in"], product: Product = _product
+    ) -> Float[Array, "... out"]:
+        change = product(self.lora_b, product(self.lora_a, x))
+        return Linear.__call__(self, x, product) + self.scale * change
 
 
 def linear(key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
@@ -56,14 +84,48 @@ class Norm(eqx.Module):
         return x if self.shift is None else x + jnp.broadcast_to(self.shift, x.shape)
 
 
-def norm(embed: int, *, shift: bool = True) -> Norm:
+def norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR) -> Norm:
     """Make the usual layer norm, with a gain and perhaps a shift."""
-    return Norm(jnp.ones(embed), jnp.zeros(embed) if shift else None)
+    return Norm(jnp.ones(embed), jnp.zeros(embed) if shift else None, floor)
 
 
 def bare_norm() -> Norm:
     """Make a layer norm without weights, which maps `x` and `k x` to the same output (k > 0)."""
     return Norm(None, None, INVARIANT_FLOOR)
+
+
+class RmsNorm(eqx.Module):
+    """Root-mean-square norm: lengths alone are made equal, means stay (Zhang & Sennrich 2019)."""
+
+    gain: Float[Array, " embed"]
+    floor: float = eqx.field(static=True, default=PLAIN_FLOOR)
+
+    def __call__(self, x: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.floor)
+        return x * jnp.broadcast_to(self.gain, x.shape)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: pairs of a head's numbers are turned by angles that grow with position.
+
+    The first `width` numbers of a head are turned, number i together with number i + width / 2
+    (Su et al. 2021, in the order of Hugging Face's weights).
+    """
+
+    width: int
+    theta: float = 10_000.0
+
+    def __call__(
+        self, x: Float[Array, "batch heads seq size"], at: Int[Array, " seq"]
+    ) -> Float[Array, "batch heads seq size"]:
+        rates = self.theta ** (-np.arange(0, self.width, 2) / self.width)
+        angles = at.astype(x.dtype)[:, None] * jnp.asarray(rates, x.dtype)[None]
+        turned = (*x.shape[:3], self.width // 2)
+        cos, sin = (jnp.broadcast_to(wave(angles), turned) for wave in (jnp.cos, jnp.sin))
+        first, second = jnp.split(x[..., : self.width], 2, axis=-1)
+        parts = [first * cos - second * sin, second * cos + first * sin, x[..., self.width :]]
+        return jnp.concatenate(parts, axis=-1)
 
 
 def sinusoids(positions: Float[Array, " seq"], embed: int) -> Float[Array, "seq embed"]:
@@ -118,7 +180,7 @@ def _tied_backward(tokens, gradients):  # type: ignore[no-untyped-def]
     return d_embedding.at[tokens].add(d_found), None
 
 
-tied.defvjp(_tied_forward, _tied_backward)
+tied.defvjp(_tied_forward, _tied_backward)  # not called where the embedding is frozen
 
 
 def softmax_weights(

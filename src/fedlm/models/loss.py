@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
-from fedlm.models.packing import FEWEST_COLUMNS, enough
+from fedlm.models.packing import FEWEST_COLUMNS, dense_zero, enough
 
 SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
+# The most logits that are held at once, 128 MiB in float32; more rows are taken in several blocks.
+MOST_LOGITS = 1 << 25
 
 
 def plain_cross_entropy(
@@ -38,33 +40,69 @@ def cross_entropy(
     """Return the sum of nats over the targets that are not PAD.
 
     The forward pass computes both gradients while the logits are in cache; the logits are not
-    kept.
+    kept, and at most `MOST_LOGITS` of them are held at a time.
 
         forward    features (F), readout (W) -> logits = F W^T -> p = softmax(logits) -> nats
                    keeps:  d_F = (p - onehot) W       (rows, embed)
-                           d_W = (p - onehot)^T F     (vocab, embed)
+                           d_W = (p - onehot)^T F     (vocab, embed), unless W is frozen
                    a row with a PAD target adds nothing to nats, d_F and d_W
         backward   g = d_nats  ->  features: g d_F,  readout: g d_W,  targets: none
     """
-    return _forward(features, readout, targets)[0]
+    return _both(features, readout, targets, trained=False)[0]
 
 
-def _partition(features, readout, counts):  # type: ignore[no-untyped-def]
+def _in_blocks(compute, vocab, *x):  # type: ignore[no-untyped-def]
+    """Apply `compute` to blocks of rows whose logits are few enough.
+
+    It returns arrays over rows, and a sum over rows or None.
+    """
+    rows, block = x[0].shape[0], max(1, MOST_LOGITS // vocab)
+    if rows <= block:
+        return compute(*x)
+    blocks = -(-rows // block)
+    block = -(-rows // blocks)  # even blocks
+
+    def cut(part):  # type: ignore[no-untyped-def]
+        beyond = ((0, blocks * block - rows), *((0, 0) for _ in part.shape[1:]))
+        return jnp.pad(part, beyond).reshape(blocks, block, *part.shape[1:])
+
+    def step(total, part):  # type: ignore[no-untyped-def]
+        made, more = compute(*part)
+        return jax.tree.map(jnp.add, total, more), made
+
+    cuts = tuple(map(cut, x))
+    like = jax.eval_shape(compute, *(part[0] for part in cuts))[1]
+    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    total, made = jax.lax.scan(step, none, cuts)
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:rows], made), total
+
+
+def _partition(features, readout, counts, trained):  # type: ignore[no-untyped-def]
     """Return the log partition function of each row and its gradients for features and readout.
 
     The gradients are computed while the logits are still in cache. The exponentials stay
     unnormalised: dividing a row of `embed` numbers by its sum is far cheaper than dividing a row
     of `vocab` numbers.
     """
-    logits = features @ readout.T
-    top = jnp.max(logits, axis=1)
-    raised = jnp.exp(logits - top[:, None])
-    total = jnp.sum(raised, axis=1)
-    share = (counts / total)[:, None]
-    return jnp.log(total) + top, (raised @ readout) * share, raised.T @ (features * share)
+
+    def of(features, counts):  # type: ignore[no-untyped-def]
+        logits = features @ readout.T
+        top = jnp.max(logits, axis=1)
+        raised = jnp.exp(logits - top[:, None])
+        total = jnp.sum(raised, axis=1)
+        share = (counts / total)[:, None]
+        d_readout = raised.T @ (features * share) if trained else None
+        return (jnp.log(total) + top, (raised @ readout) * share), d_readout
+
+    (logs, d_features), d_readout = _in_blocks(of, readout.shape[0], features, counts)
+    return logs, d_features, d_readout
 
 
 def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
+    return _both(features.value, readout.value, targets.value, trained=readout.perturbed)
+
+
+def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
     """Return the sum of nats, and the gradients that `_backward` scales.
 
     Short rows leave half of a batch empty, and logits are most of the work. So the real targets
@@ -79,14 +117,15 @@ def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
     wanted = readout[targets]
 
     def first(size):  # type: ignore[no-untyped-def]
-        logs, d_first, d_readout = _partition(features[:size], readout, counts[:size])
+        logs, d_first, d_readout = _partition(features[:size], readout, counts[:size], trained)
         beyond = (0, rows - size)
         return jnp.pad(logs, beyond), jnp.pad(d_first, (beyond, (0, 0))), d_readout
 
     logs, d_features, d_readout = enough(jnp.sum(targets != PAD), rows, first, SIZES)
     nats = jnp.sum(counts * (logs - jnp.sum(features * wanted, axis=1)))
     d_features = d_features - wanted * counts[:, None]
-    d_readout = d_readout.at[targets].add(-features * counts[:, None])
+    if trained:
+        d_readout = d_readout.at[targets].add(-features * counts[:, None])
     if rows >= FEWEST_COLUMNS:
         d_features = jnp.zeros_like(d_features).at[order].set(d_features, unique_indices=True)
     return nats, (d_features, d_readout)
@@ -94,10 +133,11 @@ def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
 
 def _backward(gradients, cotangent):  # type: ignore[no-untyped-def]
     d_features, d_readout = gradients
-    return d_features * cotangent, d_readout * cotangent, None
+    cotangent = dense_zero(cotangent)
+    return d_features * cotangent, None if d_readout is None else d_readout * cotangent, None
 
 
-cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def scores(
@@ -106,13 +146,18 @@ def scores(
     targets: Int[Array, " rows"],
 ) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
     """Return the nats of each target, and whether no other token was more likely."""
-    logits = features @ readout.T
-    top = jnp.max(logits, axis=1)
-    at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-    total = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)
-    nats = jnp.log(total) + top - at_target
-    real = targets != PAD
-    return jnp.where(real, nats, 0.0), real & (at_target >= top)
+
+    def of(features, targets):  # type: ignore[no-untyped-def]
+        logits = features @ readout.T
+        top = jnp.max(logits, axis=1)
+        at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        total = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)
+        nats = jnp.log(total) + top - at_target
+        real = targets != PAD
+        return (jnp.where(real, nats, 0.0), real & (at_target >= top)), None
+
+    nats, right = _in_blocks(of, readout.shape[0], features, targets)[0]
+    return nats, right
 
 
 def token_loss(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fedlm.models.layers import Linear
-from fedlm.models.packing import Packing, enough
+from fedlm.models.packing import Packing, dense_zero, enough
 
 SIZES = 8  # compiled sizes of a product, forward and backward, for every layer
 
@@ -49,8 +49,7 @@ class Packed:
 
     def product(self, layer: Linear, x: Array) -> Array:
         """Apply a linear layer to every column in use."""
-        y = product(self.size, layer.weight, x)
-        return y if layer.bias is None else y + layer.bias[None]
+        return layer(x, lambda weight, x: product(self.size, weight, x))
 
     def rows(self, compute: Callable[..., Array], *x: Array) -> Array:
         """Unpack columns into rows, apply `compute`, and pack the result.
@@ -73,29 +72,36 @@ def product(
     Here n is the least compiled size that holds `size` columns.
 
         forward    y[:n] = x[:n] W^T,  y[n:] = 0       keeps: size, W, x
-        backward   d_W = d_y[:n]^T x[:n]
-                   d_x[:n] = d_y[:n] W,  d_x[n:] = 0
+        backward   d_W = d_y[:n]^T x[:n]               unless W is frozen
+                   d_x[:n] = d_y[:n] W,  d_x[n:] = 0   unless x depends on nothing that is trained
     """
-    return _forward(size, weight, x)[0]
+    return _product(size, weight, x)
 
 
-def _forward(size, weight, x):  # type: ignore[no-untyped-def]
+def _product(size, weight, x):  # type: ignore[no-untyped-def]
     columns = x.shape[0]
 
     def first(n):  # type: ignore[no-untyped-def]
         return jnp.pad(x[:n] @ weight.T, ((0, columns - n), (0, 0)))
 
-    return enough(size, columns, first, SIZES), (size, weight, x)
+    return enough(size, columns, first, SIZES)
+
+
+def _forward(size, weight, x):  # type: ignore[no-untyped-def]
+    # What one gradient does not need is not kept: a frozen model has more layers than inputs.
+    kept = size.value, weight.value, x.value if weight.perturbed else None
+    return _product(size.value, weight.value, x.value), kept
 
 
 def _backward(saved, d_y):  # type: ignore[no-untyped-def]
     size, weight, x = saved
-    columns = x.shape[0]
+    columns, d_y = d_y.shape[0], dense_zero(d_y)
 
     def first(n):  # type: ignore[no-untyped-def]
-        return d_y[:n].T @ x[:n], jnp.pad(d_y[:n] @ weight, ((0, columns - n), (0, 0)))
+        d_x = jnp.pad(d_y[:n] @ weight, ((0, columns - n), (0, 0)))
+        return (None if x is None else d_y[:n].T @ x[:n]), d_x
 
     return (None, *enough(size, columns, first, SIZES))
 
 
-product.defvjp(_forward, _backward)
+product.defvjp(_forward, _backward, symbolic_zeros=True)

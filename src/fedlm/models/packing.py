@@ -16,10 +16,11 @@ have the same width, and the length of a stage is data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
 from fedlm.core.types import PAD
@@ -128,3 +129,10 @@ def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T], size
     branches = [lambda n=n: compute(n) for n in choice]
     chosen: T = jax.lax.switch(which, branches)
     return chosen
+
+
+def dense_zero(gradient: Any) -> Array:
+    """Return a gradient as an array, also if JAX knows it to be zero and passes a symbol."""
+    if isinstance(gradient, SymbolicZero):
+        return jnp.zeros(gradient.shape, gradient.dtype)
+    return gradient

@@ -33,6 +33,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params, TrainablePart
+from fedlm.models import adapters
 
 ON_BASE = TrainablePart(
     init=lambda shared: shared.rest,
@@ -199,6 +200,10 @@ class PartKind:
     takes_feedback: bool = False  # the next round trains what a codec left out of an update
     by_member: bool = False  # members train different leaves, so codecs must work per leaf
     may_be_private: bool = True  # the clip bounds what the noise is added to
+    # Tells for each leaf whether it trains, if that is the same in every round: then the other
+    # leaves are the algorithm's base, which is held once and never sent.
+    leaves: Callable[[Params, PartOptions, PRNGKeyArray], list[bool]] | None = None
+    adapts: bool = False  # the model gets adapters before it is trained
 
 
 def _in_turn(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[TrainablePart, ...]:
@@ -206,10 +211,19 @@ def _in_turn(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[Tra
     return tuple(drawn_subset(like, options.fraction, k) for k in keys)
 
 
+def _fraction(like: Params, options: PartOptions, key: PRNGKeyArray) -> list[bool]:
+    return leaves_by_fraction(like, options.fraction, key)
+
+
+def _adapters(like: Params, options: PartOptions, key: PRNGKeyArray) -> list[bool]:
+    return leaves_by_name(like, [adapters.TRAINED])
+
+
 TRAINABLE: dict[str, PartKind] = {
     "all": PartKind(make=lambda like, options, key: (TrainablePart(),), takes_feedback=True),
     "fixed": PartKind(
-        make=lambda like, options, key: (drawn_subset(like, options.fraction, key),),
+        make=lambda like, options, key: (subset(_fraction(like, options, key)),),
+        leaves=_fraction,
         takes_fraction=True,
         takes_feedback=True,
     ),
@@ -221,5 +235,11 @@ TRAINABLE: dict[str, PartKind] = {
     ),
     "low-rank": PartKind(
         make=lambda like, options, key: (low_rank(like, options.rank),), may_be_private=False
+    ),
+    "lora": PartKind(
+        make=lambda like, options, key: (subset(_adapters(like, options, key)),),
+        leaves=_adapters,
+        takes_feedback=True,
+        adapts=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""Pre-norm Transformer decoders, plain and scale-invariant, and the MPT style.
+"""Pre-norm Transformer decoders: plain, scale-invariant, GPT-2's, GPT-NeoX's and MPT's wiring.
 
 In:       rows of tokens.
 Out:      features of every position, of the width of the embedding.
@@ -13,8 +13,10 @@ of degree two, and a last norm without weights takes the degree away.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -24,11 +26,27 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.models.attention import Attention, attention
 from fedlm.models.embedding import Positions, Stem, stem
-from fedlm.models.layers import Linear, Norm, Predictors, bare_norm, linear, norm, tied
+from fedlm.models.layers import (
+    PLAIN_FLOOR,
+    Linear,
+    Norm,
+    Predictors,
+    RmsNorm,
+    Rotary,
+    bare_norm,
+    linear,
+    norm,
+    tied,
+)
 from fedlm.models.packed_layout import Layout, Packed, Whole
 from fedlm.models.packing import FEWEST_COLUMNS, gather, pack
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
+Activation = Literal["relu", "gelu", "gelu-exact"]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,  # by the hyperbolic tangent
+    "gelu-exact": partial(jax.nn.gelu, approximate=False),
+}
 
 
 class Feedforward(eqx.Module):
@@ -56,40 +74,58 @@ def feedforward(
 
 
 class Block(eqx.Module):
-    """Attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream.
 
-    norm_attention: Norm
+    In a `parallel` block both read what came into the block.
+    """
+
+    norm_attention: Norm | RmsNorm
     attention: Attention
-    norm_feedforward: Norm
-    feedforward: Feedforward
+    norm_feedforward: Norm | RmsNorm
+    feedforward: Any  # (features, layout) -> features
+    parallel: bool = eqx.field(static=True, default=False)
 
     def __call__(self, x: Array, layout: Layout) -> Array:
-        x = x + self.attention(self.norm_attention(x), layout)
-        return x + self.feedforward(self.norm_feedforward(x), layout)
+        return self._add(x, self.attention(self.norm_attention(x), layout), layout)
+
+    def _add(self, x: Array, seen: Array, layout: Layout) -> Array:
+        fed = x if self.parallel else x + seen
+        out = x + seen if self.parallel else fed
+        return out + self.feedforward(self.norm_feedforward(fed), layout)
 
     def start(self, batch: int, capacity: int) -> Any:
         return self.attention.start(batch, capacity)
 
     def advance(self, x: Float[Array, "batch embed"], cache: Any, at: Array) -> tuple[Array, Any]:
         seen, cache = self.attention.advance(self.norm_attention(x), cache, at)
-        x = x + seen
-        return x + self.feedforward(self.norm_feedforward(x), Whole()), cache
+        return self._add(x, seen, Whole()), cache
+
+
+# So many blocks of one shape are one compiled loop: fewer run faster one by one, and thirty would
+# take minutes to compile.
+FEWEST_SCANNED = 8
 
 
 class Decoder(eqx.Module):
-    """A stem, blocks, a last norm, and the same embedding as output matrix."""
+    """A stem, blocks, a last norm, and an output matrix: a head of its own, or the embedding."""
 
     stem: Stem
     blocks: tuple[Any, ...]
-    last: Norm | None
+    last: Norm | RmsNorm | None
+    head: Float[Array, "vocab embed"] | None = None
+    remat: bool = eqx.field(static=True, default=False)  # compute a block again for its gradient
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Return the features of each position; their product with the embedding gives logits."""
         return self._through(self.stem(inputs), Whole())
 
     def _through(self, x: Array, layout: Layout) -> Array:
-        for block in self.blocks:
-            x = block(x, layout)
+        def run(block: Any, x: Array) -> Array:
+            return block(x, layout)
+
+        step = jax.checkpoint(run) if self.remat else run
+        for _, alike in itertools.groupby(self.blocks, _shape):
+            x = _through_blocks(step, list(alike), x)
         return x if self.last is None else self.last(x)
 
     def predictors(
@@ -98,14 +134,20 @@ class Decoder(eqx.Module):
         """Return features and targets for the loss, without the gaps of short rows."""
         batch, seq = targets.shape
         if batch * seq < FEWEST_COLUMNS:
-            found, readout = tied(self.stem.embedding, inputs)
+            found, readout = self._found(inputs)
             features = self._through(self.stem.place(found), Whole())
             return Predictors(features.reshape(batch * seq, -1), readout, targets.reshape(-1))
         packing = pack(targets)
-        found, readout = tied(self.stem.embedding, gather(packing, inputs))
+        found, readout = self._found(gather(packing, inputs))
         x = self.stem.place_columns(found, packing.time, seq)
         features = self._through(x, Packed(packing, batch, seq))
         return Predictors(features, readout, gather(packing, targets))
+
+    def _found(self, tokens: Int[Array, "..."]) -> tuple[Array, Array]:
+        """Return the embeddings of tokens, and the output matrix."""
+        if self.head is None:
+            return tied(self.stem.embedding, tokens)
+        return self.stem.embedding[tokens], self.head
 
     def start(self, batch: int, capacity: int = 256) -> tuple[Array, tuple[Any, ...]]:
         """Return the state before the first token, with room for `capacity` tokens."""
@@ -122,7 +164,33 @@ class Decoder(eqx.Module):
 
     @property
     def readout(self) -> Float[Array, "vocab embed"]:
-        return self.stem.embedding
+        return self.stem.embedding if self.head is None else self.head
+
+
+def _shape(block: Any) -> Any:
+    """Return what two blocks have in common that one compiled loop can run."""
+    leaves, structure = jax.tree.flatten(block)
+    return structure, [(x.shape, x.dtype) for x in leaves]
+
+
+def _through_blocks(step: Callable[[Any, Array], Array], blocks: list[Any], x: Array) -> Array:
+    """Apply blocks of one shape, as a loop if they are many.
+
+    They are stacked inside the compiled program alone: a model's leaves are those of single blocks.
+    Frozen blocks below the first adapter have another shape than those above, so they make a loop
+    of their own, which needs no backward pass.
+    """
+    if len(blocks) < FEWEST_SCANNED:
+        for block in blocks:
+            x = step(block, x)
+        return x
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *blocks)
+    return jax.lax.scan(lambda x, block: (step(block, x), None), x, stacked)[0]
+
+
+def head(key: PRNGKeyArray, vocab: int, embed: int, *, tied: bool) -> Array | None:
+    """Make an output matrix whose first logits are near zero, or None for a tied one."""
+    return None if tied else 0.02 * jr.normal(jr.fold_in(key, 1), (vocab, embed))
 
 
 def transformer(
@@ -139,19 +207,39 @@ def transformer(
     row_floor: float = 0.1,
     bias: bool = True,
     activation: str = "gelu",
+    norm_epsilon: float = PLAIN_FLOOR,
+    parallel: bool = False,
+    rotary_fraction: float = 0.0,
+    rope_theta: float = 10_000.0,
+    tied: bool = True,
 ) -> Decoder:
-    """Make a fresh decoder; `bias=False` with ALiBi is the MPT style."""
+    """Make a fresh decoder.
+
+    `bias=False` with ALiBi is the MPT style, learned positions are GPT-2's. GPT-NeoX turns a
+    fraction of each head by rotary positions, in parallel blocks.
+    """
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
+    width = int(rotary_fraction * (embed // heads)) // 2 * 2  # pairs are turned
     made = []
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):
-        floor = row_floor if invariant else None
         attend = attention(
-            k_attention, embed, heads, bias=bias, row_floor=floor, alibi=positions == "alibi"
+            k_attention,
+            embed,
+            heads,
+            bias=bias,
+            row_floor=row_floor if invariant else None,
+            alibi=positions == "alibi",
+            rotary=Rotary(width, rope_theta) if width else None,
         )
         feed = feedforward(
             k_feedforward, embed, units, bias=bias, invariant=invariant, activation=activation
         )
-        fresh = [bare_norm() if invariant else norm(embed, shift=bias) for _ in range(2)]
-        made.append(Block(fresh[0], attend, fresh[1], feed))
+        norms = [_norm(embed, bias, norm_epsilon, invariant) for _ in range(2)]
+        made.append(Block(norms[0], attend, norms[1], feed, parallel))
     first = stem(k_stem, vocab, embed, positions=positions, length=length, invariant=invariant)
-    return Decoder(first, tuple(made), bare_norm() if invariant else norm(embed, shift=bias))
+    last = _norm(embed, bias, norm_epsilon, invariant)
+    return Decoder(first, tuple(made), last, head(k_stem, vocab, embed, tied=tied))
+
+
+def _norm(embed: int, shift: bool, floor: float, invariant: bool) -> Norm:
+    return bare_norm() if invariant else norm(embed, shift=shift, floor=floor)

@@ -26,6 +26,12 @@ most p times the sum over these, if a client can join p rounds of a restart. Wit
 sum_k n_k^2 <= w sum_v n_v^2 for every placement and after any number of rounds, as a count is
 released only after its restart, when all these nodes are complete. So s^-2 + w (2 c)^-2 = z^-2
 makes the whole cost no more than nodes alone with noise z, the plan's noise multiplier.
+
+The account takes what the tree releases in place of its nodes, R_k = |M u|^2 for the released
+matrix M (`sensitivity.released_tree`), which is less. The same w serves: the running sum at the end
+of a restart is computed from the releases, a client moves it by n_k and its variance is at most b,
+so n_k^2 <= b R_k; and M has no negative entry and ones or more on its diagonal, so that each of the
+n_k rounds adds at least one to R_k and n_k^2 <= p n_k <= p R_k.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from fedlm.methods.optimizers import (
     server_optimizer,
 )
 from fedlm.models import catalog
-from fedlm.models.partial import ON_BASE, TRAINABLE, PartKind, PartOptions, leaves_by_fraction
+from fedlm.models.partial import ON_BASE, TRAINABLE, PartKind, PartOptions
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
@@ -75,12 +75,11 @@ def algorithm_of(
 
 
 def trained_leaves(recipe: Recipe, like: Params) -> list[bool] | None:
-    """Return a flag per leaf, True if it is trained; None unless a fixed part is trained."""
-    wire = recipe.wire
-    if wire.trainable != "fixed":
+    """Return a flag per leaf, True if it is trained; None unless all rounds train the same part."""
+    leaves = TRAINABLE[recipe.wire.trainable].leaves
+    if leaves is None:
         return None
-    key = key_for(recipe.run.seed, "partial")
-    return leaves_by_fraction(like, wire.trainable_fraction, key)
+    return leaves(like, _part_options(recipe), key_for(recipe.run.seed, "partial"))
 
 
 def _base_maker(start: Callable[[], Params], keep: list[bool]) -> Callable[[], Params]:
@@ -116,9 +115,13 @@ def method_options(
 
 def parts_of(recipe: Recipe, like: Params) -> tuple[TrainablePart, ...]:
     """Return the parts of the model that rounds train in turn."""
+    kind = TRAINABLE[recipe.wire.trainable]
+    return kind.make(like, _part_options(recipe), key_for(recipe.run.seed, "partial"))
+
+
+def _part_options(recipe: Recipe) -> PartOptions:
     wire = recipe.wire
-    options = PartOptions(fraction=wire.trainable_fraction, subsets=wire.subsets, rank=wire.rank)
-    return TRAINABLE[wire.trainable].make(like, options, key_for(recipe.run.seed, "partial"))
+    return PartOptions(fraction=wire.trainable_fraction, subsets=wire.subsets, rank=wire.rank)
 
 
 def pooled_algorithm(recipe: Recipe) -> Algorithm:
@@ -194,7 +197,9 @@ def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
         _check_private(recipe)
     feedback = recipe.wire.error_feedback
     if feedback or METHODS[method].keeps_client_state:
-        remembered = 4 * tree.size(like) * sampling.population
+        keep = trained_leaves(recipe, like)
+        trained = like if keep is None else tree.split(like, keep)[0]
+        remembered = 4 * tree.size(trained) * sampling.population
         require(
             remembered <= MOST_REMEMBERED,
             "wire.error_feedback" if feedback else "client.method",

@@ -28,11 +28,15 @@ from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.tokenizer_file import load_library
 from fedlm.engine.catalog import ENGINES
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
-from fedlm.models import catalog
+from fedlm.models import catalog, interop
+from fedlm.models.adapters import Adapters
 from fedlm.models.catalog import ModelSpec, ScoreFn
+from fedlm.models.interop import gguf
+from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
@@ -149,10 +153,13 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
 
 def resolve(recipe: Recipe, store: Store) -> Recipe:
     """Return the recipe with all values filled in that its model, store and plan decide."""
+    recipe = recipe.model_copy(update={"model": with_base_sizes(recipe.model)})
     size = dimensions(recipe.model, store.vocabulary)
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
+    if size.vocab == store.vocabulary:
+        del sizes["vocab"]  # the store decides it
     data, decided = recipe.data, vars(store.settings)
     if data.source is not None:
         decided = {**decided, "tokenizer": data.tokenizer}  # a path, where the store says "file"
@@ -166,19 +173,69 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     )
 
 
+def with_base_sizes(model: Model) -> Model:
+    """Return the model's settings with the sizes of the model made elsewhere that it begins from.
+
+    Settings that are given must agree with it.
+    """
+    path = Path(model.init_from or "")
+    reader = interop.reader_of(path) if model.init_from else None
+    if reader is None:
+        return model
+    base = reader.base(path)
+    sizes = {"name": base.architecture, **base.sizes}
+    for name, value in sizes.items():
+        given = getattr(model, name)
+        require(
+            name not in model.model_fields_set or given in (None, value),
+            f"model.{name}",
+            given,
+            f"{value!r}, as the model in {path} has it",
+            "Leave the setting out.",
+        )
+    return model.model_copy(update=sizes)
+
+
 def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
     """Return the sizes of the named model, changed where the recipe says so."""
-    said = {k: v for k, v in model if v is not None and k not in ("name", "init_from")}
+    fields = catalog.Dimensions.__dataclass_fields__
+    said = {k: v for k, v in model if v is not None and k in fields}
     named = catalog.NAMED[model.name]
-    size = replace(named.size, vocab=vocab, **said)
+    size = replace(named.size, **{"vocab": vocab, **said})
     require(
-        not catalog.ARCHITECTURES[named.architecture].attends
-        or size.embedding_size % size.heads == 0,
+        size.vocab >= vocab,
+        "model.vocab",
+        size.vocab,
+        f"at least {vocab}, the vocabulary of the tokenizer",
+        "Prepare the text with the model's own tokenizer: fedlm prepare --tokenizer tokenizer.json."
+        if model.init_from
+        else "",
+    )
+    if catalog.ARCHITECTURES[named.architecture].attends:
+        _check_heads(size)
+    return size
+
+
+def _check_heads(size: catalog.Dimensions) -> None:
+    require(
+        size.head_size is not None or size.embedding_size % size.heads == 0,
         "model.heads",
         size.heads,
         f"a divisor of model.embedding_size, which is {size.embedding_size}",
     )
-    return size
+    require(
+        size.heads % (size.key_heads or 1) == 0,
+        "model.key_heads",
+        size.key_heads,
+        f"a divisor of model.heads, which is {size.heads}",
+    )
+    width = size.head_size or size.embedding_size // size.heads
+    require(
+        size.head_size is None or width % 2 == 0,
+        "model.head_size",
+        size.head_size,
+        "an even number: rotary positions turn pairs",
+    )
 
 
 # ---- the parts of a run --------------------------------------------------------------------
@@ -227,10 +284,31 @@ def pooled_rows(rows: ClientRows) -> Rows:
 
 
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
-    """Return the architecture and the sizes that a recipe names."""
+    """Return the architecture, the sizes and the adapters that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
     size = dimensions(recipe.model, vocabulary)
-    return ModelSpec(named.architecture, size, recipe.model.name)
+    return ModelSpec(named.architecture, size, recipe.model.name, adapters_of(recipe))
+
+
+def adapters_of(recipe: Recipe) -> Adapters | None:
+    """Return the adapters that a recipe trains; None if it trains a model itself."""
+    wire, model = recipe.wire, recipe.model
+    adapts = TRAINABLE[wire.trainable].adapts
+    require(
+        adapts or model.base_dtype == "float32",
+        "model.base_dtype",
+        model.base_dtype,
+        "'float32' unless wire.trainable = 'lora' freezes the model",
+    )
+    if not adapts:
+        return None
+    return Adapters(
+        rank=wire.rank,
+        alpha=wire.alpha,
+        targets=wire.targets,
+        last_blocks=wire.last_blocks,
+        base_dtype=model.base_dtype,
+    )
 
 
 def start_key(recipe: Recipe) -> PRNGKeyArray:
@@ -239,23 +317,58 @@ def start_key(recipe: Recipe) -> PRNGKeyArray:
 
 
 def start_model(recipe: Recipe, store: Store, spec: ModelSpec) -> Params:
-    """Return the model before training: another run's, or a fresh one decided by the seed."""
+    """Return the model before training, with fresh adapters if the recipe trains adapters."""
+    if recipe.model.init_from is not None:
+        _check_tokenizer(Path(recipe.model.init_from), store)
+    return spec.adapt(plain_start(recipe, spec), start_key(recipe))
+
+
+def plain_start(recipe: Recipe, spec: ModelSpec) -> Params:
+    """Return the model that training or adapters begin from.
+
+    It is that of `model.init_from`, another run's or one made elsewhere; or a fresh one.
+    """
     if recipe.model.init_from is None:
-        return spec.init(start_key(recipe))
+        return catalog.make(spec.architecture, spec.size, start_key(recipe))
     path = Path(recipe.model.init_from)
+    reader = interop.reader_of(path)
+    if reader is not None:
+        return reader.load(path, spec.size)
+    file = _weights_file(path)
+    return from_bytes(file.read_bytes(), spec.plain_shapes(), f"model.init_from = {str(path)!r}")
+
+
+def _weights_file(path: Path) -> Path:
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            f"model.init_from = {str(path)!r}: expected a model.safetensors, or a run directory "
-            "that holds one."
+            f"model.init_from = {str(path)!r}: expected a model.safetensors, a run directory that "
+            "holds one, a Hugging Face folder with config.json, or a GGUF file."
         )
-    made, ours = file.parent / "tokenizer.json", store.path / "tokenizer.json"
-    if made.is_file() and made.read_bytes() != ours.read_bytes():
+    return file
+
+
+def _check_tokenizer(path: Path, store: Store) -> None:
+    """Raise `ConfigError` if the model at a path has another tokenizer than the store."""
+    ours = store.tokenizer.library
+    folder = path if path.is_dir() else path.parent
+    file = folder / "tokenizer.json"
+    if path.suffix == gguf.SUFFIX:
+        size = store.vocabulary
+        same = [ours.id_to_token(n) for n in range(size)] == gguf.tokens_of(path)[:size]
+    elif interop.reader_of(path) is None:
+        _weights_file(path)
+        theirs = (store.path / "tokenizer.json").read_bytes()
+        same = not file.is_file() or file.read_bytes() == theirs
+    else:
+        # By meaning: the store keeps the file as the library writes it.
+        same = not file.is_file() or load_library(file).to_str() == ours.to_str()
+    if not same:
         raise ConfigError(
             f"model.init_from = {str(path)!r}: its tokenizer is not that of the store "
-            f"{store.path}, so its tokens mean other words."
+            f"{store.path}, so its tokens mean other words. Prepare the text with fedlm prepare "
+            "--tokenizer and the model's tokenizer.json."
         )
-    return from_bytes(file.read_bytes(), spec.shapes(), f"model.init_from = {str(path)!r}")
 
 
 def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
@@ -269,7 +382,7 @@ def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
         return start_model(recipe, store, spec)
 
     # The base of a run and its first state then share their arrays in memory.
-    return cache(start) if recipe.wire.trainable == "fixed" else start
+    return cache(start) if TRAINABLE[recipe.wire.trainable].leaves is not None else start
 
 
 def batch_spec(recipe: Recipe) -> BatchSpec:

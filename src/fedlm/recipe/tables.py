@@ -10,7 +10,7 @@ Not here: TOML files and errors (`settings.py`), `[federation]` (`federation.py`
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticKnownError
@@ -23,10 +23,12 @@ from fedlm.engine.catalog import ENGINES
 from fedlm.local.train import WEIGHTS
 from fedlm.methods.catalog import METHODS
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from fedlm.models.adapters import QUERIES_AND_VALUES
 from fedlm.models.catalog import NAMED
 from fedlm.models.cells import MEASURES
 from fedlm.models.embedding import Positions
 from fedlm.models.partial import TRAINABLE
+from fedlm.models.transformer import Activation
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.choices import one_of
 from fedlm.recipe.federation import Decay, FederationTable, NotNegative, Positive
@@ -127,7 +129,14 @@ class Model(Table):
     )
     init_from: str | None = Field(
         default=None,
-        description="A `model.safetensors` or a run directory whose model training starts from.",
+        description="The model that training starts from: a `model.safetensors`, a run directory, "
+        "a Hugging Face folder (`config.json` and safetensors) or a GGUF file. The last two decide "
+        "name and sizes of the model.",
+    )
+    base_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
+        "`bfloat16` takes half the memory.",
     )
     embedding_size: Count | None = Field(default=None, description="Numbers per token embedding.")
     hidden_size: Count | None = Field(
@@ -143,8 +152,55 @@ class Model(Table):
         default=None, description="Taps of a Conformer's convolution, in tokens."
     )
     positions: Positions | None = Field(default=None, description="How attention knows positions.")
+    length: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        default=None, description="Learned positions: how many there are, in tokens."
+    )
+    vocab: Count | None = Field(
+        default=None,
+        description="Rows of the embedding, if there are more than the tokenizer has tokens; "
+        "published models round them up.",
+    )
+    activation: Activation | None = Field(
+        default=None,
+        description="Transformer, MPT, GPT-2, GPT-NeoX: activation of a feed-forward layer; `gelu` "
+        "is computed by the hyperbolic tangent.",
+    )
+    norm_epsilon: Positive | None = Field(
+        default=None,
+        description="Llama, MPT, GPT-2, GPT-NeoX: the number under the root of a norm.",
+    )
+    key_heads: Count | None = Field(
+        default=None,
+        description="Llama: heads of keys and values, which divide `heads`; not set: as many as "
+        "`heads`.",
+    )
+    head_size: Count | None = Field(
+        default=None,
+        description="Llama: numbers per head; not set: `embedding_size` over `heads`.",
+    )
+    rope_theta: Positive | None = Field(
+        default=None, description="Llama, GPT-NeoX: base of the periods of rotary positions."
+    )
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="GPT-NeoX: the part of a head that rotary positions turn."
+    )
+    parallel: bool | None = Field(
+        default=None, description="GPT-NeoX: whether attention and feed-forward read the same."
+    )
+    qkv_bias: bool | None = Field(
+        default=None, description="Llama: whether queries, keys and values have biases, as Qwen2's."
+    )
+    tied: bool | None = Field(
+        default=None,
+        description="Llama, GPT-NeoX: whether the embedding is also the output matrix.",
+    )
     cell_layer_norm: bool | None = Field(
         default=None, description="Whether a recurrent cell applies layer norm to each gate."
+    )
+    remat: bool | None = Field(
+        default=None,
+        description="Decoders: whether a block is computed again for its gradient, in place of "
+        "keeping all it computed: for long rows.",
     )
     si_measure: Annotated[str, one_of(MEASURES)] | None = Field(
         default=None, description="SI-CIFG: the measure of a vector that it is divided by."
@@ -365,7 +421,8 @@ class Wire(Table):
         default="all",
         description="Which part of the model members train: `all`; `fixed`, one subset of its "
         "tensors; `round`, subsets that take turns; `member`, each member its own subset in each "
-        "round; `low-rank`, factors of its matrices.",
+        "round; `low-rank`, factors of its matrices, drawn anew in each round; `lora`, adapters on "
+        "a frozen model.",
     )
     trainable_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
@@ -375,7 +432,19 @@ class Wire(Table):
     subsets: Count = Field(
         default=4, description="`round`: how many subsets take turns; each is a compiled program."
     )
-    rank: Count = Field(default=8, description="`low-rank`: the rank of a matrix's update.")
+    rank: Count = Field(default=8, description="`low-rank`, `lora`: the rank of a matrix's update.")
+    alpha: Positive = Field(
+        default=16.0, description="`lora`: a matrix changes by `alpha` / `rank` times B A."
+    )
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default=QUERIES_AND_VALUES,
+        description="`lora`: names of the linear layers with an adapter, with `*`.",
+    )
+    last_blocks: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="`lora`: only so many blocks have adapters, from the end; blocks before them "
+        "need no backward pass. 0 is all blocks.",
+    )
     error_feedback: bool = Field(
         default=False,
         description="Whether members add what the codec left out to their next update; it is kept "
@@ -397,7 +466,10 @@ class RunTable(Table):
     devices: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Devices on this machine; 0 is one per core."
     )
-    checkpoint_every: Count = Field(default=10, description="Rounds between two checkpoints.")
+    checkpoint_every: Count = Field(
+        default=10,
+        description="Rounds between two checkpoints; under a privacy plan every round is saved.",
+    )
     keep_checkpoints: Count = Field(
         default=3, description="How many of the newest checkpoints are kept."
     )

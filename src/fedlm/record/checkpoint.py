@@ -114,6 +114,12 @@ def from_bytes(data: bytes, like: Any, where: str) -> Any:
 
 def saved_in(data: bytes, like: Any, where: str) -> Saved:
     """Return the tree and the facts that `to_bytes` wrote."""
+    arrays, facts = arrays_in(data, where)
+    return Saved(_fit(arrays, like, where), facts)
+
+
+def arrays_in(data: bytes, where: str) -> Saved:
+    """Return the arrays by leaf name, and the facts, that `to_bytes` wrote."""
     try:
         size = int.from_bytes(data[:8], "little")
         arrays = load_tensors(data)
@@ -123,7 +129,7 @@ def saved_in(data: bytes, like: Any, where: str) -> Saved:
         raise RecordError(f"{where} is damaged: {error}.") from None
     if digest != _digest(arrays, facts):
         raise RecordError(f"{where} is damaged: its digest does not match.")
-    return Saved(_fit(arrays, like, where), json.loads(facts))
+    return Saved(arrays, json.loads(facts))
 
 
 def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:

@@ -222,6 +222,15 @@ class RunDirectory:
         return found
 
 
+def adapter_beside(weights: Path) -> Path:
+    """Return the path of the adapters of a model, beside its weights.
+
+    >>> adapter_beside(Path("run/model.safetensors")).name
+    'model.adapter.safetensors'
+    """
+    return weights.with_suffix(".adapter.safetensors")
+
+
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """Describe the first setting in which two recipes differ."""
     for table in sorted(there.keys() | here.keys()):

@@ -1,0 +1,299 @@
+"""A finished run as files that other programs load.
+
+In:       a run directory, a format.
+Out:      a folder.
+Promise:  the model there gives the logits of the run's model; an adapter that never left its start,
+          or whose base has changed, is refused; one line in `FORMATS` adds a format.
+Not here: names and layouts (`models/interop`), ONNX itself (`record/export.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedlm.core import tree
+from fedlm.core.errors import RecordError, require
+from fedlm.core.types import Params
+from fedlm.corpus import tokenizer_file
+from fedlm.corpus.tokenizer import TextTokenizer
+from fedlm.inference import load_params
+from fedlm.models import catalog
+from fedlm.models.interop import gguf, huggingface, peft
+from fedlm.recipe import parts
+from fedlm.recipe.settings import Recipe, load
+from fedlm.record import checkpoint, report
+from fedlm.record.checkpoint import write_atomically
+from fedlm.record.directory import RunDirectory, adapter_beside
+from fedlm.record.export import to_onnx
+
+Files = dict[str, bytes]
+CARD, LARGEST_CARD = "README.md", 1 << 20
+
+
+class FinishedRun:
+    """What an export reads of a finished run."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory.finished()
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return load(self.directory.recipe)
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return tokenizer_file.load_tokenizer(self.directory.tokenizer)
+
+    @cached_property
+    def spec(self) -> catalog.ModelSpec:
+        return parts.model_spec(self.recipe, self.tokenizer.vocabulary)
+
+    @cached_property
+    def params(self) -> Params:
+        """The model after training, adapters merged."""
+        model = self.recipe.model
+        return load_params(model, self.tokenizer.vocabulary, self.directory.weights)
+
+    @cached_property
+    def kind(self) -> str:
+        """The `model_type` that Transformers knows the model by."""
+        return huggingface.family_of(self.spec.architecture, self.spec.size)
+
+    @cached_property
+    def factors(self) -> dict[str, np.ndarray]:
+        """The A and B of the run's adapters."""
+        file = adapter_beside(self.directory.weights)
+        if not file.is_file():
+            raise RecordError(
+                f"{self.directory.path} trained the model itself, not adapters: expected a run "
+                "with wire.trainable = 'lora'. Export it with --format huggingface."
+            )
+        return dict(checkpoint.arrays_in(file.read_bytes(), str(file)).state)
+
+    def check_learned(self) -> None:
+        """Raise `RecordError` if the adapters are as they began: then nothing was learned."""
+        if not any(np.any(x) for name, x in self.factors.items() if name.endswith(".lora_b")):
+            raise RecordError(
+                f"{self.directory.path}: its adapters equal their start, so there is nothing to "
+                "export: train more rounds, or with a higher learning rate."
+            )
+
+    @cached_property
+    def base(self) -> Params:
+        """The frozen model under the run's adapters, which must be the one they were trained on."""
+        file = adapter_beside(self.directory.weights)
+        digest = checkpoint.arrays_in(file.read_bytes(), str(file)).facts["base"]
+        plain = parts.plain_start(self.recipe, self.spec)
+        dtype = jnp.dtype(self.recipe.model.base_dtype)
+        if tree.sha256(jax.tree.map(lambda x: x.astype(dtype), plain)) != digest:
+            raise RecordError(
+                f"model.init_from = {self.recipe.model.init_from!r}: this is not the model that "
+                f"the adapters of {self.directory.path} were trained on: bring back that one."
+            )
+        return plain
+
+
+# ---- formats ---------------------------------------------------------------------------------
+
+
+def _safetensors(run: FinishedRun) -> Files:
+    return {"model.safetensors": run.directory.weights.read_bytes()}
+
+
+def _onnx(run: FinishedRun) -> Files:
+    params, length = run.params, run.recipe.data.sequence_length
+    return {"model.onnx": to_onnx(lambda tokens: catalog.logits(params, tokens), length)}
+
+
+def _huggingface(run: FinishedRun) -> Files:
+    if run.spec.adapters is not None:
+        run.check_learned()
+    return {**_folder(run, run.params), CARD: card(run).encode()}
+
+
+def _peft(run: FinishedRun) -> Files:
+    factors, adapters = run.factors, run.spec.adapters
+    run.check_learned()
+    assert adapters is not None  # or there were no factors
+    base, origin = run.base, run.recipe.model.init_from
+    ready = origin is not None and (Path(origin) / huggingface.CONFIG).is_file()
+    where = str(origin) if ready else "base"
+    files = peft.files_of(run.kind, run.spec.size, adapters, factors, where)
+    beside = {} if ready else {f"base/{k}": v for k, v in _folder(run, base).items()}
+    return {**files, CARD: card(run, adapter=True).encode(), **beside}
+
+
+def _folder(run: FinishedRun, params: Params) -> Files:
+    """Return the files of a Hugging Face folder."""
+    special = run.tokenizer.special
+    tokens = {"bos_token_id": special.bos, "eos_token_id": special.eos}
+    config = huggingface.config_of(run.kind, run.spec.size, tokens)
+    return {
+        huggingface.WEIGHTS: huggingface.weights_of(run.kind, run.spec.size, params),
+        huggingface.CONFIG: _json(config),
+        "generation_config.json": _json({"_from_model_config": True, **tokens}),
+        **_tokenizer(run),
+    }
+
+
+def _tokenizer(run: FinishedRun) -> Files:
+    """Return the tokenizer's files: those of the base where it has them, with its chat template."""
+    special = tokenizer_file.special_tokens_map(run.tokenizer)
+    made = {"tokenizer_class": "PreTrainedTokenizerFast", **json.loads(special)}
+    theirs = Path(run.recipe.model.init_from or "") / "tokenizer_config.json"
+    kept = run.recipe.model.init_from and theirs.is_file()
+    return {
+        "tokenizer.json": run.directory.tokenizer.read_bytes(),
+        "tokenizer_config.json": theirs.read_bytes() if kept else _json(made),
+        run.directory.special_tokens.name: special,
+    }
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _plain(make: Callable[[FinishedRun], Files]) -> Callable[[FinishedRun], Files]:
+    """Return a format of one file, with the tokenizer beside it."""
+    return lambda run: {
+        **make(run),
+        "tokenizer.json": run.directory.tokenizer.read_bytes(),
+        run.directory.special_tokens.name: tokenizer_file.special_tokens_map(run.tokenizer),
+    }
+
+
+FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
+    "safetensors": _plain(_safetensors),
+    "onnx": _plain(_onnx),
+    "huggingface": _huggingface,
+    "peft": _peft,
+}
+
+
+def write(directory: RunDirectory, kind: str, folder: Path) -> Path:
+    """Write a run's model in a format, and return the path of its main file."""
+    require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
+    files = FORMATS[kind](FinishedRun(directory))
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, data)
+    return folder / next(iter(files))
+
+
+# ---- the model card --------------------------------------------------------------------------
+
+
+def card(run: FinishedRun, *, adapter: bool = False) -> str:
+    """Return the model card: data, rounds, privacy, bytes, perplexity, and the base's licence."""
+    facts, origin = report.facts_of(run.directory.path), run.recipe.model.init_from
+    licence = licence_of(origin)
+    told = facts.final.get("test") or facts.final.get("validation") or {}
+    head = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "tags: [fedlm]"]
+    head += [f"license: {licence}"] if licence else []
+    head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
+    before = facts.header["start"].get("perplexity")
+    after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
+    store, last = facts.header["store"], facts.rounds[-1] if facts.rounds else {}
+    lines = [
+        *head,
+        "---",
+        "",
+        f"# {run.directory.path.resolve().name}",
+        "",
+        f"A `{run.spec.architecture}` language model, trained by fedlm with federated averaging on "
+        "text that stayed where it was written.",
+        "",
+        f"- Data: {store.get('clients', '?')} clients; tokenizer of {run.tokenizer.vocabulary} "
+        "tokens.",
+        f"- Rounds: {len(facts.rounds)}, {run.recipe.server.cohort} clients each; "
+        f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
+        f"- Bytes uploaded by all clients: {last.get('upload_bytes', 0):,}.",
+        f"- Perplexity on the same held-out rows: {_figure(before)} before, "
+        f"{_figure(after)} after.",
+        f"- Perplexity on all held-out text: {_figure(told.get('perplexity'))} after.",
+        *_privacy(facts.final.get("privacy")),
+        f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: float | None) -> str:
+    return "not told" if value is None else f"{value:.2f}"
+
+
+def _privacy(claim: dict[str, Any] | None) -> list[str]:
+    """Return the run's claim in its own words, with what it does not cover."""
+    if claim is None:
+        return ["- Privacy: no privacy plan, and no promise."]
+    return [
+        f"- Privacy: {claim['sentence']}",
+        *(f"  - Not covered: {words}" for words in claim["not_covered"]),
+        *(f"  - Assumed: {words}" for words in claim["assumptions"]),
+    ]
+
+
+def _base_words(origin: str | None) -> str:
+    if origin is None:
+        return "none; the model began from random numbers."
+    if origin.endswith(gguf.SUFFIX):
+        return f"`{Path(origin).name}`, a GGUF file made into float32; a quantised one lost digits."
+    return f"`{Path(origin).name}`."
+
+
+def licence_of(origin: str | None) -> str | None:
+    """Return the licence that a base states, in its model card or its GGUF settings."""
+    if origin is None:
+        return None
+    path = Path(origin)
+    if path.suffix == gguf.SUFFIX and path.is_file():
+        return gguf.licence_of(path)
+    file = path / CARD
+    if not file.is_file() or file.stat().st_size > LARGEST_CARD:
+        return None
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[:200]:
+        if line.startswith("license:"):
+            return line.removeprefix("license:").strip().strip("\"'") or None
+    return None
+
+
+# ---- a GGUF file as a folder -------------------------------------------------------------------
+
+
+def convert(path: Path, folder: Path) -> Path:
+    """Write the model and the tokenizer of a GGUF file as a Hugging Face folder.
+
+    Quantised weights become the float32 numbers that they stand for.
+    """
+    base = gguf.read_base(path)
+    size = catalog.Dimensions(**base.sizes)
+    kind = huggingface.family_of(base.architecture, size)
+    library, names = gguf.tokenizer_of(path)
+    tokens = {
+        f"{name}_id": None if token is None else library.token_to_id(token)
+        for name, token in names.items()
+        if name != "unk_token"
+    }
+    template = gguf.chat_template_of(path)
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    licence = gguf.licence_of(path)
+    head = f"---\nlicense: {licence}\n---\n\n" if licence else ""
+    files = {
+        huggingface.WEIGHTS: huggingface.weights_of(kind, size, gguf.load(path, size)),
+        huggingface.CONFIG: _json(huggingface.config_of(kind, size, tokens)),
+        "generation_config.json": _json({"_from_model_config": True, **tokens}),
+        "tokenizer.json": library.to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json(told | ({"chat_template": template} if template else {})),
+        CARD: f"{head}# {path.stem}\n\nMade by fedlm from `{path.name}`; quantised weights are "
+        "the float32 numbers that they stand for.\n".encode(),
+    }
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    return folder / huggingface.WEIGHTS
