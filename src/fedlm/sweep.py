@@ -38,7 +38,6 @@ from typing import Any
 import jax
 
 from fedlm import lineage
-from fedlm.core import tree
 from fedlm.core.errors import ConfigError, DivergenceError, RecordError, nearest, require
 from fedlm.core.keys import generator_for
 from fedlm.privacy import ledger, selection
@@ -52,7 +51,7 @@ from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
-from fedlm.training import Watcher, train
+from fedlm.training import Watcher, start_sha256, train
 
 Point = dict[str, Any]
 SEED, NAME = "run.seed", "name"
@@ -223,7 +222,7 @@ def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> B
         out,
         first.store,
         selection_entry(plan, rounds, law.law, law.mean),
-        start_sha256=tree.sha256(first.start()),
+        start_sha256=start_sha256(first),
         start=start,
     )
     scores = {}

@@ -279,11 +279,19 @@ def _begin_lineage(run: Run, ahead: WriteAhead | None) -> None:
         run.store,
         run=lineage.new_run() if ahead is None else ahead.entries[0]["run"],
         private=run.plan is not None,
-        start_sha256=tree.sha256(run.start()),
+        start_sha256=start_sha256(run),
         start=start,
         elsewhere=run.elsewhere,
         register=run.counted,
     )
+
+
+def start_sha256(run: Run) -> str:
+    """Return the hash of the model that a run starts from, as the run that made it wrote it.
+
+    Fresh adapters are no part of it: with them no start model would be recognised.
+    """
+    return tree.sha256(without_adapters(run.start()))
 
 
 def _given_module(run: Run) -> bool:
@@ -498,7 +506,8 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     journal.append(release(run.plan, "final", final))
     journal.sync()
     own = run.round.own_models(state)
-    hashes = ([tree.sha256(m) for m in of.values()] for of in (models, own))
+    # Of what `save_weights` writes.
+    hashes = ([tree.sha256(merged(m)) for m in of.values()] for of in (models, own))
     lineage.add_models(directory.path, run.store, *hashes)
     for name, params in models.items():
         save_weights(directory.weights_of(name), params, run)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.deploy.local import check_deployable
@@ -15,7 +16,7 @@ from fedlm.models.adapters import merged
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import adapter_beside
-from fedlm.training import Watcher, train
+from fedlm.training import Watcher, start_sha256, train
 
 LORA = (
     "model.name=llama", "model.layers=2", "model.heads=2", "model.embedding_size=8",
@@ -58,6 +59,9 @@ def test_only_b_is_trained_kept_and_sent(made):
     whole = load_params(run.recipe.model, run.store.vocabulary, run.record.weights)
     found = run.evaluation.of_models({"": whole}, run.evaluation.splits()[0])
     assert found["perplexity"] == pytest.approx(summary["perplexity"], rel=1e-5)
+    # Or a private run from this model would call it public.
+    child = made(f"model.init_from={path}", out="child")
+    assert start_sha256(child) in lineage.read(path / lineage.FILE).models
 
 
 def test_a_run_keeps_the_frozen_part_in_memory_once(made):
