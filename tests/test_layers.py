@@ -97,7 +97,7 @@ def test_only_keys_draw_randomness():
 
 def test_every_name_is_defined():
     """Shapes in strings are no names, so the linter's own rule is off; here they are left out."""
-    options = "check --isolated --select F821 --output-format concise".split()
+    options = ["check", "--isolated", "--select", "F821", "--output-format", "concise"]
     found = subprocess.run(
         [sys.executable, "-m", "ruff", *options, str(SRC)],
         capture_output=True,
