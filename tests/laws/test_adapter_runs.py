@@ -80,7 +80,7 @@ def test_a_run_keeps_the_frozen_part_in_memory_once(made):
         pytest.param(("model.base_dtype=bfloat16",), id="bfloat16"),
     ],
 )
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_both_engines_and_a_resumed_run_end_alike(made, changes):
     def stopped():
         seen = []

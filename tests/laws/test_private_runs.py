@@ -99,6 +99,8 @@ def test_a_run_with_a_secret_of_its_own_goes_on_with_it(private, tmp_path):
     for path in (whole / "checkpoints").iterdir():
         if path.name < "round-000005":
             (cut / "checkpoints" / path.name).write_bytes(path.read_bytes())
+    for counted in private.glob(".fedlm/stores/*/ledgers"):  # or the store knows of later rounds
+        shutil.rmtree(counted)
     done = call(private, "train", cut / "recipe.toml", "--out", cut, "--resume")
     assert done.code == 0 and "going on after round 4" in done.stderr, done.stderr
     same(cut, whole)

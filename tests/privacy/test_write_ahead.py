@@ -3,6 +3,7 @@ for twice."""
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -145,6 +146,7 @@ def test_a_saved_round_is_not_played_again_with_other_lanes(
     assert summary["epsilon"] == spent(mesh.plan, ROUNDS).epsilon
 
 
+@pytest.mark.slow
 def test_lanes_do_differ(tree, tmp_path):
     """Or the test above would show nothing."""
     digests = set()
@@ -156,6 +158,7 @@ def test_lanes_do_differ(tree, tmp_path):
     assert len(digests) == 2
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_ledger_pays_once(tree, tmp_path, monkeypatch):
     out = tmp_path / "run"
     killed_at(tree[0], out, 2, monkeypatch, (Ledger, "append"))
@@ -164,6 +167,7 @@ def test_a_kill_before_the_ledger_pays_once(tree, tmp_path, monkeypatch):
     assert released(out) == list(range(ROUNDS))
 
 
+@pytest.mark.slow
 def test_finish_alone_pays_for_the_last_round(tree, tmp_path, monkeypatch):
     out = tmp_path / "run"
     killed_at(tree[0], out, ROUNDS - 1, monkeypatch, (Ledger, "append"))
@@ -181,6 +185,7 @@ def without_states(out, first):
             path.unlink()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lost", ["checkpoints", "ledger.jsonl"])
 def test_no_run_goes_on_without_its_states_or_its_ledger(tree, tmp_path, monkeypatch, lost):
     out = tmp_path / "run"
@@ -194,8 +199,12 @@ def test_no_run_goes_on_without_its_states_or_its_ledger(tree, tmp_path, monkeyp
     (tmp_path / "lost").rename(out / lost)
     lines = (out / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (out / "ledger.jsonl").write_bytes(b"".join(lines[:-2]))
+    with pytest.raises(RecordError, match="the run directory is an older copy"):
+        go_on(tree[0], out)
+    shutil.rmtree(tree[0].store.path / "ledgers")  # also where no store remembers it
     with pytest.raises(RecordError, match="lacks lines that were there when round 4 was saved"):
         go_on(tree[0], out)
+    shutil.rmtree(tree[0].store.path / "ledgers")
     other = json.loads(lines[-1]) | {"digest": "0" * 64}
     (out / "ledger.jsonl").write_bytes(b"".join([*lines[:-1], json.dumps(other).encode(), b"\n"]))
     with pytest.raises(RecordError, match="are of different runs"):
@@ -299,6 +308,7 @@ HOLD = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_train_in_one_directory(tree, folder, tmp_path, monkeypatch):
     out = tmp_path / "run"
     killed_at(tree[0], out, 2, monkeypatch)
