@@ -59,7 +59,7 @@ def test_a_store_made_with_a_file_trains_and_predicts_words(run_cli, tiny_recipe
     assert named["eos_token"] in ("<|endoftext|>", "</s>")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_a_recipe_names_a_file_beside_it_and_goes_on(run_cli, tiny_recipe, tmp_path, file):
     name = f"{file.parent.name}/tokenizer.json"
     stored(tiny_recipe, source="tiny.jsonl", tokenizer=name)

@@ -109,7 +109,7 @@ def rounds(engine, chosen, count=2):
     return state, upload, download
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_mesh_equals_loop_over_rounds(name):
     chosen = ALGORITHMS[name]()

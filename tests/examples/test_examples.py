@@ -13,7 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     "script, rounds, words",
     [
-        ("own_text.py", 2, ("round 2: perplexity", "i hope to ...", "report.html")),
+        pytest.param(
+            "own_text.py",
+            2,
+            ("round 2: perplexity", "i hope to ...", "report.html"),
+            marks=pytest.mark.slow,  # half a minute of compiling
+        ),
         pytest.param(
             "private_training.py",
             2,

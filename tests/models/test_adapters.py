@@ -51,6 +51,7 @@ def test_a_fresh_adapter_changes_nothing_and_follows_from_its_key():
         assert name.endswith("lora_b") == (not np.any(x)) == np.array_equal(x, other[name])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("batch", [3, 16])  # rows as they are, and packed
 def test_merged_it_is_the_same_function(batch):
     model = moved(adapt(plain(), replace(SMALL, targets=("*",)), jax.random.key(0)))
@@ -85,6 +86,7 @@ def gradient_program(adapters, batch):
     return jax.make_jaxpr(jax.grad(nats))(trained)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("batch", [3, 16])
 def test_blocks_below_the_first_adapter_need_no_backward_pass(batch):
     def products(adapters):
@@ -104,6 +106,7 @@ def test_no_gradient_of_a_frozen_matrix_is_computed():
         assert f":{shape} = dot_general" not in made, shape
 
 
+@pytest.mark.slow
 def test_a_frozen_model_in_bfloat16_is_nearly_the_same():
     model = moved(adapt(plain(), SMALL, jax.random.key(0)))
     short = moved(adapt(plain(), replace(SMALL, base_dtype="bfloat16"), jax.random.key(0)))

@@ -58,13 +58,14 @@ def test_shapes_and_type(name, size):
     assert {leaf.dtype for leaf in jax.tree.leaves((model, features))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @every
 def test_a_fresh_model_guesses(name, size):
     nats, count = catalog.loss(fresh(name, size), rows(batch=6, width=11))
     assert abs(nats / count - np.log(size.vocab)) < 0.8
 
 
+@pytest.mark.slow
 def test_a_head_of_ones_own_is_trained_apart_from_the_embedding():
     model = fresh("llama", replace(SIZE, tied=False))
     grad = jax.grad(lambda m: catalog.loss(m, rows()).nats)(model)
@@ -77,6 +78,7 @@ def test_grouped_queries_keep_a_smaller_cache():
     assert model.start(3, 16)[1][0].keys.shape == (3, 2, 16, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [3, 16])  # rows as they are, and packed
 def test_many_blocks_as_a_loop_are_the_same_model(monkeypatch, batch):
     size = replace(SIZE, layers=3, key_heads=2)
@@ -122,7 +124,7 @@ def test_a_later_token_never_changes_an_earlier_feature(name, size):
     assert np.abs(before[:, 6:] - after[:, 6:]).max() > 1e-6
 
 
-@pytest.mark.sample(2)  # a gradient takes long to compile
+@pytest.mark.sample(1)
 @each
 def test_padding_is_inert(name):
     model, tokens = fresh(name, SIZE), rows()
@@ -134,7 +136,7 @@ def test_padding_is_inert(name):
         np.testing.assert_allclose(x, y, atol=2e-4 * max(1.0, float(np.abs(x).max())))
 
 
-@pytest.mark.sample(2)  # a gradient takes long to compile
+@pytest.mark.sample(1)
 @each
 def test_padding_gives_no_gradient_to_any_word(name):
     """An array looked up at -1 gives its last entry: no row of the embedding may notice."""
@@ -145,7 +147,7 @@ def test_padding_gives_no_gradient_to_any_word(name):
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(grad))
 
 
-@pytest.mark.sample(2)  # a gradient takes long to compile
+@pytest.mark.sample(1)
 @each
 def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name):
     model, traces = fresh(name, SIZE), []
@@ -169,7 +171,7 @@ def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name):
     assert len(traces) == 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @each
 def test_leaving_out_what_short_rows_do_not_hold_changes_nothing(name):
     """Enough columns to be packed, rows of all lengths: the loss of `features`, and its gradient.

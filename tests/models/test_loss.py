@@ -40,6 +40,7 @@ def test_leaving_out_the_padding_changes_nothing(pads):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [23, 200])
 def test_few_logits_at_a_time_give_the_same(monkeypatch, rows):
     features, readout, targets = example(rows=rows)
@@ -72,6 +73,7 @@ def test_a_large_vocabulary_never_makes_more_logits_than_stated(monkeypatch):
     assert max(sizes(whole.jaxpr)) >= 64 * 500
 
 
+@pytest.mark.slow
 def test_a_frozen_output_matrix_costs_no_gradient():
     features, readout, targets = example(rows=200)
     both = jax.grad(cross_entropy, (0, 1))(features, readout, targets)

@@ -61,8 +61,8 @@ def ragged_rows(batch, seq, vocab, seed):
     return jnp.asarray(rows)
 
 
+@pytest.mark.sample(1)
 # 16 rows have stages of several widths, 16 x 12 columns have several sizes of products.
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "batch, seq, layers",
     [(3, 7, 1), (16, 5, 2), (16, 12, 1)],

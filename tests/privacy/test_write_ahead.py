@@ -100,6 +100,7 @@ def test_a_round_is_saved_then_paid_for_then_told(tree, tmp_path, monkeypatch):
     assert order == [*begun, *each, ("final", None)]
 
 
+@pytest.mark.slow
 def test_without_a_plan_nothing_is_paid_for(folder, tmp_path):
     (plain,) = runs_of(folder, "server.rounds=2", engines=("mesh",))
     go_on(plain, tmp_path / "run")

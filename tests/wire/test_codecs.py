@@ -38,6 +38,7 @@ def test_bytes_carry_exactly_what_simulation_assumes(codec):
         )
 
 
+@pytest.mark.sample(3)
 @all_codecs
 def test_so_they_do_inside_a_larger_compiled_program(codec):
     """As an engine uses it: in a loop, on a computed update, added to a sum."""
@@ -90,6 +91,7 @@ def test_deflate_shortens_codes_to_nearly_their_entropy():
     assert entropy < len(payload) < 1.03 * entropy < 0.95 * inner.encoded_bytes(x)
 
 
+@pytest.mark.sample(3)
 @all_codecs
 def test_leaves_can_be_left_out_with_the_draws_of_the_whole(codec):
     """A member that trains some leaves sends those as if it sent all; no byte is of the others."""
@@ -141,6 +143,7 @@ def test_a_tree_without_numbers_is_a_short_frame(codec):
         same_bits(codec.decode(payload, nothing), nothing)
 
 
+@pytest.mark.sample(3)
 @all_codecs
 def test_leaves_of_half_precision_keep_their_type(codec):
     sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), update())
