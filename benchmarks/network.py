@@ -56,7 +56,7 @@ def engine_of(transport: Transport, names: list[str]) -> RemoteEngine:
         recipe="",
         seed=0,
         exact=dense(),
-        patience=Quorum(),
+        quorum=Quorum(),
     )
 
 
@@ -77,7 +77,7 @@ def another(sent: jax.Array) -> jax.Array:
 
 def rounds(engine: RemoteEngine, sent: jax.Array, count: int) -> list[float]:
     """Seconds of each round; the sum must be what it is."""
-    members = np.arange(len(engine.seats))
+    members = np.arange(len(engine.assignments))
     seconds = []
     for number in range(count):
         began = time.perf_counter()

@@ -373,10 +373,10 @@ def test_the_ledger_is_shown(node, asked, tmp_path, run_cli):
 def test_a_relay_asks_the_same_of_a_question(node, asked, folder, tmp_path):
     names = ["north", "south"]
     below = {n: Worker(Store(folder / "dealt" / n), Policy()) for n in names}
-    post = LocalTransport(below)
-    relay = Relay(tmp_path, post, names, Quorum(), name="r", say=lambda text: None)
+    transport = LocalTransport(below)
+    relay = Relay(tmp_path, transport, names, Quorum(), name="r", say=lambda text: None)
     question = replace(asked(below["north"], members=(0, 12)), text=relay.hello().text)
-    before = len(post.asked)
+    before = len(transport.asked)
     for change, why in (
         ({"round": 4}, "4 rounds"),
         ({"clip_norm": 1.0}, "the plan has 0.1"),
@@ -384,7 +384,7 @@ def test_a_relay_asks_the_same_of_a_question(node, asked, folder, tmp_path):
         ({"counter": 9}, "older copy"),
     ):
         assert why in said(relay, replace(question, **change))
-    assert len(post.asked) == before, "the nodes below were not even asked"
+    assert len(transport.asked) == before, "the nodes below were not even asked"
     assert "nodes answered" in said(relay, question)  # they refuse its frame
     assert "another question" in said(relay, replace(question, members=(0, 13)))
 

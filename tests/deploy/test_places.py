@@ -85,20 +85,20 @@ def simulated(folder, store, *changes, table=TREE, out=Path()):
 
 
 def relay(folder, name, nodes):
-    post = LocalTransport(nodes)
+    transport = LocalTransport(nodes)
     path = folder / name
     path.mkdir(parents=True)
-    return Relay(path, post, sorted(nodes), Quorum(), name=name, say=lambda text: None)
+    return Relay(path, transport, sorted(nodes), Quorum(), name=name, say=lambda text: None)
 
 
-def networked(recipe, parts, nodes, post=None, out=Path(), **more):
+def networked(recipe, parts, nodes, transport=None, out=Path(), **more):
     """The tree over what is there: nodes, relays, or both."""
-    post = post or LocalTransport(nodes)
-    seats = registration.assign_members(
+    transport = transport or LocalTransport(nodes)
+    assignments = registration.assign_members(
         LocalTransport(nodes), sorted(nodes), lambda n, h: None, lambda text: None
     )
     held = parts["server"]
-    return networked_run(resolve(recipe, held), held, seats, out, post=post, **more)
+    return networked_run(resolve(recipe, held), held, assignments, out, transport=transport, **more)
 
 
 def direct(folder, workers):
@@ -180,11 +180,11 @@ def same(a, b):
 
 def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
     plain = ("federation.optimizer=fedavg", "federation.learning_rate=1.0")
-    post, tallies = LocalTransport(workers), []
-    more = {"patience": Quorum(quorum=0.25, deadline=5.0), "tell": tallies.append}
-    over = networked(recipe_of(folder, *plain), parts, workers, post, **more)
+    transport, tallies = LocalTransport(workers), []
+    more = {"quorum": Quorum(quorum=0.25, deadline=5.0), "on_stats": tallies.append}
+    over = networked(recipe_of(folder, *plain), parts, workers, transport, **more)
     before, _ = rounds(over, 1)
-    post.away |= {"town-0", "town-2", "town-1"}
+    transport.away |= {"town-0", "town-2", "town-1"}
     after, (facts,) = rounds(over, 1, before)
     number = {name: i for i, name in enumerate(over.round.config.topology.names)}
     gone = ("south side", "the town-0", "the town-2", "the town-1")
@@ -201,17 +201,17 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     assert not same(after.params[0], before.params[0])
     assert facts["members"] == 1 and sorted(tallies[-1].away) == ["town-0", "town-1", "town-2"]
-    post.away.clear()
+    transport.away.clear()
     assert rounds(over, 1, after)[1][0]["members"] == 4
 
 
 def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, workers):
     """Asked together, so that a quorum is one of all nodes."""
-    post, patience = LocalTransport(workers), Quorum(quorum=0.5)
+    transport, quorum = LocalTransport(workers), Quorum(quorum=0.5)
     recipe = recipe_of(folder, "federation.order=together", table=MIXED)
-    over = networked(recipe, parts, workers, post, patience=patience)
+    over = networked(recipe, parts, workers, transport, quorum=quorum)
     before, _ = rounds(over, 1)
-    post.away.add("town-0")
+    transport.away.add("town-0")
     after, (facts,) = rounds(over, 1, before)
     assert facts["members"] == 3 and facts["nodes"]["a"]["missed"]
     assert "loss" not in facts["nodes"]["a"] and "agreement" in facts["nodes"]["a"]
@@ -220,7 +220,7 @@ def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, worke
 
 def test_a_round_in_levels_is_one_line(folder, parts, workers):
     tallies = []
-    rounds(networked(recipe_of(folder, table=MIXED), parts, workers, tell=tallies.append), 1)
+    rounds(networked(recipe_of(folder, table=MIXED), parts, workers, on_stats=tallies.append), 1)
     assert tallies[-1].answered == ["town-3", "town-0", "town-2", "town-1"]
     assert tallies[-1].up_bytes == 4 * tallies[0].up_bytes > 0
 
@@ -309,9 +309,9 @@ def test_a_node_that_makes_no_sense_is_named():
 
 def test_assignments_are_kept_with_the_nodes_below(tmp_path, parts, workers):
     nodes = nested(tmp_path, workers)
-    seats = registration.assign_members(
+    assignments = registration.assign_members(
         LocalTransport(nodes), sorted(nodes), lambda n, h: None, lambda t: None
     )
-    assert [p for p, _ in seats[0].leaves] == ["inner/town-1", "inner/town-2", "town-3"]
-    registration.save_assignments(tmp_path / "seats.json", seats)
-    assert registration.load_assignments(tmp_path / "seats.json") == seats
+    assert [p for p, _ in assignments[0].leaves] == ["inner/town-1", "inner/town-2", "town-3"]
+    registration.save_assignments(tmp_path / "seats.json", assignments)
+    assert registration.load_assignments(tmp_path / "seats.json") == assignments

@@ -79,9 +79,9 @@ def test_a_tree_of_places_over_relays(tmp_path):
     assert shown["networked"]["rounds"] == 2
     assert shown["networked"]["nodes"][0]["name"] == "world"
     assert shown["largest_difference"] < 1e-6
-    seats = json.loads((tmp_path / "demo" / "networked" / "seats.json").read_text())
-    assert [seat["name"] for seat in seats] == ["north", "south"]
-    assert [path for path, _ in seats[0]["leaves"]] == ["town-1", "town-3"]
+    assignments = json.loads((tmp_path / "demo" / "networked" / "seats.json").read_text())
+    assert [assignment["name"] for assignment in assignments] == ["north", "south"]
+    assert [path for path, _ in assignments[0]["leaves"]] == ["town-1", "town-3"]
     judged_again(RunDirectory(tmp_path / "demo" / "networked"), shown["networked"]["nodes"])
 
 

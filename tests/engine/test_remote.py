@@ -51,8 +51,10 @@ def simulated(folder, store, *changes):
     return flat_run(resolve(recipe, store), store, out=folder)
 
 
-def deployed(whole, post, seats, **more):
-    return networked_run(whole.recipe, whole.store, seats, whole.record.path, post=post, **more)
+def deployed(whole, transport, assignments, **more):
+    return networked_run(
+        whole.recipe, whole.store, assignments, whole.record.path, transport=transport, **more
+    )
 
 
 def round_of(experiment, state, clip_norm=np.inf):
@@ -92,9 +94,9 @@ CASES = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
-    made, seats, _ = nodes
+    made, assignments, _ = nodes
     whole = simulated(folder, store, *CASES[name])
-    over = deployed(whole, LocalTransport(made), seats)
+    over = deployed(whole, LocalTransport(made), assignments)
     state = whole.round.init(whole.start())
     clip_norm = float(state.clip_norm)
     here, there = round_of(whole, state, clip_norm), round_of(over, state, clip_norm)
@@ -123,16 +125,16 @@ def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     ],
 )
 def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_path):
-    made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
+    made, assignments, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, *changes)
     state = whole.round.init(whole.start())
-    flat = round_of(deployed(whole, LocalTransport(made), seats), state)
+    flat = round_of(deployed(whole, LocalTransport(made), assignments), state)
     below = LocalTransport({n: made[n] for n in "bc"})
     relay = Relay(tmp_path, below, ["b", "c"], Quorum(), name="r", say=lambda text: None)
     hello = relay.hello()
     above = (
-        seats[0],
-        seats[0]._replace(name="r", first=seats[0].clients, clients=hello.clients),
+        assignments[0],
+        assignments[0]._replace(name="r", first=assignments[0].clients, clients=hello.clients),
     )
     above = (above[0], above[1]._replace(text=hello.text))
     over = deployed(whole, LocalTransport({"a": made["a"], "r": relay}), above)
@@ -143,19 +145,19 @@ def test_a_relay_changes_nothing_but_the_address(changes, folder, store, tmp_pat
 
 
 def test_a_policy_refuses_and_the_server_is_told(folder, store, tmp_path):
-    made, seats, _ = workers(store, tmp_path, policy=Policy(smallest_cohort=100))
+    made, assignments, _ = workers(store, tmp_path, policy=Policy(smallest_cohort=100))
     whole = simulated(folder, store)
     state = whole.round.init(whole.start())
     with pytest.raises(EngineError, match=r"north refused: server\.cohort = 4"):
-        round_of(deployed(whole, LocalTransport(made), seats), state)
+        round_of(deployed(whole, LocalTransport(made), assignments), state)
 
 
 def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
-    made, seats, _ = nodes
+    made, assignments, _ = nodes
     whole = simulated(folder, store)
     state = whole.round.init(whole.start())
     only = round_of(
-        deployed(whole, LocalTransport(made), seats[:1]), state
+        deployed(whole, LocalTransport(made), assignments[:1]), state
     )  # north's members alone
     tallies = []
 
@@ -164,47 +166,47 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
         sums = ({n: 1.0 for n in ("weight", "nats", "tokens", "steps", "refused", "unclipped")},)
         return encode_reply(TrainReply(round=1, members=(9, 15), frames=frames, sums=sums))
 
-    for what, post in {
+    for what, transport in {
         "away": LocalTransport(made, away=["south"]),
         "late": LocalTransport(made, slow=["south"]),
         "garbage": LocalTransport({**made, "south": nonsense}),
     }.items():
-        more = {"patience": Quorum(quorum=0.5, deadline=0.3), "tell": tallies.append}
-        total = round_of(deployed(whole, post, seats, **more), state)
+        more = {"quorum": Quorum(quorum=0.5, deadline=0.3), "on_stats": tallies.append}
+        total = round_of(deployed(whole, transport, assignments, **more), state)
         assert "south" in getattr(tallies[-1], what) and tallies[-1].answered == ["north"]
         assert apart(total.delta, only.delta) == 0.0
         assert float(total.members) == (5 if what == "garbage" else 3)
 
 
 def test_a_node_that_came_back_is_asked_again(folder, store, nodes):
-    made, seats, _ = nodes
+    made, assignments, _ = nodes
     whole = simulated(folder, store)
     state = whole.round.init(whole.start())
-    post = LocalTransport(made, slow=["south"])  # it lost the question when it was killed
+    transport = LocalTransport(made, slow=["south"])  # it lost the question when it was killed
     looks = []
-    see = post.presence
+    see = transport.presence
 
     def presence():
         looks.append(1)
         if len(looks) == 2:
-            post.since["south"] = "second"
-            post.slow.clear()
+            transport.since["south"] = "second"
+            transport.slow.clear()
         return see()
 
-    post.presence = presence
-    total = round_of(deployed(whole, post, seats), state)
-    assert post.asked.count("south") == 2 and post.asked.count("north") == 1
+    transport.presence = presence
+    total = round_of(deployed(whole, transport, assignments), state)
+    assert transport.asked.count("south") == 2 and transport.asked.count("north") == 1
     assert float(total.members) == 5
 
 
 def test_no_update_counts_beyond_its_bound(folder, store, nodes):
     """Nodes that do not keep to the limit they are told."""
-    made, seats, _ = nodes
+    made, assignments, _ = nodes
     whole = simulated(folder, store, *CASES["private"][:-1])
     state = whole.round.init(whole.start())
     loud = {name: louder(worker) for name, worker in made.items()}
     tallies = []
-    over = deployed(whole, LocalTransport(loud), seats, tell=tallies.append)
+    over = deployed(whole, LocalTransport(loud), assignments, on_stats=tallies.append)
     with pytest.raises(EngineError, match="too few nodes answered") as error:
         round_of(over, state, float(state.clip_norm))
     assert not any(name in str(error.value) for name in made), "who was asked is a secret"
@@ -225,19 +227,19 @@ def louder(worker):
 
 
 def test_who_was_away_for_a_while_is_added_in_its_place(folder, store, tmp_path):
-    made, seats, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
+    made, assignments, _ = workers(store, tmp_path / "dealt", ("a", "b", "c"))
     whole = simulated(folder, store, "wire.upload=uniform-8")
     state = whole.round.init(whole.start())
     wanted = round_of(whole, state)
-    post, looks = LocalTransport(made, away=["a"]), []
-    see = post.presence
+    transport, looks = LocalTransport(made, away=["a"]), []
+    see = transport.presence
 
     def presence():
         looks.append(1)
         if len(looks) == 3:
-            post.away.clear()
+            transport.away.clear()
         return see()
 
-    post.presence = presence
-    assert eqx.tree_equal(round_of(deployed(whole, post, seats), state), wanted)
-    assert post.asked == ["b", "c", "a"]
+    transport.presence = presence
+    assert eqx.tree_equal(round_of(deployed(whole, transport, assignments), state), wanted)
+    assert transport.asked == ["b", "c", "a"]

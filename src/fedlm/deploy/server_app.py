@@ -3,8 +3,8 @@
 In:       a federation's folder, a recipe, a run directory.
 Out:      what `fedlm train` leaves: journal, checkpoints, report, model, summary.
 Promise:  the same loop, round and record as in simulation, with the nodes in place of the mesh;
-          nodes keep their seats for the whole run, so that members keep their numbers; a run that
-          was killed goes on from its checkpoint.
+          nodes keep their assignments for the whole run, so that members keep their numbers; a run
+          that was killed goes on from its checkpoint.
 Not here: the loop (`run.py`), sending (`engine/remote.py`).
 """
 
@@ -43,7 +43,7 @@ from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
-SEATS, TALLIES = "seats.json", "nodes.jsonl"
+ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
 # Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
 # therefore lies in a folder that only its owner can look into.
 PRIVATE_TALLIES = "private/nodes.jsonl"
@@ -55,33 +55,37 @@ def train(
 ) -> Summary | None:
     """Train over the nodes and return the summary; None if the watcher stopped the run."""
     settings = home.settings
-    patience = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
+    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
     directory = RunDirectory(path)
-    with open_transport(home) as post, directory.locked():
+    with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
         store = parts.open_store(recipe.data, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
         counters = Counters(home.counters)
-        seats = registration.load_assignments(directory.path / SEATS) if goes_on else None
-        if seats is None:
+        assignments = (
+            registration.load_assignments(directory.path / ASSIGNMENTS) if goes_on else None
+        )
+        if assignments is None:
             tokens = store.tokens_sha256
             same = registration.same_tokenizer(tokens, f"the server's store {store.path}")
             check = registration.heard(counters, same, watcher.say)
-            seats = registration.assign_members(post, sorted(home.nodes()), check, watcher.say)
-            registration.save_assignments(directory.path / SEATS, seats)
+            assignments = registration.assign_members(
+                transport, sorted(home.nodes()), check, watcher.say
+            )
+            registration.save_assignments(directory.path / ASSIGNMENTS, assignments)
 
         def stats(tally: RoundStats) -> None:
-            record_nodes(directory, tally, run.plan, len(seats), watcher.say)
+            record_nodes(directory, tally, run.plan, len(assignments), watcher.say)
 
         run = networked_run(
             resolved,
             store,
-            seats,
+            assignments,
             path,
-            post=post,
-            patience=patience,
-            tell=stats,
+            transport=transport,
+            quorum=quorum,
+            on_stats=stats,
             run_id=run_id(directory),
             counters=counters,
         )
@@ -96,19 +100,19 @@ def train(
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
     """Return the run of a directory for inspection, without contacting nodes."""
     store = parts.open_store(recipe.data, stores)
-    seats = registration.load_assignments(directory.path / SEATS) or ()
-    return networked_run(parts.resolve(recipe, store), store, seats, directory.path)
+    assignments = registration.load_assignments(directory.path / ASSIGNMENTS) or ()
+    return networked_run(parts.resolve(recipe, store), store, assignments, directory.path)
 
 
 def networked_run(
     recipe: Recipe,
     store: Store,
-    seats: tuple[Assignment, ...],
+    assignments: tuple[Assignment, ...],
     path: Path,
     *,
-    post: Any = None,
-    patience: Quorum = Quorum(),  # noqa: B008
-    tell: Callable[[RoundStats], None] = lambda tally: None,
+    transport: Any = None,
+    quorum: Quorum = Quorum(),  # noqa: B008
+    on_stats: Callable[[RoundStats], None] = lambda tally: None,
     run_id: str | None = None,
     counters: Counters | None = None,
 ) -> Run:
@@ -119,21 +123,27 @@ def networked_run(
     options: dict[str, Any] = {
         "seed": recipe.run.seed,
         "exact": dense(),
-        "patience": patience,
-        "tell": tell,
+        "quorum": quorum,
+        "on_stats": on_stats,
         "run": run_id or secrets.token_hex(16),
         "counters": counters,
     }
     if recipe.federation is not None:
-        return networked_tree(recipe, store, seats, path, post=post, options=options)
+        return networked_tree(
+            recipe, store, assignments, path, transport=transport, options=options
+        )
 
     def engine(algorithm: Algorithm) -> Engine:
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
         told = redacted(recipe, noise)
         secret = hides(algorithm.plan)
-        return RemoteEngine(algorithm, post, seats, recipe=told, secret_names=secret, **options)
+        return RemoteEngine(
+            algorithm, transport, assignments, recipe=told, secret_names=secret, **options
+        )
 
-    members = of_paths([(seat.name,) for seat in seats for _ in range(seat.clients)])
+    members = of_paths(
+        [(assignment.name,) for assignment in assignments for _ in range(assignment.clients)]
+    )
     return flat_run(recipe, store, out=path, members=members, engine=engine)
 
 

@@ -1,6 +1,6 @@
 """A tree of places over a federation's nodes.
 
-In:       a recipe with a `[federation]` table, the seats of a run.
+In:       a recipe with a `[federation]` table, the assignments of a run.
 Out:      the run of a tree whose text is at nodes.
 Promise:  the root computes the tree as a simulation does, with the same numbers; each place that
           holds text is trained at exactly one node, wherever relays put it.
@@ -33,19 +33,21 @@ from fedlm.run import Run
 def networked_tree(
     recipe: Recipe,
     store: Store,
-    seats: tuple[Assignment, ...],
+    assignments: tuple[Assignment, ...],
     path: Path,
     *,
-    post: Any,
+    transport: Any,
     options: dict[str, Any],
 ) -> Run:
     """Return the run of a tree whose text is at nodes; the local store is only for evaluation."""
-    leaves = leaves_of(seats)
+    leaves = leaves_of(assignments)
     members = _members(recipe, leaves)
 
     def engine(algorithm: Algorithm, topology: Topology) -> Engine:
         homes = homes_of(topology, leaves, members.size)
-        return RemoteEngine(algorithm, post, seats, homes=homes, recipe=redacted(recipe), **options)
+        return RemoteEngine(
+            algorithm, transport, assignments, homes=homes, recipe=redacted(recipe), **options
+        )
 
     def nothing_held(topology: Topology, held: dict[str, Any]) -> str:
         found = set().union(*(rows.keys() for rows in held.values()))

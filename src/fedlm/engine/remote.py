@@ -2,7 +2,7 @@
 
 In:       what members begin from, and a cohort whose text is elsewhere.
 Out:      the sum of the updates that came back in time, or each of them, with the bytes they took.
-Promise:  answers are taken in the order of the seats, so that the sum does not depend on who was
+Promise:  answers are taken in the order of assignments, so that the sum does not depend on who was
           faster or away for a while; while all are there memory holds one frame at a time, that of
           a question or an answer; no update counts beyond its bound, whoever sent it; a member
           whose node did not answer is left out.
@@ -60,23 +60,23 @@ class Leaf(NamedTuple):
     """A node that holds text, at the meeting point or behind relays."""
 
     path: tuple[str, ...]  # its name, after those of the relays before it
-    seat: Assignment  # through which it is asked
+    assignment: Assignment  # through which it is asked
     first: int  # the number of its first client
     clients: int
 
 
-def leaves_of(seats: Sequence[Assignment]) -> tuple[Leaf, ...]:
+def leaves_of(assignments: Sequence[Assignment]) -> tuple[Leaf, ...]:
     """Return all nodes that hold text, in the order of the numbers of their clients.
 
     >>> [leaf.path for leaf in leaves_of([Assignment("a", 0, 3, "", (("x", 1), ("y/z", 2)))])]
     [('a', 'x'), ('a', 'y', 'z')]
     """
     found = []
-    for seat in seats:
-        at = seat.first
-        for path, clients in seat.leaves or (("", seat.clients),):
+    for assignment in assignments:
+        at = assignment.first
+        for path, clients in assignment.leaves or (("", assignment.clients),):
             below = tuple(path.split("/")) if path else ()
-            found.append(Leaf((seat.name, *below), seat, at, clients))
+            found.append(Leaf((assignment.name, *below), assignment, at, clients))
             at += clients
     return tuple(found)
 
@@ -91,15 +91,15 @@ class RemoteEngine:
     def __init__(
         self,
         algorithm: Algorithm,
-        post: Transport,
-        seats: Sequence[Assignment],
+        transport: Transport,
+        assignments: Sequence[Assignment],
         *,
         run: str,
         recipe: str,
         seed: int,
         exact: Codec,
-        patience: Quorum,
-        tell: Callable[[RoundStats], None] = lambda tally: None,
+        quorum: Quorum,
+        on_stats: Callable[[RoundStats], None] = lambda tally: None,
         homes: Mapping[int, Leaf] | None = None,
         counters: Counters | None = None,
         secret_names: bool = False,
@@ -110,9 +110,9 @@ class RemoteEngine:
         ledgers; with `secret_names` no error tells who was asked.
         """
         self.run, self.counters, self.secret_names = run, counters or Counters(), secret_names
-        self.algorithm, self.post, self.seats = algorithm, post, tuple(seats)
+        self.algorithm, self.transport, self.assignments = algorithm, transport, tuple(assignments)
         self.recipe, self.seed, self.exact = recipe, seed, exact
-        self.patience, self.tell, self.homes = patience, tell, homes or {}
+        self.quorum, self.on_stats, self.homes = quorum, on_stats, homes or {}
         self._told = RoundStats(-1)
 
     @property
@@ -138,7 +138,7 @@ class RemoteEngine:
         """Yield the update of each member whose node answered."""
         download = self.algorithm.download.encoded_bytes(model_like(starts))
         answered = self._round(starts, cohort, True, RoundStats(cohort.round))
-        if not isinstance(starts, Start):  # these are asked in the order of their seats
+        if not isinstance(starts, Start):  # these are asked in the order of their assignments
             by_member = {a.members[0]: a for a in answered}
             answered = (by_member.pop(m) for m in map(int, cohort.members) if m in by_member)
         for (member,), update, upload in answered:
@@ -155,11 +155,13 @@ class RemoteEngine:
     ) -> tuple[dict[str, TrainRequest], Frames]:
         """Return a question for each node with members of the cohort, and a way to make frames."""
         numbers, asked = np.asarray(cohort.members), {}
-        for seat in self.seats:
-            here = numbers[(numbers >= seat.first) & (numbers < seat.first + seat.clients)]
+        for assignment in self.assignments:
+            here = numbers[
+                (numbers >= assignment.first) & (numbers < assignment.first + assignment.clients)
+            ]
             if len(here):
-                asked[seat.name] = self._question(
-                    seat,
+                asked[assignment.name] = self._question(
+                    assignment,
                     like,
                     round=cohort.round,
                     members=tuple(int(n) for n in here),
@@ -176,14 +178,14 @@ class RemoteEngine:
     def _to_homes(
         self, starts: Sequence[Start], cohort: Cohort, like: Params
     ) -> tuple[dict[str, TrainRequest], Frames]:
-        """Return a question for each seat, and a way to make its frames, one per member there."""
+        """Return a request per assignment, and a way to make its frames, one per member."""
         start_of = dict(zip(map(int, cohort.members), starts, strict=True))
-        by_seat: dict[Assignment, list[int]] = {}
+        by_assignment: dict[Assignment, list[int]] = {}
         for number in sorted(start_of, key=lambda n: self.homes[n].first):
-            by_seat.setdefault(self.homes[number].seat, []).append(number)
+            by_assignment.setdefault(self.homes[number].assignment, []).append(number)
         asked = {
-            seat.name: self._question(
-                seat,
+            assignment.name: self._question(
+                assignment,
                 like,
                 round=cohort.round,
                 members=tuple(self.homes[n].first for n in here),
@@ -191,7 +193,7 @@ class RemoteEngine:
                 each=True,
                 numbers=tuple(here),
             )
-            for seat, here in by_seat.items()
+            for assignment, here in by_assignment.items()
         }
 
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
@@ -205,16 +207,16 @@ class RemoteEngine:
         key = key_for(self.seed, "download", round=round)
         return self.algorithm.download.encode(start.model, key)
 
-    def _question(self, seat: Assignment, like: Params, **asked: Any) -> TrainRequest:
+    def _question(self, assignment: Assignment, like: Params, **asked: Any) -> TrainRequest:
         """Return the request to a node, with the longest frame it may answer with; no frame yet."""
         codec = self.algorithm.upload if asked["each"] else self.exact
         return TrainRequest(
             run=self.run,
             recipe=self.recipe,
-            counter=self.counters.of(seat.name),
-            first=seat.first,
-            population=sum(seat.clients for seat in self.seats),
-            text=seat.text,
+            counter=self.counters.of(assignment.name),
+            first=assignment.first,
+            population=sum(assignment.clients for assignment in self.assignments),
+            text=assignment.text,
             longest=codec.encoded_bytes(like),
             frames=(),
             **asked,
@@ -225,14 +227,14 @@ class RemoteEngine:
     def _round(
         self, starts: Starts, cohort: Cohort, each: bool, stats: RoundStats
     ) -> Iterator[Answered]:
-        """Ask for a cohort's updates and yield what comes, frame by frame; then tell `stats`."""
+        """Ask for a cohort's updates and yield what comes, frame by frame; then report `stats`."""
         like = self._like(starts, cohort.round).delta
         if isinstance(starts, Start):
             asked, frames = self._to_clients(starts, cohort, each, like)
         else:
             asked, frames = self._to_homes(starts, cohort, like)
         began = time.monotonic()
-        dispatch = Dispatch(self.post, self.patience, asked, stats, frames=frames)
+        dispatch = Dispatch(self.transport, self.quorum, asked, stats, frames=frames)
         for name, answer in dispatch.replies():
             self.counters.hear(name, answer.counter)
             yield from self._answered(name, asked[name], answer, like, stats)
@@ -242,7 +244,7 @@ class RemoteEngine:
             # The levels of a tree are asked one after another: each tells of those before it too.
             stats = _joined(self._told, stats)
         self._told = stats
-        self.tell(stats)
+        self.on_stats(stats)
         dispatch.check_quorum(names=not self.secret_names)
 
     def _answered(
