@@ -74,9 +74,6 @@ class Round(Protocol):
     def header(self) -> Metrics:
         """Return the facts on the federation's shape for the journal's header."""
 
-    def closing(self, rounds: int) -> Metrics:
-        """Return the facts for the journal's last line besides figures."""
-
 
 class Evaluation(Protocol):
     """The scores of models on held-out text."""

@@ -498,7 +498,6 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
             watcher.say(f"Not covered by the privacy claim: {said}.")
     final = {
         **splits,
-        **run.round.closing(int(state.round)),
         "baselines": counted,
         "predictions": _predictions(run, models[""]),
         "privacy": None if claim is None else {**claim.facts, **WriteAhead(run).releases()},

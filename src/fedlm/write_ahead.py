@@ -18,7 +18,6 @@ from fedlm import lineage
 from fedlm.core.errors import RecordError
 from fedlm.core.releasable import Releasable
 from fedlm.privacy import ledger
-from fedlm.privacy.account import Spent
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
@@ -165,10 +164,6 @@ class WriteAhead:
         self.entries.append(entry)
 
     # ---- what it cost --------------------------------------------------------------------
-
-    def spent(self) -> Spent:
-        """Return the cost of everything released so far."""
-        return ledger.spent_of(self.entries or self.book.entries())
 
     def releases(self) -> dict[str, int]:
         """Return the number of released rounds where that is more than the rounds played."""

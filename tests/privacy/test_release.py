@@ -67,3 +67,9 @@ def test_the_header_of_a_private_run_has_no_counts_and_no_plain_hashes_of_text()
     assert dict(told) == {"recipe": {}, "store": {"salted_sha256": "cd", "vocabulary": 60}}
     assert dict(release(OPEN, "header", header)) == header
     assert dict(release(None, "header", header)) == header
+
+
+def test_the_last_line_has_figures_of_held_out_clients_alone():
+    facts = {"test": {"perplexity": 9.0}, "validation": {"perplexity": 8.0}, "loss": 2.0}
+    assert dict(release(PLAN, "final", facts)) == {"test": {"perplexity": 9.0}}
+    assert dict(release(None, "final", facts)) == facts

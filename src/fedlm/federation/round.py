@@ -383,10 +383,6 @@ class FlatRound:
         """Return nothing: a flat federation has no shape to describe."""
         return {}
 
-    def closing(self, rounds: int) -> Metrics:
-        """Return nothing: all that a flat federation claims is in its privacy plan."""
-        return {}
-
 
 def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
     """Return the metrics of a round; reading the sums waits for the device."""

@@ -148,10 +148,6 @@ class TreeRound:
             }
         }
 
-    def closing(self, rounds: int) -> Metrics:
-        """Return nothing: all that a tree claims is in its privacy plan."""
-        return {}
-
 
 # ---- what happened in a round ----------------------------------------------------------------
 
