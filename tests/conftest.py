@@ -24,7 +24,8 @@ assert jax.device_count() == 2  # and it stays so: a command run in here cannot 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same tiny programs are compiled again and again: five seconds a run, one from the cache.
 # The process that starts the others makes it; they, and commands that tests start, keep to it.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# Whoever runs single tests all day names a folder of their own, and it stays.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
