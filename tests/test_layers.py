@@ -24,7 +24,7 @@ MAY_IMPORT = {
     **{room: {"core", room} for room in STATIONS},
     "methods": {"core", "local", "methods"},
     "federation": {"core", "cohort", "evaluate", "local", "privacy", "server", "federation"},
-    "engine": {"core", "cohort", "federation", "engine"},
+    "engine": {"core", "cohort", "evaluate", "federation", "engine"},
     # `run` names the parts of a run; `recipe` makes them.
     "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
     "recipe": {"recipe", "run"} | BELOW,

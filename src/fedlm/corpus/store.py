@@ -374,7 +374,7 @@ class Store:
     def test_clients(self) -> np.ndarray:
         """The numbers of the clients whose whole text is held out."""
         flags = [b.column("test").to_numpy(zero_copy_only=False) for b in self._batches]
-        return np.flatnonzero(np.concatenate(flags))
+        return np.flatnonzero(np.concatenate([np.zeros(0, bool), *flags]))
 
     def _lengths(self, column: str) -> np.ndarray:
         """Count the tokens per client from the offsets alone."""
@@ -384,7 +384,7 @@ class Store:
             np.frombuffer(b.column(column).buffers()[1], np.int32, b.num_rows + 1)
             for b in self._batches
         ]
-        return np.concatenate([np.diff(ends) for ends in offsets])
+        return np.concatenate([np.zeros(0, np.int32), *(np.diff(ends) for ends in offsets)])
 
     def verify(self) -> None:
         """Compare the clients with the hash in the manifest, which reads the whole file."""

@@ -19,7 +19,8 @@ from fedlm.core.errors import FedlmError, WireError
 from fedlm.deploy.lifetime import Release, lifetime
 from fedlm.deploy.node_ledger import NodeLedger, about
 from fedlm.deploy.policy import Policy, Refusal, believed
-from fedlm.deploy.question import Asked, check_question, most_turns
+from fedlm.deploy.question import Asked, check_evaluation, check_question, most_turns
+from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
 from fedlm.privacy import ledger as run_ledger
 from fedlm.privacy.catalog import with_matrix
@@ -37,7 +38,7 @@ class Guard:
     others: tuple[Release, ...] = ()  # what preparing the store cost its clients
 
     @contextmanager
-    def recording(self, request: TrainRequest) -> Iterator[None]:
+    def recording(self, request: TrainRequest | EvaluateRequest) -> Iterator[None]:
         """Enter into the ledger whatever is refused in a block of code.
 
         Not where the ledger is an older copy: its counter must not grow until somebody confirms.
@@ -75,6 +76,28 @@ class Guard:
         if self.ledger.check(run, same, round, digest, clients, most):
             self._check_lifetime(run, known, clients)
             self._enter(request, known, same, clients)
+
+    def admit_evaluation(
+        self,
+        request: EvaluateRequest,
+        recipe: Recipe,
+        plan: PrivacyPlan | None,
+        asked: Asked | None = None,
+    ) -> None:
+        """Raise `Refusal`, or enter the answer to a question about held-out text.
+
+        Under a plan a round has one such answer per phase and text, as it has one update.
+        """
+        check_evaluation(self.policy, request, recipe, plan, asked or self.asked)
+        same = about(request.recipe, request.first, request.population, request.text)
+        self.ledger.evaluate(
+            request.run,
+            same,
+            request.round,
+            f"{request.phase} {' '.join(sorted(set(request.splits)))}",
+            request.digest,
+            once=plan is not None,
+        )
 
     def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
         """Return a plan as far as it is believed here, as it was when the run began."""

@@ -25,6 +25,8 @@ from fedlm.engine.messages import (
     encode_hello_request,
     read_hello,
 )
+from fedlm.engine.remote_evaluation import Survey
+from fedlm.evaluate.held_out import Held
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
@@ -151,3 +153,24 @@ def load_assignments(file: Path) -> tuple[Assignment, ...] | None:
         return tuple(a._replace(leaves=tuple((str(p), int(n)) for p, n in a.leaves)) for a in read)
     except (ValueError, TypeError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from None
+
+
+def save_survey(file: Path, survey: Survey) -> None:
+    """Write how much held-out text nodes announced to a file."""
+    write_atomically(file, json.dumps(survey).encode())
+
+
+def load_survey(file: Path) -> Survey | None:
+    """Read what nodes announced when a run began; return None if the file is missing."""
+    if not file.is_file():
+        return None
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            str(split): {int(place): Held(*map(int, held)) for place, held in of.items()}
+            for split, of in told.items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{file} is damaged: {error}. Remove it: nodes are asked again."
+        ) from None

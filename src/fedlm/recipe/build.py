@@ -18,6 +18,7 @@ from fedlm.corpus.population import Population
 from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import FlatRound
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.parts import (
@@ -38,7 +39,7 @@ from fedlm.recipe.private_evaluation import (
 )
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
-from fedlm.run import Run
+from fedlm.run import Evaluation, Run
 
 
 def build(
@@ -65,10 +66,12 @@ def flat_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
+    evaluation: Callable[[PrivacyPlan | None], Evaluation] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
-    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere. It is
+    evaluated on the store's held-out text, or by `evaluation` of its plan.
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
@@ -86,7 +89,9 @@ def flat_run(
         algorithm=algorithm,
         engine=made,
         round=round,
-        evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
+        evaluation=evaluation(algorithm.plan)
+        if evaluation
+        else evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
         start=start,
         private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),
