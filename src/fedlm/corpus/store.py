@@ -88,6 +88,22 @@ def gather_clients(documents: Iterable[Document]) -> list[Document]:
     return kept
 
 
+def _split(
+    clients: list[Document], settings: StoreSettings
+) -> tuple[frozenset[str], list[tuple[str, str]]]:
+    """Return the test clients, and the training and held-out text of each client."""
+    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
+    parts = [
+        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
+    ]
+    return test, parts
+
+
+def training_texts(clients: list[Document], settings: StoreSettings) -> list[str]:
+    """Return the training text of each client that has some."""
+    return [train for train, _ in _split(clients, settings)[1] if train]
+
+
 def write(
     documents: Iterable[Document],
     out: Path,
@@ -101,10 +117,7 @@ def write(
     each client, a tokenizer is fitted to the training text as it is, without noise.
     """
     clients = gather_clients(documents)
-    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
-    parts = [
-        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
-    ]
+    test, parts = _split(clients, settings)
     progress("vocabulary", 0)
     if not isinstance(vocabulary, Vocabulary):
         count = vocabulary or (lambda texts: _counted(texts, settings))
@@ -410,11 +423,14 @@ def vocabulary_like(store: Store) -> Vocabulary:
 
 def _copier(store: Store) -> Callable[[Path], None] | None:
     """Return a function that copies a store's ledger, identifier included, to another folder."""
-    if not store.ledgers:
-        return None
+    return ledger_copier(store.path) if store.ledgers else None
+
+
+def ledger_copier(source: Path) -> Callable[[Path], None]:
+    """Return a function that copies the ledger in a folder to another folder."""
 
     def copy(folder: Path) -> None:
-        shutil.copyfile(store.path / LEDGER, folder / LEDGER)
+        shutil.copyfile(source / LEDGER, folder / LEDGER)
         os.chmod(folder / LEDGER, 0o600)
 
     return copy

@@ -64,6 +64,7 @@ def train(
     directory = RunDirectory(path)
     with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
+        recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
@@ -186,6 +187,17 @@ def networked_run(
         engine=engine,
         evaluation=None if held_out is None else evaluation,
     )
+
+
+def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:
+    """Return a recipe that names neither text nor tokenizer with the federation's tokenizer."""
+    data = recipe.data
+    named = data.source or data.store or data.stores or "tokenizer" in data.model_fields_set
+    if named or not home.tokenizer.is_file():
+        return recipe
+    said = {name: value for name, value in data if name in data.model_fields_set}
+    told = type(data)(**{**said, "tokenizer": str(home.tokenizer.resolve())})
+    return recipe.model_copy(update={"data": told})
 
 
 def server_store(recipe: Recipe, stores: Path) -> Store:
