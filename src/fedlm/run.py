@@ -112,7 +112,17 @@ class Run:
     """Everything that a training run is made of.
 
     A run is composed, never inherited: a simulation, a server whose members live at nodes, a tree
-    and pretraining differ only in the parts that are passed.
+    and pretraining differ only in the parts that are passed. `recipe.build` composes one from a
+    recipe, `fedlm.Federation` from Python; both hand it to the same loop.
+
+    >>> import fedlm
+    >>> store = fedlm.prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> model = fedlm.models.cifg(store, embedding_size=4, hidden_size=4)
+    >>> run = fedlm.Federation(store, model, cohort=2, rounds=3).run
+    >>> run.cadence.rounds, run.algorithm.sampling.cohort, run.plan
+    (3, 2, None)
+    >>> run.population.size == len(store.training_clients)
+    True
     """
 
     population: Population  # who may take part

@@ -42,7 +42,11 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The law by which members join a round, over clients numbered from zero."""
+    """The law by which members join a round, over clients numbered from zero.
+
+    >>> Sampling(law="poisson", population=1000, cohort=10).min_separation
+    0
+    """
 
     law: str  # a name in `cohort.sampling.LAWS`
     population: int

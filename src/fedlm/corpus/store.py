@@ -248,7 +248,25 @@ def _file_sha256(path: Path) -> str:
 
 
 class Store:
-    """An open store, whose clients are numbered in the order in which they were written."""
+    """An open store: the tokens of every client, and the tokenizer that made them.
+
+    Clients are numbered in the order in which they were written. `fedlm.prepare` makes a store;
+    `Store(path)` opens one that `fedlm prepare` has made.
+
+    Args:
+      path: the folder of the store.
+
+    Raises:
+      CorpusError: the folder is no store, or it is damaged.
+
+    >>> import fedlm
+    >>> pairs = [("ann", "the cat sat"), ("bob", "the dog ran")]
+    >>> store = fedlm.prepare(pairs, test_clients=0.0, validation=0.0)
+    >>> len(store), store.client(0), store.train(0).size
+    (2, 'ann', 4)
+    >>> fedlm.Store(store.path).vocabulary == store.vocabulary
+    True
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)

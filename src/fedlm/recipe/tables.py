@@ -316,7 +316,11 @@ class Server(Table):
 
 
 class Privacy(Table):
-    """The privacy promised to each client; without a mechanism there is no promise."""
+    """The privacy promised to each client; without a mechanism there is no promise.
+
+    >>> Privacy(mechanism="gaussian", clip_norm=0.5, noise_multiplier=1.0).reveal
+    False
+    """
 
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
@@ -485,7 +489,12 @@ class RunTable(Table):
 
 
 class Recipe(Table):
-    """All settings of an experiment."""
+    """All settings of an experiment, one table per attribute; the TOML of a recipe is one.
+
+    >>> recipe = Recipe.model_validate({"data": {"source": "sotu"}, "server": {"cohort": 20}})
+    >>> recipe.server.cohort, recipe.model.name
+    (20, 'si-cifg')
+    """
 
     data: Data = Field(default=Data(), description="Which text, in which tokens and rows.")
     model: Model = Field(default=Model(), description="Which architecture, of which size.")
