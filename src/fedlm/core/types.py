@@ -29,6 +29,18 @@ Tokens = Int[Array, "batch seq_plus_one"]
 
 OptState = Any
 
+TokenRows = Integer[np.ndarray, "rows width"]
+"""Rows of tokens on the host."""
+
+ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
+"""Gives each target's nats, and whether the likeliest token was right."""
+
+GroupPath = tuple[str, ...]
+"""The names of a client's groups, the widest first."""
+
+Say = Callable[[str], None]
+"""Prints one line for the user."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:

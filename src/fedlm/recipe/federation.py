@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedlm.core.errors import ConfigError
+from fedlm.core.types import GroupPath
 from fedlm.federation import topology
-from fedlm.federation.topology import Path, Place, Topology
+from fedlm.federation.topology import Place, Topology
 from fedlm.federation.tree_round import Compare, Order
 from fedlm.methods.optimizers import SERVER_OPTIMIZERS
 from fedlm.recipe.choices import one_of
@@ -170,7 +171,7 @@ class FederationTable(BaseModel):
         return values[min(depth, len(values) - 1)]
 
 
-def topology_of(federation: FederationTable, groups: Sequence[Path]) -> Topology:
+def topology_of(federation: FederationTable, groups: Sequence[GroupPath]) -> Topology:
     """Return the tree of a recipe over clients with these group paths."""
     if (federation.levels is None) == (not federation.node):
         raise ConfigError(

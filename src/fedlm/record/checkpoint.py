@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,9 @@ from safetensors.numpy import save as save_tensors
 
 from fedlm.core import tree
 from fedlm.core.errors import RecordError
+from fedlm.core.types import Say
 
 _NAME = "round-{:06d}.safetensors"
-Say = Callable[[str], None]
 
 
 class _OtherTree(RecordError):
