@@ -26,6 +26,7 @@ from fedlm.core.keys import key_for
 from fedlm.deploy import policy as policies
 from fedlm.deploy import registration
 from fedlm.deploy.guard import Guard, parse_recipe
+from fedlm.deploy.limits import within
 from fedlm.deploy.local import check_deployable
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import Policy
@@ -130,7 +131,8 @@ class Relay:
         """Check a request as a node does, but for the size of a model that is not known here."""
         recipe = parse_recipe(request.recipe)
         check_deployable(recipe)
-        plan = _plan(recipe, request.population)
+        seconds = self.policy.longest_seconds
+        plan = within(seconds, lambda: _plan(recipe, request.population))
         members = sum(node.clients for node in self._assignments(request))
         policies.check_policy(self.policy, recipe, plan, 0, members)
         names = [self.ledger.client(str(member - request.first)) for member in request.members]
