@@ -10,6 +10,7 @@ Not here: whether the node allows it (`policy.py`), messages (`node_worker.py`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
+from fedlm.engine.bounds import MOST_GUESSES, MOST_STEPS, Bounds
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS, names
 from fedlm.models.partial import TRAINABLE
@@ -158,6 +160,22 @@ def _check_tree(tree: FederationTable) -> None:
         tree.keep_optimizer,
         "false over a network: nodes keep nothing between rounds",
         simulate,
+    )
+
+
+def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
+    """Return the most that a member can report of a round of a recipe."""
+    client, rows = recipe.client, recipe.client.max_examples
+    steps = min(client.max_steps or MOST_STEPS, MOST_STEPS)
+    if rows is not None:
+        steps = min(steps, client.epochs * -(-rows // client.batch_size))
+    tokens = steps * client.batch_size * recipe.data.sequence_length
+    weights = {"uniform": 1.0, "examples": float(rows or MOST_STEPS * client.batch_size)}
+    return Bounds(
+        steps=steps,
+        tokens=tokens,
+        weight=weights.get(client.weight, tokens),
+        nats_per_token=MOST_GUESSES * math.log(vocabulary),
     )
 
 

@@ -9,7 +9,6 @@ Not here: the connection (`flower/supernode.py`), the work (`node_worker.py`, `r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -63,7 +62,7 @@ def relay(
     follow_parent()
     kit, workspace = Kit.existing(kit_path), Workspace.existing(workspace_path)
     settings = workspace.settings
-    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline or math.inf)
+    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     with open_transport(workspace) as transport, closing(NodeLedger(kit.ledger)) as ledger:
         below = Relay(
             workspace.path / "server",

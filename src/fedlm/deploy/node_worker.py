@@ -20,13 +20,13 @@ from importlib.metadata import version
 import jax
 import numpy as np
 
-from fedlm.cohort.packing import count_batches
 from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
+from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.policy import Policy
@@ -35,6 +35,7 @@ from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
+from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.dense import dense
 
@@ -91,12 +92,13 @@ class Worker:
         if any(m - request.first >= self.clients for m in request.members):
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
         with self.guard.recording(request):
-            work = self._work(request)
+            work = within(self.policy.longest_seconds, lambda: self._work(request))
             recipe, plan = work.recipe, work.algorithm.plan
             self.guard.admit(request, recipe, plan, self._names(request, leaf=work.leaf))
         # How many members a node has in a round tells of the draw, which a plan keeps secret.
         self.say(f"round {request.round}" + (f": {len(request.members)} members" * (plan is None)))
-        reply = _train_leaf(work, request) if work.leaf else _train_members(work, request)
+        train = _train_leaf if work.leaf else _train_members
+        reply = within(self.policy.longest_seconds, lambda: train(work, request))
         return replace(reply, counter=self.ledger.counter)
 
     def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
@@ -111,15 +113,25 @@ class Worker:
         """Return the work of a request, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
-            made = self._check(parse_recipe(request.recipe), request)
+            recipe = parse_recipe(request.recipe)
+            self._check_cost(recipe, request)  # before anything of that size is made
+            made = self._check(recipe, request)
             while len(self._kept) >= MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[address] = made
-        work = self._kept[address]
-        for member in request.members:
-            rows = len(work.rows_of(member)) if self.policy.largest_steps else 0
-            policies.check_steps(self.policy, count_batches(rows, work.batches))
-        return work
+        else:
+            self._check_cost(self._kept[address].recipe, request)
+        return self._kept[address]
+
+    def _check_cost(self, recipe: Recipe, request: TrainRequest) -> None:
+        """Raise `Refusal` if a request would take more steps or memory than is allowed."""
+        numbers = [int(number) for number in self.store.training_clients]
+        members = [[numbers[member - request.first]] for member in request.members]
+        if self.whole or recipe.federation is not None:
+            members = [numbers]
+        spec = parts.model_spec(recipe, self.store.vocabulary)
+        steps, memory = cost_of(recipe, spec, self.store, members)
+        policies.check_cost(self.policy, steps, memory, memory_here())
 
     def _check(self, recipe: Recipe, request: TrainRequest) -> NodeWork:
         check_deployable(recipe)

@@ -175,6 +175,9 @@ def respond(
     except FedlmError as error:
         say(f"refused {what}: {error}")
         return encode_refusal(str(error))
+    except Exception as error:  # whatever a message makes go wrong, the node lives
+        say(f"refused {what}: {type(error).__name__}: {printable(str(error))[:LONGEST_REASON]}")
+        return encode_refusal(f"this node cannot do this: {type(error).__name__}.")
 
 
 # ---- training ------------------------------------------------------------------------------

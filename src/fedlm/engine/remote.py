@@ -40,9 +40,11 @@ from fedlm.core.types import (
     Total,
     Update,
 )
+from fedlm.engine.bounds import LARGEST_NORM, SLACK, Bounds
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
+from fedlm.engine.offenders import Offenders
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import clip_again, model_like
@@ -81,10 +83,6 @@ def leaves_of(assignments: Sequence[Assignment]) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-# What float32 rounding can add to a norm.
-SLACK = 1 + 1e-5
-
-
 class RemoteEngine:
     """An engine that asks the nodes of a cohort's members, and sums their answers."""
 
@@ -103,12 +101,16 @@ class RemoteEngine:
         homes: Mapping[int, Leaf] | None = None,
         counters: Counters | None = None,
         secret_names: bool = False,
+        bounds: Bounds = Bounds(),  # noqa: B008
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Take `homes`, in a tree: from each node's training number to the holder of its text.
 
         `run` names the run to nodes for as long as it lasts; `counters` is what is known of their
-        ledgers; with `secret_names` no error tells who was asked.
+        ledgers; with `secret_names` no error tells who was asked; `bounds` are what the recipe
+        makes possible for a member to report; `say` tells whom a round waits for.
         """
+        self.bounds, self.say, self.offenders = bounds, say, Offenders()
         self.run, self.counters, self.secret_names = run, counters or Counters(), secret_names
         self.algorithm, self.transport, self.assignments = algorithm, transport, tuple(assignments)
         self.recipe, self.seed, self.exact = recipe, seed, exact
@@ -234,18 +236,29 @@ class RemoteEngine:
         else:
             asked, frames = self._to_homes(starts, cohort, like)
         began = time.monotonic()
-        dispatch = Dispatch(self.transport, self.quorum, asked, stats, frames=frames)
+        stats.aside = sorted(asked)
+        asked = self.offenders.to_ask(asked, cohort.round)
+        stats.aside = [name for name in stats.aside if name not in asked]
+        dispatch = Dispatch(
+            self.transport, self.quorum, asked, stats, frames=frames, say=self._waiting
+        )
         for name, answer in dispatch.replies():
             self.counters.hear(name, answer.counter)
             yield from self._answered(name, asked[name], answer, like, stats)
             del answer
         stats.seconds = time.monotonic() - began
+        stats.put_aside = dict(self.offenders.judge(stats.round, stats.garbage, stats.answered))
         if not isinstance(starts, Start) and stats.round == self._told.round:
             # The levels of a tree are asked one after another: each tells of those before it too.
             stats = _joined(self._told, stats)
         self._told = stats
         self.on_stats(stats)
         dispatch.check_quorum(names=not self.secret_names)
+
+    def _waiting(self, names: Sequence[str], seconds: float) -> None:
+        """Say whom a round waits for; under a plan, who was asked is a secret."""
+        whom = "" if self.secret_names else f" for {', '.join(names)}"
+        self.say(f"waiting{whom}, {seconds:.0f} s")
 
     def _answered(
         self, name: str, question: TrainRequest, answer: TrainReply, like: Params, stats: RoundStats
@@ -259,6 +272,7 @@ class RemoteEngine:
             try:
                 update = self._checked(frame, sums, question, members, like)
                 good += 1
+                stats.weights[name] = stats.weights.get(name, 0.0) + float(update.weight)
             except WireError as error:
                 stats.garbage[name] = str(error)
             yield Answered(tuple(number.get(m, m) for m in members), update, len(frame))
@@ -280,10 +294,11 @@ class RemoteEngine:
             local = self.algorithm.local_of(question.round)
             keep = own_leaves(local, like, self.seed, question.round, members[0])
         delta = tree.fill(codec.decode(frame, tree.thin(like, keep)), like, keep)
-        if not math.isfinite(_norm(delta)):
+        if not math.isfinite(norm := _norm(delta)):
             raise WireError("update is not finite.")
-        if max(sums["refused"], sums["unclipped"]) > len(members):
-            raise WireError("update counts more members than were asked.")
+        if norm > LARGEST_NORM * len(members):
+            raise WireError(f"update has length {norm:.4g}: no training leads to that.")
+        sums = self.bounds.checked(sums, len(members))
         mask = None if keep is None else jnp.asarray(keep, jnp.float32)
         scalars = {name: jnp.float32(sums[name]) for name in SUMS}
         update = Update(delta=delta, mask=mask, **scalars)

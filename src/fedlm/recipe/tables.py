@@ -31,12 +31,18 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.models.transformer import Activation
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.choices import one_of
-from fedlm.recipe.federation import Decay, FederationTable, NotNegative, Positive
+from fedlm.recipe.federation import (
+    Count,
+    Decay,
+    FederationTable,
+    Natural,
+    NotNegative,
+    Positive,
+    Size,
+)
 from fedlm.record.trackers import TRACKERS
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-Count = Annotated[int, Field(ge=1)]
 
 
 def _tokenizer(value: str) -> str:
@@ -106,7 +112,9 @@ class Data(Table):
     validation: Share = Field(
         default=0.1, description="Fraction of each training client's text held out, from its end."
     )
-    split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    split_seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = Field(
+        default=0, description="Seed that decides which clients are held out."
+    )
     user_field: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="The field or column of a `.jsonl`, `.csv` or `.parquet` source that names the "
@@ -138,24 +146,24 @@ class Model(Table):
         description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
         "`bfloat16` takes half the memory.",
     )
-    embedding_size: Count | None = Field(default=None, description="Numbers per token embedding.")
-    hidden_size: Count | None = Field(
+    embedding_size: Size | None = Field(default=None, description="Numbers per token embedding.")
+    hidden_size: Size | None = Field(
         default=None, description="Units of a recurrent layer, or inside a feed-forward layer."
     )
     layers: Annotated[int, Field(ge=1, le=512)] | None = Field(
         default=None, description="Recurrent layers or decoder blocks."
     )
-    heads: Count | None = Field(
+    heads: Size | None = Field(
         default=None, description="Attention heads; their number must divide `embedding_size`."
     )
-    kernel_size: Count | None = Field(
+    kernel_size: Size | None = Field(
         default=None, description="Taps of a Conformer's convolution, in tokens."
     )
     positions: Positions | None = Field(default=None, description="How attention knows positions.")
     length: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         default=None, description="Learned positions: how many there are, in tokens."
     )
-    vocab: Count | None = Field(
+    vocab: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
         default=None,
         description="Rows of the embedding, if there are more than the tokenizer has tokens; "
         "published models round them up.",
@@ -169,12 +177,12 @@ class Model(Table):
         default=None,
         description="Llama, MPT, GPT-2, GPT-NeoX: the number under the root of a norm.",
     )
-    key_heads: Count | None = Field(
+    key_heads: Size | None = Field(
         default=None,
         description="Llama: heads of keys and values, which divide `heads`; not set: as many as "
         "`heads`.",
     )
-    head_size: Count | None = Field(
+    head_size: Size | None = Field(
         default=None,
         description="Llama: numbers per head; not set: `embedding_size` over `heads`.",
     )
@@ -238,8 +246,8 @@ class Client(Table):
         description="Largest L2 norm of a batch's gradient, for stability; it gives no privacy. 0 "
         "is no bound.",
     )
-    batch_size: Count = Field(default=16, description="Rows per step.")
-    epochs: Count = Field(default=1, description="Passes over a member's rows in a round.")
+    batch_size: Size = Field(default=16, description="Rows per step.")
+    epochs: Size = Field(default=1, description="Passes over a member's rows in a round.")
     max_examples: Count | None = Field(
         default=None, description="The most rows that a member uses in a round; not set: all."
     )
@@ -288,7 +296,7 @@ class Server(Table):
     schedule: Annotated[str, one_of(SCHEDULES)] = Field(
         default="constant", description="How the learning rate changes over the rounds."
     )
-    warmup_rounds: Annotated[int, Field(ge=0)] = Field(
+    warmup_rounds: Natural = Field(
         default=0, description="Rounds over which the learning rate rises linearly; 0 is none."
     )
     final_fraction: Share = Field(
@@ -296,8 +304,10 @@ class Server(Table):
         description="With a schedule that falls: the last learning rate as a fraction of "
         "`learning_rate`.",
     )
-    rounds: Count = Field(default=100, description="Rounds of training.")
-    cohort: Count = Field(
+    rounds: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        default=100, description="Rounds of training."
+    )
+    cohort: Size = Field(
         default=20,
         description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
         "number.",
@@ -310,7 +320,7 @@ class Server(Table):
         "many rounds in between, and each client of the group joins by its own coin.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
-    evaluate_rows: Annotated[int, Field(ge=0)] = Field(
+    evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
     )
 
@@ -341,27 +351,27 @@ class Privacy(Table):
         "`noise_multiplier` given too, the run "
         "stops before the round that would exceed it, and keeps its model.",
     )
-    delta: float = Field(
+    delta: Annotated[float, Field(ge=-1e30, le=1e30)] = Field(
         default=1e-6,
         description="The delta of the claim, above 0 and well below one in the number of clients.",
     )
-    min_separation: Annotated[int, Field(ge=0)] = Field(
+    min_separation: Natural = Field(
         default=0,
         description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
     )
-    max_participations: Annotated[int, Field(ge=0)] = Field(
+    max_participations: Natural = Field(
         default=0,
         description="`spaced`: turns of a client in the whole run; 0 is as many as the separation "
         "allows.",
     )
-    restart_every: Annotated[int, Field(ge=0)] = Field(
+    restart_every: Natural = Field(
         default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
     )
-    bands: Annotated[int, Field(ge=0)] = Field(
+    bands: Natural = Field(
         default=0,
         description="`banded`, `toeplitz`: bands of the matrix; 0 is `min_separation` + 1.",
     )
-    buffers: Count = Field(
+    buffers: Size = Field(
         default=3,
         description="`blt`: how many copies of the model the noise remembers, at most 10.",
     )
@@ -388,7 +398,7 @@ class Privacy(Table):
         "deviation, in multiples of what one client can change; every report is paid in the "
         "ledger. Not set: no figures of training clients.",
     )
-    evaluation_every: Annotated[int, Field(ge=0)] = Field(
+    evaluation_every: Natural = Field(
         default=0,
         description="With `evaluation_noise`: rounds between two reports; 0 is one, at the end.",
     )
@@ -396,7 +406,7 @@ class Privacy(Table):
         default=50,
         description="With `evaluation_noise`: the most tokens with which a client counts.",
     )
-    canaries: Annotated[int, Field(ge=0)] = Field(
+    canaries: Natural = Field(
         default=0,
         description="Further clients that send a random direction, for `fedlm privacy audit`; 0 is "
         "none.",
@@ -433,10 +443,10 @@ class Wire(Table):
         description="`fixed`, `round`, `member`: the fraction that trains of what may be held "
         "still (matrices, embeddings and gains); biases and shifts always train.",
     )
-    subsets: Count = Field(
+    subsets: Size = Field(
         default=4, description="`round`: how many subsets take turns; each is a compiled program."
     )
-    rank: Count = Field(default=8, description="`low-rank`, `lora`: the rank of a matrix's update.")
+    rank: Size = Field(default=8, description="`low-rank`, `lora`: the rank of a matrix's update.")
     alpha: Positive = Field(
         default=16.0, description="`lora`: a matrix changes by `alpha` / `rank` times B A."
     )
@@ -444,7 +454,7 @@ class Wire(Table):
         default=QUERIES_AND_VALUES,
         description="`lora`: names of the linear layers with an adapter, with `*`.",
     )
-    last_blocks: Annotated[int, Field(ge=0)] = Field(
+    last_blocks: Natural = Field(
         default=0,
         description="`lora`: only so many blocks have adapters, from the end; blocks before them "
         "need no backward pass. 0 is all blocks.",
@@ -467,9 +477,7 @@ class RunTable(Table):
         description="`mesh`: one compiled program over all devices; `loop`: member by member, slow "
         "and obvious.",
     )
-    devices: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="Devices on this machine; 0 is one per core."
-    )
+    devices: Natural = Field(default=0, description="Devices on this machine; 0 is one per core.")
     checkpoint_every: Count = Field(
         default=10,
         description="Rounds between two checkpoints; under a privacy plan every round is saved.",
