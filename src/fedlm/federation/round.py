@@ -68,6 +68,7 @@ class NodeState(eqx.Module):
         None  # what each client remembers, where the method has it remember anything
     )
     digest: Any = None  # under a plan: the ledger's digest of the sum that led here, as 32 numbers
+    flight: Any = None  # in buffered rounds: the members that have not answered yet
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
