@@ -266,5 +266,5 @@ def test_buffered_rounds_that_cannot_be_are_refused(made, changes, said):
 
 @pytest.mark.parametrize("change", ["server.buffer=2", "client.delay=pareto"])
 def test_settings_of_buffered_rounds_are_refused_without_them(made, change):
-    with pytest.raises(ConfigError, match="none without server.mode"):
+    with pytest.raises(ConfigError, match=r"none without server\.mode"):
         made(change)

@@ -49,14 +49,16 @@ def algorithm_of(
     participation: Sampling | PrivacyPlan,
     like: Params,
     start: Callable[[], Params] | None = None,
+    *,
+    remembered: int | None = None,
 ) -> Algorithm:
     """Return the algorithm that a recipe describes.
 
-    `start` makes the model before training. With it, parameters that are never trained become the
+    `remembered` is the number of clients whose memory is kept here; not given, all. `start` makes the model before training. With it, parameters that are never trained become the
     algorithm's base. Without it the server holds whole models, as in a tree, where models differ.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
-    check_recipe(recipe, sampling, like)
+    check_recipe(recipe, like, sampling.population if remembered is None else remembered)
     keep = trained_leaves(recipe, like) if start else None
     parts = parts_of(recipe, like) if keep is None else (ON_BASE,)
     options = method_options(recipe, sampling, parts)
@@ -190,8 +192,8 @@ def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
 # ---- settings that exclude each other -----------------------------------------------------------
 
 
-def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
-    """Raise `ConfigError` if settings of the recipe contradict each other."""
+def check_recipe(recipe: Recipe, like: Params, clients: int) -> None:
+    """Raise `ConfigError` if settings contradict each other, or so many clients remember much."""
     method = recipe.client.method
     check_method_settings(method, related_to_method(recipe))
     _check_wire(recipe)
@@ -202,12 +204,12 @@ def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
     if feedback or METHODS[method].keeps_client_state:
         keep = trained_leaves(recipe, like)
         trained = like if keep is None else tree.split(like, keep)[0]
-        remembered = 4 * tree.size(trained) * sampling.population
+        remembered = 4 * tree.size(trained) * clients
         require(
             remembered <= MOST_REMEMBERED,
             "wire.error_feedback" if feedback else "client.method",
             True if feedback else method,
-            f"at most {MOST_REMEMBERED >> 20} MiB for what {sampling.population} clients remember, "
+            f"at most {MOST_REMEMBERED >> 20} MiB for what {clients} clients remember, "
             f"not {remembered >> 20} MiB",
             "Take a smaller model or fewer clients.",
         )

@@ -10,6 +10,7 @@ Not here: single parts (`parts.py`), trees (`tree.py`), the loop (`run.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fedlm.cohort.delays import Delays
@@ -81,7 +82,10 @@ def flat_run(
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
     participation = privacy_plan.participation_of(recipe, people.size, out)
-    algorithm = algorithm_of(recipe, participation, shapes, start)
+    kept = None if members is None else 0  # at nodes, what their clients remember stays there
+    algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
+    if members is not None and algorithm.remembers:
+        algorithm = replace(algorithm, memory_at_nodes=True)
     made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)
