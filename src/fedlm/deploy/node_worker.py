@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from fedlm.cohort.packing import count_batches
-from fedlm.core.errors import WireError
 from fedlm.core import tree
+from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store

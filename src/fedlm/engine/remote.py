@@ -165,7 +165,8 @@ class RemoteEngine:
             places = np.flatnonzero(
                 (numbers >= assignment.first) & (numbers < assignment.first + assignment.clients)
             )
-            here, last = numbers[places], ()
+            here = numbers[places]
+            last: tuple[int, ...] = ()
             if self.algorithm.memory_at_nodes:
                 last = tuple(int(n) for n in np.asarray(start.client_state)[places])
             if len(here):

@@ -54,8 +54,9 @@ def algorithm_of(
 ) -> Algorithm:
     """Return the algorithm that a recipe describes.
 
-    `remembered` is the number of clients whose memory is kept here; not given, all. `start` makes the model before training. With it, parameters that are never trained become the
-    algorithm's base. Without it the server holds whole models, as in a tree, where models differ.
+    `remembered` is the number of clients whose memory is kept here; not given, all. `start` makes
+    the model before training. With it, parameters that are never trained become the algorithm's
+    base. Without it the server holds whole models, as in a tree, where models differ.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check_recipe(recipe, like, sampling.population if remembered is None else remembered)
