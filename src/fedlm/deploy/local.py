@@ -23,7 +23,6 @@ from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.engine.bounds import MOST_GUESSES, MOST_STEPS, Bounds
 from fedlm.federation.algorithm import Algorithm
-from fedlm.methods.catalog import METHODS, names
 from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
@@ -64,7 +63,8 @@ def members_work(
     spec = parts.model_spec(recipe, store.vocabulary)
     participation = privacy_plan.participation_of(recipe, population)
     start = parts.start_maker(recipe, store)
-    algorithm = algorithm_of(recipe, participation, spec.shapes(), start)
+    here = 1 if whole else len(rows.clients)
+    algorithm = algorithm_of(recipe, participation, spec.shapes(), start, remembered=here)
     bare = replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         recipe=recipe,
@@ -108,13 +108,6 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 
 def check_deployable(recipe: Recipe) -> None:
     """Raise `ConfigError` for settings that need all members in one place."""
-    require(
-        METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
-        "client.method",
-        recipe.client.method,
-        f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
-        "what members remember between their turns is not kept at nodes",
-    )
     require(
         TRAINABLE[recipe.wire.trainable].leaves is None or recipe.model.init_from is None,
         "model.init_from",

@@ -154,6 +154,8 @@ class Relay:
                 if request.numbers:  # then every member has a frame of its own
                     own["numbers"] = tuple(request.numbers[i] for i in here)
                     own["frames"] = tuple(request.frames[i] for i in here)
+                if request.remembered:
+                    own["remembered"] = tuple(request.remembered[i] for i in here)
                 own["counter"] = self.counters.of(node.name)
                 made[node.name] = replace(request, first=first, text=node.text, **own)
         return made

@@ -135,6 +135,10 @@ class Kit:
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
 
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory"
+
     def _bytes(self, name: str) -> bytes:
         try:
             return (self.path / name).read_bytes()

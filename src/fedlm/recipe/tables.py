@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
+from fedlm.cohort.delays import DELAYS
 from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import either
 from fedlm.corpus.rows import Layout
@@ -271,6 +272,22 @@ class Client(Table):
         description="Strength of the pull towards the server's model: FedProx's mu with `fedavg`, "
         "FedDyn's alpha with `feddyn`. 0 is none.",
     )
+    delay: Annotated[str, one_of(DELAYS)] = Field(
+        default="none",
+        description="With `server.mode` `buffered`, in a simulation: the law of the time that a "
+        "member takes to answer. It moves the run's clock, not its wall time.",
+    )
+    delay_seconds: Positive = Field(default=1.0, description="The mean of that time.")
+    delay_shape: Positive = Field(
+        default=1.5,
+        description="`lognormal`: the standard deviation of the logarithm; `pareto`: the power by "
+        "which long delays get rare, above 1.",
+    )
+    delay_by: Literal["turn", "client"] = Field(
+        default="turn",
+        description="Whether a delay is drawn anew for each turn of a client, or once, so that "
+        "some clients are always slow.",
+    )
 
 
 class Server(Table):
@@ -318,6 +335,31 @@ class Server(Table):
         "client by its own coin; `spaced`, after a turn a client rests for "
         "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
         "many rounds in between, and each client of the group joins by its own coin.",
+    )
+    mode: Literal["synchronous", "buffered"] = Field(
+        default="synchronous",
+        description="Whether a round waits for its whole cohort, or, `buffered`, for the first "
+        "`buffer` answers; the others go on and count in a later round.",
+    )
+    buffer: Count | None = Field(
+        default=None,
+        description="`buffered`: answers (one per member) after which the server steps, at most "
+        "`cohort`; not set: all.",
+    )
+    largest_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=10,
+        description="`buffered`: the most rounds by which an answer may be late; what is older is "
+        "given up. So many older models are kept.",
+    )
+    staleness_exponent: NotNegative = Field(
+        default=0.5,
+        description="`buffered`: an answer that is s rounds late counts (1 + s) to the power of "
+        "minus this; 0 counts all alike.",
+    )
+    grace_seconds: NotNegative = Field(
+        default=0.0,
+        description="`buffered`: how long the server still waits for others once `buffer` answers "
+        "are in.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
     evaluate_rows: Natural = Field(
