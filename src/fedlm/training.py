@@ -4,7 +4,8 @@ In:       a `Run`, somebody who watches.
 Out:      a trained model in the directory, and a summary of the run.
 Promise:  resumed after a kill at any moment, it ends with the same parameters as a run that was
           never interrupted; what happened is in the journal, and what was released under a
-          privacy plan is in the ledger before that; no two processes train in one directory.
+          privacy plan is in the ledger before that; no two processes train in one directory;
+          whenever a run begins or goes on, its text is compared with its hash.
 Not here: the loop (`run.py`), making a run (`recipe`), printing (`cli`).
 """
 
@@ -160,6 +161,7 @@ def follow(run: Run, watcher: Watcher) -> bool:
     told = multihost.broadcast()
     if not told:
         return True
+    run.store.verify()
     like = jax.eval_shape(run.round.init, run.model.shapes())
     state, facts = checkpoint.saved_in(told, like, "the state that process 0 sent")
     run = _as_far(run, facts["rounds"])
@@ -253,6 +255,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
 def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     """Write what a run has before its first round: ledger, journal and the first checkpoint."""
     directory = run.record
+    run.store.verify()
     if ahead is not None:
         ahead.begin()
     directory.journal.unlink(missing_ok=True)
@@ -301,6 +304,7 @@ def _given_module(run: Run) -> bool:
 def check_same(run: Run) -> None:
     """Raise `RecordError` if recipe, privacy plan or text changed since the run began."""
     path = run.record.path
+    run.store.verify()
     header = report.facts_of(path).header
     # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))

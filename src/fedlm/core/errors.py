@@ -58,7 +58,20 @@ def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "
     fedlm.core.errors.ConfigError: server.cohort = 0: expected a positive number.
     """
     if not ok:
-        raise ConfigError(f"{setting} = {value!r}: expected {wanted}. {way_out}".strip())
+        raise ConfigError(f"{setting} = {shown(value)}: expected {wanted}. {way_out}".strip())
+
+
+def shown(value: object, most: int = 200) -> str:
+    """Return a value as an error message shows it, cut off where it is long.
+
+    >>> shown("x" * 100, 10)
+    "'xxxxxx..."
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or deep nesting
+        text = f"a {type(value).__name__} too long to show"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def either(names: Iterable[object]) -> str:

@@ -46,7 +46,7 @@ class NodeTable(BaseModel):
     momentum: Decay | None = Field(
         default=None, description="Its own momentum of the server's steps."
     )
-    cohort: Annotated[int, Field(ge=1)] | None = Field(
+    cohort: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
         default=None, description="Members per round of its own federation of clients."
     )
     weight: Positive | None = Field(default=None, description="How much it counts at its parent.")
@@ -97,19 +97,19 @@ class FederationTable(BaseModel):
         description="What changes of personal layers are measured from, to find nodes that are "
         "alike: where all began, or the root's present layers.",
     )
-    residuals: Annotated[int, Field(ge=0)] = Field(
+    residuals: Annotated[int, Field(ge=0, lt=1 << 31)] = Field(
         default=1,
         description="Personal layers that each node sends up because they fit worst, per layer; 0 "
         "is none.",
     )
-    sync_every: Annotated[int, Field(ge=1)] = Field(
+    sync_every: Annotated[int, Field(ge=1, lt=1 << 31)] = Field(
         default=1, description="Rounds of a federation per round of the federation above it."
     )
     order: Order = Field(
         default="levels",
         description="Whether nodes with text train level by level, or all together in one batch.",
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+    warmup_steps: Annotated[int, Field(ge=0, lt=1 << 31)] = Field(
         default=0,
         description="Steps over which a leaf's learning rate rises in each round; 0 is none.",
     )
@@ -151,7 +151,7 @@ class FederationTable(BaseModel):
     delta: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=1e-5, description="The delta at which the report states what that noise is worth."
     )
-    resident: Annotated[int, Field(ge=0)] = Field(
+    resident: Annotated[int, Field(ge=0, lt=1 << 31)] = Field(
         default=0,
         description="If the tree has more nodes than this, their models are kept in memory-mapped "
         "files (in `TMPDIR`); 0 keeps all in memory.",

@@ -36,7 +36,9 @@ from fedlm.record.trackers import TRACKERS
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
-Count = Annotated[int, Field(ge=1)]
+MOST = (1 << 31) - 1  # what programs count with
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
 
 
 def _tokenizer(value: str) -> str:
@@ -106,7 +108,9 @@ class Data(Table):
     validation: Share = Field(
         default=0.1, description="Fraction of each training client's text held out, from its end."
     )
-    split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    split_seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = Field(
+        default=0, description="Seed that decides which clients are held out."
+    )
     user_field: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="The field or column of a `.jsonl`, `.csv` or `.parquet` source that names the "
@@ -288,7 +292,7 @@ class Server(Table):
     schedule: Annotated[str, one_of(SCHEDULES)] = Field(
         default="constant", description="How the learning rate changes over the rounds."
     )
-    warmup_rounds: Annotated[int, Field(ge=0)] = Field(
+    warmup_rounds: Natural = Field(
         default=0, description="Rounds over which the learning rate rises linearly; 0 is none."
     )
     final_fraction: Share = Field(
@@ -310,7 +314,7 @@ class Server(Table):
         "many rounds in between, and each client of the group joins by its own coin.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
-    evaluate_rows: Annotated[int, Field(ge=0)] = Field(
+    evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
     )
 
@@ -341,19 +345,19 @@ class Privacy(Table):
         default=1e-6,
         description="The delta of the claim, above 0 and well below one in the number of clients.",
     )
-    min_separation: Annotated[int, Field(ge=0)] = Field(
+    min_separation: Natural = Field(
         default=0,
         description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
     )
-    max_participations: Annotated[int, Field(ge=0)] = Field(
+    max_participations: Natural = Field(
         default=0,
         description="`spaced`: turns of a client in the whole run; 0 is as many as the separation "
         "allows.",
     )
-    restart_every: Annotated[int, Field(ge=0)] = Field(
+    restart_every: Natural = Field(
         default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
     )
-    bands: Annotated[int, Field(ge=0)] = Field(
+    bands: Natural = Field(
         default=0,
         description="`banded`, `toeplitz`: bands of the matrix; 0 is `min_separation` + 1.",
     )
@@ -384,7 +388,7 @@ class Privacy(Table):
         "deviation, in multiples of what one client can change; every report is paid in the "
         "ledger. Not set: no figures of training clients.",
     )
-    evaluation_every: Annotated[int, Field(ge=0)] = Field(
+    evaluation_every: Natural = Field(
         default=0,
         description="With `evaluation_noise`: rounds between two reports; 0 is one, at the end.",
     )
@@ -392,7 +396,7 @@ class Privacy(Table):
         default=50,
         description="With `evaluation_noise`: the most tokens with which a client counts.",
     )
-    canaries: Annotated[int, Field(ge=0)] = Field(
+    canaries: Natural = Field(
         default=0,
         description="Further clients that send a random direction, for `fedlm privacy audit`; 0 is "
         "none.",
@@ -440,7 +444,7 @@ class Wire(Table):
         default=QUERIES_AND_VALUES,
         description="`lora`: names of the linear layers with an adapter, with `*`.",
     )
-    last_blocks: Annotated[int, Field(ge=0)] = Field(
+    last_blocks: Natural = Field(
         default=0,
         description="`lora`: only so many blocks have adapters, from the end; blocks before them "
         "need no backward pass. 0 is all blocks.",
@@ -463,7 +467,7 @@ class RunTable(Table):
         description="`mesh`: one compiled program over all devices; `loop`: member by member, slow "
         "and obvious.",
     )
-    devices: Annotated[int, Field(ge=0)] = Field(
+    devices: Natural = Field(
         default=0, description="Devices on this machine; 0 is one per core."
     )
     checkpoint_every: Count = Field(
