@@ -116,7 +116,9 @@ def read_sweep(path: Path) -> Sweep:
 
 def _selection(path: Path, table: Any) -> Selection:
     if not isinstance(table, dict) or table.keys() != {"law", "mean"}:
-        raise ConfigError(f"sweep {path}: selection = {shown(table)}: expected law and mean, no more.")
+        raise ConfigError(
+            f"sweep {path}: selection = {shown(table)}: expected law and mean, no more."
+        )
     selection.check(table["law"], table["mean"])
     return Selection(table["law"], float(table["mean"]))
 
@@ -136,7 +138,9 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
         raise ConfigError(f"sweep {path}: axes = {shown(axes)}: expected a table of lists.")
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"sweep {path}: axes.{name} = {shown(values)}: expected a list of values.")
+            raise ConfigError(
+                f"sweep {path}: axes.{name} = {shown(values)}: expected a list of values."
+            )
     if not isinstance(cases, list) or not cases or not all(isinstance(c, dict) for c in cases):
         raise ConfigError(f"sweep {path}: cases = {shown(cases)}: expected tables [[cases]].")
     twice = sorted({key for case in cases for key in case} & set(axes))
@@ -302,7 +306,10 @@ def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
         points = [int(rng.integers(len(sweep.points))) for _ in range(count)]
         write_atomically(file, json.dumps(points).encode(), private=True)
     hidden.chmod(0o700)
-    found: list[int] = json.loads(file.read_text())
+    found: list[int] = read_json(file, str(file), RecordError)
+    count = len(sweep.points)
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < count for n in found):
+        raise RecordError(f"{file} is damaged, or of another sweep: give another --out.")
     return found
 
 

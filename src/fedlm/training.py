@@ -25,6 +25,7 @@ import jax
 
 from fedlm import lineage
 from fedlm.core import tree
+from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Params
@@ -114,7 +115,9 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
     """
     directory = run.record
     if directory.summary.is_file():
-        done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+        done: Summary = read_json(directory.summary, str(directory.summary), RecordError)
+        if not isinstance(done, dict):
+            raise RecordError(f"{directory.summary} is damaged: remove it, and repeat.")
         return done
     with directory.locked():
         last = _reload(run, watcher) if state is None else _played(run, state)
@@ -236,6 +239,8 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
         ahead.check_whole()
     if goes_on and directory.checkpoints.is_dir():
         check_same(run)
+    else:
+        run.store.verify()
     fresh = run.round.init(run.start())
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
@@ -255,7 +260,6 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
 def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     """Write what a run has before its first round: ledger, journal and the first checkpoint."""
     directory = run.record
-    run.store.verify()
     if ahead is not None:
         ahead.begin()
     directory.journal.unlink(missing_ok=True)

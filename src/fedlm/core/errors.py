@@ -16,8 +16,9 @@ Not here: catching (`cli/main.py`).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class FedlmError(Exception):
@@ -59,6 +60,26 @@ def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "
     """
     if not ok:
         raise ConfigError(f"{setting} = {shown(value)}: expected {wanted}. {way_out}".strip())
+
+
+# What code that trusts a document may raise when the document is not what it seems.
+SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+
+
+@contextlib.contextmanager
+def damaged(what: str, error: type[FedlmError] = RecordError) -> Iterator[None]:
+    """Turn whatever a document of wrong types makes of a block of code into one sentence.
+
+    >>> with damaged("run/journal.jsonl"):
+    ...     sum(["7"])
+    Traceback (most recent call last):
+    fedlm.core.errors.RecordError: run/journal.jsonl is damaged: unsupported operand type(s) ...
+    """
+    try:
+        yield
+    except SURPRISES as problem:
+        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise error(f"{what} is damaged: {reason}.") from problem
 
 
 def shown(value: object, most: int = 200) -> str:

@@ -467,9 +467,7 @@ class RunTable(Table):
         description="`mesh`: one compiled program over all devices; `loop`: member by member, slow "
         "and obvious.",
     )
-    devices: Natural = Field(
-        default=0, description="Devices on this machine; 0 is one per core."
-    )
+    devices: Natural = Field(default=0, description="Devices on this machine; 0 is one per core.")
     checkpoint_every: Count = Field(
         default=10,
         description="Rounds between two checkpoints; under a privacy plan every round is saved.",
