@@ -30,6 +30,17 @@ Tokens = Int[Array, "batch seq_plus_one"]
 OptState = Any
 
 
+class Precomputed(NamedTuple):
+    """Rows of tokens with the features that the frozen blocks of a model gave them before."""
+
+    tokens: Tokens
+    features: Float[Array, "batch seq embed"]
+
+
+Batch = Tokens | Precomputed
+"""What a member takes one step on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
     """The tokens of a vocabulary that do not stand for text."""
@@ -69,7 +80,7 @@ class Loss(NamedTuple):
     tokens: Float[Array, ""]
 
 
-LossFn = Callable[[Params, Tokens], Loss]
+LossFn = Callable[[Params, Batch], Loss]
 
 
 class Update(eqx.Module):
@@ -148,7 +159,7 @@ class ClientMethod(NamedTuple):
 
     shared: Callable[[Any, PRNGKeyArray], Any]
     init: Callable[[Any, PRNGKeyArray, Any], Any]
-    step: Callable[[Any, Any, Tokens], Any]
+    step: Callable[[Any, Any, Batch], Any]
     finish: Callable[[Any, Any, Float[Array, ""]], Update]
     expand: Callable[[Params, PRNGKeyArray, Any], Any]
     init_memory: Callable[[Any], Any] | None = None

@@ -38,6 +38,7 @@ from fedlm.recipe.private_evaluation import (
 )
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
+from fedlm.record.directory import RunDirectory
 from fedlm.run import Run
 
 
@@ -78,7 +79,11 @@ def flat_run(
     start = start_maker(recipe, store)
     participation = privacy_plan.participation_of(recipe, people.size, out)
     algorithm = algorithm_of(recipe, participation, shapes, start)
-    made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
+    made = (
+        engine(algorithm)
+        if engine
+        else engine_of(recipe, algorithm, rows.train, RunDirectory(out).frozen)
+    )
     count = engine is None and recipe.run.baselines
     round = _flat_round(recipe, algorithm, made)
     return Run(
