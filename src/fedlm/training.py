@@ -526,6 +526,7 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     checkpoint.write_atomically(directory.report, report.page([facts]).encode())
     summary = summary_of(run, run.round.params(state), facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    directory.forget_frozen()
     return summary
 
 

@@ -42,6 +42,17 @@ Say = Callable[[str], None]
 """Prints one line for the user."""
 
 
+class Precomputed(NamedTuple):
+    """Rows of tokens with the features that the frozen blocks of a model gave them before."""
+
+    tokens: Tokens
+    features: Float[Array, "batch seq embed"]
+
+
+Batch = Tokens | Precomputed
+"""What a member takes one step on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
     """The tokens of a vocabulary that do not stand for text."""
@@ -85,7 +96,7 @@ class Loss(NamedTuple):
     tokens: Float[Array, ""]
 
 
-LossFn = Callable[[Params, Tokens], Loss]
+LossFn = Callable[[Params, Batch], Loss]
 
 
 class Update(eqx.Module):
@@ -164,7 +175,7 @@ class ClientMethod(NamedTuple):
 
     shared: Callable[[Any, PRNGKeyArray], Any]
     init: Callable[[Any, PRNGKeyArray, Any], Any]
-    step: Callable[[Any, Any, Tokens], Any]
+    step: Callable[[Any, Any, Batch], Any]
     finish: Callable[[Any, Any, Float[Array, ""]], Update]
     expand: Callable[[Params, PRNGKeyArray, Any], Any]
     init_memory: Callable[[Any], Any] | None = None

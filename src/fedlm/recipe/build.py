@@ -41,6 +41,7 @@ from fedlm.recipe.private_evaluation import (
 )
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
+from fedlm.record.directory import RunDirectory
 from fedlm.run import Run
 
 
@@ -86,7 +87,11 @@ def flat_run(
     algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
     if members is not None and algorithm.remembers:
         algorithm = replace(algorithm, memory_at_nodes=True)
-    made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
+    made = (
+        engine(algorithm)
+        if engine
+        else engine_of(recipe, algorithm, rows.train, RunDirectory(out).frozen)
+    )
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)
     return Run(

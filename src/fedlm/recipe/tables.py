@@ -520,6 +520,12 @@ class RunTable(Table):
         "and obvious.",
     )
     devices: Natural = Field(default=0, description="Devices on this machine; 0 is one per core.")
+    cache_frozen: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
+        default=0,
+        description="Adapters in the last blocks only (`wire.last_blocks`): megabytes of disk in "
+        "the run's directory for what the blocks below give for each client's rows, so that later "
+        "steps need not compute it again. It is removed at the end. 0 is none.",
+    )
     checkpoint_every: Count = Field(
         default=10,
         description="Rounds between two checkpoints; under a privacy plan every round is saved.",

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hmac
 import os
+import shutil
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ class RunDirectory:
     def own_weights_of(self, node: str) -> Path:
         """Return the path of the model that a leaf keeps to itself, for its owner's eyes alone."""
         return self.path / "private" / self.weights_of(node).name
+
+    @property
+    def frozen(self) -> Path:
+        """What frozen blocks give for clients' rows, for its owner's eyes alone."""
+        return self.path / "frozen"
+
+    def forget_frozen(self) -> None:
+        """Remove what frozen blocks gave: it tells of text, and a finished run needs it no more."""
+        shutil.rmtree(self.frozen, ignore_errors=True)
 
     @property
     def tokenizer(self) -> Path:
