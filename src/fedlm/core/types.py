@@ -198,7 +198,8 @@ class Codec(NamedTuple):
     and `x` (`math.inf`: no bound holds for every shape, so clip decoded updates again).
     `encode(x, key, keep)` sends only the leaves that `keep` marks, with the same random draws as
     for the whole tree; `decode` then needs a `like` whose other leaves are empty. A codec that is
-    not `by_leaf` mixes leaves and cannot leave any out.
+    not `by_leaf` mixes leaves and cannot leave any out. The frames of a codec that is `additive`
+    hold integers that add up modulo a power of two, as sums under masks need.
     """
 
     name: str
@@ -209,6 +210,7 @@ class Codec(NamedTuple):
     norm_gain: float
     fixed_size: bool = True
     by_leaf: bool = True
+    additive: bool = False
 
 
 class Rows(Protocol):
