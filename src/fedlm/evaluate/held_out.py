@@ -18,19 +18,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import PAD, Params, SpecialTokens
+from fedlm.core.types import PAD, GroupPath, Params, ScoreFn, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import (
     Evaluator,
-    ScoreFn,
     Sums,
     bits_per_byte,
     figures,
     total,
 )
 
-Path = tuple[str, ...]
 Phase = Literal["survey", "watch", "final"]
 NO_MODEL = -1
 
@@ -89,7 +87,7 @@ class HeldOutText:
     """The rows of one split, the groups of their owners, and the size of the text in bytes."""
 
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]  # number of context tokens -> rows, owners
-    groups: Callable[[int], Path]  # the group path of an owner
+    groups: Callable[[int], GroupPath]  # the group path of an owner
     bytes: int | None = None  # None if some bytes of the text are in no target
 
     @cached_property

@@ -17,13 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 from tokenizers.models import WordLevel
 
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import BatchSpec, Engine, Params, Rows
+from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
@@ -32,11 +33,12 @@ from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of, token_dtype
 from fedlm.corpus.tokenizer_file import load_library
 from fedlm.corpus.vocabulary import Vocabulary
 from fedlm.engine.catalog import ENGINES
+from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
 from fedlm.models.adapters import Adapters
-from fedlm.models.catalog import ModelSpec, ScoreFn
+from fedlm.models.catalog import ModelSpec
 from fedlm.models.interop import gguf
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
@@ -420,10 +422,44 @@ def batch_spec(recipe: Recipe) -> BatchSpec:
     )
 
 
-def engine_of(recipe: Recipe, algorithm: Algorithm, rows_of: Rows) -> Engine:
-    """Return the engine that trains members on the text of this process."""
+def engine_of(
+    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path | None = None
+) -> Engine:
+    """Return the engine that trains members on the text of this process.
+
+    With a `folder`, it may keep there what the frozen blocks of a model give.
+    """
     kind = ENGINES[recipe.run.engine]
-    return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed)
+    frozen = _frozen_features(recipe, algorithm, rows_of, folder)
+    return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed, frozen=frozen)
+
+
+def _frozen_features(
+    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path | None
+) -> FrozenFeatures | None:
+    """Return where the features of frozen blocks are kept; None if they are not."""
+    megabytes = recipe.run.cache_frozen
+    if not megabytes:
+        return None
+    adapts = TRAINABLE[recipe.wire.trainable].adapts
+    shapes = model_spec(recipe, recipe.data.vocabulary).shapes() if adapts else None
+    require(
+        folder is not None and getattr(shapes, "frozen_depth", 0) > 0,
+        "run.cache_frozen",
+        megabytes,
+        "0, unless wire.trainable = 'lora' with wire.last_blocks leaves blocks without adapters, "
+        "in a flat federation in one place",
+    )
+    assert folder is not None
+    own = folder / str(jax.process_index())  # processes do not write each other's files
+    embed = dimensions(recipe.model, recipe.data.vocabulary).embedding_size
+    return FrozenFeatures(
+        lambda: algorithm.base.frozen,  # type: ignore[union-attr]
+        embed,
+        rows_of,
+        own,
+        megabytes << 20,
+    )
 
 
 def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldOutText:

@@ -14,11 +14,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedlm.core.errors import CorpusError, require
-from fedlm.corpus.store import LEDGER
+from fedlm.corpus.store import LEDGER, Progress
 from fedlm.corpus.tokenizer import TextTokenizer, from_counts, word_finder
 from fedlm.corpus.vocabulary import Counting, Origin, Vocabulary, check_origin, from_file
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry
@@ -27,7 +27,6 @@ from fedlm.recipe.settings import Data
 
 ORIGIN = "tokenizer_from.json"  # beside a tokenizer.json that a federation made
 COUNTED_WITH_NOISE = ("words", "bpe")  # kinds of tokenizers that are fitted to words
-Progress = Callable[[str, int], None]
 
 
 def vocabulary_of(
