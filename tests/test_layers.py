@@ -25,8 +25,17 @@ MAY_IMPORT = {
     "methods": {"core", "local", "methods"},
     # Sums of packed integers under masks; it knows nothing of models, rounds or noise.
     "secure": {"core", "wire", "secure"},
-    "federation": {"core", "cohort", "evaluate", "local", "privacy", "secure", "server", "federation"},
-    "engine": {"core", "cohort", "federation", "secure", "engine"},
+    "federation": {
+        "core",
+        "cohort",
+        "evaluate",
+        "local",
+        "privacy",
+        "secure",
+        "server",
+        "federation",
+    },
+    "engine": {"core", "cohort", "evaluate", "federation", "secure", "engine"},
     # `run` names the parts of a run; `recipe` makes them.
     "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
     "recipe": {"recipe", "run"} | BELOW,

@@ -111,6 +111,22 @@ def gather_clients(documents: Iterable[Document]) -> list[Document]:
     return kept
 
 
+def _split(
+    clients: list[Document], settings: StoreSettings
+) -> tuple[frozenset[str], list[tuple[str, str]]]:
+    """Return the test clients, and the training and held-out text of each client."""
+    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
+    parts = [
+        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
+    ]
+    return test, parts
+
+
+def training_texts(clients: list[Document], settings: StoreSettings) -> list[str]:
+    """Return the training text of each client that has some."""
+    return [train for train, _ in _split(clients, settings)[1] if train]
+
+
 def write(
     documents: Iterable[Document],
     out: Path,
@@ -124,10 +140,7 @@ def write(
     each client, a tokenizer is fitted to the training text as it is, without noise.
     """
     clients = gather_clients(documents)
-    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
-    parts = [
-        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
-    ]
+    test, parts = _split(clients, settings)
     progress("vocabulary", 0)
     if not isinstance(vocabulary, Vocabulary):
         count = vocabulary or (lambda texts: _counted(texts, settings))
@@ -475,7 +488,7 @@ class Store:
     def test_clients(self) -> np.ndarray:
         """The numbers of the clients whose whole text is held out."""
         flags = [b.column("test").to_numpy(zero_copy_only=False) for b in self._batches]
-        return np.flatnonzero(np.concatenate(flags))
+        return np.flatnonzero(np.concatenate([np.zeros(0, bool), *flags]))
 
     def _lengths(self, column: str) -> np.ndarray:
         """Count the tokens per client from the offsets alone."""
@@ -485,7 +498,7 @@ class Store:
             np.frombuffer(b.column(column).buffers()[1], np.int32, b.num_rows + 1)
             for b in self._batches
         ]
-        return np.concatenate([np.diff(ends) for ends in offsets])
+        return np.concatenate([np.zeros(0, np.int32), *(np.diff(ends) for ends in offsets)])
 
     def verify(self) -> None:
         """Compare the clients with the hash in the manifest, which reads the whole file.
@@ -518,11 +531,14 @@ def vocabulary_like(store: Store) -> Vocabulary:
 
 def _copier(store: Store) -> Callable[[Path], None] | None:
     """Return a function that copies a store's ledger, identifier included, to another folder."""
-    if not store.ledgers:
-        return None
+    return ledger_copier(store.path) if store.ledgers else None
+
+
+def ledger_copier(source: Path) -> Callable[[Path], None]:
+    """Return a function that copies the ledger in a folder to another folder."""
 
     def copy(folder: Path) -> None:
-        shutil.copyfile(store.path / LEDGER, folder / LEDGER)
+        shutil.copyfile(source / LEDGER, folder / LEDGER)
         os.chmod(folder / LEDGER, 0o600)
 
     return copy

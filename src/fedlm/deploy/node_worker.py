@@ -1,7 +1,7 @@
-"""What a node does with a request: check it, train its members, reply with frames.
+"""What a node does with a request: check it, train its members or score models, reply.
 
 In:       a payload from the server, the node's store and policy.
-Out:      a payload: frames of updates, or the sentence why not.
+Out:      a payload: frames of updates, sums over held-out text, or the sentence why not.
 Promise:  a recipe is carried out only if it is well-formed, fits this store and is allowed by the
           policy, and a question is answered only if its recipe leads to it and the node's ledger
           has room for it; the ledger has an answer before it leaves; text never leaves: a reply
@@ -30,10 +30,18 @@ from fedlm.deploy import policy as policies
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
+from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.question import Asked
+from fedlm.engine.evaluate_messages import (
+    EVALUATE_REQUEST,
+    EvaluateReply,
+    EvaluateRequest,
+    encode_reply,
+    read_request,
+)
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.federation.member import left_out, start_of
@@ -81,7 +89,8 @@ class Worker:
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
-        return respond(payload, hello=self.hello, train=self.train, say=self.say)
+        others = {EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p)))}
+        return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
@@ -110,6 +119,26 @@ class Worker:
         reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
         return replace(reply, counter=self.ledger.counter)
 
+    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Score models on this node's held-out text, and reply with sums."""
+        if request.text != self.text:
+            raise WireError("the text of this node is not the one that the run began with.")
+        if set(request.members) != {request.first}:
+            raise WireError("this node was asked for the text of others.")
+        with self.guard.recording(request):
+            work = self._work(request)
+            self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
+        self.say(f"evaluation after round {request.round}")
+        least = self.policy.least_evaluated
+        sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least))
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=tuple(range(len(sums))),
+            sums=sums,
+            counter=self.ledger.counter,
+        )
+
     def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
         """Return the clients of a request by their names in the ledger."""
         if leaf or self.whole:
@@ -118,8 +147,8 @@ class Worker:
         clients = (int(numbers[member - request.first]) for member in request.members)
         return [self.ledger.client(self.store.client(number)) for number in clients]
 
-    def _work(self, request: TrainRequest) -> NodeWork:
-        """Return the work of a request, checked once and then kept with its compiled programs."""
+    def _work(self, request: TrainRequest | EvaluateRequest) -> NodeWork:
+        """Return the work of a recipe, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
             recipe = parse_recipe(request.recipe)
@@ -132,17 +161,17 @@ class Worker:
             self._check_cost(self._kept[address].recipe, request)
         return self._kept[address]
 
-    def _check_cost(self, recipe: Recipe, request: TrainRequest) -> None:
+    def _check_cost(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> None:
         """Raise `Refusal` if a request would take more steps or memory than is allowed."""
         numbers = [int(number) for number in self.store.training_clients]
-        members = [[numbers[member - request.first]] for member in request.members]
+        members = [[numbers[member - request.first]] for member in sorted(set(request.members))]
         if self.whole or recipe.federation is not None:
             members = [numbers]
         spec = parts.model_spec(recipe, self.store.vocabulary)
         steps, memory = cost_of(recipe, spec, self.store, members)
         policies.check_cost(self.policy, steps, memory, memory_here())
 
-    def _check(self, recipe: Recipe, request: TrainRequest) -> NodeWork:
+    def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
         check_deployable(recipe)
         if recipe.federation is not None:
             made = leaf_work(recipe, self.store)

@@ -28,6 +28,8 @@ from fedlm.engine.messages import (
     encode_hello_request,
     read_hello,
 )
+from fedlm.engine.remote_evaluation import Survey
+from fedlm.evaluate.held_out import Held
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
@@ -193,3 +195,24 @@ def _assignment(
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("a number of members makes no sense")
     return Assignment(name, first, clients, text, found)
+
+
+def save_survey(file: Path, survey: Survey) -> None:
+    """Write how much held-out text nodes announced to a file."""
+    write_atomically(file, json.dumps(survey).encode())
+
+
+def load_survey(file: Path) -> Survey | None:
+    """Read what nodes announced when a run began; return None if the file is missing."""
+    if not file.is_file():
+        return None
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            str(split): {int(place): Held(*map(int, held)) for place, held in of.items()}
+            for split, of in told.items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{file} is damaged: {error}. Remove it: nodes are asked again."
+        ) from None

@@ -10,14 +10,16 @@ Not here: making certificates (`certificates.py`).
     WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
     WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's),
                                  counters.json (how far nodes' ledgers had come)
-    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml; at the
-                                 node also ledger.jsonl, what it answered
+    WORKSPACE/tokenizer/         tokenizer.json and what belongs to it, if the federation has one
+    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml and
+                                 tokenizer/; at the node also ledger.jsonl, what it answered
 """
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +28,15 @@ from typing import Annotated
 from pydantic import Field
 
 from fedlm.core.errors import ConfigError, require
+from fedlm.corpus.tokenizer_file import load_tokenizer, write_tokenizer
 from fedlm.deploy import certificates
 from fedlm.deploy.policy import POLICY
 from fedlm.deploy.tables import check_table, read_table, write_table
 from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
+from fedlm.recipe.vocabulary import ORIGIN
+
+TOKENIZER = "tokenizer"  # the folder of a tokenizer in a workspace and in a kit
 
 
 class WorkspaceSettings(Table):
@@ -88,6 +94,11 @@ class Workspace:
     @property
     def counters(self) -> Path:
         return self.path / "server" / "counters.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the federation, if it has one: its kits carry the same."""
+        return self.path / TOKENIZER / "tokenizer.json"
 
     def nodes(self) -> dict[str, bytes]:
         """Return the public keys of the nodes that may join, by name."""
@@ -159,9 +170,19 @@ class Kit:
 
 
 def init(
-    path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
+    path: Path,
+    name: str,
+    hosts: Sequence[str],
+    port: int,
+    nodes: Sequence[str],
+    *,
+    tokenizer: Path | None = None,
+    **more: object,
 ) -> Workspace:
-    """Create a federation: its authority, its server's certificate and a kit per node."""
+    """Create a federation: its authority, its server's certificate and a kit per node.
+
+    With `tokenizer`, the path of a `tokenizer.json`, the kits carry it.
+    """
     require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
     require(len(set(nodes)) == len(nodes) > 0, "--nodes", ",".join(nodes), "different names")
     for node in nodes:
@@ -174,6 +195,7 @@ def init(
     settings = check_table(
         WorkspaceSettings, {"name": name, "host": hosts[0], "port": port, **more}, "init"
     )
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
     top = certificates.authority(name)
     own = certificates.server(top, [*hosts, *_loopback(hosts)])
     (path / "authority").mkdir(parents=True)
@@ -185,6 +207,11 @@ def init(
     workspace.certificate.write_bytes(own.certificate)
     certificates.write_private(workspace.certificate_key, own.key)
     certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
+    if given is not None and tokenizer is not None:
+        write_tokenizer(given, workspace.tokenizer.parent)
+        origin = tokenizer.parent / ORIGIN
+        if origin.is_file():
+            shutil.copyfile(origin, workspace.tokenizer.parent / ORIGIN)
     for node in nodes:
         add_node(workspace, settings, node)
     write_table(path / "federation.toml", settings)  # last: it makes the folder a federation
@@ -201,6 +228,8 @@ def add_node(workspace: Workspace, settings: WorkspaceSettings, name: str) -> Ki
     certificates.write_private(kit.path / "node.key", private)
     (kit.path / "node.pub").write_bytes(public)
     kit.policy.write_text(POLICY, encoding="utf-8")
+    if workspace.tokenizer.is_file():
+        shutil.copytree(workspace.tokenizer.parent, kit.path / TOKENIZER)
     reach = KitSettings(federation=settings.name, name=name, host=settings.host, port=settings.port)
     write_table(kit.path / "node.toml", reach)
     return kit

@@ -21,6 +21,7 @@ from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.parts import (
@@ -42,7 +43,7 @@ from fedlm.recipe.private_evaluation import (
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.record.directory import RunDirectory
-from fedlm.run import Run
+from fedlm.run import Evaluation, Run
 
 
 def build(
@@ -70,11 +71,13 @@ def flat_run(
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
     waiting: Callable[[Engine, Buffer], Waiting] | None = None,
+    evaluation: Callable[[PrivacyPlan | None], Evaluation] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
-    `waiting` makes what waits for their answers in buffered rounds.
+    `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
+    held-out text, or by `evaluation` of its plan.
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
@@ -99,7 +102,9 @@ def flat_run(
         algorithm=algorithm,
         engine=made,
         round=round,
-        evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
+        evaluation=evaluation(algorithm.plan)
+        if evaluation
+        else evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
         start=start,
         private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),

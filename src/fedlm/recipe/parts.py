@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
+from tokenizers.models import WordLevel
 
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
@@ -27,9 +28,10 @@ from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
-from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
-from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write, write_tokens
+from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of, token_dtype
 from fedlm.corpus.tokenizer_file import load_library
+from fedlm.corpus.vocabulary import Vocabulary
 from fedlm.engine.catalog import ENGINES
 from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
@@ -125,6 +127,27 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)  # another process made the same store meanwhile
 
 
+def tokenizer_store(data: Data, cache: Path) -> Store:
+    """Return a store that has a tokenizer and no text, for a server whose text is at nodes."""
+    given = given_tokenizer(data)
+    if given is None:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer!r}: without data.store a server needs the path of "
+            "the tokenizer.json that all nodes prepared their text with."
+        )
+    settings = store_settings(data, given)
+    path = cache / f"tokenizer-{_identity('', settings, given)}"
+    if not path.exists():
+        vocabulary, dtype = vocabulary_of(data, given), token_dtype(given.vocabulary)
+        assert isinstance(vocabulary, Vocabulary)
+        try:
+            return write_tokens((), path, vocabulary, settings, dtype, learns=False)
+        except CorpusError:
+            if not path.exists():
+                raise  # else another process made the same store meanwhile
+    return Store(path)
+
+
 def _check_store(store: Store, data: Data) -> None:
     """Raise `ConfigError` if a given setting differs from the one the store was made with."""
     for name, made in vars(store.settings).items():
@@ -163,7 +186,7 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     if size.vocab == store.vocabulary:
         del sizes["vocab"]  # the store decides it
     data, decided = recipe.data, vars(store.settings)
-    if data.source is not None:
+    if data.source is not None or not len(store):
         decided = {**decided, "tokenizer": data.tokenizer}  # a path, where the store says "file"
     data = data.model_copy(update=decided)
     return recipe.model_copy(
@@ -454,7 +477,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
         sizes = [len(part) for part in parts]
         return np.concatenate(parts), np.repeat(owners, sizes)
 
-    whole = data.tokenizer != "words" and data.layout == "windows"
+    whole = not isinstance(store.tokenizer.library.model, WordLevel) and data.layout == "windows"
     return HeldOutText(
         rows=cut,
         groups=lambda owner: store.groups(owner),
