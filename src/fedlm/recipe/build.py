@@ -40,6 +40,7 @@ from fedlm.recipe.private_evaluation import (
     private_evaluation_of,
     refuse_private_evaluation,
 )
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.record.directory import RunDirectory
@@ -81,6 +82,7 @@ def flat_run(
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
+        check_sums(recipe, network=True)
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
@@ -93,7 +95,11 @@ def flat_run(
     made = (
         engine(algorithm)
         if engine
-        else engine_of(recipe, algorithm, rows.train, RunDirectory(out).frozen)
+        else engine_for(
+            recipe,
+            algorithm,
+            lambda trained: engine_of(recipe, trained, rows.train, RunDirectory(out).frozen),
+        )
     )
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)

@@ -42,6 +42,7 @@ from fedlm.recipe.federation import (
     Size,
 )
 from fedlm.record.trackers import TRACKERS
+from fedlm.server.robust import RULES
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -361,6 +362,20 @@ class Server(Table):
         description="`buffered`: how long the server still waits for others once `buffer` answers "
         "are in.",
     )
+    aggregate: Annotated[str, one_of(RULES)] = Field(
+        default="mean",
+        description="How updates become one change: their `mean`; or, where single updates may be "
+        "looked at, a centre that few liars cannot move: `median` of each value, `trimmed-mean`, "
+        "`geometric-median`.",
+    )
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.1, description="`trimmed-mean`: the part of values that is cut on each side."
+    )
+    update_norm: Positive | None = Field(
+        default=None,
+        description="The longest update, as an L2 norm, that counts in full without a privacy "
+        "plan; longer ones are shortened to it. Not set: no bound.",
+    )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
     evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
@@ -500,6 +515,17 @@ class Wire(Table):
         default=0,
         description="`lora`: only so many blocks have adapters, from the end; blocks before them "
         "need no backward pass. 0 is all blocks.",
+    )
+    secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="In a simulation: how many nodes share the clients and add up their updates in "
+        "a secure sum, of which the server sees the sum alone; 0 is none. Needs a codec that adds "
+        "up, such as `secure-20-clip1-members100`.",
+    )
+    secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
+        "thirds of them.",
     )
     error_feedback: bool = Field(
         default=False,
