@@ -9,13 +9,13 @@ Not here: each check (`question.py`, `policy.py`, `node_ledger.py`, `lifetime.py
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fedlm.core.documents import toml_tables
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.deploy.lifetime import Release, lifetime
 from fedlm.deploy.limits import within
@@ -128,10 +128,7 @@ class Guard:
 
 def parse_recipe(text: str) -> Recipe:
     """Convert the recipe of a request, or raise `WireError`."""
-    try:
-        return parse(tomllib.loads(text))
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise WireError(f"the recipe is not valid TOML: {str(error)[:200]}.") from None
+    return parse(toml_tables(text, "the recipe", WireError))
 
 
 def store_releases(path: Path) -> tuple[Release, ...]:

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fedlm.core.errors import EngineError, WireError
+from fedlm.core.documents import read_json
+from fedlm.core.errors import EngineError, RecordError, WireError
 from fedlm.core.keys import key_for
 from fedlm.deploy import policy as policies
 from fedlm.deploy import registration
@@ -281,7 +282,8 @@ class Handover:
         write_atomically(self.path / f"{name}.json", json.dumps(facts).encode(), private=True)
 
     def read(self, name: str, request: TrainRequest) -> TrainReply:
-        facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
+        file = self.path / f"{name}.json"
+        facts = read_json(file, str(file), RecordError)
         frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
         return TrainReply(
             round=request.round,
