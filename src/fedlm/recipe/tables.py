@@ -45,13 +45,6 @@ from fedlm.record.trackers import TRACKERS
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
-<<<<<<< HEAD
-=======
-MOST = (1 << 31) - 1  # what programs count with
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Natural = Annotated[int, Field(ge=0, le=MOST)]
-
->>>>>>> refs/remotes/h/F
 
 def _tokenizer(value: str) -> str:
     """Accept a kind of tokenizer, or the path of a file that holds one."""
