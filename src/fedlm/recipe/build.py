@@ -24,6 +24,7 @@ from fedlm.federation.round import FlatRound
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
+from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
     client_rows,
     engine_of,
@@ -58,6 +59,7 @@ def build(
     """Open the recipe's store and return its run; with `pooled`, a run of central training."""
     store = open_store(recipe.data, cache, progress)
     resolved = resolve(recipe, store)
+    check_memory(resolved, model_spec(resolved, store.vocabulary))
     if pooled:
         return pretraining(resolved, store, out=out)
     kind = flat_run if resolved.federation is None else tree_run
