@@ -193,7 +193,8 @@ class Ledger:
             for number, line in enumerate(lines, start=1)
             if not line.endswith(CUT.encode())
         ]
-        with contextlib.suppress(ValueError):  # cut short, unless only its end of line is missing
+        # Cut short, unless only its end of line is missing.
+        with contextlib.suppress(ValueError, RecursionError):
             json.loads(last)
             found.append(_parsed(last, f"{self.path}, its last line"))
         if not found or found[0]["kind"] != "begin":
@@ -226,7 +227,7 @@ class Ledger:
         tail = os.pread(file, MOST_LINE, max(0, size - MOST_LINE)).rpartition(b"\n")[2]
         try:
             json.loads(tail)
-        except ValueError:
+        except (ValueError, RecursionError):
             return CUT.encode() + b"\n"
         return b"\n"
 
