@@ -4,8 +4,9 @@ In:       a `Run` under a privacy plan; its rounds as they are played; what a cr
 Out:      checkpoints and ledger lines; how far a resumed run may go.
 Promise:  nobody sees anything of a round before its state and its ledger line are on disk; a
           resumed run goes on from the newest state and never plays a released round again. Where
-          released states are lost all the same, independent noise is played again and counted
-          again; correlated noise was made for one history, so that run ends with what it has.
+          released states are lost all the same, rounds with independent noise and draws are
+          played again and counted again; where noise or draw was made for one history, the run
+          ends with what it has.
 Not here: the file (`privacy/ledger.py`), the loop (`run.py`), the journal (`training.py`).
 """
 
@@ -103,10 +104,11 @@ class WriteAhead:
             f"{self.directory.path}: the states after round {round} are lost, and rounds up to "
             f"{max(lost) + 1} were released."
         )
-        if not self._independent():
+        if not self._replayable():
             say(
-                f"{said} Correlated noise cannot be drawn again for them, so the run ends with the "
-                f"model of round {round}; its epsilon counts every release."
+                f"{said} Its noise, or its draw of members, was made for all rounds together and "
+                f"cannot be made again for some, so the run ends with the model of round {round}; "
+                "its epsilon counts every release."
             )
             return Resumed(saved.state, round, ended=True)
         say(f"{said} They are played again with other members and noise, and both are counted.")
@@ -191,5 +193,6 @@ class WriteAhead:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _independent(self) -> bool:
-        return all(MECHANISMS[plan.mechanism].independent for plan in self.plans.values())
+    def _replayable(self) -> bool:
+        plans = self.plans.values()
+        return all(p.sampling.law in MECHANISMS[p.mechanism].replay_laws for p in plans)
