@@ -43,6 +43,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build, round_of, run_to_look_at
 from fedlm.recipe.private_evaluation import private_evaluation_of
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
@@ -551,7 +552,10 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         download=codec_named("wire.download", recipe.wire.download),
         seed=recipe.run.seed,
     )
-    engine = parts.engine_of(recipe, algorithm, rows.train)
+    check_sums(recipe)
+    engine = engine_for(
+        recipe, algorithm, lambda trained: parts.engine_of(recipe, trained, rows.train)
+    )
     plan = algorithm.plan
     shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}

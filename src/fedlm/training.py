@@ -243,7 +243,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     fresh = run.round.init(run.start())
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
-        return _begin_anew(run, fresh, ahead)
+        return _begin_anew(run, fresh, ahead, watcher)
     _check_base(run, fresh)
     if run.counted and not run.elsewhere:
         lineage.register_again(directory.path, run.store)
@@ -256,7 +256,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     return _Begun(*resumed, ahead, None if ahead is None else ahead.missing(found))
 
 
-def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
+def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None, watcher: Watcher) -> _Begun:
     """Write what a run has before its first round: ledger, journal and the first checkpoint."""
     directory = run.record
     if ahead is not None:
@@ -269,11 +269,14 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     if run.plan is not None:
         directory.make_salt()
     _begin_lineage(run, ahead)
+    rounds = run.cadence.rounds
+    if ahead is not None:
+        rounds = ahead.affordable(0)
+        ahead.check_budget(rounds, watcher.say)
     journal = Journal(directory.journal)
     journal.append(release(run.plan, "header", header_of(run, fresh)))
     journal.sync()
     checkpoint.save(directory.checkpoints, 0, fresh)
-    rounds = run.cadence.rounds if ahead is None else ahead.affordable(0)
     return _Begun(fresh, rounds, ahead=ahead)
 
 
@@ -501,7 +504,7 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     models = run.round.models(state)
     claim = _claim(run)
     if claim is not None:
-        for said in claim.not_covered[: -len(ALWAYS)]:
+        for said in (each for each in claim.not_covered if each not in ALWAYS):
             watcher.say(f"Not covered by the privacy claim: {said}.")
     final = {
         **splits,

@@ -468,9 +468,9 @@ class MeshEngine:
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
-            batch: Batch = stream.tokens[at].astype(jnp.int32)
-            if stream.features is not None:
-                batch = Precomputed(batch, stream.features[at])
+            tokens = stream.tokens[at].astype(jnp.int32)
+            kept = stream.features
+            batch: Batch = tokens if kept is None else Precomputed(tokens, kept[at])
             return at + 1, local.step(shared, carry, batch)
 
         def segment(i, state):  # type: ignore[no-untyped-def]

@@ -26,6 +26,7 @@ from fedlm.federation.round import FlatRound
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
+from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
     client_rows,
     engine_of,
@@ -42,6 +43,7 @@ from fedlm.recipe.private_evaluation import (
     private_evaluation_of,
     refuse_private_evaluation,
 )
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.record.directory import RunDirectory
@@ -59,6 +61,7 @@ def build(
     """Open the recipe's store and return its run; with `pooled`, a run of central training."""
     store = open_store(recipe.data, cache, progress)
     resolved = resolve(recipe, store)
+    check_memory(resolved, model_spec(resolved, store.vocabulary))
     if pooled:
         return pretraining(resolved, store, out=out)
     kind = flat_run if resolved.federation is None else tree_run
@@ -83,6 +86,7 @@ def flat_run(
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
+        check_sums(recipe, network=True)
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
@@ -95,7 +99,11 @@ def flat_run(
     made = (
         engine(algorithm)
         if engine
-        else engine_of(recipe, algorithm, rows.train, RunDirectory(out).frozen)
+        else engine_for(
+            recipe,
+            algorithm,
+            lambda trained: engine_of(recipe, trained, rows.train, RunDirectory(out).frozen),
+        )
     )
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)

@@ -42,6 +42,7 @@ from fedlm.recipe.federation import (
     Size,
 )
 from fedlm.record.trackers import TRACKERS
+from fedlm.server.robust import RULES
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -326,15 +327,17 @@ class Server(Table):
     )
     cohort: Size = Field(
         default=20,
-        description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
-        "number.",
+        description="Members per round; with other `sampling` than `fixed` and `spaced`, the "
+        "expected number.",
     )
     sampling: Annotated[str, one_of(LAWS)] = Field(
         default="fixed",
         description="How members are drawn: a `fixed` number without replacement; `poisson`, each "
         "client by its own coin; `spaced`, after a turn a client rests for "
         "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
-        "many rounds in between, and each client of the group joins by its own coin.",
+        "many rounds in between, and each client of the group joins by its own coin; "
+        "`balls-in-bins`, each client falls by chance into one of `privacy.min_separation` + 1 "
+        "bins, which take turns.",
     )
     mode: Literal["synchronous", "buffered"] = Field(
         default="synchronous",
@@ -361,6 +364,20 @@ class Server(Table):
         description="`buffered`: how long the server still waits for others once `buffer` answers "
         "are in.",
     )
+    aggregate: Annotated[str, one_of(RULES)] = Field(
+        default="mean",
+        description="How updates become one change: their `mean`; or, where single updates may be "
+        "looked at, a centre that few liars cannot move: `median` of each value, `trimmed-mean`, "
+        "`geometric-median`.",
+    )
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.1, description="`trimmed-mean`: the part of values that is cut on each side."
+    )
+    update_norm: Positive | None = Field(
+        default=None,
+        description="The longest update, as an L2 norm, that counts in full without a privacy "
+        "plan; longer ones are shortened to it. Not set: no bound.",
+    )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
     evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
@@ -376,8 +393,9 @@ class Privacy(Table):
 
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
-        description="The noise on each sum: `gaussian` with `server.sampling` `poisson` or "
-        "`fixed`; the others with `spaced`, `banded` also with `cyclic-poisson`.",
+        description="The noise on each sum: `gaussian` with `server.sampling` `poisson`, "
+        "`fixed` or `balls-in-bins`; the others with `spaced`, `banded` also with `cyclic-poisson` "
+        "or `balls-in-bins`.",
     )
     clip_norm: Positive = Field(
         default=1.0, description="The longest update that one client may send, as an L2 norm."
@@ -399,7 +417,8 @@ class Privacy(Table):
     )
     min_separation: Natural = Field(
         default=0,
-        description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
+        description="`spaced`, `cyclic-poisson`, `balls-in-bins`: rounds strictly between two "
+        "turns of a client.",
     )
     max_participations: Natural = Field(
         default=0,
@@ -500,6 +519,17 @@ class Wire(Table):
         default=0,
         description="`lora`: only so many blocks have adapters, from the end; blocks before them "
         "need no backward pass. 0 is all blocks.",
+    )
+    secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="In a simulation: how many nodes share the clients and add up their updates in "
+        "a secure sum, of which the server sees the sum alone; 0 is none. Needs a codec that adds "
+        "up, such as `secure-20-clip1-members100`.",
+    )
+    secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
+        "thirds of them.",
     )
     error_feedback: bool = Field(
         default=False,
