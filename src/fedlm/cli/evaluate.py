@@ -12,9 +12,11 @@ from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
 from fedlm.engine.devices import use_devices
+from fedlm.engine.remote_evaluation import ELSEWHERE
 from fedlm.inference import load_params
 from fedlm.privacy import release
 from fedlm.recipe.build import build
+from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.report import facts_of
@@ -98,6 +100,8 @@ def _allowed(run: Run, split: str) -> str:
 
 def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     """Return the run of a directory, with the members at its nodes if it ran over a network."""
+    if names_no_text(recipe.data):
+        raise ConfigError(ELSEWHERE)
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()

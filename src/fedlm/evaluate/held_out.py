@@ -29,7 +29,7 @@ from fedlm.evaluate.perplexity import (
     total,
 )
 
-Phase = Literal["survey", "watch", "final"]
+Phase = Literal["survey", "watch", "final", "keep"]
 NO_MODEL = -1
 
 
