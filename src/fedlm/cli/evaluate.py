@@ -68,8 +68,9 @@ def evaluate(
     if found["clients"]:
         show("perplexity over clients", list(found["clients"]), [found["clients"].values()])
     for depth, groups in enumerate(found["groups"]):
-        rows = [[g, f["perplexity"], f["accuracy"], f["tokens"]] for g, f in groups.items()]
-        show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)
+        head = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
+        rows = [[g, *(f.get(name) for name in head)] for g, f in groups.items()]
+        show(f"groups, level {depth + 1}", ["group", *head], rows)
 
 
 def check_told(directory: RunDirectory) -> None:
@@ -112,8 +113,11 @@ def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
 
 def _show_tree(found: dict[str, Any]) -> None:
     """Print the figures of every node on its own text and on the text of every place."""
-    rows = [[n["name"], n["perplexity"], n["parent"]] for n in found["nodes"]]
-    show(f"{found['run']}, {found['split']}", ["node", "perplexity", "parent"], rows)
+    rows = [
+        [n["name"], n["perplexity"], n.get("bits_per_byte"), n["parent"]] for n in found["nodes"]
+    ]
+    head = ["node", "perplexity", "bits per byte", "parent"]
+    show(f"{found['run']}, {found['split']}", head, rows)
     matrix = found["matrix"]
     rows = [[n, *v] for n, v in zip(matrix["nodes"], matrix["perplexity"], strict=True)]
     show("each node on the text of each place", ["node", *matrix["places"]], rows)

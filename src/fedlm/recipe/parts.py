@@ -496,6 +496,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
     return HeldOutText(
         rows=cut,
         groups=lambda owner: store.groups(owner),
+        bytes_of=store.held_bytes,
         bytes=sum(store.held_bytes(int(n)) for n in owners) if whole else None,
     )
 
