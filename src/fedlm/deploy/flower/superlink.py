@@ -5,7 +5,7 @@ Out:      a server that nodes and the operator reach over TLS on one port.
 Promise:  only nodes whose keys are registered may fetch work and answer, each for itself alone;
           only who holds the federation's control key may register nodes, start runs or see them;
           a request larger than a chunk is refused before it is read; no code that is sent here is
-          ever run.
+          ever run; an answer that was fetched does not stay in the server's files.
 Not here: rounds (`server_app.py`), the operator's side (`client.py`), the nodes' (`supernode.py`).
 
 Flower serves its three interfaces on one port, and the one for operators asks nobody who they are.
@@ -32,6 +32,7 @@ from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
+from fedlm.deploy.flower.forget import forget_deleted
 from fedlm.deploy.workspace import Workspace
 
 # Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
@@ -155,6 +156,7 @@ def _register(workspace: Workspace) -> None:
 def serve(workspace: Workspace) -> None:
     """Serve a federation's SuperLink until the process ends."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    forget_deleted(workspace.database)
     threading.Thread(target=_register, args=[workspace], daemon=True).start()
     settings = workspace.settings
     uvicorn.run(
