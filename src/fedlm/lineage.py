@@ -253,10 +253,10 @@ def add_models(folder: Path, store: Store, models: Iterable[str], own: Iterable[
     record = record.model_copy(update={"models": known})
     write(folder / FILE, record)
     for path in _stores(store):
-        known = path / REGISTER / f"{record.run}.json"
+        copy = path / REGISTER / f"{record.run}.json"
         with contextlib.suppress(OSError, RecordError):
-            if known.is_file():
-                write(known, record)
+            if copy.is_file():
+                write(copy, record)
 
 
 # ---- the model before training -----------------------------------------------------------------
