@@ -284,7 +284,7 @@ def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
     path = Path(start)
     if start and path.exists():
         folder = path if path.is_dir() else path.parent
-        for near in (folder, folder.parent):
+        for near in (folder, folder.parent, folder.parent.parent):  # the last: of RUN/nodes/NAME
             if (near / FILE).is_file():
                 yield read(near / FILE), Ledger(near / ledger.NAME)
     registers = [path / REGISTER for path in _stores(store)]
