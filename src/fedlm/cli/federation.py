@@ -85,7 +85,7 @@ def serve(home: HOME) -> None:
     follow_parent()
     found = Workspace.existing(home)
     note(f"{found.settings.name}: listening at {found.settings.bind}:{found.settings.port}")
-    superlink.serve(found)
+    superlink.serve(found, note)
 
 
 @app.command()

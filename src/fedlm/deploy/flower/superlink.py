@@ -21,6 +21,7 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -32,6 +33,7 @@ from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
+from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.workspace import Workspace
 
 # Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
@@ -152,9 +154,10 @@ def _register(workspace: Workspace) -> None:
         client.register()
 
 
-def serve(workspace: Workspace) -> None:
+def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     """Serve a federation's SuperLink until the process ends."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    make_ready(workspace.database, say)
     threading.Thread(target=_register, args=[workspace], daemon=True).start()
     settings = workspace.settings
     uvicorn.run(
