@@ -17,6 +17,7 @@ import socket
 from collections import Counter
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -102,6 +103,8 @@ class Protocol(H11Protocol):
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._disarm()  # the head is there; the guard watches the body
+        elif self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()  # a body to a request that has been answered
         elif self._slow is None:
             self._arm()
 
