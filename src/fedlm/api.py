@@ -30,7 +30,7 @@ from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.round import FlatRound, Played
+from fedlm.federation.round import Played
 from fedlm.inference import load_params
 from fedlm.inference import predict as next_words
 from fedlm.local.train import WEIGHTS
@@ -41,8 +41,9 @@ from fedlm.privacy import account
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.build import build
+from fedlm.recipe.build import build, round_of
 from fedlm.recipe.private_evaluation import private_evaluation_of
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
@@ -533,7 +534,10 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         download=codec_named("wire.download", recipe.wire.download),
         seed=recipe.run.seed,
     )
-    engine = parts.engine_of(recipe, algorithm, rows.train)
+    check_sums(recipe)
+    engine = engine_for(
+        recipe, algorithm, lambda trained: parts.engine_of(recipe, trained, rows.train)
+    )
     plan = algorithm.plan
     shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
@@ -543,12 +547,13 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
             return parts.start_model(recipe, store, spec)  # perhaps of model__init_from
         return spec.init(parts.start_key(recipe))
 
-    round = FlatRound(
-        algorithm=algorithm,
-        engine=engine,
-        seed=recipe.run.seed,
-        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+    require(
+        recipe.server.mode == "synchronous" or not algorithm.remembers,
+        "server.mode",
+        recipe.server.mode,
+        "'synchronous' with a method whose clients keep a state",
     )
+    round = round_of(recipe, algorithm, engine)
     return Run(
         population=people,
         algorithm=algorithm,

@@ -55,6 +55,9 @@ def init(
     bind: Annotated[str, typer.Option(help="The address at which it listens.")] = "0.0.0.0",
     quorum: Annotated[float, typer.Option(help="Share of nodes that must answer a round.")] = 0.5,
     deadline: Annotated[float, typer.Option(help="Seconds that a round waits.")] = 3600.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json, which the kits will carry.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a federation: an authority, the server's certificate, a kit for each node.
@@ -66,7 +69,7 @@ def init(
 
     names = [part.strip() for part in nodes.split(",") if part.strip()]
     more = {"bind": bind, "quorum": quorum, "deadline": deadline}
-    made = workspace.init(home, name or home.name, hosts, port, names, **more)
+    made = workspace.init(home, name or home.name, hosts, port, names, tokenizer=tokenizer, **more)
     kits = {node: str(made.kit(node).path) for node in names}
     if as_json:
         emit({"home": str(home), "address": f"{hosts[0]}:{port}", "kits": kits})
@@ -77,6 +80,33 @@ def init(
     if not kits:
         out.print("  nodes: fedlm node init KIT there, then fedlm federation add-node here")
     note(f"Start it with:\n  {shlex.join(['fedlm', 'federation', 'serve', str(home)])}")
+
+
+@app.command()
+def tokenizer(
+    words: Annotated[list[Path], typer.Argument(help="The files words.json that nodes sent.")],
+    out_path: Annotated[Path, typer.Option("--out", help="The tokenizer's folder; a new one.")],
+    *,
+    vocabulary: Annotated[int, typer.Option(help="Entries, specials included.")] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Make the federation's tokenizer from words that nodes counted with noise.
+
+    Example: fedlm federation tokenizer north/words.json south/words.json --out tokenizer
+    """
+    from fedlm.deploy.word_counts import join_words
+
+    made = join_words(words, out_path, vocabulary)
+    facts = {"tokenizer": str(out_path / "tokenizer.json"), "vocabulary": made.tokenizer.vocabulary}
+    if as_json:
+        emit({**facts, "origin": made.origin})
+        return
+    out.print(f"{facts['tokenizer']}: {facts['vocabulary']:,} entries")
+    note(
+        f"It costs a client epsilon {made.origin['epsilon']:g} at delta "
+        f"{made.origin['delta']:g} at most; kits carry it with\n  fedlm federation init HOME "
+        f"--tokenizer {facts['tokenizer']} ..."
+    )
 
 
 @app.command()

@@ -48,7 +48,9 @@ def init(
 @app.command()
 def accept(
     kit: Annotated[Path, typer.Argument(help="A kit that was made by fedlm node init.")],
-    invitation: Annotated[Path, typer.Argument(help="The file that the operator sent.")],
+    invitation: Annotated[
+        Path, typer.Argument(help="The file, or folder, that the operator sent.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Bring an operator's invitation into a kit: first, after a renewal, or with another key.
@@ -111,6 +113,56 @@ def join(
 
     with polite_stop() as stop:
         work(kit, store, policy, whole=whole, say=note, stop=stop.is_set)
+
+
+@app.command()
+def words(
+    source: Annotated[str, typer.Argument(help="The text, as fedlm prepare takes it.")],
+    folder: Annotated[Path, typer.Option("--out", help="A new folder for words and their ledger.")],
+    *,
+    epsilon: Annotated[float, typer.Option(help="What it may cost a client, at --delta.")],
+    delta: Annotated[float, typer.Option(help="The delta of --epsilon.")] = 1e-7,
+    most: Annotated[
+        int, typer.Option("--words", help="Distinct words of a client that count.")
+    ] = 1000,
+    tokenizer: Annotated[str, typer.Option(help="words or bpe, as the operator says.")] = "bpe",
+    lowercase: Annotated[
+        bool, typer.Option("--lowercase/--no-lowercase", help="Fold case, as the operator says.")
+    ] = True,
+    test_clients: Annotated[float, typer.Option(help="As for fedlm prepare.")] = 0.1,
+    validation: Annotated[float, typer.Option(help="As for fedlm prepare.")] = 0.1,
+    split_seed: Annotated[int, typer.Option(help="As for fedlm prepare.")] = 0,
+    user_field: Annotated[str | None, typer.Option(help="As for fedlm prepare.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the words of this node's text with noise, for a tokenizer of the whole federation.
+
+    Example: fedlm node words letters/ --out words --epsilon 2
+    """
+    from fedlm.corpus import sources
+    from fedlm.corpus.store import StoreSettings
+    from fedlm.deploy.word_counts import count_words
+
+    settings = StoreSettings(
+        tokenizer=tokenizer,
+        vocabulary_epsilon=epsilon,
+        vocabulary_delta=delta,
+        vocabulary_words=most,
+        lowercase=lowercase,
+        test_clients=test_clients,
+        validation=validation,
+        split_seed=split_seed,
+        user_field=user_field,
+    )
+    told = count_words(sources.read(source, user_field), folder, settings)
+    if as_json:
+        emit(told)
+        return
+    out.print(f"{told['words']:,} words passed: hand over {told['file']}")
+    note(
+        f"This cost every client epsilon {epsilon:g} at delta {delta:g}. Keep {folder}: fedlm "
+        f"prepare --words {folder} enters it into the store's ledger."
+    )
 
 
 @app.command()

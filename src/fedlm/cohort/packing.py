@@ -19,19 +19,30 @@ from jaxtyping import Integer
 from fedlm.core.types import PAD, BatchSpec, TokenRows
 
 Batches = Integer[np.ndarray, "steps batch width"]
+RowNumbers = Integer[np.ndarray, "steps batch"]
 
 
-def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Batches:
-    """Pack a member's rows into capped batches, shuffled per epoch; PAD rows fill the last one."""
-    chosen = rng.permutation(len(rows))[: shape.max_examples]
+def batch_order(count: int, shape: BatchSpec, rng: np.random.Generator) -> RowNumbers:
+    """Choose the rows of each batch, by number, shuffled per epoch; PAD fills the last batch."""
+    chosen = rng.permutation(count)[: shape.max_examples]
     order = [chosen]
     for _ in range(shape.epochs - 1):
         order.append(rng.permutation(chosen))
     steps = -(-len(chosen) // shape.batch_size)
-    out = np.full((shape.epochs, steps * shape.batch_size, rows.shape[1]), PAD, rows.dtype)
+    out = np.full((shape.epochs, steps * shape.batch_size), PAD)
     for epoch, take in enumerate(order):
-        out[epoch, : len(take)] = rows[take]
-    return out.reshape(shape.epochs * steps, shape.batch_size, rows.shape[1])[: shape.max_steps]
+        out[epoch, : len(take)] = take
+    return out.reshape(shape.epochs * steps, shape.batch_size)[: shape.max_steps]
+
+
+def batches_of(rows: TokenRows, order: RowNumbers) -> Batches:
+    """Return the rows of each batch; a PAD row where there is none."""
+    return np.where(order[..., None] == PAD, np.asarray(PAD, rows.dtype), rows[order])
+
+
+def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Batches:
+    """Pack a member's rows into capped batches, shuffled per epoch; PAD rows fill the last one."""
+    return batches_of(rows, batch_order(len(rows), shape, rng))
 
 
 def count_batches(rows: int, shape: BatchSpec) -> int:

@@ -16,8 +16,9 @@ Not here: catching (`cli/main.py`).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class FedlmError(Exception):
@@ -105,7 +106,40 @@ def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "
     fedlm.core.errors.ConfigError: server.cohort = 0: expected a positive number.
     """
     if not ok:
-        raise ConfigError(f"{setting} = {value!r}: expected {wanted}. {way_out}".strip())
+        raise ConfigError(f"{setting} = {shown(value)}: expected {wanted}. {way_out}".strip())
+
+
+# What code that trusts a document may raise when the document is not what it seems.
+SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+
+
+@contextlib.contextmanager
+def damaged(what: str, error: type[FedlmError] = RecordError) -> Iterator[None]:
+    """Turn whatever a document of wrong types makes of a block of code into one sentence.
+
+    >>> with damaged("run/journal.jsonl"):
+    ...     sum(["7"])
+    Traceback (most recent call last):
+    fedlm.core.errors.RecordError: run/journal.jsonl is damaged: unsupported operand type(s) ...
+    """
+    try:
+        yield
+    except SURPRISES as problem:
+        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise error(f"{what} is damaged: {reason}.") from problem
+
+
+def shown(value: object, most: int = 200) -> str:
+    """Return a value as an error message shows it, cut off where it is long.
+
+    >>> shown("x" * 100, 10)
+    "'xxxxxx..."
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or deep nesting
+        text = f"a {type(value).__name__} too long to show"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def either(names: Iterable[object]) -> str:

@@ -42,6 +42,17 @@ Say = Callable[[str], None]
 """Prints one line for the user."""
 
 
+class Precomputed(NamedTuple):
+    """Rows of tokens with the features that the frozen blocks of a model gave them before."""
+
+    tokens: Tokens
+    features: Float[Array, "batch seq embed"]
+
+
+Batch = Tokens | Precomputed
+"""What a member takes one step on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
     """The tokens of a vocabulary that do not stand for text."""
@@ -85,7 +96,7 @@ class Loss(NamedTuple):
     tokens: Float[Array, ""]
 
 
-LossFn = Callable[[Params, Tokens], Loss]
+LossFn = Callable[[Params, Batch], Loss]
 
 
 class Update(eqx.Module):
@@ -164,7 +175,7 @@ class ClientMethod(NamedTuple):
 
     shared: Callable[[Any, PRNGKeyArray], Any]
     init: Callable[[Any, PRNGKeyArray, Any], Any]
-    step: Callable[[Any, Any, Tokens], Any]
+    step: Callable[[Any, Any, Batch], Any]
     finish: Callable[[Any, Any, Float[Array, ""]], Update]
     expand: Callable[[Params, PRNGKeyArray, Any], Any]
     init_memory: Callable[[Any], Any] | None = None
@@ -187,7 +198,8 @@ class Codec(NamedTuple):
     and `x` (`math.inf`: no bound holds for every shape, so clip decoded updates again).
     `encode(x, key, keep)` sends only the leaves that `keep` marks, with the same random draws as
     for the whole tree; `decode` then needs a `like` whose other leaves are empty. A codec that is
-    not `by_leaf` mixes leaves and cannot leave any out.
+    not `by_leaf` mixes leaves and cannot leave any out. The frames of a codec that is `additive`
+    hold integers that add up modulo a power of two, as sums under masks need.
     """
 
     name: str
@@ -198,6 +210,7 @@ class Codec(NamedTuple):
     norm_gain: float
     fixed_size: bool = True
     by_leaf: bool = True
+    additive: bool = False
 
 
 class Rows(Protocol):

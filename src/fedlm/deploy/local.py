@@ -11,7 +11,9 @@ Not here: whether the node allows it (`policy.py`), messages (`node_worker.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,11 +21,14 @@ import jax
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
+from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.engine.bounds import MOST_GUESSES, MOST_STEPS, Bounds
+from fedlm.evaluate.held_out import HeldOutText
+from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
-from fedlm.methods.catalog import METHODS, names
+from fedlm.models import catalog
 from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
@@ -44,7 +49,10 @@ class NodeWork:
     engine: Engine
     rows_of: Rows
     batches: BatchSpec
-    sent_like: Any  # the shapes of what the server sends down
+    sent_like: Any  # the shapes of what the server sends down to be trained
+    model_like: Any  # the shapes of what it sends down to be scored: without a part held still
+    held_out: Mapping[str, HeldOutText]  # the node's own, by split
+    evaluator: Callable[[], Evaluator]
     seed: int
     parameters: int
     leaf: bool  # all text of the node is one leaf of a tree
@@ -64,7 +72,8 @@ def members_work(
     spec = parts.model_spec(recipe, store.vocabulary)
     participation = privacy_plan.participation_of(recipe, population)
     start = parts.start_maker(recipe, store)
-    algorithm = algorithm_of(recipe, participation, spec.shapes(), start)
+    here = 1 if whole else len(rows.clients)
+    algorithm = algorithm_of(recipe, participation, spec.shapes(), start, remembered=here)
     bare = replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         recipe=recipe,
@@ -73,6 +82,8 @@ def members_work(
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=_sent_like(recipe, algorithm, spec.shapes()),
+        model_like=_trained(recipe, spec.shapes()),
+        **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=False,
@@ -81,9 +92,22 @@ def members_work(
 
 def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
     """Return the shapes of the parameters that the server sends: all, or the trained part."""
-    keep, server = trained_leaves(recipe, shapes), algorithm.server
-    trained = shapes if keep is None else tree.split(shapes, keep)[0]
+    trained, server = _trained(recipe, shapes), algorithm.server
     return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
+
+
+def _trained(recipe: Recipe, shapes: Params) -> Params:
+    keep = trained_leaves(recipe, shapes)
+    return shapes if keep is None else tree.split(shapes, keep)[0]
+
+
+def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any]:
+    """Return the parts by which a node scores models on its own held-out text."""
+    owners = parts.owners_of(recipe, store, rows.clients)
+    return {
+        "held_out": {s: parts.held_out_text(recipe, rows, o) for s, o in owners.items()},
+        "evaluator": cache(lambda: Evaluator(catalog.score, store.special)),
+    }
 
 
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
@@ -100,6 +124,8 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=spec.shapes(),
+        model_like=spec.shapes(),
+        **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=True,
@@ -108,13 +134,6 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 
 def check_deployable(recipe: Recipe) -> None:
     """Raise `ConfigError` for settings that need all members in one place."""
-    require(
-        METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
-        "client.method",
-        recipe.client.method,
-        f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
-        "what members remember between their turns is not kept at nodes",
-    )
     require(
         TRAINABLE[recipe.wire.trainable].leaves is None or recipe.model.init_from is None,
         "model.init_from",

@@ -29,7 +29,7 @@ from fedlm.deploy import certificates, history
 from fedlm.deploy.policy import POLICY
 from fedlm.deploy.signing import Identity, key_id, until
 from fedlm.deploy.tables import read_table, write_table
-from fedlm.deploy.workspace import Kit, KitSettings, Workspace, check_name
+from fedlm.deploy.workspace import TOKENIZER, Kit, KitSettings, Workspace, check_name
 from fedlm.recipe.settings import Table
 
 INVITATION = "invitation.toml"
@@ -83,7 +83,11 @@ def rotate_kit(kit: Kit) -> Path:
 
 
 def accept(kit: Kit, file: Path) -> Invitation:
-    """Take an invitation into a kit, if it is for the kit's key, or for the next one."""
+    """Take an invitation into a kit, if it is for the kit's key, or for the next one.
+
+    A tokenizer that lies beside the invitation goes into the kit too.
+    """
+    file = file / INVITATION if file.is_dir() else file
     invitation = read_table(file, Invitation)
     authority, certificate = invitation.authority.encode(), invitation.certificate.encode()
     certificates.check_pair(certificate, authority, str(file))
@@ -100,6 +104,8 @@ def accept(kit: Kit, file: Path) -> Invitation:
         )
     (kit.path / "ca.pem").write_bytes(authority)
     (kit.path / "node.pem").write_bytes(certificate)
+    if (file.parent / TOKENIZER).is_dir():
+        shutil.copytree(file.parent / TOKENIZER, kit.path / TOKENIZER, dirs_exist_ok=True)
     names = ("federation", "name", "host", "port")
     write_table(
         kit.path / "node.toml", KitSettings(**{name: getattr(invitation, name) for name in names})
@@ -203,6 +209,8 @@ def _enter(workspace: Workspace, name: str, public: bytes, action: str) -> Path:
     (made / "ca.pem").write_bytes(authority)
     (made / "node.pem").write_bytes(certificate)
     (made / "node.pub").write_bytes(public)
+    if workspace.tokenizer.is_file():
+        shutil.copytree(workspace.tokenizer.parent, made / TOKENIZER, dirs_exist_ok=True)
     if action == "rotate":
         (made / "node.key").unlink(missing_ok=True)  # of a kit that the operator made
     if folder.exists():

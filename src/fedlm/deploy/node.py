@@ -17,6 +17,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, load_policy
 from fedlm.deploy.processes import follow_parent
@@ -42,7 +43,8 @@ def work(
     store.verify()
     warn(policy, say)
     with closing(NodeLedger(kit.ledger)) as ledger:
-        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger)
+        memory = NodeMemory(kit.memory)
+        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger, memory=memory)
         serve(SuperNode(kit, say), worker, say=say, stop=stop)
 
 

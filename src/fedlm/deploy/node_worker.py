@@ -1,7 +1,7 @@
-"""What a node does with a request: check it, train its members, reply with frames.
+"""What a node does with a request: check it, train its members or score models, reply.
 
 In:       a payload from the server, the node's store and policy.
-Out:      a payload: frames of updates, or the sentence why not.
+Out:      a payload: frames of updates, sums over held-out text, or the sentence why not.
 Promise:  a recipe is carried out only if it is well-formed, fits this store and is allowed by the
           policy, and a question is answered only if its recipe leads to it and the node's ledger
           has room for it; the ledger has an answer before it leaves; text never leaves: a reply
@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 import jax
 import numpy as np
 
+from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
@@ -28,11 +30,22 @@ from fedlm.deploy import policy as policies
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
+from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.question import Asked
+from fedlm.engine.evaluate_messages import (
+    EVALUATE_REQUEST,
+    EvaluateReply,
+    EvaluateRequest,
+    encode_reply,
+    read_request,
+)
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
+from fedlm.federation.member import left_out, start_of
+from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
 from fedlm.recipe import parts
@@ -53,13 +66,16 @@ class Worker:
         whole: bool = False,
         say: Callable[[str], None] = lambda text: None,
         ledger: NodeLedger | None = None,
+        memory: NodeMemory | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
-        Without a `ledger` it remembers its answers only as long as it lives.
+        Without a `ledger` and a `memory` it remembers its answers, and its members what methods
+        have them remember, only as long as it lives.
         """
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self.ledger = NodeLedger() if ledger is None else ledger
+        self.memory = NodeMemory() if memory is None else memory
         per_member = len(store.training_clients) if whole else 1
         self.guard = Guard(
             policy, self.ledger, Asked(self.clients, per_member), store_releases(store.path)
@@ -73,7 +89,8 @@ class Worker:
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
-        return respond(payload, hello=self.hello, train=self.train, say=self.say)
+        others = {EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p)))}
+        return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
@@ -98,8 +115,29 @@ class Worker:
         # How many members a node has in a round tells of the draw, which a plan keeps secret.
         self.say(f"round {request.round}" + (f": {len(request.members)} members" * (plan is None)))
         train = _train_leaf if work.leaf else _train_members
-        reply = within(self.policy.longest_seconds, lambda: train(work, request))
+        kept = MemberMemories(self.memory, work, request)
+        reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
         return replace(reply, counter=self.ledger.counter)
+
+    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Score models on this node's held-out text, and reply with sums."""
+        if request.text != self.text:
+            raise WireError("the text of this node is not the one that the run began with.")
+        if set(request.members) != {request.first}:
+            raise WireError("this node was asked for the text of others.")
+        with self.guard.recording(request):
+            work = self._work(request)
+            self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
+        self.say(f"evaluation after round {request.round}")
+        least = self.policy.least_evaluated
+        sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least))
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=tuple(range(len(sums))),
+            sums=sums,
+            counter=self.ledger.counter,
+        )
 
     def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
         """Return the clients of a request by their names in the ledger."""
@@ -109,8 +147,8 @@ class Worker:
         clients = (int(numbers[member - request.first]) for member in request.members)
         return [self.ledger.client(self.store.client(number)) for number in clients]
 
-    def _work(self, request: TrainRequest) -> NodeWork:
-        """Return the work of a request, checked once and then kept with its compiled programs."""
+    def _work(self, request: TrainRequest | EvaluateRequest) -> NodeWork:
+        """Return the work of a recipe, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
             recipe = parse_recipe(request.recipe)
@@ -123,17 +161,17 @@ class Worker:
             self._check_cost(self._kept[address].recipe, request)
         return self._kept[address]
 
-    def _check_cost(self, recipe: Recipe, request: TrainRequest) -> None:
+    def _check_cost(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> None:
         """Raise `Refusal` if a request would take more steps or memory than is allowed."""
         numbers = [int(number) for number in self.store.training_clients]
-        members = [[numbers[member - request.first]] for member in request.members]
+        members = [[numbers[member - request.first]] for member in sorted(set(request.members))]
         if self.whole or recipe.federation is not None:
             members = [numbers]
         spec = parts.model_spec(recipe, self.store.vocabulary)
         steps, memory = cost_of(recipe, spec, self.store, members)
         policies.check_cost(self.policy, steps, memory, memory_here())
 
-    def _check(self, recipe: Recipe, request: TrainRequest) -> NodeWork:
+    def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
         check_deployable(recipe)
         if recipe.federation is not None:
             made = leaf_work(recipe, self.store)
@@ -150,42 +188,91 @@ class Worker:
         return made
 
 
-def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:
+class MemberMemories:
+    """What the members of one request remember, if their method has them remember anything."""
+
+    def __init__(self, memory: NodeMemory, work: NodeWork, request: TrainRequest) -> None:
+        self.memory, self.work, self.request = memory, work, request
+        if work.algorithm.remembers != bool(request.remembered):
+            raise WireError("the request does not fit what the members of its recipe remember.")
+
+    def before(self, sent: Any) -> Any:
+        """Return the memories from which the members begin, one row each; None without any."""
+        if not self.work.algorithm.remembers:
+            return None
+        first, request = init_memory(self.work.algorithm, sent), self.request
+        rows = [
+            self.memory.read(request.run, member - request.first, last, first)
+            for member, last in zip(request.members, request.remembered, strict=True)
+        ]
+        return jax.tree.map(lambda *row: np.stack([np.asarray(x) for x in row]), *rows)
+
+    def after(self, place: int, memory: Any) -> None:
+        """Keep what the member at a place of the request remembers now, before its answer leaves.
+
+        What only an older question could ask for is removed.
+        """
+        request, run = self.request, self.work.recipe.run
+        member, last = request.members[place] - request.first, request.remembered[place]
+        self.memory.write(request.run, member, request.round, jax.device_get(memory))
+        window = run.checkpoint_every * run.keep_checkpoints
+        self.memory.forget(request.run, member, last, request.round, window)
+
+
+def _train_members(work: NodeWork, request: TrainRequest, memories: MemberMemories) -> TrainReply:
     """Train the members of a request; reply with the sum of their updates, or with each."""
     if request.numbers:
         raise WireError("the request is for a leaf of a tree: its recipe has no tree.")
     engine, algorithm = work.engine, work.algorithm
     sent = algorithm.download.decode(request.frames[0], work.sent_like)
-    start = Start(sent, request.clip_norm)
+    start = Start(sent, request.clip_norm, memories.before(sent))
     cohort = engine.prepare(request.round, np.asarray(request.members))
     if request.each:
-        return _each(work, request, engine.updates(start, cohort))
+        return _each(work, request, engine.updates(start, cohort), memories, start)
     total = engine.total(start, cohort).total
+    for place in range(len(request.members)) if algorithm.remembers else ():
+        memories.after(place, tree.take(total.client_state, place))
     frame = dense().encode(total.delta, key_for(0, "upload"))
     sums = (_sums(algorithm.plan, total),)
     return TrainReply(round=request.round, members=request.members, frames=(frame,), sums=sums)
 
 
-def _train_leaf(work: NodeWork, request: TrainRequest) -> TrainReply:
+def _train_leaf(work: NodeWork, request: TrainRequest, memories: MemberMemories) -> TrainReply:
     """Train the sent parameters on all text of this node, and reply with the result."""
     if len(request.numbers) != 1:
         raise WireError("this node is one leaf of a tree: it was asked for another number.")
     codec: Codec = work.algorithm.download
     start = codec.decode(request.frames[0], work.sent_like)
     cohort = Cohort(request.round, np.asarray(request.numbers))
-    found = work.engine.updates([Start(start)], cohort)
-    return _each(work, request, (one._replace(member=request.members[0]) for one in found))
+    begun = Start(start, client_state=memories.before(start))
+    found = work.engine.updates([start_of(begun, 0)], cohort)
+    named = (one._replace(member=request.members[0]) for one in found)
+    return _each(work, request, named, memories, begun)
 
 
-def _each(work: NodeWork, request: TrainRequest, updates: Iterable[Arrived]) -> TrainReply:
+def _each(
+    work: NodeWork,
+    request: TrainRequest,
+    updates: Iterable[Arrived],
+    memories: MemberMemories,
+    start: Start,
+) -> TrainReply:
     """Return a reply with a frame per member's update, in the order of members."""
-    frames, sums = {}, {}
+    frames, sums, algorithm = {}, {}, work.algorithm
     for member, update, *_ in updates:
         address = {"round": request.round, "member": member}
         key = key_for(work.seed, "upload", **address)
         keep = kept_leaves(update.mask)
-        frames[int(member)] = work.algorithm.upload.encode(update.delta, key, keep)
-        sums[int(member)] = _sums(work.algorithm.plan, update)
+        frame = algorithm.upload.encode(update.delta, key, keep)
+        frames[int(member)], sums[int(member)] = frame, _sums(algorithm.plan, update)
+        if algorithm.remembers:
+            place = request.members.index(int(member))
+            memory = update.client_state
+            if algorithm.feedback:  # the engine here sends plain numbers, and leaves nothing out
+                arrived = algorithm.upload.decode(frame, update.delta)
+                before = start_of(start, place).client_state.residual
+                memory = memory._replace(residual=left_out(update, arrived, before))
+            memories.after(place, memory)
     return TrainReply(
         round=request.round,
         members=request.members,

@@ -30,6 +30,8 @@ POLICY = """\
 # smallest_cohort = 10           # members of a round, over the whole federation
 # single_updates = false         # may the update of one client leave this node by itself? Left out:
 #                                # only if smallest_cohort is left out or 1
+# smallest_evaluation = 5        # held-out clients behind a figure of this node's text; left out:
+#                                # as many as smallest_cohort
 # require_privacy = true         # a differential privacy mechanism with noise
 # largest_epsilon = 8.0          # what one run may spend on one client; implies the above
 # largest_lifetime_epsilon = 20.0  # what all runs together may, by this node's own ledger
@@ -54,6 +56,7 @@ class Policy(Table):
 
     smallest_cohort: Annotated[int, Field(ge=1)] | None = None
     single_updates: bool | None = None
+    smallest_evaluation: Annotated[int, Field(ge=1)] | None = None
     require_privacy: bool = False
     largest_epsilon: Annotated[float, Field(gt=0)] | None = None
     largest_lifetime_epsilon: Annotated[float, Field(gt=0)] | None = None
@@ -77,6 +80,11 @@ class Policy(Table):
         if self.single_updates is None:
             return (self.smallest_cohort or 1) == 1
         return self.single_updates
+
+    @property
+    def least_evaluated(self) -> int:
+        """The least number of held-out clients behind a figure that leaves the node."""
+        return self.smallest_evaluation or self.smallest_cohort or 1
 
 
 def load_policy(path: Path | None) -> Policy:

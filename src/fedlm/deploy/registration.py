@@ -14,7 +14,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, EngineError, FedlmError, RecordError, WireError
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import FIRST_TOLD, Assignment, Quorum, Transport, Undelivered
@@ -26,6 +28,8 @@ from fedlm.engine.messages import (
     encode_hello_request,
     read_hello,
 )
+from fedlm.engine.remote_evaluation import Survey
+from fedlm.evaluate.held_out import Held
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
@@ -174,7 +178,41 @@ def load_assignments(file: Path) -> tuple[Assignment, ...] | None:
     if not file.is_file():
         return None
     try:
-        read = [Assignment(**facts) for facts in json.loads(file.read_text(encoding="utf-8"))]
-        return tuple(a._replace(leaves=tuple((str(p), int(n)) for p, n in a.leaves)) for a in read)
+        told = read_json(file, str(file), RecordError)
+        return tuple(_assignment(**facts) for facts in told)
     except (ValueError, TypeError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from None
+
+
+def _assignment(
+    name: str, first: int, clients: int, text: str = "", leaves: Sequence[Sequence[Any]] = ()
+) -> Assignment:
+    """Return an assignment that was read from a file, or raise `ValueError`."""
+    found = tuple((path, count) for path, count in leaves)
+    words, counts = [name, text, *(p for p, _ in found)], [first, clients, *(n for _, n in found)]
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError("a name is no text")
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("a number of members makes no sense")
+    return Assignment(name, first, clients, text, found)
+
+
+def save_survey(file: Path, survey: Survey) -> None:
+    """Write how much held-out text nodes announced to a file."""
+    write_atomically(file, json.dumps(survey).encode())
+
+
+def load_survey(file: Path) -> Survey | None:
+    """Read what nodes announced when a run began; return None if the file is missing."""
+    if not file.is_file():
+        return None
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            str(split): {int(place): Held(*map(int, held)) for place, held in of.items()}
+            for split, of in told.items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{file} is damaged: {error}. Remove it: nodes are asked again."
+        ) from None

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.remote import RemoteEngine
+from fedlm.engine.evaluate_messages import SPLITS
+from fedlm.engine.remote import RemoteEngine, leaves_of
+from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
 from fedlm.federation.algorithm import Algorithm
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
+from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.settings import Recipe, dump
@@ -50,6 +54,7 @@ PRIVATE_TALLIES = "private/nodes.jsonl"
 RUN_ID = "run.id"
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
+SURVEY = "held_out.json"  # how much held-out text nodes announced
 
 
 def train(
@@ -62,7 +67,8 @@ def train(
     with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
         history.note(home.history, "train", run=str(path), resume=resume)
-        store = parts.open_store(recipe.data, stores)
+        recipe = with_tokenizer(recipe, home)
+        store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
         counters = Counters(home.counters)
@@ -103,7 +109,7 @@ def train(
 
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
     """Return the run of a directory for inspection, without contacting nodes."""
-    store = parts.open_store(recipe.data, stores)
+    store = server_store(recipe, stores)
     assignments = registration.load_assignments(directory.path / ASSIGNMENTS) or ()
     return networked_run(parts.resolve(recipe, store), store, assignments, directory.path)
 
@@ -121,23 +127,38 @@ def networked_run(
     counters: Counters | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Run:
-    """Return a run whose members live at nodes; the local store is only for evaluation.
+    """Return a run whose members live at nodes.
 
-    Nodes tell runs apart by `run_id`; without one the run gets a new one.
+    It is evaluated on held-out text of the local store, or by the nodes if that has none. Nodes
+    tell runs apart by `run_id`; without one the run gets a new one.
     """
     options: dict[str, Any] = {
-        "seed": recipe.run.seed,
         "exact": dense(),
         "quorum": quorum,
-        "on_stats": on_stats,
         "run": run_id or secrets.token_hex(16),
-        "counters": counters,
-        "bounds": bounds_of(recipe, store.vocabulary),
+        "counters": counters or Counters(),
         "say": say,
+    }
+    held_out: dict[str, Any] | None = None
+    if not len(store):
+        held_out = {**options, "transport": transport}
+        if path != Path():
+            held_out["load"] = partial(registration.load_survey, path / SURVEY)
+            held_out["save"] = partial(registration.save_survey, path / SURVEY)
+    options |= {
+        "seed": recipe.run.seed,
+        "on_stats": on_stats,
+        "bounds": bounds_of(recipe, store.vocabulary),
     }
     if recipe.federation is not None:
         return networked_tree(
-            recipe, store, assignments, path, transport=transport, options=options
+            recipe,
+            store,
+            assignments,
+            path,
+            transport=transport,
+            options=options,
+            held_out=held_out,
         )
 
     def engine(algorithm: Algorithm) -> Engine:
@@ -151,7 +172,48 @@ def networked_run(
     members = of_paths(
         [(assignment.name,) for assignment in assignments for _ in range(assignment.clients)]
     )
-    return flat_run(recipe, store, out=path, members=members, engine=engine)
+
+    def evaluation(plan: PrivacyPlan | None) -> NodeEvaluation:
+        assert held_out is not None
+        text = HeldOutAtNodes(
+            places=dict(enumerate(leaves_of(assignments))),
+            in_tree=False,
+            recipe=redacted(recipe, None if plan is None else plan.noise_multiplier),
+            population=members.size,
+            splits=release_splits(plan, SPLITS),
+            **held_out,
+        )
+        return NodeEvaluation(
+            held_out=text, params=lambda state: state.params, watch_split=("validation", "test")
+        )
+
+    return flat_run(
+        recipe,
+        store,
+        out=path,
+        members=members,
+        engine=engine,
+        evaluation=None if held_out is None else evaluation,
+    )
+
+
+def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:
+    """Return a recipe that names neither text nor tokenizer with the federation's tokenizer."""
+    data = recipe.data
+    named = data.source or data.store or data.stores or "tokenizer" in data.model_fields_set
+    if named or not home.tokenizer.is_file():
+        return recipe
+    said = {name: value for name, value in data if name in data.model_fields_set}
+    told = type(data)(**{**said, "tokenizer": str(home.tokenizer.resolve())})
+    return recipe.model_copy(update={"data": told})
+
+
+def server_store(recipe: Recipe, stores: Path) -> Store:
+    """Return the server's store: the one its recipe names, or one of a tokenizer without text."""
+    data = recipe.data
+    if data.source or data.store or data.stores:
+        return parts.open_store(data, stores)
+    return parts.tokenizer_store(data, stores)
 
 
 def run_id(directory: RunDirectory) -> str:

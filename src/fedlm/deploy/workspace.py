@@ -10,10 +10,11 @@ Not here: making certificates (`certificates.py`).
     WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
     WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's),
                                  counters.json (how far nodes' ledgers had come)
+    WORKSPACE/tokenizer/         tokenizer.json and what belongs to it, if the federation has one
     WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, node.pem (the public
-                                 key, signed by the authority), policy.toml; at the node also
-                                 ledger.jsonl, what it answered. Of a node that made its own key:
-                                 its public files and invitation.toml
+                                 key, signed by the authority), policy.toml, tokenizer/; at the
+                                 node also ledger.jsonl, what it answered. Of a node that made its
+                                 own key: its public files and invitation.toml
     WORKSPACE/history.jsonl      who did what
     WORKSPACE/removed/           nodes that were removed, and older certificates
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +33,16 @@ from typing import Annotated
 from pydantic import Field
 
 from fedlm.core.errors import ConfigError, require
+from fedlm.corpus.tokenizer_file import load_tokenizer, write_tokenizer
 from fedlm.deploy import certificates, history
 from fedlm.deploy.policy import POLICY
 from fedlm.deploy.signing import key_id
 from fedlm.deploy.tables import check_table, read_table, write_table
 from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
+from fedlm.recipe.vocabulary import ORIGIN
+
+TOKENIZER = "tokenizer"  # the folder of a tokenizer in a workspace and in a kit
 
 
 class WorkspaceSettings(Table):
@@ -49,9 +55,7 @@ class WorkspaceSettings(Table):
     connections_per_address: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     quota_gigabytes: Annotated[float, Field(gt=0, le=1e6)] = 8.0  # that a node may leave unfetched
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of a round's nodes that must answer
-    deadline: Annotated[float, Field(gt=0, le=1e9)] = (
-        3600.0  # seconds that a round waits for a node
-    )
+    deadline: Annotated[float, Field(gt=0, le=1e9)] = 3600.0  # seconds: how long a node may take
 
 
 class KitSettings(Table):
@@ -105,6 +109,11 @@ class Workspace:
     def counters(self) -> Path:
         return self.path / "server" / "counters.json"
 
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the federation, if it has one: its kits carry the same."""
+        return self.path / TOKENIZER / "tokenizer.json"
+
     def nodes(self) -> dict[str, bytes]:
         """Return the public keys of the nodes that may join, by name."""
         folder = self.path / "nodes"
@@ -156,6 +165,10 @@ class Kit:
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
 
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory"
+
     def _bytes(self, name: str) -> bytes:
         try:
             return (self.path / name).read_bytes()
@@ -176,9 +189,19 @@ class Kit:
 
 
 def init(
-    path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
+    path: Path,
+    name: str,
+    hosts: Sequence[str],
+    port: int,
+    nodes: Sequence[str],
+    *,
+    tokenizer: Path | None = None,
+    **more: object,
 ) -> Workspace:
-    """Create a federation: its authority, its server's certificate and a kit per node."""
+    """Create a federation: its authority, its server's certificate and a kit per node.
+
+    With `tokenizer`, the path of a `tokenizer.json`, the kits carry it.
+    """
     require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
     require(len(set(nodes)) == len(nodes), "--nodes", ",".join(nodes), "different names")
     for node in nodes:
@@ -186,6 +209,7 @@ def init(
     settings = check_table(
         WorkspaceSettings, {"name": name, "host": hosts[0], "port": port, **more}, "init"
     )
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
     top = certificates.authority(name)
     own = certificates.server(top, [*hosts, *_loopback(hosts)])
     (path / "authority").mkdir(parents=True)
@@ -198,6 +222,11 @@ def init(
     certificates.write_private(workspace.certificate_key, own.key)
     certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
     history.note(workspace.history, "init", federation=name, hosts=list(hosts))
+    if given is not None and tokenizer is not None:
+        write_tokenizer(given, workspace.tokenizer.parent)
+        origin = tokenizer.parent / ORIGIN
+        if origin.is_file():
+            shutil.copyfile(origin, workspace.tokenizer.parent / ORIGIN)
     for node in nodes:
         _make_kit(workspace, settings, node, top)
     write_table(path / "federation.toml", settings)  # last: it makes the folder a federation
@@ -227,6 +256,8 @@ def _make_kit(
     certificates.write_private(kit.path / "node.key", private)
     (kit.path / "node.pub").write_bytes(public)
     kit.policy.write_text(POLICY, encoding="utf-8")
+    if workspace.tokenizer.is_file():
+        shutil.copytree(workspace.tokenizer.parent, kit.path / TOKENIZER)
     reach = KitSettings(federation=settings.name, name=name, host=settings.host, port=settings.port)
     write_table(kit.path / "node.toml", reach)
     return kit

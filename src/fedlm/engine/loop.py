@@ -17,21 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedlm.cohort.packing import batch_up
+from fedlm.cohort.packing import batch_order, batches_of
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import (
     Arrived,
+    Batch,
     BatchSpec,
     ClientMethod,
     Cohort,
     Gathered,
     Members,
+    Precomputed,
     Rows,
     Start,
     Starts,
     Update,
 )
+from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.engine.payload_size import through_bytes
 from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import (
@@ -47,18 +50,36 @@ from fedlm.federation.member import (
 class LoopEngine:
     """An engine that trains one member after the other, one call per batch, through real codecs."""
 
-    def __init__(self, algorithm: Algorithm, rows_of: Rows, shape: BatchSpec, seed: int) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        rows_of: Rows,
+        shape: BatchSpec,
+        seed: int,
+        *,
+        frozen: FrozenFeatures | None = None,
+    ) -> None:
         self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
+        self.frozen = frozen
 
     def prepare(self, round: int, members: Members) -> Cohort:
-        """Make the members' batches, in the order in which they will be used."""
+        """Choose the rows of the members' batches, in the order in which they will be used."""
         return Cohort(round, members, [self._batches(round, member) for member in members])
 
     def _batches(self, round: int, member: int) -> tuple[int, Any]:
-        """Return a member's number of rows, and its batches."""
+        """Return a member's number of rows, and the numbers of the rows in its batches."""
         rng = generator_for(self.seed, "shuffle", round=round, member=member)
-        rows = self.rows_of(member)
-        return len(rows), batch_up(rows, self.shape, rng)
+        count = len(self.rows_of(member))
+        return count, batch_order(count, self.shape, rng)
+
+    def _steps(self, member: int, order: Any) -> Iterator[Batch]:
+        """Yield a member's batches, with the features of frozen blocks if they are kept."""
+        for numbers, tokens in zip(order, batches_of(self.rows_of(member), order), strict=True):
+            batch = jnp.asarray(tokens, jnp.int32)
+            if self.frozen is None:
+                yield batch
+            else:
+                yield Precomputed(batch, jnp.asarray(self.frozen.batches(member, numbers)))
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort."""
@@ -100,12 +121,12 @@ class LoopEngine:
         """Train one member; return its update as it arrives, and the size of its frame."""
         algorithm, round, member = self.algorithm, cohort.round, cohort.members[place]
         local = algorithm.local_of(round)
-        rows, batches = cohort.batches[place] if cohort.batches else self._batches(round, member)
+        rows, order = cohort.batches[place] if cohort.batches else self._batches(round, member)
         key = key_for(self.seed, "upload", round=round, member=member)
         client_state = jax.tree.map(jnp.asarray, start.client_state)
         carry = local.init(shared, key, None if client_state is None else client_state.own)
-        for batch in batches:
-            carry = self._step(local, shared, carry, jnp.asarray(batch, jnp.int32))
+        for batch in self._steps(member, order):
+            carry = self._step(local, shared, carry, batch)
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
         done = Finished(shared, carry, examples, jnp.float32(start.clip_norm), client_state)
         sizes = []

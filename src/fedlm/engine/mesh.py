@@ -37,18 +37,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedlm.cohort.packing import Plan, Segment, batch_up, count_batches, lay_out, spread
+from fedlm.cohort.packing import (
+    Plan,
+    Segment,
+    batch_order,
+    batches_of,
+    count_batches,
+    lay_out,
+    spread,
+)
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import digest_for, generator_for, key_data, key_for
 from fedlm.core.types import (
     Arrived,
+    Batch,
     BatchSpec,
     ClientMethod,
     Cohort,
     Gathered,
     Members,
     Params,
+    Precomputed,
     Rows,
     Start,
     Starts,
@@ -56,6 +66,7 @@ from fedlm.core.types import (
     Update,
 )
 from fedlm.engine import multihost, payload_size
+from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import (
     Finished,
@@ -79,6 +90,12 @@ class Stream(NamedTuple):
     keys: Any  # lanes capacity 2
     places: Any  # lanes capacity: the member's place in the cohort
     segments: Any  # lanes: how many are real
+    order: Any = None  # lanes capacity batch: numbers of rows, if their features are kept
+    features: Any = None  # lanes capacity batch sequence embed: put there before a chunk runs
+
+
+# The most bytes of features that a lane holds at a time: fewer batches per chunk if they are long.
+MOST_FEATURES = 64 << 20
 
 
 class LaneState(NamedTuple):
@@ -117,8 +134,13 @@ class MeshEngine:
         *,
         devices: Sequence[jax.Device] | None = None,
         capacity: int = 256,
+        frozen: FrozenFeatures | None = None,
     ) -> None:
         self.algorithm, self.rows_of, self.shape, self.seed = algorithm, rows_of, shape, seed
+        self.frozen = frozen
+        if frozen is not None:
+            batch = 4 * shape.batch_size * shape.sequence_length * frozen.embed
+            capacity = min(capacity, max(1, MOST_FEATURES // batch))
         self.capacity = capacity
         devices = list(devices or jax.devices())
         self.mesh = Mesh(np.array(devices), ("lanes",))
@@ -155,7 +177,7 @@ class MeshEngine:
         local = self.algorithm.local_of(cohort.round)
         lanes = self._begin(local, starts, cohort.round)
         for stream in cohort.batches:
-            lanes = self._take(local, lanes, stream)
+            lanes = self._take(local, lanes, self._with_features(stream, cohort.members))
         if cohort.batches:
             self._compare(lanes, starts, cohort)
         upload = sum(payload_size.sizes(self.algorithm, starts.model, cohort, self.seed))
@@ -201,16 +223,16 @@ class MeshEngine:
         for place in {segment.place for chunk in plan for lane in chunk for segment in lane}:
             address = {"round": round, "member": members[place]}
             rng = generator_for(self.seed, "shuffle", **address)
-            made[place] = batch_up(rows[place], self.shape, rng)
+            made[place] = batch_order(len(rows[place]), self.shape, rng)
             examples[place] = min(len(rows[place]), self.shape.max_examples or len(rows[place]))
             keys[place] = key_data(digest_for(self.seed, "upload", **address))
-        return [self._fill(chunk, rows[0], made, examples, keys) for chunk in plan]
+        return [self._fill(chunk, rows, made, examples, keys) for chunk in plan]
 
-    def _fill(self, chunk: list[list[Segment]], like, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
+    def _fill(self, chunk: list[list[Segment]], rows, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
         full = (len(chunk), self.capacity)
-        width = (self.shape.batch_size, like.shape[-1])
+        batch = self.shape.batch_size
         stream = Stream(
-            tokens=np.zeros((*full, *width), like.dtype),
+            tokens=np.zeros((*full, batch, rows[0].shape[-1]), rows[0].dtype),
             starts=np.zeros(full, np.int32),
             stops=np.zeros(full, np.int32),
             opens=np.zeros(full, bool),
@@ -219,18 +241,35 @@ class MeshEngine:
             keys=np.zeros((*full, 2), np.uint32),
             places=np.zeros(full, np.int32),
             segments=np.array([len(lane) for lane in chunk], np.int32),
+            order=None if self.frozen is None else np.zeros((*full, batch), np.int32),
         )
         for lane, segments in enumerate(chunk):
             at = 0
             for slot, (place, first, last, opens, closes) in enumerate(segments):
                 here = (lane, slot)
-                stream.tokens[lane, at : at + last - first] = made[place][first:last]
+                order = made[place][first:last]
+                stream.tokens[lane, at : at + last - first] = batches_of(rows[place], order)
+                if stream.order is not None:
+                    stream.order[lane, at : at + last - first] = order
                 stream.starts[here], stream.stops[here] = at, at + last - first
                 stream.opens[here], stream.closes[here] = opens, closes
                 stream.examples[here], stream.keys[here] = examples[place], keys[place]
                 stream.places[here] = place
                 at += last - first
         return stream
+
+    def _with_features(self, stream: Stream, members: Members) -> Stream:
+        """Return a chunk with the features of its rows, if those of frozen blocks are kept."""
+        if self.frozen is None:
+            return stream
+        *full, width = stream.tokens.shape
+        features = np.zeros((*full, width - 1, self.frozen.embed), np.float32)
+        for lane, segments in enumerate(stream.segments):
+            for slot in range(segments):
+                at = slice(stream.starts[lane, slot], stream.stops[lane, slot])
+                member = members[stream.places[lane, slot]]
+                features[lane, at] = self.frozen.batches(member, stream.order[lane, at])
+        return stream._replace(order=None, features=features)
 
     def _one_each(self, rows: list[Any]) -> Plan:
         """Return the plan with one member per lane; lanes may stay empty."""
@@ -291,7 +330,7 @@ class MeshEngine:
                 lanes = lanes._replace(state=lanes.state._replace(client_state=rows))
             text = [self.rows_of(member) for member in group]
             for stream in self._streams(round, group, text, self._one_each(text)):
-                lanes = self._take(local, lanes, stream)
+                lanes = self._take(local, lanes, self._with_features(stream, group))
             yield places, lanes
 
     # ---- bytes -----------------------------------------------------------------------------
@@ -429,7 +468,10 @@ class MeshEngine:
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
-            return at + 1, local.step(shared, carry, stream.tokens[at].astype(jnp.int32))
+            tokens = stream.tokens[at].astype(jnp.int32)
+            kept = stream.features
+            batch: Batch = tokens if kept is None else Precomputed(tokens, kept[at])
+            return at + 1, local.step(shared, carry, batch)
 
         def segment(i, state):  # type: ignore[no-untyped-def]
             carry, total, client_state = state

@@ -17,11 +17,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import FedlmError, WireError
 
-VERSION = 4
+VERSION = 5
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
 REFUSAL = "refusal"  # may reply to either request
@@ -51,6 +52,7 @@ _REQUEST_FACTS: dict[str, type] = {
     "text": str,
     "members": list,
     "numbers": list,
+    "remembered": list,
     "clip_norm": float,
     "each": bool,
     "longest": int,
@@ -117,6 +119,8 @@ class TrainRequest:
     longest: int  # bytes: no frame of a reply can be longer
     frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one per member
     numbers: tuple[int, ...] = ()  # under which the whole text of each member's node trains
+    # Where members remember: the round in which each one's answer last counted, -1 if none did.
+    remembered: tuple[int, ...] = ()
     counter: int = 0  # the largest counter of this node's ledger that the server has heard of
 
     @property
@@ -161,14 +165,21 @@ def respond(
     hello: Callable[[], Hello],
     train: Callable[[TrainRequest], TrainReply],
     say: Callable[[str], None],
+    others: Mapping[str, Callable[[Payload], Payload]] = MappingProxyType({}),
 ) -> Payload:
-    """Return a node's reply to a payload; anything that goes wrong becomes a refusal."""
+    """Return a node's reply to a payload; anything that goes wrong becomes a refusal.
+
+    `others` answer payloads of other kinds than hello and training, by kind.
+    """
     what = "a message"
     try:
         if payload.kind == HELLO_REQUEST:
-            _facts(payload, HELLO_REQUEST, {})
-            _check_frames(payload, 0)
+            check_facts(payload, HELLO_REQUEST, {})
+            check_frames(payload, 0)
             return encode_hello(hello())
+        if payload.kind in others:
+            what = payload.kind.replace("_", " ")
+            return others[payload.kind](payload)
         request = read_request(payload)
         what = f"round {request.round}"
         return encode_reply(train(request))
@@ -192,14 +203,15 @@ def encode_request(request: TrainRequest) -> Payload:
 
 def read_request(payload: Payload) -> TrainRequest:
     """Convert a payload to a request, or raise `WireError`."""
-    facts = _facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
+    facts = check_facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
     for name, most in _MOST.items():
         if not 0 <= facts[name] <= most:
             raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
-    facts["members"] = _numbers(facts["members"], "members", rising=True)
-    facts["numbers"] = _numbers(facts["numbers"], "numbers", rising=False)
+    facts["members"] = check_numbers(facts["members"], "members", rising=True)
+    facts["numbers"] = check_numbers(facts["numbers"], "numbers", rising=False)
+    facts["remembered"] = check_numbers(facts["remembered"], "remembered", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
-    _check_frames(payload, len(request.numbers) or 1)
+    check_frames(payload, len(request.numbers) or 1)
     if not RUN_NAME.fullmatch(request.run):
         raise WireError("request does not name its run by 32 hexadecimal digits.")
     if len(request.recipe) > LONGEST_RECIPE:
@@ -208,6 +220,11 @@ def read_request(payload: Payload) -> TrainRequest:
         raise WireError(f"request says clip_norm = {request.clip_norm}.")
     if not all(request.first <= member < request.population for member in request.members):
         raise WireError("request names members that are not there.")
+    if request.remembered and not (
+        len(request.remembered) == len(request.members)
+        and all(-1 <= last < request.round for last in request.remembered)
+    ):
+        raise WireError("request says of members that they remember what they cannot.")
     if request.numbers and not _are_places(request):
         raise WireError("request holds numbers that are none of places.")
     return request
@@ -236,19 +253,19 @@ def encode_reply(reply: TrainReply) -> Payload:
 
 def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
     """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
-    _check_refusal(payload)
-    facts = _facts(payload, TRAIN_REPLY, _REPLY_FACTS)
-    members = _numbers(facts["members"], "members", rising=True)
+    check_refusal(payload)
+    facts = check_facts(payload, TRAIN_REPLY, _REPLY_FACTS)
+    members = check_numbers(facts["members"], "members", rising=True)
     known = members and set(members) <= set(request.members)
     if facts["round"] != request.round or not known:
         raise WireError("reply is to another request.")
-    _check_counter(facts["counter"])
+    check_counter(facts["counter"])
     wanted = len(members) if request.each else 1
-    _check_frames(payload, wanted)
+    check_frames(payload, wanted)
     if max(map(len, payload.frames)) > request.longest:
         raise WireError(f"reply holds a frame of more than {request.longest} bytes.")
     for name in SUMS:
-        _check_sizes(facts[name], name, wanted)
+        check_sizes(facts[name], name, wanted)
     sums = tuple({name: facts[name][i] for name in SUMS} for i in range(wanted))
     return TrainReply(
         round=request.round,
@@ -284,16 +301,16 @@ def encode_hello(hello: Hello) -> Payload:
 
 def read_hello(payload: Payload) -> Hello:
     """Convert a payload to a node's description of itself, or raise `Refused` or `WireError`."""
-    _check_refusal(payload)
-    facts = _facts(payload, HELLO_REPLY, _HELLO_FACTS)
-    _check_frames(payload, 0)
+    check_refusal(payload)
+    facts = check_facts(payload, HELLO_REPLY, _HELLO_FACTS)
+    check_frames(payload, 0)
     clients = facts["clients"]
     if not 1 <= clients <= MOST_CLIENTS:
         raise WireError(f"it says that it has {clients} clients.")
     texts = (facts["text"], facts["tokenizer"], facts["fedlm"])
     if max(map(len, texts)) > LONGEST_FINGERPRINT:
         raise WireError("its fingerprints are too long.")
-    _check_counter(facts["counter"])
+    check_counter(facts["counter"])
     leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
     return Hello(clients, *texts, leaves, facts["counter"])
 
@@ -318,11 +335,11 @@ def encode_refusal(reason: str) -> Payload:
     return Payload(REFUSAL, {"version": VERSION, "reason": reason[:LONGEST_REASON]})
 
 
-def _check_refusal(payload: Payload) -> None:
+def check_refusal(payload: Payload) -> None:
     """Raise `Refused` if a payload is a refusal."""
     if payload.kind == REFUSAL:
-        reason = _facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
-        _check_frames(payload, 0)
+        reason = check_facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
+        check_frames(payload, 0)
         raise Refused(printable(reason))
 
 
@@ -338,7 +355,7 @@ def printable(text: str) -> str:
 # ---- checks --------------------------------------------------------------------------------
 
 
-def _facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, Any]:
+def check_facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, Any]:
     """Return the facts of a payload without its version, if names and types are as expected."""
     facts = dict(payload.facts)
     version = facts.pop("version", None)
@@ -357,12 +374,12 @@ def _facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, 
     return facts
 
 
-def _check_frames(payload: Payload, wanted: int) -> None:
+def check_frames(payload: Payload, wanted: int) -> None:
     if len(payload.frames) != wanted:
         raise WireError(f"message does not hold exactly {wanted} frames.")
 
 
-def _numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
+def check_numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
     if len(values) > MOST_MEMBERS or not all(type(v) is int for v in values):
         raise WireError(f"message has no list {name!r} of numbers.")
     if rising and not all(a < b for a, b in itertools.pairwise(values)):
@@ -370,12 +387,12 @@ def _numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _check_counter(value: int) -> None:
+def check_counter(value: int) -> None:
     if not 0 <= value <= MOST_COUNTER:
         raise WireError(f"its ledger's counter is {str(value)[:40]}.")
 
 
-def _check_sizes(values: list[Any], name: str, wanted: int) -> None:
+def check_sizes(values: list[Any], name: str, wanted: int) -> None:
     if len(values) != wanted:
         raise WireError(f"message does not hold {wanted} values of {name!r}.")
     if not all(type(v) is float and math.isfinite(v) and v >= 0 for v in values):

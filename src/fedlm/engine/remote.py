@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -131,10 +131,16 @@ class RemoteEngine:
         """Sum the updates of all members whose nodes answered."""
         each = self.by_member or not isinstance(starts, Start)
         stats, total = RoundStats(cohort.round), Sum(self._like(starts, cohort.round))
+        counted: set[int] = set()
         for members, update, _ in self._round(starts, cohort, each, stats):
             total.add(members, update, weighted=each)
+            counted |= set() if update is None else set(members)
             del update  # or it would be held until the next one is there
-        return Gathered(total.result(), stats.up_bytes, stats.down_bytes)
+        whole = total.result()
+        if self.algorithm.memory_at_nodes and isinstance(starts, Start):
+            last = _last_counted(starts.client_state, cohort, counted)
+            whole = replace(whole, client_state=last)
+        return Gathered(whole, stats.up_bytes, stats.down_bytes)
 
     def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
         """Yield the update of each member whose node answered."""
@@ -158,9 +164,13 @@ class RemoteEngine:
         """Return a question for each node with members of the cohort, and a way to make frames."""
         numbers, asked = np.asarray(cohort.members), {}
         for assignment in self.assignments:
-            here = numbers[
+            places = np.flatnonzero(
                 (numbers >= assignment.first) & (numbers < assignment.first + assignment.clients)
-            ]
+            )
+            here = numbers[places]
+            last: tuple[int, ...] = ()
+            if self.algorithm.memory_at_nodes:
+                last = tuple(int(n) for n in np.asarray(start.client_state)[places])
             if len(here):
                 asked[assignment.name] = self._question(
                     assignment,
@@ -169,6 +179,7 @@ class RemoteEngine:
                     members=tuple(int(n) for n in here),
                     clip_norm=float(start.clip_norm),
                     each=each,
+                    remembered=last,
                 )
 
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
@@ -343,6 +354,12 @@ class Sum:
         delta = jax.tree.unflatten(self.structure, [jnp.asarray(leaf) for leaf in self.leaves])
         shares = None if self.shares is None else jnp.asarray(self.shares)
         return Total(delta=delta, shares=shares, **jax.tree.map(jnp.asarray, self.sums))
+
+
+def _last_counted(before: Any, cohort: Cohort, counted: set[int]) -> np.ndarray:
+    """Return for each member of a cohort the round in which its answer last counted."""
+    here = np.array([int(member) in counted for member in cohort.members], bool)
+    return np.where(here, np.int32(cohort.round), np.asarray(before, np.int32))
 
 
 def _norm(delta: Params) -> float:

@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import ClientMethod, LossFn, OptState, Params, Tokens, TrainablePart, Update
+from fedlm.core.types import Batch, ClientMethod, LossFn, OptState, Params, TrainablePart, Update
 
 Scalar = Float[Array, ""]
 Weigh = Callable[[Scalar, Scalar], Scalar]
@@ -66,11 +66,11 @@ def local_training(
         mask = part.draw(start, jr.fold_in(key, 1)) if part.draw else None
         return begin(start, client_state if remember else optimizer.init(start), mask)
 
-    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
+    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
         def merge(trained: Params) -> Params:
             return part.merge(shared, trained)
 
-        change, nats, count = gradient(loss, carry.params, tokens, merge)
+        change, nats, count = gradient(loss, carry.params, batch, merge)
         if proximal:
             away = tree.sub(carry.params, part.init(shared))
             change = tree.add_scaled(change, away, proximal)
@@ -99,7 +99,7 @@ def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) 
 def gradient(
     loss: LossFn,
     params: Params,
-    tokens: Tokens,
+    batch: Batch,
     merge: Callable[[Params], Params] = lambda trained: trained,
 ) -> tuple[Params, Scalar, Scalar]:
     """Return the gradient of a batch's mean loss, the summed loss, and the number of tokens.
@@ -108,7 +108,7 @@ def gradient(
     """
 
     def objective(trained: Params) -> tuple[Scalar, tuple[Scalar, Scalar]]:
-        nats, count = loss(merge(trained), tokens)
+        nats, count = loss(merge(trained), batch)
         return nats / jnp.maximum(count, 1.0), (nats, count)
 
     change, (nats, count) = jax.grad(objective, has_aux=True)(params)

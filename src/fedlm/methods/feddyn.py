@@ -17,7 +17,7 @@ import optax
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import ClientMethod, LossFn, Params, ServerMethod, Tokens, Update
+from fedlm.core.types import Batch, ClientMethod, LossFn, Params, ServerMethod, Update
 from fedlm.local.train import (
     ALL,
     WEIGHTS,
@@ -45,8 +45,8 @@ def client(
     def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
         return begin(shared, optimizer.init(shared), extra=client_state)
 
-    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
-        change, nats, count = gradient(loss, carry.params, tokens)
+    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
+        change, nats, count = gradient(loss, carry.params, batch)
         change = tree.add_scaled(change, tree.sub(carry.params, shared), alpha)
         change, memory = optimizer.update(tree.sub(change, carry.extra), carry.memory, carry.params)
         params = optax.apply_updates(carry.params, change)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import ClientMethod, LossFn, OptState, Params, ServerMethod, Tokens, Update
+from fedlm.core.types import Batch, ClientMethod, LossFn, OptState, Params, ServerMethod, Update
 from fedlm.local.train import (
     ALL,
     WEIGHTS,
@@ -49,9 +49,9 @@ def client(
         frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), shared["statistics"], like)
         return begin(params, frozen, extra=tree.zeros_like(params))
 
-    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
-        change, nats, count = gradient(loss, carry.params, tokens)
-        full, _, _ = gradient(loss, shared["params"], tokens)
+    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
+        change, nats, count = gradient(loss, carry.params, batch)
+        full, _, _ = gradient(loss, shared["params"], batch)
         moved, _ = base.update(change, carry.memory, carry.params)
         params = tree.add_scaled(carry.params, moved, learning_rate)
         # Batches differ in tokens: what is summed is the gradient of the summed loss.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import ClientMethod, LossFn, Params, ServerMethod, Tokens, Update
+from fedlm.core.types import Batch, ClientMethod, LossFn, Params, ServerMethod, Update
 from fedlm.local.train import (
     ALL,
     WEIGHTS,
@@ -45,8 +45,8 @@ def client(loss: LossFn, learning_rate: float, weigh: Weigh = WEIGHTS["examples"
     def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
         return begin(shared["params"], (), extra=client_state)
 
-    def step(shared: Any, carry: Carry, tokens: Tokens) -> Carry:
-        change, nats, count = gradient(loss, carry.params, tokens)
+    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
+        change, nats, count = gradient(loss, carry.params, batch)
         straight = tree.add(change, tree.sub(shared["control"], carry.extra))
         params = tree.add_scaled(carry.params, straight, -learning_rate)
         return went_on(carry, params, (), nats, count, carry.extra)

@@ -21,7 +21,7 @@ import jax.random as jr
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import PAD, Loss, LossFn, Params, ScoreFn, Tokens
+from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, ScoreFn, Tokens
 from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
@@ -309,7 +309,9 @@ class ModuleSpec:
     def loss(self) -> LossFn:
         """The function that gives the next-token loss of a batch."""
 
-        def of(params: Params, tokens: Tokens) -> Loss:
+        def of(params: Params, batch: Batch) -> Loss:
+            assert not isinstance(batch, Precomputed)  # a module has no adapters
+            tokens = batch
             nats, _ = self.score(params, tokens)
             count = jnp.sum(tokens[:, 1:] != PAD).astype(nats.dtype)
             return Loss(jnp.sum(nats), count)
@@ -355,8 +357,11 @@ def listing() -> list[dict[str, Any]]:
 # ---- what stations ask of a model ------------------------------------------------------
 
 
-def loss(model: Params, tokens: Tokens) -> Loss:
+def loss(model: Params, batch: Batch) -> Loss:
     """Return the next-token loss of a batch of rows."""
+    if isinstance(batch, Precomputed):
+        return token_loss(*model.predictors_above(batch.features, batch.tokens[:, 1:]))
+    tokens = batch
     return token_loss(*model.predictors(tokens[:, :-1], tokens[:, 1:]))
 
 

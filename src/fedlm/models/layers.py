@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -60,6 +60,12 @@ class Adapted(Linear):
     ) -> Float[Array, "... out"]:
         change = product(self.lora_b, product(self.lora_a, x))
         return Linear.__call__(self, x, product) + self.scale * change
+
+
+def has_adapters(part: Any) -> bool:
+    """Return whether a layer of this part of a model has an adapter."""
+    found = jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, Adapted))
+    return any(isinstance(x, Adapted) for x in found)
 
 
 def linear(key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True) -> Linear:

@@ -205,6 +205,11 @@ class PartKind:
     leaves: Callable[[Params, PartOptions, PRNGKeyArray], list[bool]] | None = None
     adapts: bool = False  # the model gets adapters before it is trained
 
+    @property
+    def outlives_round(self) -> bool:
+        """Whether an update means the same in a later round than the one it was made for."""
+        return self.takes_feedback or self.by_member
+
 
 def _in_turn(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[TrainablePart, ...]:
     keys = jr.split(key, options.subsets)

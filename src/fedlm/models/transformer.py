@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from fedlm.models.layers import (
     RmsNorm,
     Rotary,
     bare_norm,
+    has_adapters,
     linear,
     norm,
     tied,
@@ -119,6 +121,17 @@ class Decoder(eqx.Module):
         """Return the features of each position; their product with the embedding gives logits."""
         return self._through(self.stem(inputs), Whole())
 
+    @property
+    def frozen_depth(self) -> int:
+        """The number of blocks before the first adapter; none where no block has one."""
+        adapted = [i for i, block in enumerate(self.blocks) if has_adapters(block)]
+        return adapted[0] if adapted else 0
+
+    @property
+    def frozen(self) -> Decoder:
+        """The stem and the blocks before the first adapter; what they give never changes."""
+        return Decoder(self.stem, self.blocks[: self.frozen_depth], None)
+
     def _through(self, x: Array, layout: Layout) -> Array:
         def run(block: Any, x: Array) -> Array:
             return block(x, layout)
@@ -142,6 +155,20 @@ class Decoder(eqx.Module):
         x = self.stem.place_columns(found, packing.time, seq)
         features = self._through(x, Packed(packing, batch, seq))
         return Predictors(features, readout, gather(packing, targets))
+
+    def predictors_above(
+        self, features: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
+    ) -> Predictors:
+        """Return features and targets for the loss, from what the `frozen` blocks gave."""
+        above = replace(self, blocks=self.blocks[self.frozen_depth :])
+        batch, seq = targets.shape
+        if batch * seq < FEWEST_COLUMNS:
+            features = above._through(features, Whole())
+            return Predictors(features.reshape(batch * seq, -1), self.readout, targets.reshape(-1))
+        packing = pack(targets)
+        x = features[packing.row, packing.time]
+        x = above._through(x, Packed(packing, batch, seq))
+        return Predictors(x, self.readout, gather(packing, targets))
 
     def _found(self, tokens: Int[Array, "..."]) -> tuple[Array, Array]:
         """Return the embeddings of tokens, and the output matrix."""

@@ -10,16 +10,21 @@ Not here: single parts (`parts.py`), trees (`tree.py`), the loop (`run.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from fedlm.cohort.delays import Delays
 from fedlm.core.types import Engine
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
+from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
     client_rows,
     engine_of,
@@ -36,9 +41,11 @@ from fedlm.recipe.private_evaluation import (
     private_evaluation_of,
     refuse_private_evaluation,
 )
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
-from fedlm.run import Run
+from fedlm.record.directory import RunDirectory
+from fedlm.run import Evaluation, Run
 
 
 def build(
@@ -52,6 +59,7 @@ def build(
     """Open the recipe's store and return its run; with `pooled`, a run of central training."""
     store = open_store(recipe.data, cache, progress)
     resolved = resolve(recipe, store)
+    check_memory(resolved, model_spec(resolved, store.vocabulary))
     if pooled:
         return pretraining(resolved, store, out=out)
     kind = flat_run if resolved.federation is None else tree_run
@@ -65,28 +73,46 @@ def flat_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
+    waiting: Callable[[Engine, Buffer], Waiting] | None = None,
+    evaluation: Callable[[PrivacyPlan | None], Evaluation] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
-    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
+    `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
+    held-out text, or by `evaluation` of its plan.
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
+        check_sums(recipe, network=True)
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
     participation = privacy_plan.participation_of(recipe, people.size, out)
-    algorithm = algorithm_of(recipe, participation, shapes, start)
-    made = engine(algorithm) if engine else engine_of(recipe, algorithm, rows.train)
+    kept = None if members is None else 0  # at nodes, what their clients remember stays there
+    algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
+    if members is not None and algorithm.remembers:
+        algorithm = replace(algorithm, memory_at_nodes=True)
+    made = (
+        engine(algorithm)
+        if engine
+        else engine_for(
+            recipe,
+            algorithm,
+            lambda trained: engine_of(recipe, trained, rows.train, RunDirectory(out).frozen),
+        )
+    )
     count = engine is None and recipe.run.baselines
-    round = _flat_round(recipe, algorithm, made)
+    round = round_of(recipe, algorithm, made, waiting)
     return Run(
         population=people,
         algorithm=algorithm,
         engine=made,
         round=round,
-        evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
+        evaluation=evaluation(algorithm.plan)
+        if evaluation
+        else evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
         start=start,
         private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),
@@ -98,7 +124,7 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
     rows = client_rows(recipe, store, training_clients(recipe, store))
     algorithm = pooled_algorithm(recipe)
     engine = engine_of(recipe, algorithm, pooled_rows(rows))
-    round = _flat_round(recipe, algorithm, engine)
+    round = round_of(recipe, algorithm, engine)
     return Run(
         population=population.pooled(),
         algorithm=algorithm,
@@ -111,10 +137,39 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
     )
 
 
-def _flat_round(recipe: Recipe, algorithm: Algorithm, engine: Engine) -> FlatRound:
-    return FlatRound(
+def round_of(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    engine: Engine,
+    waiting: Callable[[Engine, Buffer], Waiting] | None = None,
+) -> FlatRound | BufferedRound:
+    """Return the rounds of a flat federation, which wait for all of a cohort or for a part."""
+    flat = FlatRound(
         algorithm=algorithm,
         engine=engine,
         seed=recipe.run.seed,
         secret=lambda: privacy_plan.secret_of(recipe.privacy),
+    )
+    server, client = recipe.server, recipe.client
+    if server.mode == "synchronous":
+        return flat
+    buffer = Buffer(
+        size=server.buffer,
+        largest_staleness=server.largest_staleness,
+        exponent=server.staleness_exponent,
+        grace=server.grace_seconds,
+    )
+    delays = Delays(
+        law=client.delay,
+        seconds=client.delay_seconds,
+        shape=client.delay_shape,
+        by_client=client.delay_by == "client",
+        seed=recipe.run.seed,
+    )
+    simulated = Simulated(engine=engine, grace=buffer.grace)
+    return BufferedRound(
+        flat=flat,
+        buffer=buffer,
+        waiting=waiting(engine, buffer) if waiting else simulated,
+        delays=delays.of,
     )

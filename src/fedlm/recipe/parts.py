@@ -17,8 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
+from tokenizers.models import WordLevel
 
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
@@ -26,10 +28,12 @@ from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
-from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
-from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write, write_tokens
+from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of, token_dtype
 from fedlm.corpus.tokenizer_file import load_library
+from fedlm.corpus.vocabulary import Vocabulary
 from fedlm.engine.catalog import ENGINES
+from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
@@ -123,6 +127,27 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)  # another process made the same store meanwhile
 
 
+def tokenizer_store(data: Data, cache: Path) -> Store:
+    """Return a store that has a tokenizer and no text, for a server whose text is at nodes."""
+    given = given_tokenizer(data)
+    if given is None:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer!r}: without data.store a server needs the path of "
+            "the tokenizer.json that all nodes prepared their text with."
+        )
+    settings = store_settings(data, given)
+    path = cache / f"tokenizer-{_identity('', settings, given)}"
+    if not path.exists():
+        vocabulary, dtype = vocabulary_of(data, given), token_dtype(given.vocabulary)
+        assert isinstance(vocabulary, Vocabulary)
+        try:
+            return write_tokens((), path, vocabulary, settings, dtype, learns=False)
+        except CorpusError:
+            if not path.exists():
+                raise  # else another process made the same store meanwhile
+    return Store(path)
+
+
 def _check_store(store: Store, data: Data) -> None:
     """Raise `ConfigError` if a given setting differs from the one the store was made with."""
     for name, made in vars(store.settings).items():
@@ -161,7 +186,7 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     if size.vocab == store.vocabulary:
         del sizes["vocab"]  # the store decides it
     data, decided = recipe.data, vars(store.settings)
-    if data.source is not None:
+    if data.source is not None or not len(store):
         decided = {**decided, "tokenizer": data.tokenizer}  # a path, where the store says "file"
     data = data.model_copy(update=decided)
     return recipe.model_copy(
@@ -397,10 +422,44 @@ def batch_spec(recipe: Recipe) -> BatchSpec:
     )
 
 
-def engine_of(recipe: Recipe, algorithm: Algorithm, rows_of: Rows) -> Engine:
-    """Return the engine that trains members on the text of this process."""
+def engine_of(
+    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path | None = None
+) -> Engine:
+    """Return the engine that trains members on the text of this process.
+
+    With a `folder`, it may keep there what the frozen blocks of a model give.
+    """
     kind = ENGINES[recipe.run.engine]
-    return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed)
+    frozen = _frozen_features(recipe, algorithm, rows_of, folder)
+    return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed, frozen=frozen)
+
+
+def _frozen_features(
+    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path | None
+) -> FrozenFeatures | None:
+    """Return where the features of frozen blocks are kept; None if they are not."""
+    megabytes = recipe.run.cache_frozen
+    if not megabytes:
+        return None
+    adapts = TRAINABLE[recipe.wire.trainable].adapts
+    shapes = model_spec(recipe, recipe.data.vocabulary).shapes() if adapts else None
+    require(
+        folder is not None and getattr(shapes, "frozen_depth", 0) > 0,
+        "run.cache_frozen",
+        megabytes,
+        "0, unless wire.trainable = 'lora' with wire.last_blocks leaves blocks without adapters, "
+        "in a flat federation in one place",
+    )
+    assert folder is not None
+    own = folder / str(jax.process_index())  # processes do not write each other's files
+    embed = dimensions(recipe.model, recipe.data.vocabulary).embedding_size
+    return FrozenFeatures(
+        lambda: algorithm.base.frozen,  # type: ignore[union-attr]
+        embed,
+        rows_of,
+        own,
+        megabytes << 20,
+    )
 
 
 def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldOutText:
@@ -418,7 +477,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
         sizes = [len(part) for part in parts]
         return np.concatenate(parts), np.repeat(owners, sizes)
 
-    whole = data.tokenizer != "words" and data.layout == "windows"
+    whole = not isinstance(store.tokenizer.library.model, WordLevel) and data.layout == "windows"
     return HeldOutText(
         rows=cut,
         groups=lambda owner: store.groups(owner),

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
+from fedlm.cohort.delays import DELAYS
 from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import either
 from fedlm.corpus.rows import Layout
@@ -41,6 +42,7 @@ from fedlm.recipe.federation import (
     Size,
 )
 from fedlm.record.trackers import TRACKERS
+from fedlm.server.robust import RULES
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -271,6 +273,22 @@ class Client(Table):
         description="Strength of the pull towards the server's model: FedProx's mu with `fedavg`, "
         "FedDyn's alpha with `feddyn`. 0 is none.",
     )
+    delay: Annotated[str, one_of(DELAYS)] = Field(
+        default="none",
+        description="With `server.mode` `buffered`, in a simulation: the law of the time that a "
+        "member takes to answer. It moves the run's clock, not its wall time.",
+    )
+    delay_seconds: Positive = Field(default=1.0, description="The mean of that time.")
+    delay_shape: Positive = Field(
+        default=1.5,
+        description="`lognormal`: the standard deviation of the logarithm; `pareto`: the power by "
+        "which long delays get rare, above 1.",
+    )
+    delay_by: Literal["turn", "client"] = Field(
+        default="turn",
+        description="Whether a delay is drawn anew for each turn of a client, or once, so that "
+        "some clients are always slow.",
+    )
 
 
 class Server(Table):
@@ -318,6 +336,45 @@ class Server(Table):
         "client by its own coin; `spaced`, after a turn a client rests for "
         "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
         "many rounds in between, and each client of the group joins by its own coin.",
+    )
+    mode: Literal["synchronous", "buffered"] = Field(
+        default="synchronous",
+        description="Whether a round waits for its whole cohort, or, `buffered`, for the first "
+        "`buffer` answers; the others go on and count in a later round.",
+    )
+    buffer: Count | None = Field(
+        default=None,
+        description="`buffered`: answers (one per member) after which the server steps, at most "
+        "`cohort`; not set: all.",
+    )
+    largest_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=10,
+        description="`buffered`: the most rounds by which an answer may be late; what is older is "
+        "given up. So many older models are kept.",
+    )
+    staleness_exponent: NotNegative = Field(
+        default=0.5,
+        description="`buffered`: an answer that is s rounds late counts (1 + s) to the power of "
+        "minus this; 0 counts all alike.",
+    )
+    grace_seconds: NotNegative = Field(
+        default=0.0,
+        description="`buffered`: how long the server still waits for others once `buffer` answers "
+        "are in.",
+    )
+    aggregate: Annotated[str, one_of(RULES)] = Field(
+        default="mean",
+        description="How updates become one change: their `mean`; or, where single updates may be "
+        "looked at, a centre that few liars cannot move: `median` of each value, `trimmed-mean`, "
+        "`geometric-median`.",
+    )
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.1, description="`trimmed-mean`: the part of values that is cut on each side."
+    )
+    update_norm: Positive | None = Field(
+        default=None,
+        description="The longest update, as an L2 norm, that counts in full without a privacy "
+        "plan; longer ones are shortened to it. Not set: no bound.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
     evaluate_rows: Natural = Field(
@@ -459,6 +516,17 @@ class Wire(Table):
         description="`lora`: only so many blocks have adapters, from the end; blocks before them "
         "need no backward pass. 0 is all blocks.",
     )
+    secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="In a simulation: how many nodes share the clients and add up their updates in "
+        "a secure sum, of which the server sees the sum alone; 0 is none. Needs a codec that adds "
+        "up, such as `secure-20-clip1-members100`.",
+    )
+    secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
+        "thirds of them.",
+    )
     error_feedback: bool = Field(
         default=False,
         description="Whether members add what the codec left out to their next update; it is kept "
@@ -478,6 +546,12 @@ class RunTable(Table):
         "and obvious.",
     )
     devices: Natural = Field(default=0, description="Devices on this machine; 0 is one per core.")
+    cache_frozen: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
+        default=0,
+        description="Adapters in the last blocks only (`wire.last_blocks`): megabytes of disk in "
+        "the run's directory for what the blocks below give for each client's rows, so that later "
+        "steps need not compute it again. It is removed at the end. 0 is none.",
+    )
     checkpoint_every: Count = Field(
         default=10,
         description="Rounds between two checkpoints; under a privacy plan every round is saved.",

@@ -9,8 +9,9 @@ Not here: what the settings may be (`federation.py`), the round (`federation/tre
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
+from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
+from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.topology import Topology, feed
 from fedlm.federation.tree_evaluation import TreeEvaluation
@@ -57,12 +60,16 @@ def tree_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm, Topology], Engine] | None = None,
-    nothing_held: Callable[[Topology, dict[str, Any]], str] = lambda topology, held: NOTHING_HELD,
+    text: Callable[[Topology], TextByPlace] | None = None,
+    nothing_held: Callable[[Topology, Mapping[str, Any]], str] = lambda topology, held: (
+        NOTHING_HELD
+    ),
 ) -> Run:
     """Return the run of a tree.
 
-    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
-    `nothing_held` words the error for a tree without held-out text.
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere. It is
+    evaluated on the store's held-out text, or on `text` elsewhere. `nothing_held` words the
+    error for a tree without held-out text.
     """
     refuse_private_evaluation(recipe, "in a tree of federations: it is for flat runs")
     settings = settings_of(recipe)
@@ -93,7 +100,7 @@ def tree_run(
             leaf_secret=lambda: _leaf_secret(settings),
             plan=plan,
         ),
-        evaluation=_evaluation(recipe, rows, config, plan, nothing_held),
+        evaluation=_evaluation(recipe, rows, config, plan, text, nothing_held),
         start=parts.start_maker(recipe, store),
         **parts.shared_parts(recipe, store, plans, out),
     )
@@ -349,42 +356,47 @@ def _evaluation(
     rows: ClientRows,
     config: TreeConfig,
     plan: PrivacyPlan | None,
-    nothing_held: Callable[[Topology, dict[str, Any]], str],
+    elsewhere: Callable[[Topology], TextByPlace] | None,
+    nothing_held: Callable[[Topology, Mapping[str, Any]], str],
 ) -> TreeEvaluation:
     """Return the evaluation of a tree.
 
     It uses the first split that the plan allows and in which every node with text holds some out.
     """
     topology = config.topology
-    owners = parts.owners_of(recipe, rows.store, rows.clients)
-    held = {split: _held(recipe, rows, topology, found) for split, found in owners.items()}
-    told = release.splits(plan, list(held))
-    whole = [split for split in told if set(topology.with_text) <= set(held[split])]
+    text = _text_here(recipe, rows, topology) if elsewhere is None else elsewhere(topology)
+    told = release.splits(plan, list(text.survey))
+    whole = [split for split in told if set(topology.with_text) <= set(text.survey[split])]
     if not whole and not release.hides(plan):
-        raise ConfigError(nothing_held(topology, held))
-    split = whole[0] if whole else None
+        raise ConfigError(nothing_held(topology, text.survey))
     return TreeEvaluation(
-        score=catalog.score,
-        special=rows.store.special,
         config=config,
-        split=split,
-        held={} if split is None else held[split],
+        split=whole[0] if whole else None,
+        text=text,
         own_models_stay=release.own_models_stay(plan),
     )
 
 
-def _held(
-    recipe: Recipe, rows: ClientRows, topology: Topology, owners: np.ndarray
-) -> dict[int, np.ndarray]:
-    """Return the held-out rows per node with text, at most `server.evaluate_rows` each."""
-    most, found = recipe.server.evaluate_rows, {}
-    fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
-    for node in topology.with_text:
-        parts = [rows.held(int(owners[c])) for c in fed[node]]
-        here = np.concatenate(parts) if parts else np.zeros((0, 1), np.int16)
-        if most and len(here) > most:
-            rng = generator_for(0, "evaluate", member=node)
-            here = here[np.sort(rng.choice(len(here), most, replace=False))]
-        if len(here):
-            found[node] = here
-    return found
+def _text_here(recipe: Recipe, rows: ClientRows, topology: Topology) -> TextHere:
+    """Return the held-out text of each node with text, from this process's store."""
+    found: dict[str, dict[int, np.ndarray]] = {}
+    survey: dict[str, dict[int, Held]] = {}
+    for split, owners in parts.owners_of(recipe, rows.store, rows.clients).items():
+        fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
+        found[split], survey[split] = {}, {}
+        for node in topology.with_text:
+            text = parts.held_out_text(recipe, rows, owners[np.asarray(fed[node], int)])
+            here = sampled_rows(recipe, text.rows(1)[0], node)
+            if len(here):
+                found[split][node], survey[split][node] = here, text.size
+    evaluator = cache(lambda: Evaluator(catalog.score, rows.store.special))
+    return TextHere(evaluator=evaluator, rows=found, survey=survey)
+
+
+def sampled_rows(recipe: Recipe, rows: np.ndarray, node: int) -> np.ndarray:
+    """Return the held-out rows on which a node is scored, at most `server.evaluate_rows`."""
+    most = recipe.server.evaluate_rows
+    if not most or len(rows) <= most:
+        return rows
+    rng = generator_for(0, "evaluate", member=node)
+    return rows[np.sort(rng.choice(len(rows), most, replace=False))]

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hmac
 import os
+import shutil
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fedlm.core.errors import RecordError
+from fedlm.core.documents import read_toml
+from fedlm.core.errors import RecordError, shown
 from fedlm.record.checkpoint import sweep, write_atomically
 
 LOCK = ".lock"
@@ -69,6 +71,15 @@ class RunDirectory:
     def own_weights_of(self, node: str) -> Path:
         """Return the path of the model that a leaf keeps to itself, for its owner's eyes alone."""
         return self.path / "private" / self.weights_of(node).name
+
+    @property
+    def frozen(self) -> Path:
+        """What frozen blocks give for clients' rows, for its owner's eyes alone."""
+        return self.path / "frozen"
+
+    def forget_frozen(self) -> None:
+        """Remove what frozen blocks gave: it tells of text, and a finished run needs it no more."""
+        shutil.rmtree(self.frozen, ignore_errors=True)
 
     @property
     def tokenizer(self) -> Path:
@@ -197,9 +208,9 @@ class RunDirectory:
 
     def _read_recipe(self) -> dict[str, Any]:
         try:
-            return tomllib.loads(self.recipe.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RecordError(f"{self.recipe} is damaged: {error}. Give another --out.") from None
+            return read_toml(self.recipe, str(self.recipe), RecordError)
+        except RecordError as error:
+            raise RecordError(f"{error} Give another --out.") from None
 
     def _begin(self, recipe: str) -> None:
         write_atomically(self.recipe, recipe.encode())
@@ -235,9 +246,11 @@ def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """Describe the first setting in which two recipes differ."""
     for table in sorted(there.keys() | here.keys()):
         a, b = there.get(table, {}), here.get(table, {})
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return f"{table} is {shown(a)} there and {shown(b)} here"
         for name in sorted(a.keys() | b.keys()):
             if a.get(name) != b.get(name):
-                return f"{table}.{name} is {a.get(name)!r} there and {b.get(name)!r} here"
+                return f"{table}.{name} is {shown(a.get(name))} there and {shown(b.get(name))} here"
     return "no setting differs"
 
 

@@ -112,7 +112,8 @@ def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
 
 
 def _curves(rounds: list[dict[str, Any]]) -> list[str]:
-    seen = [r for r in rounds if r.get("places")]
+    scored = (r for r in rounds if r.get("places"))  # without rounds in which a leaf was away
+    seen = [r for r in scored if all(p[0] is not None for p in r["places"].values())]
     if not seen:
         return []
     steps = [float(r["round"] + 1) for r in seen]

@@ -1,0 +1,232 @@
+"""What the frozen blocks of a model give for each client's rows, computed once and kept on disk.
+
+In:       the frozen blocks, a client's rows, the numbers of the rows that are wanted.
+Out:      the features of these rows.
+Promise:  features that are read are those that were computed, for this model and these rows, or
+          they are computed again; the folder never exceeds its bound; only its owner reads it,
+          because features tell of text.
+Not here: which blocks are frozen (`models/transformer.py`), steps on features (`local/train.py`).
+
+A file per client holds a head (magic, digest of model and rows, shape) and one record per row: its
+number, a digest, its features in float32. Records are appended as rows are first used. When the
+folder is full, rows beyond are computed whenever they are used: members are drawn at random, so no
+other choice of what to keep would be used more often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedlm.core import tree
+from fedlm.core.errors import EngineError
+from fedlm.core.types import PAD, Params, Rows
+
+MAGIC = b"fedlm-frozen-1\n\0"
+DIGEST = 16
+HEAD = struct.Struct(f"<{len(MAGIC)}s32sIII")
+NUMBER = struct.Struct("<I")
+AT_ONCE = 16  # rows per call of the compiled program
+
+
+class FrozenFeatures:
+    """The features of rows after the blocks below the first adapter."""
+
+    def __init__(
+        self,
+        frozen: Callable[[], Params],
+        embed: int,
+        rows_of: Rows,
+        folder: Path,
+        most_bytes: int,
+    ) -> None:
+        """Keep at most `most_bytes` in `folder`; `frozen` gives the blocks, of width `embed`."""
+        self._frozen, self.embed, self.rows_of = frozen, embed, rows_of
+        self.folder, self.most_bytes = folder, most_bytes
+        self.computed = 0  # rows, since this object was made
+        self._used = 0  # bytes in the folder
+        self._files: dict[int, _ClientFile] = {}
+        self._program = jax.jit(lambda model, rows: model.features(rows))
+
+    @cached_property
+    def frozen(self) -> Params:
+        """The frozen blocks, made when they are first needed."""
+        return self._frozen()
+
+    def batches(self, member: int, order: np.ndarray) -> np.ndarray:
+        """Return the features of a member's batches, given the numbers of their rows.
+
+        A row of which the number is PAD has zeros.
+        """
+        rows = self.rows_of(member)
+        wanted = np.unique(order[order != PAD])
+        features = self._rows(member, rows, wanted)
+        out = np.zeros((*order.shape, rows.shape[1] - 1, self.embed), np.float32)
+        real = order != PAD
+        out[real] = features[np.searchsorted(wanted, order[real])]
+        return out
+
+    def _rows(self, member: int, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Return the features of some rows of a member, from disk where they are there."""
+        file = self._open(member, rows)
+        out = np.empty((len(wanted), rows.shape[1] - 1, self.embed), np.float32)
+        missing = []
+        for place, number in enumerate(wanted):
+            if not file.read(int(number), out[place]):
+                missing.append(place)
+        if missing:
+            out[missing] = self._compute(rows[wanted[missing]])
+            self._append(file, wanted[missing], out[missing])
+        return out
+
+    def _compute(self, rows: np.ndarray) -> np.ndarray:
+        self.computed += len(rows)
+        parts = []
+        for at in range(0, len(rows), AT_ONCE):
+            block = rows[at : at + AT_ONCE, :-1].astype(np.int32)
+            short = AT_ONCE - len(block)
+            block = np.pad(block, ((0, short), (0, 0)), constant_values=PAD)
+            made = self._program(self.frozen, jnp.asarray(block))
+            parts.append(np.asarray(made)[: AT_ONCE - short])
+        return np.concatenate(parts)
+
+    # ---- files -------------------------------------------------------------------------------
+
+    @cached_property
+    def _model_digest(self) -> bytes:
+        # The structure names settings that are no weights, such as the base of rotary positions.
+        structure = str(jax.tree.structure(self.frozen))
+        return hashlib.sha256(f"{tree.sha256(self.frozen)}|{structure}".encode()).digest()
+
+    def _open(self, member: int, rows: np.ndarray) -> _ClientFile:
+        """Return the file of a member, which holds features of this model and these rows alone."""
+        if not self._files:
+            self._prepare_folder()
+        if member not in self._files:
+            digest = hashlib.sha256(self._model_digest)
+            digest.update(f"{rows.dtype.str}|{rows.shape}|".encode())
+            digest.update(np.ascontiguousarray(rows).tobytes())
+            head = HEAD.pack(MAGIC, digest.digest(), len(rows), rows.shape[1] - 1, self.embed)
+            path = self.folder / f"{int(member)}.features"
+            before = path.lstat().st_size if path.is_file() else 0
+            self._files[member] = _ClientFile(path, head)
+            self._used += self._files[member].size - before
+        return self._files[member]
+
+    def _prepare_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.chmod(self.folder, 0o700)
+            self._used = sum(file.lstat().st_size for file in self.folder.iterdir())
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _append(self, file: _ClientFile, numbers: np.ndarray, features: np.ndarray) -> None:
+        """Keep features of rows, as many as there is room for."""
+        room = self.most_bytes - self._used - (0 if file.size else HEAD.size)
+        few = min(len(numbers), max(0, room // file.record))
+        if few:
+            try:
+                self._used += file.append(numbers[:few], features[:few])
+            except OSError as error:
+                raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> EngineError:
+        return EngineError(
+            f"{self.folder}: features of frozen blocks could not be kept there: {error.strerror}. "
+            "Set run.cache_frozen to fewer megabytes, or to 0."
+        )
+
+
+class _ClientFile:
+    """The records of one client; a file that is not sound is removed and begun anew."""
+
+    def __init__(self, path: Path, head: bytes) -> None:
+        self.path, self.head = path, head
+        _, _, self.count, seq, embed = HEAD.unpack(head)
+        self.payload = 4 * seq * embed
+        self.record = NUMBER.size + DIGEST + self.payload
+        self.at: dict[int, int] = {}
+        self.size = 0
+        self._scan()
+
+    def _scan(self) -> None:
+        """Find the records of a file; drop a last one that was half written."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        except OSError:
+            return self._begin_anew()
+        with open(file, "r+b") as opened:
+            facts = os.fstat(file)
+            sound = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+            if not sound or opened.read(HEAD.size) != self.head:
+                return self._begin_anew()
+            whole = (facts.st_size - HEAD.size) // self.record
+            for place in range(whole):
+                offset = HEAD.size + place * self.record
+                opened.seek(offset)
+                (number,) = NUMBER.unpack(opened.read(NUMBER.size))
+                if number >= self.count:
+                    return self._begin_anew()
+                self.at[number] = offset
+            self.size = HEAD.size + whole * self.record
+            opened.truncate(self.size)
+
+    def _begin_anew(self) -> None:
+        if self.path.is_dir() and not self.path.is_symlink():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+        self.at, self.size = {}, 0
+
+    def read(self, number: int, out: np.ndarray) -> bool:
+        """Read the features of a row into `out`; return False if they are not there or damaged."""
+        if number not in self.at:
+            return False
+        try:
+            file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(file, "rb") as opened:
+                opened.seek(self.at[number])
+                data = opened.read(self.record)
+        except OSError:
+            data = b""
+        body = data[NUMBER.size + DIGEST :]
+        if data[: NUMBER.size + DIGEST] != self._label(number, body):
+            del self.at[number]  # computed and appended again; the last record of a row counts
+            return False
+        out[...] = np.frombuffer(body, "<f4").reshape(out.shape)
+        return True
+
+    def append(self, numbers: Sequence[int] | np.ndarray, features: np.ndarray) -> int:
+        """Add records, and return by how many bytes the file grew."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        before, parts = self.size, [] if self.size else [self.head]
+        at = self.size or HEAD.size
+        places = {}
+        for number, row in zip(numbers, features, strict=True):
+            body = np.ascontiguousarray(row, "<f4").tobytes()
+            parts += [self._label(int(number), body), body]
+            places[int(number)] = at
+            at += self.record
+        with open(os.open(self.path, flags, 0o600), "ab") as opened:
+            opened.writelines(parts)
+        self.at |= places
+        self.size = at
+        return at - before
+
+    def _label(self, number: int, body: bytes) -> bytes:
+        """Return what stands before a row's features: its number, and a digest of all of it."""
+        said = NUMBER.pack(number)
+        digest = hashlib.blake2b(body, digest_size=DIGEST, key=self.head, salt=said)
+        return said + digest.digest()
