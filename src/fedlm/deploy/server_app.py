@@ -22,7 +22,7 @@ from typing import Any
 from fedlm.core.types import Engine
 from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
-from fedlm.deploy import registration
+from fedlm.deploy import history, registration
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import bounds_of, check_deployable, redacted
 from fedlm.deploy.tree_app import networked_tree
@@ -66,6 +66,7 @@ def train(
     directory = RunDirectory(path)
     with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
+        history.note(home.history, "train", run=str(path), resume=resume)
         recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
