@@ -1,6 +1,7 @@
 """A claim counts where its model came from; a store counts all runs that it has seen."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -68,6 +69,7 @@ def claim(folder, promised=PLAN, rounds=3, **more):
     return lineage.claim_of_run(folder, {**HEADER, "privacy": facts, **more}, [{}] * rounds)
 
 
+@functools.cache
 def poisson(rounds, noise=2.0, rate=0.5, delta=PLAN.delta):
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))

@@ -73,7 +73,8 @@ def test_the_same_recipe_and_seed_give_the_same_model(run_cli, tiny_recipe, tmp_
     assert other["params_sha256"] != again["params_sha256"]
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 4])
 def test_a_run_that_was_stopped_politely_ends_the_same(
     run_cli, tiny_recipe, stopped, whole, rounds
 ):
