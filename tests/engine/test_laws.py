@@ -90,7 +90,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer, weight", PAIRS)
 def test_mesh_equals_loop(optimizer, weight):
     chosen = algorithm(optimizer, weight, clip=0.5)
@@ -117,6 +117,7 @@ def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
     assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
 
 
+@pytest.mark.slow
 def test_engines_stay_together_while_a_clip_adapts():
     """Noise of a round is named by its sum, so here there is none: sums differ by rounding."""
     chosen = private(clip_quantile=0.6, noise_multiplier=0.0, clip_rate=1.0)
@@ -141,7 +142,7 @@ def test_mesh_equals_loop_for_every_architecture(name):
     assert_same(total(mesh, params), total(loop, params))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -251,6 +252,7 @@ def test_a_member_that_is_not_finite_is_left_out_and_counted(kind):
     assert float(found.weight) == float(wanted.weight)
 
 
+@pytest.mark.slow
 def test_padding_is_inert():
     """Batches of eight hold the same rows as a batch of four filled up with PAD rows."""
     rows = rows_of(1)[:4]

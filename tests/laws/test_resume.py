@@ -107,6 +107,7 @@ def test_what_was_written_after_the_last_checkpoint_is_run_again(
     same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_costs_rounds_and_nothing_else(run_cli, tiny_recipe, stopped, whole):
     run = stopped(5)
     newest(run).write_bytes(newest(run).read_bytes()[:-100])

@@ -51,6 +51,7 @@ def test_every_mechanism_against_every_placement(name, most):
             assert MECHANISMS[chosen.mechanism].sensitivity(chosen, rounds).value == value
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("apart", [0, 1, 3, 5])
 @pytest.mark.parametrize("most", [0, 1, 3])
 @pytest.mark.parametrize("restart_every", [0, 4, 7])
@@ -135,6 +136,7 @@ def test_the_releases_of_a_tree_have_the_covariance_of_its_noise(rounds, restart
     assert (matrix >= 0).all()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("apart", [0, 1, 3, 5])
 @pytest.mark.parametrize("most", [1, 3, 4])
 @pytest.mark.parametrize("restart_every", [0, 4, 7])

@@ -212,6 +212,7 @@ def test_no_run_goes_on_without_its_states_or_its_ledger(tree, tmp_path, monkeyp
         go_on(tree[0], out)
 
 
+@pytest.mark.slow
 def test_gaussian_rounds_whose_states_are_lost_are_paid_for_twice(gaussian, tmp_path, monkeypatch):
     out, said = tmp_path / "run", []
     killed_at(gaussian[0], out, 4, monkeypatch)

@@ -36,6 +36,7 @@ def fits(samples, truth):
     return bool(stats.chi2.sf(np.sum(z**2), len(z)) > 1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 64, 1000])
 def test_words_are_threefry(count):
     seed = jnp.asarray([7, 2**31 + 5], jnp.uint32)
@@ -46,6 +47,7 @@ def test_words_are_threefry(count):
 X = jr.normal(jr.key(0), (48,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits, block", [(1, None), (2, None), (5, None), (8, None), (3, 16)])
 def test_uniform_rounding_is_unbiased(bits, block):
     assert fits(drawn(uniform(bits, block), X), X)
