@@ -177,14 +177,13 @@ SWEEP = """
 recipe = "tiny.toml"
 target = 1000
 [axes]
-"client.learning_rate" = RATES
+"client.learning_rate" = [0.5, 1e30]
 "run.seed" = [0, 1]
 """
 
 
-@pytest.mark.parametrize("rates", [[0.5], pytest.param([0.5, 1e30], marks=pytest.mark.slow)])
-def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path, rates):
-    (tmp_path / "grid.toml").write_text(SWEEP.replace("RATES", str(rates)))
+def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path):
+    (tmp_path / "grid.toml").write_text(SWEEP)
     done = good(run_cli("sweep", "grid.toml", "--json"))
     assert done.stdout.count("\n") == 1
     head, rows = done.json["head"], done.json["rows"]
@@ -192,18 +191,17 @@ def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path, rates):
         head[:3] == ["client.learning_rate", "seeds", "test perplexity"]
         and "rounds to 1000" in head
     )
-    assert [row[:2] for row in rows] == [[rate, 2] for rate in rates]
-    assert "±" in rows[0][2] and rows[0][-1] == "no"
-    assert all(row[-1] == "2 of 2" for row in rows[1:])
+    assert [row[:2] for row in rows] == [[0.5, 2], [1e30, 2]]
+    assert "±" in rows[0][2] and rows[0][-1] == "no" and rows[1][-1] == "2 of 2"
     folder = tmp_path / "runs" / "grid"
     assert {p.name for p in folder.iterdir() if p.is_dir()} == {
-        f"client.learning_rate={rate},run.seed={seed}" for rate in rates for seed in (0, 1)
+        f"client.learning_rate={rate},run.seed={seed}" for rate in (0.5, 1e30) for seed in (0, 1)
     }
-    assert (folder / "table.md").read_text().count("\n") == 2 + len(rates)
+    assert (folder / "table.md").read_text().count("\n") == 4
 
     journals = {p: p.stat().st_mtime_ns for p in folder.rglob("journal.jsonl")}
     again = good(run_cli("sweep", "grid.toml"))
-    assert ("2 of 2" in again.stdout) == (len(rates) > 1) and "round 2" not in again.stderr
+    assert "2 of 2" in again.stdout and "round 2" not in again.stderr
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("journal.jsonl")} == journals
 
     tiny_recipe.write_text(tiny_recipe.read_text().replace("hidden_size = 12", "hidden_size = 13"))
