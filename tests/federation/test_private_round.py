@@ -142,12 +142,13 @@ def test_the_noise_follows_a_clip_that_moves():
     assert float(one.clip_norm) != CLIP and np.isfinite(float(one.unclipped))
 
 
-def test_a_tree_takes_another_clip_when_it_restarts():
+@pytest.mark.parametrize("mechanism", ["tree", "toeplitz"])
+def test_correlated_noise_takes_another_clip_when_it_restarts(mechanism):
     """Within a restart the clip stands still; the next one has noise in units of the new clip."""
     drawn = Sampling(law="spaced", population=20, cohort=4, min_separation=3)
     chosen = algorithm(
-        mechanism="tree", sampling=drawn, restart_every=2, noise_multiplier=1.5, clip_quantile=0.5,
-        clip_noise=2.0, clip_rate=2.0,
+        mechanism=mechanism, sampling=drawn, restart_every=2, noise_multiplier=1.5,
+        clip_quantile=0.5, clip_noise=2.0, clip_rate=2.0,
     )  # fmt: skip
     state, seen, noise = init_node(chosen, WIDE, SECRET), [], []
     for r in range(6):

@@ -80,7 +80,10 @@ Buffers = Annotated[
 ]
 Restart = Annotated[
     int,
-    typer.Option("--restart-every", help=_help_of("restart_every", "rounds per tree; 0: never.")),
+    typer.Option(
+        "--restart-every",
+        help=_help_of("restart_every", "rounds after which noise begins anew; 0: never."),
+    ),
 ]
 
 

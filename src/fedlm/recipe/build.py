@@ -91,7 +91,9 @@ def flat_run(
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
-    participation = privacy_plan.participation_of(recipe, people.size, out)
+    # Over a network nodes make the same plan, and they do not know this store.
+    ledgers = store.ledgers if members is None else ()
+    participation = privacy_plan.participation_of(recipe, people.size, out, ledgers)
     kept = None if members is None else 0  # at nodes, what their clients remember stays there
     algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
     if members is not None and algorithm.remembers:

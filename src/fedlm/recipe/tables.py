@@ -426,7 +426,8 @@ class Privacy(Table):
         "allows.",
     )
     restart_every: Natural = Field(
-        default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
+        default=0,
+        description="All but `gaussian`: rounds after which the noise begins anew; 0 is never.",
     )
     bands: Natural = Field(
         default=0,
@@ -438,20 +439,20 @@ class Privacy(Table):
     )
     clip_quantile: Share = Field(
         default=0.0,
-        description="`gaussian`, and `tree` with `restart_every`: the fraction of updates that an "
-        "adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
+        description="`gaussian`, and the others with `restart_every`: the fraction of updates that "
+        "an adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
     )
     clip_rate: Positive = Field(
         default=0.2,
-        description="How fast an adaptive clip norm moves: after each round, or with `tree` "
-        "after each restart, it is multiplied by "
+        description="How fast an adaptive clip norm moves: after each round, or with "
+        "`restart_every` after each restart, it is multiplied by "
         "exp(-clip_rate × (unclipped fraction - clip_quantile)).",
     )
     clip_noise: NotNegative | None = Field(
         default=None,
         description="Standard deviation of the noise on how many updates were unclipped in a "
-        "round, or with `tree` in a restart; it spends a part of the same budget. Not set: a "
-        "twentieth of `server.cohort`, times the rounds of a restart.",
+        "round, or with `restart_every` in a restart; it spends a part of the same budget. Not "
+        "set: a twentieth of `server.cohort`, times the rounds of a restart.",
     )
     evaluation_noise: Positive | None = Field(
         default=None,
