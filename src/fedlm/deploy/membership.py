@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ from fedlm.deploy import certificates, history
 from fedlm.deploy.policy import POLICY
 from fedlm.deploy.signing import Identity, key_id, until
 from fedlm.deploy.tables import read_table, write_table
-from fedlm.deploy.workspace import TOKENIZER, Kit, KitSettings, Workspace, check_name
+from fedlm.deploy.workspace import TOKENIZER, Kit, KitSettings, Workspace, check_name, loopback
 from fedlm.recipe.settings import Table
 
 INVITATION = "invitation.toml"
@@ -157,14 +158,19 @@ def remove_node(workspace: Workspace, name: str) -> Path:
     return gone
 
 
-def renew_server(workspace: Workspace) -> None:
-    """Make the server another key and certificate, for the names that it had."""
+def renew_server(workspace: Workspace, hosts: Sequence[str] = ()) -> None:
+    """Make the server another key and certificate, for new names or for those that it had."""
     issuer = _issuer(workspace)
     names = certificates.names_of(workspace.certificate.read_bytes())
+    if hosts:
+        names = [*hosts, *loopback(hosts)]
     made = certificates.server(issuer, names)
     history.note(workspace.history, "renew", server=names)
     _replace(workspace.certificate_key, made.key, private=True)
     _replace(workspace.certificate, made.certificate)
+    if hosts:
+        settings = workspace.settings.model_copy(update={"host": hosts[0]})
+        write_table(workspace.path / "federation.toml", settings)
 
 
 def rotate_control(workspace: Workspace) -> None:

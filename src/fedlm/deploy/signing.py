@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
 # Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
+WHO_AM_I = "/fedlm/who-am-i"  # where a server tells a node what it knows of it
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 MOST_NONCES = 200_000  # of one node in that time: 600 requests a second
 NAMES = ("scheme", "key", "time", "nonce", "process", "body", "signature")

@@ -51,7 +51,7 @@ from fedlm.deploy import connections, history
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.membership import Identities
-from fedlm.deploy.signing import Identity, Unsigned, Verifier
+from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
 from fedlm.record.checkpoint import write_atomically
@@ -61,7 +61,6 @@ LARGEST_REQUEST = 48 << 20
 FLEET, REPLIES, OBJECTS = "/v1/fleet/", "/v1/fleet/push-messages", "/v1/fleet/push-object"
 CONFIRMED = "/v1/runtime/confirm-message-received"
 RUNS = ("/v1/control/start-run", "/v1/control/stop-run")
-WHO_AM_I = "/fedlm/who-am-i"
 START_TIMEOUT = 120.0  # seconds until the server listens
 MOST_AT_ONCE = 4  # requests of one node: it makes one, and beats beside it
 PART_SECONDS = 30.0  # until the next part of a body is there
