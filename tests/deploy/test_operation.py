@@ -9,7 +9,6 @@ import pytest
 
 from fedlm.core.errors import EngineError
 from fedlm.deploy import doctor, history, membership, workspace
-from fedlm.deploy.flower.client import SuperLinkClient
 from fedlm.deploy.flower.supernode import Lost, SuperNode
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.workspace import Kit, Workspace
@@ -56,9 +55,6 @@ def test_nodes_come_and_go_while_the_server_runs(tmp_path):
     with serving(home, tmp_path / "log"):
         kit = invited(home, tmp_path, "north")
         assert found(kit)["registration"].well, "the guard knows it within a second"
-        # Flower learns of it when the server starts, or a run.
-        with contextlib.closing(SuperLinkClient(home, timeout=5.0)) as client:
-            client.register()
         node = joins(kit)
         assert node.receive() is None
         membership.remove_node(home, "north")

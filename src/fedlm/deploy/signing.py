@@ -5,7 +5,7 @@ Out:      headers; the name of the node that signed, or the reason why not.
 Promise:  a signature covers method, path, time, nonce, process, length and hash of the body, so
           that no part of a request can be changed or used again; it is checked from the headers
           alone, before any of the body is read; a key that is removed from the workspace counts no
-          more within a second.
+          more.
 Not here: what a request may ask (`flower/superlink.py`), keys and certificates (`certificates.py`).
 
 Nonces are kept in memory for as long as a signature's time is accepted: after a restart of the
