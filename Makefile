@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long test test-all lint format docs bench bench-peers clean
+.PHONY: help train train-long test test-all lint format docs fuzz bench bench-peers clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -26,7 +26,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/codespell src tests docs recipes benchmarks examples .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
+	$(BIN)/codespell src tests docs recipes benchmarks examples fuzz .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
 
 format: $(VENV)/.dev  ## put the code in form
 	$(BIN)/ruff format .
@@ -34,6 +34,10 @@ format: $(VENV)/.dev  ## put the code in form
 
 docs: $(VENV)/.docs  ## build the documentation site into site/, without a network
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
+
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.fuzz  ## damaged input for every parser, guided by coverage, a minute each
+	$(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS) $(TARGETS)
 
 bench: $(VENV)/.installed  ## speed of the engines, side by side
 	$(BIN)/python -m benchmarks.engines
@@ -63,6 +67,13 @@ $(VENV)/.dev: $(VENV)/.installed
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# Where there is no wheel of atheris for this Python, inputs are made at random instead.
+$(VENV)/.fuzz: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt \
+		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
 	@touch $@
 
 clean:  ## remove the environment, runs, prepared stores and the documentation site

@@ -14,13 +14,15 @@ from pathlib import Path
 # Tests wait for the compiler more than for what it makes. Before JAX is loaded.
 # Without the optimiser, the emitters that go through MLIR, and one module of LLVM per core it takes
 # a quarter of the time; the results of these programs are used once.
-FLAGS = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_llvm_disable_expensive_passes=true",
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_llvm_disable_expensive_passes=true",
+    )
 )
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 import jax
 import numpy as np

@@ -44,13 +44,15 @@ MAY_IMPORT = {
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
+    # `node_runs` writes a model as a run directory.
+    "node_runs.py": {"core", "recipe"} | STATIONS,
     "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
-    "training.py": {"inference", "lineage", "recipe", "run", "write_ahead"} | BELOW,
+    "training.py": {"inference", "lineage", "node_runs", "recipe", "run", "write_ahead"} | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
+    "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
     | {"sweep", "deploy", "cli"}
     | BELOW,

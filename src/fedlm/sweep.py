@@ -62,6 +62,8 @@ from fedlm.training import Watcher, start_sha256, train
 
 Point = dict[str, Any]
 SEED, NAME = "run.seed", "name"
+# Laws whose Renyi divergence, by which a selection is accounted, is not at hand.
+NO_RENYI = ("fixed", "balls-in-bins")
 KEYS = ("recipe", "target", "axes", "cases", "selection")
 
 
@@ -256,10 +258,11 @@ def _one_plan(runs: list[Run]) -> PrivacyPlan:
     )
     assert plan is not None
     require(
-        plan.sampling.law != "fixed" and not plan.reveal and plan.unit == "client",
+        plan.sampling.law not in NO_RENYI and not plan.reveal and plan.unit == "client",
         "selection",
         plan.sampling.law,
-        "server.sampling = 'poisson' or 'spaced', no privacy.reveal and no noise at leaves",
+        "server.sampling = 'poisson', 'cyclic-poisson' or 'spaced', no privacy.reveal and no noise "
+        "at leaves",
     )
     require(
         all("test" in run.evaluation.splits() for run in runs),

@@ -18,12 +18,11 @@ import platform
 import shlex
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from fedlm import lineage
+from fedlm import lineage, node_runs
 from fedlm.core import tree
 from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
@@ -34,14 +33,14 @@ from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
-from fedlm.models.adapters import factors, merged, without_adapters
+from fedlm.models.adapters import merged, without_adapters
 from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
-from fedlm.record.directory import adapter_beside, difference
+from fedlm.record.directory import difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
@@ -244,7 +243,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     fresh = run.round.init(run.start())
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
-        return _begin_anew(run, fresh, ahead)
+        return _begin_anew(run, fresh, ahead, watcher)
     _check_base(run, fresh)
     if run.counted and not run.elsewhere:
         lineage.register_again(directory.path, run.store)
@@ -257,7 +256,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     return _Begun(*resumed, ahead, None if ahead is None else ahead.missing(found))
 
 
-def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
+def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None, watcher: Watcher) -> _Begun:
     """Write what a run has before its first round: ledger, journal and the first checkpoint."""
     directory = run.record
     if ahead is not None:
@@ -270,11 +269,14 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     if run.plan is not None:
         directory.make_salt()
     _begin_lineage(run, ahead)
+    rounds = run.cadence.rounds
+    if ahead is not None:
+        rounds = ahead.affordable(0)
+        ahead.check_budget(rounds, watcher.say)
     journal = Journal(directory.journal)
     journal.append(release(run.plan, "header", header_of(run, fresh)))
     journal.sync()
     checkpoint.save(directory.checkpoints, 0, fresh)
-    rounds = run.cadence.rounds if ahead is None else ahead.affordable(0)
     return _Begun(fresh, rounds, ahead=ahead)
 
 
@@ -502,7 +504,7 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     models = run.round.models(state)
     claim = _claim(run)
     if claim is not None:
-        for said in claim.not_covered[: -len(ALWAYS)]:
+        for said in (each for each in claim.not_covered if each not in ALWAYS):
             watcher.say(f"Not covered by the privacy claim: {said}.")
     final = {
         **splits,
@@ -513,13 +515,15 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     journal.append(release(run.plan, "final", final))
     journal.sync()
     own = run.round.own_models(state)
-    # Of what `save_weights` writes.
+    # Of what `write_weights` writes.
     hashes = ([tree.sha256(merged(m)) for m in of.values()] for of in (models, own))
     lineage.add_models(directory.path, run.store, *hashes)
+    node_runs.write_weights(directory.weights, models.pop(""), recipe, run.store.vocabulary)
     for name, params in models.items():
-        save_weights(directory.weights_of(name), params, run)
+        _write_node(run, name, params, state, splits)
     for name, params in own.items():
-        save_weights(directory.own_weights_of(name), params, run, private=True)
+        path = directory.own_weights_of(name)
+        node_runs.write_weights(path, params, recipe, run.store.vocabulary, private=True)
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
@@ -528,6 +532,29 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()
     return summary
+
+
+def _write_node(run: Run, name: str, params: Params, state: Any, splits: Metrics) -> None:
+    """Write the model of a node of a tree, with its figures, as a run of its own."""
+    figures = {
+        split: next(node for node in found["nodes"] if node["name"] == name)
+        for split, found in splits.items()
+    }
+    directory = run.record.node(name)
+    node_runs.write_run(
+        directory,
+        params,
+        run.node_recipes[name],
+        run.store,
+        rounds=int(state.round),
+        final=figures,
+        part_of={
+            "run": run.record.path.resolve().name,
+            "node": name,
+            "private": run.plan is not None,
+        },
+        plan=run.plan,
+    )
 
 
 def _predictions(run: Run, params: Params) -> list[Metrics]:
@@ -544,21 +571,6 @@ def _claim(run: Run) -> Claim | None:
         return None
     facts = report.facts_of(run.record.path)
     return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
-
-
-def save_weights(path: Path, params: Params, run: Run, *, private: bool = False) -> None:
-    """Write the model as safetensors by leaf name, with its settings in the metadata.
-
-    Adapters are merged into the model, and written once more alone, beside it.
-    """
-    model = run.recipe.model.model_dump_json()
-    data = checkpoint.to_bytes(merged(params), model=model, vocabulary=run.store.vocabulary)
-    checkpoint.write_atomically(path, data, private=private)
-    alone = factors(params)
-    if alone:
-        base = tree.sha256(without_adapters(params))
-        data = checkpoint.to_bytes(alone, base=base)
-        checkpoint.write_atomically(adapter_beside(path), data, private=private)
 
 
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:

@@ -289,7 +289,7 @@ def test_models_that_rest_in_files_are_the_same_models(tree_of):
 
 def told_by(run):
     entries = [e for e in read(run / "journal.jsonl") if e["kind"] != "header"]
-    models = {p.name: p.read_bytes() for p in [*run.glob("nodes/*"), run / "model.safetensors"]}
+    models = {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("model.safetensors")}
     timed = ("run", "report", "seconds", "clients_per_second")
     summary = json.loads((run / "summary.json").read_text())
     rest = {k: v for k, v in summary.items() if k not in timed}

@@ -37,9 +37,12 @@ CORRELATED = {
     "blt": plan("blt", buffers=2, matrix=BLT),
 }
 CYCLIC = Sampling(law="cyclic-poisson", population=600, cohort=10, min_separation=2)
+BINS = Sampling(law="balls-in-bins", population=60, cohort=10, min_separation=5)
 PLANS: dict[str, PrivacyPlan] = {
     "gaussian": plan("gaussian"),
     "gaussian, fixed": plan("gaussian", FIXED),
+    "gaussian, bins": plan("gaussian", BINS),
+    "banded, bins": plan("banded", BINS, bands=3, matrix=COLUMN),
     "banded, cyclic": plan("banded", CYCLIC, matrix=COLUMN),
     **CORRELATED,
 }

@@ -229,6 +229,50 @@ def test_a_file_that_is_not_toml_is_named(tmp_path, text, words):
         load(tmp_path / "bad.toml")
 
 
+LONG = {"400 digits": "9" * 400, "5000 digits": "9" * 5000, "hexadecimal": "0x" + "f" * 400}
+LONG |= {
+    "deep list": "[" * 5000,
+    "closed list": "[" * 300 + "]" * 300,
+    "-400 digits": "-" + "9" * 400,
+}
+
+
+@pytest.mark.parametrize("value", LONG)
+@pytest.mark.parametrize("setting", ["server.rounds", "client.learning_rate", "data.groups"])
+def test_numbers_and_brackets_of_any_length_are_refused_with_a_short_sentence(
+    recipe, setting, value
+):
+    table, key = setting.split(".")
+    for make in (
+        lambda: recipe(f"[{table}]\n{key} = {LONG[value]}\n"),
+        lambda: recipe("", f"{setting}={LONG[value]}"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            make()
+        assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("server = 5", "server = 5: expected a table"),
+        ("[[server]]", "expected a table"),
+        ("[server.rounds]\nx = 1", "server.rounds = {'x': 1}: expected"),
+        ("[server]\nrounds = 2020-01-01", "server.rounds = datetime.date"),
+        ("federation = []", "federation = "),
+    ],
+)
+def test_toml_of_another_shape_is_refused(recipe, text, words):
+    with pytest.raises(ConfigError) as refused:
+        recipe(text)
+    assert words in str(refused.value)
+
+
+def test_a_change_that_is_not_utf8_is_refused(recipe):
+    with pytest.raises(ConfigError, match="expected text in UTF-8"):
+        recipe("", "data.source=\udcff")
+
+
 def test_a_missing_recipe_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml is not readable: No such file or directory"):
         load(tmp_path / "none.toml")

@@ -31,6 +31,7 @@ talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Node = Annotated[str, typer.Option("--node", help="A node of the run's tree: its own model.")]
 RecipeFile = Annotated[Path, typer.Argument(help="A TOML file.")]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")

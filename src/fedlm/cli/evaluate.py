@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, emit, show, talk
+from fedlm.cli.console import AsJson, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
@@ -17,6 +17,7 @@ from fedlm.privacy import release
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
+from fedlm.record.report import facts_of
 from fedlm.run import Run
 from fedlm.training import check_same
 
@@ -24,6 +25,7 @@ from fedlm.training import check_same
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
+    node: Node = "",
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out text.
@@ -32,7 +34,8 @@ def evaluate(
     """
     if split not in ("test", "validation"):
         raise ConfigError(f"--split = {split!r}: expected test or validation.")
-    directory = RunDirectory.existing(run).finished()
+    directory = RunDirectory.existing(run).finished().of_node(node)
+    check_told(directory)
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
@@ -65,6 +68,16 @@ def evaluate(
     for depth, groups in enumerate(found["groups"]):
         rows = [[g, f["perplexity"], f["accuracy"], f["tokens"]] for g, f in groups.items()]
         show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)
+
+
+def check_told(directory: RunDirectory) -> None:
+    """Raise `ConfigError` for a model of a private tree: the tree's plan says what may be told."""
+    part = facts_of(directory.path).header.get("part_of") or {}
+    if part.get("private"):
+        raise ConfigError(
+            f"{directory.path} is a model of the private run {part.get('run')}: its figures are "
+            "those that the report of that run tells."
+        )
 
 
 def _allowed(run: Run, split: str) -> str:

@@ -116,12 +116,15 @@ def serve(home: HOME) -> None:
     Example: fedlm federation serve fed
     """
     needs_flower()
+    from fedlm.deploy.certificates import check_current
     from fedlm.deploy.flower import superlink
     from fedlm.deploy.processes import follow_parent
     from fedlm.deploy.workspace import Workspace
 
     follow_parent()
     found = Workspace.existing(home)
+    for file in (found.authority, found.certificate):
+        check_current(file)
     note(f"{found.settings.name}: listening at {found.settings.bind}:{found.settings.port}")
     superlink.serve(found, note)
 

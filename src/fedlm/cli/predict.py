@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.cli.console import AsJson, Node, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
@@ -29,15 +29,18 @@ def predict(
     ] = 0,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the continuation.")] = 0,
+    node: Node = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next words after a prompt.
 
     Example: fedlm predict runs/sotu "we must protect the" --length 20
+
+    The model of one node of a tree: fedlm predict runs/world "vi skal" --node Norway
     """
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
-    directory = RunDirectory.existing(run).finished()
+    directory = RunDirectory.existing(run).finished().of_node(node)
     tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
     params = load_params(load(directory.recipe).model, tokenizer.vocabulary, directory.weights)
 

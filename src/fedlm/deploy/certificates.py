@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -115,6 +116,24 @@ def node_key() -> tuple[bytes, bytes]:
     return private_pem(key), public_pem(key)
 
 
+def check_current(file: Path) -> None:
+    """Raise `ConfigError` unless a file holds a certificate that is valid today."""
+    try:
+        found = x509.load_pem_x509_certificate(file.read_bytes())
+        first, last = found.not_valid_before_utc, found.not_valid_after_utc
+    except OSError as error:
+        raise ConfigError(f"{file} is not readable: {error.strerror}.") from None
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{file} is not a certificate: {str(error)[:200]}.") from None
+    now = dt.datetime.now(dt.UTC)
+    if not first <= now <= last:
+        raise ConfigError(
+            f"{file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and today is "
+            f"{now:%Y-%m-%d}: nodes would refuse it. Look at this machine's clock, or make a new "
+            "certificate."
+        )
+
+
 def names_of(certificate: bytes) -> list[str]:
     """Return the names and addresses for which a certificate is valid."""
     found = x509.load_pem_x509_certificate(certificate)
@@ -140,7 +159,7 @@ def load_private(pem: bytes) -> ec.EllipticCurvePrivateKey:
     """Read an elliptic-curve private key from PEM."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"the private key is not readable: {error}.") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError("the private key is of another kind: expected an elliptic curve.")

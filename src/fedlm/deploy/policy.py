@@ -120,7 +120,7 @@ def believed(policy: Policy, plan: PrivacyPlan, clients: int) -> PrivacyPlan:
     the node's own clients.
     """
     sampling = plan.sampling
-    if LAWS[sampling.law].looks_back:  # then who may join is counted, not how likely it is
+    if not LAWS[sampling.law].by_chance:  # who may join is counted, not how likely it is
         return plan
     least = sampling.cohort * (sampling.min_separation + 1)
     most = max(policy.largest_population or clients, least)

@@ -77,10 +77,12 @@ def most_turns(plan: PrivacyPlan | None) -> float:
     """Return in how many rounds one client can take part."""
     if plan is None:
         return math.inf
-    if LAWS[plan.sampling.law].looks_back:
+    law = LAWS[plan.sampling.law]
+    if not law.by_chance:
         return plan.sampling.max_participations or math.inf
-    # By chance, anew in each round in which it may be its turn.
-    return _most_of(-(-plan.rounds // (plan.sampling.min_separation + 1)), _share(plan))
+    turns = -(-plan.rounds // (plan.sampling.min_separation + 1))
+    # By chance anew in each round in which it may be its turn, or once for all of them.
+    return turns if law.looks_back else _most_of(turns, _share(plan))
 
 
 def needs_single_updates(recipe: Recipe) -> bool:

@@ -200,7 +200,7 @@ def networked_run(
 def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:
     """Return a recipe that names neither text nor tokenizer with the federation's tokenizer."""
     data = recipe.data
-    named = data.source or data.store or data.stores or "tokenizer" in data.model_fields_set
+    named = not parts.names_no_text(data) or "tokenizer" in data.model_fields_set
     if named or not home.tokenizer.is_file():
         return recipe
     said = {name: value for name, value in data if name in data.model_fields_set}
@@ -211,9 +211,8 @@ def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:
 def server_store(recipe: Recipe, stores: Path) -> Store:
     """Return the server's store: the one its recipe names, or one of a tokenizer without text."""
     data = recipe.data
-    if data.source or data.store or data.stores:
-        return parts.open_store(data, stores)
-    return parts.tokenizer_store(data, stores)
+    opened = parts.tokenizer_store if parts.names_no_text(data) else parts.open_store
+    return opened(data, stores)
 
 
 def run_id(directory: RunDirectory) -> str:

@@ -36,6 +36,10 @@ from fedlm.evaluate.perplexity import Sums, bits_per_byte, figures
 
 Survey = dict[str, dict[int, Held]]
 """How much held-out text each place announced, by split."""
+ELSEWHERE = (
+    "the held-out text of this run is at its nodes: the figures of its end are in its report, and "
+    "fedlm evaluate scores the models that nodes were given there."
+)
 NOTHING = Sums(*(0.0 for _ in Sums._fields))
 
 
@@ -43,7 +47,7 @@ NOTHING = Sums(*(0.0 for _ in Sums._fields))
 class HeldOutAtNodes:
     """The held-out text of nodes, which is asked and never seen."""
 
-    transport: Transport
+    transport: Transport | None  # None: nobody can be asked, as of a run that is over
     places: Mapping[int, Leaf]  # the nodes with text, in the order of their members
     in_tree: bool  # each is a place of a tree, by its number there, and scored by itself
     run: str
@@ -93,6 +97,8 @@ class HeldOutAtNodes:
         self, round: int, phase: Phase, split: str, models: Sequence[Params], asks: Sequence[Ask]
     ) -> list[Mapping[str, float] | None]:
         """Return what was answered to each ask, in their order."""
+        if self.transport is None:
+            raise ConfigError(ELSEWHERE)
         requests = dict(self._requests(round, phase, split, asks))
         used = {name: sorted({ask.model for _, ask in own}) for name, (_, own) in requests.items()}
 
@@ -233,10 +239,7 @@ class NodeEvaluation:
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
         """Raise `ConfigError`: saved models are scored where the text is."""
-        raise ConfigError(
-            "the held-out text of this run is at its nodes: the figures of its end are in its "
-            "report, and fedlm evaluate scores the model that each node was given there."
-        )
+        raise ConfigError(ELSEWHERE)
 
     def baselines(self, splits: list[str]) -> dict[str, Any]:
         """Return nothing: there is no training text to count here."""

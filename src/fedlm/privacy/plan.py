@@ -129,6 +129,18 @@ def check_population(sampling: Sampling) -> None:
     )
 
 
+def check_bins(sampling: Sampling, rounds: int) -> None:
+    """Refuse more bins than the population can fill, and a limit that bins do not keep."""
+    most = sampling.max_participations
+    require(
+        most == 0,
+        "privacy.max_participations",
+        most,
+        f"0 when server.sampling = {sampling.law!r}, which does not enforce it",
+    )
+    check_separation(sampling, rounds)
+
+
 def check_separation(sampling: Sampling, rounds: int) -> None:
     """Refuse a minimum separation that the population is too small for."""
     apart, most = sampling.min_separation, sampling.max_participations

@@ -74,6 +74,7 @@ HEADER = frozenset(
         "canaries",
         "unsafe_seed",
         "custom",
+        "part_of",
         "tree",
         "start",
         "start_sha256",

@@ -15,7 +15,7 @@ its column, of length at most one, if its coin for that round says so, and not a
 other clients' contributions inside a block depend on what was released before, as in any adaptive
 use of normal noise. So each block costs one round of Gaussian noise on a Poisson cohort with chance
 cohort * b / population, and there are at most ceil(rounds / b) of them. Neither the deal into
-groups nor the other clients' coins are counted on.
+groups nor the other clients' coins are counted on. Balls-in-bins cohorts: `balls_in_bins.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import math
 from collections.abc import Callable
 
 from fedlm.core.errors import require
-from fedlm.privacy import correlated, cost, sensitivity, strategy
+from fedlm.privacy import balls_in_bins, correlated, cost, sensitivity, strategy
+from fedlm.privacy.gaussian import bins_event, in_bins
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise
-from fedlm.privacy.plan import PrivacyPlan, check_separation
+from fedlm.privacy.plan import PrivacyPlan, check_bins, check_separation
 from fedlm.privacy.sensitivity import Squared
 from fedlm.privacy.strategy import Strategy
 
@@ -275,42 +276,65 @@ def _check_buffers(plan: PrivacyPlan) -> None:
     )
 
 
-# ---- banded noise on cyclic Poisson cohorts ------------------------------------------------
+# ---- banded noise on cyclic Poisson and on balls-in-bins cohorts ---------------------------
 
 
 CYCLIC = "cyclic-poisson"
 
 
 def _amplified(entry: Mechanism) -> Mechanism:
-    """Let a mechanism with narrow bands and columns of length one take cyclic Poisson cohorts."""
+    """Let a mechanism with narrow bands and columns of length one take secret cohorts too."""
+    events = {CYCLIC: _cyclic_event, balls_in_bins.LAW: _bins_event}
+    costs = {CYCLIC: _cyclic_cost, balls_in_bins.LAW: _bins_cost}
+    secret = (CYCLIC, balls_in_bins.LAW)
 
     def check(plan: PrivacyPlan) -> None:
         entry.check(plan)
-        most = plan.sampling.max_participations
-        require(
-            plan.sampling.law != CYCLIC or most == 0,
-            "privacy.max_participations",
-            most,
-            f"0 when server.sampling = {CYCLIC!r}, which does not enforce it",
-        )
+        if plan.sampling.law in secret:
+            check_bins(plan.sampling, plan.rounds)
+        if plan.sampling.law == balls_in_bins.LAW:
+            _check_divides(plan)
 
     def event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
-        cyclic = plan.sampling.law == CYCLIC
-        return (_cyclic_event if cyclic else entry.event)(plan, rounds)
+        return events.get(plan.sampling.law, entry.event)(plan, rounds)
 
     def cost_of(plan: PrivacyPlan, rounds: int) -> Cost:
-        cyclic = plan.sampling.law == CYCLIC
-        return (_cyclic_cost if cyclic else entry.cost)(plan, rounds)
+        return costs.get(plan.sampling.law, entry.cost)(plan, rounds)
 
     return dataclasses.replace(
         entry,
         check=check,
         event=event,
         cost=cost_of,
-        laws=(*entry.laws, CYCLIC),
-        chance_laws=(CYCLIC,),
-        way_out=f"Or set server.sampling = 'spaced' or {CYCLIC!r}, and privacy.min_separation.",
+        laws=(*entry.laws, *secret),
+        chance_laws=secret,
+        way_out=f"Or set server.sampling = 'spaced', {CYCLIC!r} or {balls_in_bins.LAW!r}, and "
+        "privacy.min_separation.",
     )
+
+
+def _check_divides(plan: PrivacyPlan) -> None:
+    bins, bands = plan.sampling.min_separation + 1, plan.bands or plan.sampling.min_separation + 1
+    require(
+        bins % bands == 0,
+        "privacy.bands",
+        bands,
+        f"a divisor of min_separation + 1, here {bins}, when server.sampling = "
+        f"{plan.sampling.law!r}: the account tells bins apart that do not overlap",
+        "Change either of them.",
+    )
+
+
+def _bins_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+    """Return what rounds release about a client whose bin is known only modulo the bands."""
+    _check_planned(plan, rounds)
+    return bins_event(plan, rounds, plan.bands or plan.sampling.min_separation + 1)
+
+
+def _bins_cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    epsilon, accountant = cost.compose([_bins_event(plan, rounds)], plan.delta)
+    name = f"{accountant} of {plan.mechanism} noise on balls-in-bins cohorts"
+    return Cost(epsilon, name, (in_bins(plan),))
 
 
 def _cyclic_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedlm.cohort.delays import Delays
+from fedlm.core.errors import ConfigError
 from fedlm.core.types import Engine
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
@@ -117,6 +119,24 @@ def flat_run(
         private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),
     )
+
+
+def run_to_look_at(recipe: Recipe, store: Store, population_size: int, *, out: Path) -> Run:
+    """Return the run of a model whose text is elsewhere: it can be asked, and not trained."""
+    alone = recipe.model_copy(update={"federation": None})
+    size = max(population_size, recipe.server.cohort)
+    members = population.of_paths([("elsewhere",)] * size)
+    return flat_run(
+        alone,
+        store,
+        out=out,
+        members=members,
+        engine=lambda algorithm: engine_of(alone, algorithm, _no_rows),
+    )
+
+
+def _no_rows(member: int) -> Any:
+    raise ConfigError("the text of this run is elsewhere: it cannot be trained here.")
 
 
 def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:

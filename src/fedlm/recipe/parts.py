@@ -127,6 +127,11 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)  # another process made the same store meanwhile
 
 
+def names_no_text(data: Data) -> bool:
+    """Return whether `[data]` leaves all text to nodes, and names at most a tokenizer."""
+    return not (data.source or data.store or data.stores)
+
+
 def tokenizer_store(data: Data, cache: Path) -> Store:
     """Return a store that has a tokenizer and no text, for a server whose text is at nodes."""
     given = given_tokenizer(data)

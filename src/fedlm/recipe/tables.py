@@ -327,15 +327,17 @@ class Server(Table):
     )
     cohort: Size = Field(
         default=20,
-        description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
-        "number.",
+        description="Members per round; with other `sampling` than `fixed` and `spaced`, the "
+        "expected number.",
     )
     sampling: Annotated[str, one_of(LAWS)] = Field(
         default="fixed",
         description="How members are drawn: a `fixed` number without replacement; `poisson`, each "
         "client by its own coin; `spaced`, after a turn a client rests for "
         "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
-        "many rounds in between, and each client of the group joins by its own coin.",
+        "many rounds in between, and each client of the group joins by its own coin; "
+        "`balls-in-bins`, each client falls by chance into one of `privacy.min_separation` + 1 "
+        "bins, which take turns.",
     )
     mode: Literal["synchronous", "buffered"] = Field(
         default="synchronous",
@@ -391,8 +393,9 @@ class Privacy(Table):
 
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
-        description="The noise on each sum: `gaussian` with `server.sampling` `poisson` or "
-        "`fixed`; the others with `spaced`, `banded` also with `cyclic-poisson`.",
+        description="The noise on each sum: `gaussian` with `server.sampling` `poisson`, "
+        "`fixed` or `balls-in-bins`; the others with `spaced`, `banded` also with `cyclic-poisson` "
+        "or `balls-in-bins`.",
     )
     clip_norm: Positive = Field(
         default=1.0, description="The longest update that one client may send, as an L2 norm."
@@ -414,7 +417,8 @@ class Privacy(Table):
     )
     min_separation: Natural = Field(
         default=0,
-        description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
+        description="`spaced`, `cyclic-poisson`, `balls-in-bins`: rounds strictly between two "
+        "turns of a client.",
     )
     max_participations: Natural = Field(
         default=0,

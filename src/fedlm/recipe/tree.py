@@ -27,7 +27,7 @@ from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
 from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.topology import Topology, feed
+from fedlm.federation.topology import EVERYBODY, Topology, feed
 from fedlm.federation.tree_evaluation import TreeEvaluation
 from fedlm.federation.tree_round import TreeConfig
 from fedlm.federation.tree_rounds import TreeRound
@@ -101,8 +101,33 @@ def tree_run(
             plan=plan,
         ),
         evaluation=_evaluation(recipe, rows, config, plan, text, nothing_held),
+        node_recipes={
+            name: node_recipe(recipe, topology, node, here=members is None)
+            for node, name in enumerate(topology.names)
+        },
         start=parts.start_maker(recipe, store),
         **parts.shared_parts(recipe, store, plans, out),
+    )
+
+
+def node_recipe(recipe: Recipe, topology: Topology, node: int, *, here: bool) -> Recipe:
+    """Return the recipe under which a node's model is judged by itself: on the text below it.
+
+    If the text is not `here`, the recipe names none. It is a recipe for looking at a model: it has
+    no plan, because the plan is that of the whole tree.
+    """
+    below = topology.below(node)
+    groups = sorted({group for n in below for group in topology.places[n].groups})
+    clients = sum(len(topology.clients[n]) for n in below)
+    told = () if not here or EVERYBODY in groups else tuple(groups)
+    server = recipe.server.model_copy(update={"cohort": min(recipe.server.cohort, clients)})
+    return recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"groups": told}),
+            "server": server,
+            "privacy": type(recipe.privacy)(),
+            "federation": None,
+        }
     )
 
 
