@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 
 from fedlm.core.errors import ConfigError, RecordError
-from fedlm.deploy import certificates, history, membership, workspace
+from fedlm.deploy import certificates, doctor, history, membership, workspace
 from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import key_id
 
@@ -82,6 +82,16 @@ def test_a_renewed_certificate_has_a_later_end_and_the_same_key(home, tmp_path):
     assert home.control_key.read_text() != control
 
 
+def test_a_server_moves_to_another_name(home, tmp_path):
+    kit, invitation = invited(home, tmp_path)
+    membership.accept(kit, invitation)
+    membership.renew_server(home, ["new.example.org"])
+    membership.accept(kit, membership.renew_node(home, "north"))
+    assert kit.settings.host == home.settings.host == "new.example.org"
+    names = certificates.names_of(home.certificate.read_bytes())
+    assert "new.example.org" in names and "fed.example.org" not in names and "127.0.0.1" in names
+
+
 def test_an_invitation_is_for_one_key_and_of_its_authority(home, tmp_path):
     _, invitation = invited(home, tmp_path)
     other = membership.init_kit(tmp_path / "other", "north")
@@ -148,3 +158,27 @@ def test_a_node_certificate_signs_nothing_and_serves_nobody(home, tmp_path):
     assert not found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     purpose = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert [use._name for use in purpose] == ["clientAuth"]
+
+
+def test_the_doctor_finds_what_is_about_to_end_and_what_was_copied(home, tmp_path, monkeypatch):
+    invited(home, tmp_path)
+    well = {check.what: check for check in doctor._workspace(home)}
+    assert all(check.well for check in well.values()) and "certificate of north dates" in well
+    monkeypatch.setattr(certificates, "NODE_DAYS", 20)
+    monkeypatch.setattr(certificates, "SERVER_DAYS", 0)
+    membership.renew_node(home, "north")
+    membership.renew_server(home)
+    home.sightings.write_text('{"north": 1.0}')
+    home.history.write_text(home.history.read_text().replace("init", "unit", 1))
+    monkeypatch.setattr(doctor, "LEAST_FREE", 1 << 60)
+    sick = {check.what: check for check in doctor._workspace(home) if not check.well}
+    assert sick.keys() == {
+        "certificate dates",
+        "certificate of north dates",
+        "kits",
+        "history",
+        "disk",
+    }
+    assert "ends in 19 days" in sick["certificate of north dates"].found
+    assert sick["certificate of north dates"].way_out.endswith(f"renew {home.path} north")
+    assert "rotate" in sick["kits"].way_out

@@ -168,9 +168,15 @@ def remove_node(home: HOME, name: NAME, as_json: AsJson = False) -> None:
 def renew(
     home: HOME,
     name: Annotated[str, typer.Argument(help="A node; left out: the server and all nodes.")] = "",
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="The server's new name or address; may be repeated."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make certificates with a new date: of a node, or of the server and all nodes.
+
+    With --host the server has moved to another name, and nodes accept new invitations.
 
     Example: fedlm federation renew fed north
     """
@@ -179,8 +185,10 @@ def renew(
     from fedlm.deploy.workspace import Workspace
 
     found = Workspace.existing(home)
+    if name and hosts:
+        raise ConfigError("--host: expected no node beside it: the server moves for all of them.")
     if not name:
-        membership.renew_server(found)
+        membership.renew_server(found, hosts or ())
     made = {n: membership.renew_node(found, n) for n in ([name] if name else found.nodes())}
     if as_json:
         emit({"home": str(home), "invitations": {n: str(file) for n, file in made.items()}})

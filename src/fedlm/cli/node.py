@@ -48,9 +48,7 @@ def init(
 @app.command()
 def accept(
     kit: Annotated[Path, typer.Argument(help="A kit that was made by fedlm node init.")],
-    invitation: Annotated[
-        Path, typer.Argument(help="The file, or folder, that the operator sent.")
-    ],
+    invitation: Annotated[Path, typer.Argument(help="What the operator sent: a file or folder.")],
     as_json: AsJson = False,
 ) -> None:
     """Bring an operator's invitation into a kit: first, after a renewal, or with another key.

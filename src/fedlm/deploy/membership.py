@@ -4,7 +4,7 @@ In:       a workspace, a node's name, the public half of a key that the node mad
 Out:      the node's part of the workspace and an invitation for it; at the node, a complete kit.
 Promise:  a private key never leaves the node that made it; an invitation is accepted only for the
           key of the kit and from the authority that signed it; every change is in the history;
-          a node that is removed is turned away within a second.
+          a node that is removed is turned away at once.
 Not here: making certificates (`certificates.py`), checking signatures (`signing.py`).
 
     node        fedlm node init KIT --name north             makes node.key and node.pub
@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ from fedlm.deploy import certificates, history
 from fedlm.deploy.policy import POLICY
 from fedlm.deploy.signing import Identity, key_id, until
 from fedlm.deploy.tables import read_table, write_table
-from fedlm.deploy.workspace import TOKENIZER, Kit, KitSettings, Workspace, check_name
+from fedlm.deploy.workspace import TOKENIZER, Kit, KitSettings, Workspace, check_name, loopback
 from fedlm.recipe.settings import Table
 
 INVITATION = "invitation.toml"
@@ -157,14 +158,19 @@ def remove_node(workspace: Workspace, name: str) -> Path:
     return gone
 
 
-def renew_server(workspace: Workspace) -> None:
-    """Make the server another key and certificate, for the names that it had."""
+def renew_server(workspace: Workspace, hosts: Sequence[str] = ()) -> None:
+    """Make the server another key and certificate, for new names or for those that it had."""
     issuer = _issuer(workspace)
     names = certificates.names_of(workspace.certificate.read_bytes())
+    if hosts:
+        names = [*hosts, *loopback(hosts)]
     made = certificates.server(issuer, names)
     history.note(workspace.history, "renew", server=names)
     _replace(workspace.certificate_key, made.key, private=True)
     _replace(workspace.certificate, made.certificate)
+    if hosts:
+        settings = workspace.settings.model_copy(update={"host": hosts[0]})
+        write_table(workspace.path / "federation.toml", settings)
 
 
 def rotate_control(workspace: Workspace) -> None:
@@ -246,17 +252,26 @@ class Identities:
 
     def __init__(self, workspace: Workspace, seconds: float = 1.0) -> None:
         self.workspace, self.seconds = workspace, seconds
-        self._read, self._known = -1e9, dict[str, Identity]()
+        self._read, self._seen, self._known = -1e9, -2, dict[str, Identity]()
 
     def __call__(self) -> dict[str, Identity]:
         """Return the identities by the id of their key, at most `seconds` old."""
-        if time.monotonic() - self._read > self.seconds:
+        changed = self._changed()
+        if changed != self._seen or time.monotonic() - self._read > self.seconds:
+            self._seen = changed
             self._known = {
                 key_id(public): Identity(name, public, self._until(name))
                 for name, public in self.workspace.nodes().items()
             }
             self._read = time.monotonic()
         return self._known
+
+    def _changed(self) -> int:
+        """Return when a node was last added or removed, in nanoseconds."""
+        try:
+            return os.stat(self.workspace.path / "nodes").st_mtime_ns
+        except OSError:
+            return -1
 
     def _until(self, name: str) -> float:
         try:

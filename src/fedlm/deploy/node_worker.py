@@ -126,7 +126,7 @@ class Worker:
         if set(request.members) != {request.first}:
             raise WireError("this node was asked for the text of others.")
         with self.guard.recording(request):
-            work = self._work(request)
+            work = within(self.policy.longest_seconds, lambda: self._work(request))
             self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
         self.say(f"evaluation after round {request.round}")
         least = self.policy.least_evaluated

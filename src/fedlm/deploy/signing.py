@@ -5,7 +5,7 @@ Out:      headers; the name of the node that signed, or the reason why not.
 Promise:  a signature covers method, path, time, nonce, process, length and hash of the body, so
           that no part of a request can be changed or used again; it is checked from the headers
           alone, before any of the body is read; a key that is removed from the workspace counts no
-          more within a second.
+          more.
 Not here: what a request may ask (`flower/superlink.py`), keys and certificates (`certificates.py`).
 
 Nonces are kept in memory for as long as a signature's time is accepted: after a restart of the
@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
 # Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
+WHO_AM_I = "/fedlm/who-am-i"  # where a server tells a node what it knows of it
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 MOST_NONCES = 200_000  # of one node in that time: 600 requests a second
 NAMES = ("scheme", "key", "time", "nonce", "process", "body", "signature")

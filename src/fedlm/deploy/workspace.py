@@ -211,7 +211,7 @@ def init(
     )
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     top = certificates.authority(name)
-    own = certificates.server(top, [*hosts, *_loopback(hosts)])
+    own = certificates.server(top, [*hosts, *loopback(hosts)])
     (path / "authority").mkdir(parents=True)
     (path / "server").mkdir()
     path.chmod(0o700)
@@ -263,7 +263,7 @@ def _make_kit(
     return kit
 
 
-def _loopback(hosts: Sequence[str]) -> list[str]:
+def loopback(hosts: Sequence[str]) -> list[str]:
     """Return the loopback names to certify, so that the operator can connect locally."""
     return [name for name in ("localhost", "127.0.0.1") if name not in hosts]
 

@@ -22,10 +22,18 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import FedlmError, WireError
 
-VERSION = 5
+VERSION = 5  # raised whenever a kind of message, its facts or what they mean change
+COMPATIBLE = (VERSION - 1, VERSION)
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
 REFUSAL = "refusal"  # may reply to either request
+# What a version added: facts of a kind, with what their absence means; None: the kind itself. Kept
+# for the newest version alone, because messages are one version apart at most.
+ADDED: dict[str, dict[str, Any] | None] = {
+    TRAIN_REQUEST: {"remembered": []},
+    "evaluate_request": None,
+    "evaluate_reply": None,
+}
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
@@ -171,24 +179,55 @@ def respond(
 
     `others` answer payloads of other kinds than hello and training, by kind.
     """
-    what = "a message"
+    what, asked = "a message", payload.facts.get("version")
+    version = asked if type(asked) is int and asked in COMPATIBLE else VERSION
     try:
+        payload = at_version(payload, VERSION)
         if payload.kind == HELLO_REQUEST:
             check_facts(payload, HELLO_REQUEST, {})
             check_frames(payload, 0)
-            return encode_hello(hello())
-        if payload.kind in others:
+            reply = encode_hello(hello())
+        elif payload.kind in others:
             what = payload.kind.replace("_", " ")
-            return others[payload.kind](payload)
-        request = read_request(payload)
-        what = f"round {request.round}"
-        return encode_reply(train(request))
+            reply = others[payload.kind](payload)
+        else:
+            request = read_request(payload)
+            what = f"round {request.round}"
+            reply = encode_reply(train(request))
+        return at_version(reply, version)  # whoever asked understands its own version
     except FedlmError as error:
         say(f"refused {what}: {error}")
-        return encode_refusal(str(error))
+        reply = encode_refusal(str(error))
     except Exception as error:  # whatever a message makes go wrong, the node lives
         say(f"refused {what}: {type(error).__name__}: {printable(str(error))[:LONGEST_REASON]}")
-        return encode_refusal(f"this node cannot do this: {type(error).__name__}.")
+        reply = encode_refusal(f"this node cannot do this: {type(error).__name__}.")
+    return at_version(reply, version)
+
+
+# ---- versions ------------------------------------------------------------------------------
+
+
+def at_version(payload: Payload, version: int) -> Payload:
+    """Return a message as another version writes it, or raise `WireError` if that cannot say it."""
+    facts = dict(payload.facts)
+    written = facts.get("version")
+    if type(written) is not int or written not in COMPATIBLE or version not in COMPATIBLE:
+        raise WireError(
+            f"message has version {str(written)[:40]!r}: expected "
+            f"{' or '.join(map(str, COMPATIBLE))}. Install the same fedlm at the server and at all "
+            "nodes."
+        )
+    if written == version:
+        return payload
+    added = ADDED.get(payload.kind, {})
+    if added is None:
+        raise WireError(f"version {version} of fedlm's messages has no {payload.kind[:40]!r}.")
+    for name, absent in added.items():
+        if version == VERSION:
+            facts.setdefault(name, absent)
+        elif facts.pop(name, absent) != absent:
+            raise WireError(f"version {version} of fedlm's messages cannot say {name!r}.")
+    return Payload(payload.kind, {**facts, "version": version}, payload.frames)
 
 
 # ---- training ------------------------------------------------------------------------------

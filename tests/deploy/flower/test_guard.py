@@ -15,8 +15,8 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from fedlm.deploy import certificates, signing
 from fedlm.deploy.flower import superlink
 from fedlm.deploy.flower.client import CONTROL_HEADER
-from fedlm.deploy.flower.superlink import LARGEST_REQUEST, WHO_AM_I, Guard
-from fedlm.deploy.signing import Identity, Verifier, key_id
+from fedlm.deploy.flower.superlink import LARGEST_REQUEST, Guard
+from fedlm.deploy.signing import WHO_AM_I, Identity, Verifier, key_id
 
 KEY = {CONTROL_HEADER: "secret"}
 PRIVATE, PUBLIC = certificates.node_key()

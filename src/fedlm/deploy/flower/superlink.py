@@ -47,11 +47,12 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
+from fedlm.core.errors import EngineError
 from fedlm.deploy import connections, history
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.membership import Identities
-from fedlm.deploy.signing import Identity, Unsigned, Verifier
+from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
 from fedlm.record.checkpoint import write_atomically
@@ -61,7 +62,6 @@ LARGEST_REQUEST = 48 << 20
 FLEET, REPLIES, OBJECTS = "/v1/fleet/", "/v1/fleet/push-messages", "/v1/fleet/push-object"
 CONFIRMED = "/v1/runtime/confirm-message-received"
 RUNS = ("/v1/control/start-run", "/v1/control/stop-run")
-WHO_AM_I = "/fedlm/who-am-i"
 START_TIMEOUT = 120.0  # seconds until the server listens
 MOST_AT_ONCE = 4  # requests of one node: it makes one, and beats beside it
 PART_SECONDS = 30.0  # until the next part of a body is there
@@ -69,6 +69,7 @@ SLOWEST = 16 << 10  # bytes a second, over a whole body
 REQUEST_SECONDS = 600.0  # for Flower to answer, and for a node to read it
 LEAST_FREE = 1 << 30  # bytes of disk that nodes leave to the server
 MESSAGE_SECONDS = 43_200.0  # Flower forgets a message after so long
+REGISTER_SECONDS = 1.0  # between two looks at the nodes of the workspace
 TOLD_SECONDS = 60.0  # between two lines about the same refusal
 MOST_TOLD = 1000
 
@@ -388,9 +389,16 @@ def application(workspace: Workspace, say: Callable[[str], None]) -> Any:
 
 
 def _register(workspace: Workspace) -> None:
-    """Wait until the server listens, then allow the nodes of the workspace to join."""
+    """Wait until the server listens, then keep its nodes those of the workspace."""
     with closing(SuperLinkClient(workspace, timeout=START_TIMEOUT)) as client:
         client.register()
+        known = workspace.nodes()
+        while True:
+            time.sleep(REGISTER_SECONDS)
+            with contextlib.suppress(EngineError):  # it is tried again
+                if workspace.nodes() != known:
+                    client.register()
+                    known = workspace.nodes()
 
 
 def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
