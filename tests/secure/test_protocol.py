@@ -332,7 +332,7 @@ def test_terms_that_promise_nothing_are_refused(change, said):
 
 
 def test_two_members_are_too_few_and_names_and_keys_are_different():
-    members = people()[0]
+    members = people(5)[0]
     for listed in (
         members[:2],
         members[::-1],
