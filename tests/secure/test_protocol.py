@@ -112,6 +112,28 @@ def test_the_graph_depends_on_all_keys_and_links_go_both_ways():
         assert all(i in found[j] for i in found for j in found[i])
 
 
+def pieces(links, left):
+    """The number of parts into which the nodes that are left fall."""
+    unseen, count = set(left), 0
+    while unseen:
+        count, edge = count + 1, [unseen.pop()]
+        while edge:
+            near = unseen & set(links[edge.pop()])
+            unseen -= near
+            edge += near
+    return count
+
+
+def test_the_graph_stays_in_one_piece_whoever_leaves_and_would_not_with_fewer_links():
+    """Why k > (n - t) + m is checked: four absent nodes cut a circle of four links per node."""
+    links = neighborhoods(session(9, 6, neighbors=4).terms, range(9), bytes(32))
+    for gone, whole in ((3, True), (4, False)):
+        parts = [
+            pieces(links, set(range(9)) - set(out)) for out in itertools.combinations(links, gone)
+        ]
+        assert (max(parts) == 1) == whole
+
+
 # ---- bad input: one sentence each ----------------------------------------------------------------
 
 
@@ -323,6 +345,8 @@ def test_a_vector_that_does_not_fit_the_terms_is_refused(vector, said):
         ({"size": 0}, "secure.size = 0"),
         ({"neighbors": 3}, "an even number"),
         ({"neighbors": 6}, "secure.neighbors = 6"),
+        ({"neighbors": 2}, "0 (all), or more than 2: with 2 nodes absent"),
+        ({"neighbors": 2, "threshold": 5, "colluders": 2}, "more than 3"),
         ({"colluders": -1}, "secure.colluders"),
     ],
 )
