@@ -532,6 +532,12 @@ class Wire(Table):
         description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
         "thirds of them.",
     )
+    secure_rotation: bool = Field(
+        default=False,
+        description="`secure_nodes`: whether updates are rotated before they are rounded, all of a "
+        "round in the same way: values become alike, so that the codec's `clip` may be much "
+        "smaller than an update's norm.",
+    )
     error_feedback: bool = Field(
         default=False,
         description="Whether members add what the codec left out to their next update; it is kept "
