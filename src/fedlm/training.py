@@ -584,6 +584,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
         "rounds": len(facts.rounds),
         "perplexity": headline.get("perplexity"),
         "accuracy": headline.get("accuracy"),
+        "bits_per_byte": headline.get("bits_per_byte"),
         "tokens": facts.tokens,
         "upload_bytes": last.get("upload_bytes", 0),
         "download_bytes": last.get("download_bytes", 0),

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,13 +28,14 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
+from fedlm.deploy.delivery import keep_models
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
-from fedlm.deploy.policy import Policy
+from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.question import Asked
 from fedlm.engine.evaluate_messages import (
     EVALUATE_REQUEST,
@@ -42,6 +44,7 @@ from fedlm.engine.evaluate_messages import (
     encode_reply,
     read_request,
 )
+from fedlm.engine.evaluate_messages import SUMS as EVALUATION_SUMS
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.federation.member import left_out, start_of
@@ -67,12 +70,16 @@ class Worker:
         say: Callable[[str], None] = lambda text: None,
         ledger: NodeLedger | None = None,
         memory: NodeMemory | None = None,
+        models: Path | None = None,
+        name: str = "",
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
         Without a `ledger` and a `memory` it remembers its answers, and its members what methods
-        have them remember, only as long as it lives.
+        have them remember, only as long as it lives. What it is given at the end of a run goes to
+        the folder `models`, its own model under its `name`.
         """
+        self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self.ledger = NodeLedger() if ledger is None else ledger
         self.memory = NodeMemory() if memory is None else memory
@@ -128,6 +135,8 @@ class Worker:
         with self.guard.recording(request):
             work = within(self.policy.longest_seconds, lambda: self._work(request))
             self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
+        if request.phase == "keep":
+            return self._keep(work, request)
         self.say(f"evaluation after round {request.round}")
         least = self.policy.least_evaluated
         sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least))
@@ -136,6 +145,20 @@ class Worker:
             phase=request.phase,
             asks=tuple(range(len(sums))),
             sums=sums,
+            counter=self.ledger.counter,
+        )
+
+    def _keep(self, work: NodeWork, request: EvaluateRequest) -> EvaluateReply:
+        """Keep the models that a request carries."""
+        if self.models is None:
+            raise Refusal("this node has no folder for models.")
+        for path in keep_models(self.models, self.name, work.recipe, self.store, request):
+            self.say(f"a model of run {request.run[:8]} after {request.round} rounds is in {path}")
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=tuple(range(len(request.members))),
+            sums=(dict.fromkeys(EVALUATION_SUMS, 0.0),) * len(request.members),
             counter=self.ledger.counter,
         )
 

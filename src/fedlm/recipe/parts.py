@@ -44,7 +44,7 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
-from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.recipe.settings import Data, Model, Recipe, Server
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
@@ -125,6 +125,16 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         if not path.exists():
             raise
         return Store(path)  # another process made the same store meanwhile
+
+
+def recipe_to_look_at(recipe: Recipe, clients: int) -> Recipe:
+    """Return a recipe for a model that was trained, on the text of `[data]`.
+
+    How it was trained is left out, and with it what would be promised for training.
+    """
+    server = Server(cohort=max(1, min(Server().cohort, clients)), rounds=recipe.server.rounds)
+    model = recipe.model.model_copy(update={"base_dtype": "float32", "init_from": None})
+    return Recipe(data=recipe.data, model=model, run=recipe.run, server=server)
 
 
 def names_no_text(data: Data) -> bool:
@@ -486,6 +496,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
     return HeldOutText(
         rows=cut,
         groups=lambda owner: store.groups(owner),
+        bytes_of=store.held_bytes,
         bytes=sum(store.held_bytes(int(n)) for n in owners) if whole else None,
     )
 

@@ -127,15 +127,8 @@ def node_recipe(recipe: Recipe, topology: Topology, node: int, *, here: bool) ->
     groups = sorted({group for n in below for group in topology.places[n].groups})
     clients = sum(len(topology.clients[n]) for n in below)
     told = () if not here or EVERYBODY in groups else tuple(groups)
-    server = recipe.server.model_copy(update={"cohort": min(recipe.server.cohort, clients)})
-    return recipe.model_copy(
-        update={
-            "data": recipe.data.model_copy(update={"groups": told}),
-            "server": server,
-            "privacy": type(recipe.privacy)(),
-            "federation": None,
-        }
-    )
+    data = recipe.data.model_copy(update={"groups": told})
+    return parts.recipe_to_look_at(recipe.model_copy(update={"data": data}), clients)
 
 
 def _places(topology: Topology) -> dict[str, tuple[int, ...]]:

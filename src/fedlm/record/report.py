@@ -150,6 +150,7 @@ def table(head: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def _overview(runs: list[Facts]) -> str:
     head = ["run", "rounds", "test perplexity", "test accuracy", "validation perplexity"]
+    head += ["bits per byte"]
     head += ["epsilon", "tokens", "MB up", "MB down", "seconds", "parameters"]
 
     def row(run: Facts) -> list[Any]:
@@ -162,6 +163,7 @@ def _overview(runs: list[Facts]) -> str:
             test.get("perplexity"),
             test.get("accuracy"),
             validation.get("perplexity") or watched,
+            test.get("bits_per_byte") or validation.get("bits_per_byte"),
             (run.final.get("privacy") or {}).get("epsilon"),
             run.tokens,
             last.get("upload_bytes", 0) / 1e6,
@@ -295,6 +297,9 @@ def _one_run(run: Facts) -> list[str]:
             parts.append(f"<h2>Perplexity by group, level {depth + 1}</h2>")
             values = [g["perplexity"] for g in groups.values()]
             parts.append(plots.bars(list(groups), values, y="perplexity"))
+            bits = [g.get("bits_per_byte") for g in groups.values()]
+            if all(value is not None for value in bits):  # comparable between languages
+                parts.append(plots.bars(list(groups), bits, y="bits per byte"))
     for prompt in run.final.get("predictions") or []:
         said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
         parts.append(f"<p><b>{html.escape(prompt['prompt'])}</b> … {html.escape(said)}</p>")
