@@ -111,16 +111,19 @@ def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any
 
 
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
-    """Return the work of training on all text of this store as one leaf of any tree."""
+    """Return the work of training on all text of this store as one leaf of any tree.
+
+    The engine takes decoded parameters and returns updates before they are encoded.
+    """
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)
     alone = Sampling(law="fixed", population=1, cohort=1)
     algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
-    rows_of = parts.pooled_rows(rows)
+    rows_of, bare = parts.pooled_rows(rows), replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         recipe=recipe,
         algorithm=algorithm,
-        engine=parts.engine_of(recipe, algorithm, rows_of),
+        engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=spec.shapes(),
@@ -149,9 +152,8 @@ def check_deployable(recipe: Recipe) -> None:
 def _check_tree(tree: FederationTable) -> None:
     """Raise `ConfigError` for tree settings that do not work over a network.
 
-    There the root holds the models of all places, and nodes keep nothing.
+    There the root holds the models of all places.
     """
-    simulate = "Or simulate it, with fedlm train."
     require(
         tree.pool_clients,
         "federation.pool_clients",
@@ -160,25 +162,11 @@ def _check_tree(tree: FederationTable) -> None:
         "For clients as members leave [federation] out, and let relays make the tree.",
     )
     require(
-        tree.weight == "uniform",
-        "federation.weight",
-        tree.weight,
-        "'uniform' over a network: nodes do not tell how much text they have",
-        "federation.node.weight says how much a place counts.",
-    )
-    require(
         tree.clip_norm == 0 and tree.noise_multiplier == 0,
         "federation.clip_norm",
         tree.clip_norm,
         "neither clip nor noise over a network: the root holds the places' models as they are",
-        simulate,
-    )
-    require(
-        not tree.keep_optimizer,
-        "federation.keep_optimizer",
-        tree.keep_optimizer,
-        "false over a network: nodes keep nothing between rounds",
-        simulate,
+        "Or simulate it, with fedlm train.",
     )
 
 

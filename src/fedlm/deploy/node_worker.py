@@ -102,7 +102,14 @@ class Worker:
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
         facts = (self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
-        return Hello(*facts, counter=self.ledger.counter)
+        return Hello(*facts, counter=self.ledger.counter, tokens=self.tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """How many tokens this node trains on, if its policy lets it tell; otherwise nothing."""
+        if not self.policy.tell_tokens:
+            return ()
+        return (sum(len(self.store.train(int(n))) for n in self.store.training_clients),)
 
     @property
     def text(self) -> str:
@@ -269,8 +276,7 @@ def _train_leaf(work: NodeWork, request: TrainRequest, memories: MemberMemories)
     cohort = Cohort(request.round, np.asarray(request.numbers))
     begun = Start(start, client_state=memories.before(start))
     found = work.engine.updates([start_of(begun, 0)], cohort)
-    named = (one._replace(member=request.members[0]) for one in found)
-    return _each(work, request, named, memories, begun)
+    return _each(work, request, found, memories, begun)
 
 
 def _each(
@@ -282,14 +288,13 @@ def _each(
 ) -> TrainReply:
     """Return a reply with a frame per member's update, in the order of members."""
     frames, sums, algorithm = {}, {}, work.algorithm
+    numbers = request.numbers or request.members  # under which they train
     for member, update, *_ in updates:
-        address = {"round": request.round, "member": member}
-        key = key_for(work.seed, "upload", **address)
-        keep = kept_leaves(update.mask)
+        key = key_for(work.seed, "upload", round=request.round, member=member)
+        keep, place = kept_leaves(update.mask), numbers.index(int(member))
         frame = algorithm.upload.encode(update.delta, key, keep)
-        frames[int(member)], sums[int(member)] = frame, _sums(algorithm.plan, update)
+        frames[place], sums[place] = frame, _sums(algorithm.plan, update)
         if algorithm.remembers:
-            place = request.members.index(int(member))
             memory = update.client_state
             if algorithm.feedback:  # the engine here sends plain numbers, and leaves nothing out
                 arrived = algorithm.upload.decode(frame, update.delta)
@@ -299,8 +304,8 @@ def _each(
     return TrainReply(
         round=request.round,
         members=request.members,
-        frames=tuple(frames[m] for m in request.members),
-        sums=tuple(sums[m] for m in request.members),
+        frames=tuple(frames[place] for place in range(len(numbers))),
+        sums=tuple(sums[place] for place in range(len(numbers))),
     )
 
 

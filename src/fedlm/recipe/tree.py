@@ -64,12 +64,13 @@ def tree_run(
     nothing_held: Callable[[Topology, Mapping[str, Any]], str] = lambda topology, held: (
         NOTHING_HELD
     ),
+    tokens: Callable[[int], int] | None = None,
 ) -> Run:
     """Return the run of a tree.
 
-    Its members are the store's clients, or `members`, which `engine` reaches elsewhere. It is
-    evaluated on the store's held-out text, or on `text` elsewhere. `nothing_held` words the
-    error for a tree without held-out text.
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere; `tokens`
+    tells how many each of these trains on. It is evaluated on the store's held-out text, or on
+    `text` elsewhere. `nothing_held` words the error for a tree without held-out text.
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
@@ -81,12 +82,15 @@ def tree_run(
     # Over a network nodes make the same plan, and they do not know this store.
     ledgers = store.ledgers if members is None else ()
     algorithm = tree_algorithm(recipe, store, topology, out, ledgers)
+    if members is not None and algorithm.remembers:
+        algorithm = replace(algorithm, memory_at_nodes=True)
     made = (
         engine(algorithm, topology)
         if engine
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
-    config = config_of(recipe, store, algorithm, topology, people, out, ledgers)
+    counts = tokens or people.tokens
+    config = config_of(recipe, store, algorithm, topology, people.size, counts, out, ledgers)
     plans = _plans(config, leaf_plan(recipe, topology))
     plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
@@ -193,11 +197,13 @@ def leaf_algorithm(
         )
     if not settings.pool_clients:
         return made
+    codecs = {name: getattr(recipe.wire, name) for name in ("upload", "download")}
     require(
-        recipe.wire == type(recipe.wire)() and client.method == "fedavg",
+        recipe.wire == type(recipe.wire)(**codecs) and client.method == "fedavg",
         "federation.pool_clients",
         True,
-        "no [wire] and no client.method beside it: nodes send each other whole parts of models",
+        "of [wire] the codecs alone, and no client.method beside it: nodes send each other whole "
+        "parts of models",
     )
     rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
     inner, weigh = inner_of(recipe, rate), WEIGHTS[client.weight]
@@ -241,7 +247,8 @@ def config_of(
     store: Any,
     algorithm: Algorithm,
     topology: Topology,
-    people: Population,
+    clients: int,
+    tokens: Callable[[int], int] | None,
     out: Path,
     ledgers: Sequence[Path],
 ) -> TreeConfig:
@@ -266,15 +273,16 @@ def config_of(
         sync_every=settings.sync_every,
         order=settings.order,
         servers=tuple(_outer(recipe, topology, node) for node in nodes),
-        weights=tuple(_weight(settings, topology, people, node) for node in nodes),
+        weights=tuple(_weight(settings, topology, tokens, node) for node in nodes),
         pool_clients=settings.pool_clients,
-        init_memory=algorithm.local.init_memory,
+        init_memory=_never if algorithm.memory_at_nodes else algorithm.local.init_memory,
         rest=rest,
-        clients=people.size,
+        clients=clients,
         algorithms=tuple(_inner(recipe, topology, shapes, node, out, ledgers) for node in nodes),
         clip_norm=settings.clip_norm,
         noise_multiplier=settings.noise_multiplier,
         edge_bytes=dense().encoded_bytes,
+        counts_frames=settings.pool_clients and recipe.wire != type(recipe.wire)(),
     )
 
 
@@ -297,13 +305,23 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
     )
 
 
-def _weight(settings: FederationTable, topology: Topology, people: Population, node: int) -> float:
+def _never(params: Params) -> np.ndarray:
+    """Return the round of the last turn of a node that keeps its optimiser itself: none yet."""
+    return np.asarray(-1, np.int32)
+
+
+def _weight(
+    settings: FederationTable,
+    topology: Topology,
+    tokens: Callable[[int], int] | None,
+    node: int,
+) -> float:
     """Return the weight of a node in the mean at its parent."""
     weight = 1.0
     if settings.weight == "tokens":
-        assert people.tokens is not None  # refused where members live elsewhere
+        assert tokens is not None
         below = topology.below(node)
-        weight = float(sum(people.tokens(c) for n in below for c in topology.clients[n]))
+        weight = float(sum(tokens(c) for n in below for c in topology.clients[n]))
     return float(topology.places[node].setting("weight", weight))
 
 
