@@ -199,7 +199,8 @@ def test_a_run_directory_that_is_taken(run_cli, tiny_recipe, ended):
     before = content(ended)
     out = ("--out", ended)
     refused(run_cli("train", tiny_recipe, *out), "server.rounds is 2 there and 6 here")
-    refused(run_cli("train", tiny_recipe, *out, "--resume"), "holds another recipe")
+    other = ("--set", "server.rounds=2", "--set", "client.epochs=2")
+    refused(run_cli("train", tiny_recipe, *out, *other, "--resume"), "holds another recipe")
     refused(run_cli("train", ended / "recipe.toml", *out), "add --resume to go on")
     assert content(ended) == before
 
