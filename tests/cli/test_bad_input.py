@@ -198,8 +198,9 @@ def ended(trained, tmp_path):
 def test_a_run_directory_that_is_taken(run_cli, trained, ended):
     before = content(ended)
     out = ("--out", ended)
-    other = ("train", trained / "tiny.toml", "--set", "server.rounds=2", *out)
-    refused(run_cli(*other), "server.rounds is 6 there and 2 here")
+    fewer = ("train", trained / "tiny.toml", "--set", "server.rounds=2", *out)
+    refused(run_cli(*fewer), "server.rounds is 6 there and 2 here")
+    other = ("train", trained / "tiny.toml", "--set", "client.epochs=2", *out)
     refused(run_cli(*other, "--resume"), "holds another recipe")
     refused(run_cli("train", ended / "recipe.toml", *out), "add --resume to go on")
     assert content(ended) == before

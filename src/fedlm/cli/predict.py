@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, Node, emit, out, talk
+from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
@@ -30,6 +30,7 @@ def predict(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the continuation.")] = 0,
     node: Node = "",
+    best: Best = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next words after a prompt.
@@ -40,9 +41,10 @@ def predict(
     """
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
-    directory = RunDirectory.existing(run).finished().of_node(node)
+    directory = RunDirectory.existing(run).of_node(node)
+    weights = directory.weights_to_use(best=best)
     tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
-    params = load_params(load(directory.recipe).model, tokenizer.vocabulary, directory.weights)
+    params = load_params(load(directory.recipe).model, tokenizer.vocabulary, weights)
 
     def answer(prompt: str) -> dict[str, Any]:
         found: dict[str, Any] = {

@@ -379,6 +379,12 @@ class Server(Table):
         "plan; longer ones are shortened to it. Not set: no bound.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
+    patience: Natural = Field(
+        default=0,
+        description="Early stopping: end the run after so many evaluations without a lower "
+        "perplexity on held-out text, of those figures that may be told; 0 never does. The best "
+        "model on the way is kept, as with `run.keep_best`.",
+    )
     evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
     )
@@ -569,6 +575,11 @@ class RunTable(Table):
     )
     keep_checkpoints: Count = Field(
         default=3, description="How many of the newest checkpoints are kept."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Whether the model with the lowest perplexity on held-out text on the way is "
+        "kept too, for `--best` of `fedlm predict`, `evaluate` and `export`; of a tree none is.",
     )
     trackers: tuple[Annotated[str, one_of(TRACKERS)], ...] = Field(
         default=("tensorboard",), description="Programs that get a copy of each round's figures."
