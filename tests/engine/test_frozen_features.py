@@ -165,7 +165,7 @@ def test_a_run_ends_as_without_it(made, engine, batch):
     train(kept)
     train(plain)
     used = kept.engine.frozen
-    assert used is not None and 0 < used.computed and plain.engine.frozen is None
+    assert used is not None and used.computed > 0 and plain.engine.frozen is None
     assert not kept.record.frozen.exists()
     a, b = (load_file(adapter_beside(run.record.weights)) for run in (kept, plain))
     for name in a:
