@@ -79,7 +79,8 @@ class LoopEngine:
             if self.frozen is None:
                 yield batch
             else:
-                yield Precomputed(batch, jnp.asarray(self.frozen.batches(member, numbers)))
+                (features,) = self.frozen.batches([(member, numbers)])
+                yield Precomputed(batch, jnp.asarray(features))
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort."""

@@ -264,11 +264,13 @@ class MeshEngine:
             return stream
         *full, width = stream.tokens.shape
         features = np.zeros((*full, width - 1, self.frozen.embed), np.float32)
+        at, wanted = [], []
         for lane, segments in enumerate(stream.segments):
             for slot in range(segments):
-                at = slice(stream.starts[lane, slot], stream.stops[lane, slot])
-                member = members[stream.places[lane, slot]]
-                features[lane, at] = self.frozen.batches(member, stream.order[lane, at])
+                at.append((lane, slice(stream.starts[lane, slot], stream.stops[lane, slot])))
+                wanted.append((members[stream.places[lane, slot]], stream.order[at[-1]]))
+        for place, found in zip(at, self.frozen.batches(wanted), strict=True):
+            features[place] = found
         return stream._replace(order=None, features=features)
 
     def _one_each(self, rows: list[Any]) -> Plan:
