@@ -32,6 +32,7 @@ def work(
     policy_path: Path | None,
     *,
     whole: bool,
+    base: Path | None = None,
     say: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> None:
@@ -43,7 +44,7 @@ def work(
     store.verify()
     warn(policy, say)
     with closing(NodeLedger(kit.ledger)) as ledger:
-        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger)
+        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger, base=base)
         serve(SuperNode(kit, say), worker, say=say, stop=stop)
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from fedlm.cohort.packing import count_batches
-from fedlm.core.errors import WireError
+from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
@@ -29,12 +30,13 @@ from fedlm.deploy import policy as policies
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
-from fedlm.deploy.policy import Policy
+from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.question import Asked
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
+from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.dense import dense
 
@@ -52,12 +54,15 @@ class Worker:
         whole: bool = False,
         say: Callable[[str], None] = lambda text: None,
         ledger: NodeLedger | None = None,
+        base: Path | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
-        Without a `ledger` it remembers its answers only as long as it lives.
+        Without a `ledger` it remembers its answers only as long as it lives. `base` is the model
+        on which it lets adapters be trained.
         """
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
+        self.base = base
         self.ledger = NodeLedger() if ledger is None else ledger
         per_member = len(store.training_clients) if whole else 1
         self.guard = Guard(
@@ -123,6 +128,8 @@ class Worker:
 
     def _check(self, recipe: Recipe, request: TrainRequest) -> NodeWork:
         check_deployable(recipe)
+        base = recipe.model.base_sha256
+        recipe = self._on_own_base(recipe)
         if recipe.federation is not None:
             made = leaf_work(recipe, self.store)
         else:
@@ -133,9 +140,40 @@ class Worker:
                 population=request.population,
                 whole=self.whole,
             )
+        self._check_base(recipe, made, base)
         plan, parameters = made.algorithm.plan, made.parameters
         policies.check_policy(self.policy, recipe, plan, parameters, self.clients)
         return made
+
+    def _on_own_base(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this node's own model, if it trains a part of one."""
+        model = recipe.model
+        if model.init_from is not None:
+            raise WireError("the recipe names a file of this node (model.init_from).")
+        if model.base_sha256 is None:
+            return recipe
+        if self.base is None:
+            raise Refusal(
+                f"model.base_sha256 = {model.base_sha256[:12]}...: this node has no model to train "
+                "adapters on. Its owner gives one with fedlm node join --base."
+            )
+        own = model.model_copy(update={"init_from": str(self.base), "base_sha256": None})
+        return recipe.model_copy(update={"model": own})
+
+    def _check_base(self, recipe: Recipe, work: NodeWork, wanted: str | None) -> None:
+        """Refuse a run on another frozen model than this node has."""
+        if wanted is None:
+            return
+        try:
+            parts.with_base_sizes(recipe.model)
+            found = parts.base_sha256(work.algorithm)
+        except ConfigError:  # whose words are about files of this node
+            found = "another kind of model"
+        if found != wanted:
+            raise Refusal(
+                f"model.base_sha256 = {wanted[:12]}...: the model of this node is {found[:12]}..., "
+                "and adapters of one model do not fit another. Give the same to all."
+            )
 
 
 def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:

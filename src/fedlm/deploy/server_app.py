@@ -23,7 +23,7 @@ from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.flower.client import open_transport
-from fedlm.deploy.local import check_deployable, redacted
+from fedlm.deploy.local import check_deployable, held_at_nodes, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
@@ -135,7 +135,8 @@ def networked_run(
 
     def engine(algorithm: Algorithm) -> Engine:
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
-        told = redacted(recipe, noise)
+        base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
+        told = redacted(recipe, noise, base)
         secret = hides(algorithm.plan)
         return RemoteEngine(
             algorithm, transport, assignments, recipe=told, secret_names=secret, **options

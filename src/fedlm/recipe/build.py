@@ -21,6 +21,7 @@ from fedlm.federation.round import FlatRound
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.parts import (
+    check_base,
     client_rows,
     engine_of,
     evaluation_of,
@@ -79,6 +80,7 @@ def flat_run(
     start = start_maker(recipe, store)
     participation = privacy_plan.participation_of(recipe, people.size, out)
     algorithm = algorithm_of(recipe, participation, shapes, start)
+    check_base(recipe, algorithm)
     made = (
         engine(algorithm)
         if engine

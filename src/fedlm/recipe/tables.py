@@ -133,6 +133,12 @@ class Model(Table):
         "a Hugging Face folder (`config.json` and safetensors) or a GGUF file. The last two decide "
         "name and sizes of the model.",
     )
+    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
+        default=None,
+        description="Digest of the frozen part of the model at `init_from`, as a run's adapters "
+        "name it; another model there is refused. A server tells it to nodes, which have the model "
+        "themselves.",
+    )
     base_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
