@@ -114,7 +114,7 @@ def _onnx(run: FinishedRun) -> Files:
 
 
 def _huggingface(run: FinishedRun) -> Files:
-    if run.spec.adapters is not None:
+    if adapter_beside(run.directory.weights).is_file():
         run.check_learned()
     return {**_folder(run, run.params), CARD: card(run).encode()}
 

@@ -34,6 +34,7 @@ from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
 from fedlm.models.adapters import factors, merged, without_adapters
 from fedlm.models.catalog import ModuleSpec
+from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
@@ -547,7 +548,7 @@ def save_weights(path: Path, params: Params, run: Run, *, private: bool = False)
     data = checkpoint.to_bytes(merged(params), model=model, vocabulary=run.store.vocabulary)
     checkpoint.write_atomically(path, data, private=private)
     alone = factors(params)
-    if alone:
+    if alone and not TRAINABLE[run.recipe.wire.trainable].exact_mean:  # or the base moved too
         base = tree.sha256(without_adapters(params))
         data = checkpoint.to_bytes(alone, base=base)
         checkpoint.write_atomically(adapter_beside(path), data, private=private)

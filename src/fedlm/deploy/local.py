@@ -122,6 +122,12 @@ def check_deployable(recipe: Recipe) -> None:
         f"none with wire.trainable = {recipe.wire.trainable!r} in a tree over a network",
         "Leave [federation] out, and let relays make the tree.",
     )
+    require(
+        not TRAINABLE[recipe.wire.trainable].exact_mean,
+        "wire.trainable",
+        recipe.wire.trainable,
+        "'lora' over a network: a node would send sums of whole matrices",
+    )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:
         _check_tree(recipe.federation)

@@ -67,7 +67,7 @@ from fedlm.core.types import (
 )
 from fedlm.engine import multihost, payload_size
 from fedlm.engine.frozen_features import FrozenFeatures
-from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, lifted, on_base, round_key, summed_like
 from fedlm.federation.member import (
     Finished,
     add_member,
@@ -197,7 +197,7 @@ class MeshEngine:
     def _total_of_groups(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort, one member per lane at a time."""
         size_of, upload = self._upload_sizes(starts, cohort), 0
-        total = total_like(update_like(self.algorithm, model_like(starts), cohort.round))
+        total = total_like(summed_like(self.algorithm, model_like(starts), cohort.round))
         remembered = []
         for places, lanes in self._groups(starts, cohort):
             total = tree.add(total, self._from_all(self._sum, lanes.state.total))
@@ -501,7 +501,8 @@ def _start_lane(local: ClientMethod, shared: Any) -> LaneState:
     key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
     client_state = None if local.init_memory is None else local.init_memory(shared)
     carry = local.init(shared, key, client_state)
-    return LaneState(carry, total_like(local.finish(shared, carry, jnp.zeros(()))))
+    update = lifted(local, shared, local.finish(shared, carry, jnp.zeros(())))
+    return LaneState(carry, total_like(update))
 
 
 def _sum_lanes(total: Total) -> Total:
