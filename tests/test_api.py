@@ -52,8 +52,11 @@ def test_a_finished_run_answers(store, tmp_path):
     assert run.evaluate("test")["perplexity"] == pytest.approx(run.summary["perplexity"])
     assert len(run.predict("the cat", top=2)) == 2
     assert run.report().is_file() and run.export("safetensors", tmp_path / "out").is_file()
-    with pytest.raises(fedlm.ConfigError, match="trained from Python"):
-        fedlm.load_run(tmp_path / "run")
+    again = fedlm.load_run(tmp_path / "run")
+    assert again.summary == run.summary
+    assert again.predict("the cat", top=2) == run.predict("the cat", top=2)
+    with pytest.raises(fedlm.ConfigError, match=r"model = .*nothing"):
+        fedlm.load_run(tmp_path / "run", model=Bigram(jr.normal(jr.key(0), (2, 2))))
 
 
 def test_a_recipe_from_python_is_that_of_the_command_line(tmp_path, tiny_recipe, trained):
@@ -73,14 +76,18 @@ class Bigram(eqx.Module):
         return self.scale * self.table[tokens]
 
 
-def test_a_module_of_ones_own_learns(store):
+def test_a_module_of_ones_own_learns(store, tmp_path):
     size = store.vocabulary
     model = Bigram(0.1 * jr.normal(jr.key(0), (size, size)))
     method = fedlm.fedavg(client=optax.sgd(2.0), server=optax.sgd(1.0))
-    fed = federation(store, rounds=6, model=model, method=method)
+    fed = federation(store, rounds=6, model=model, method=method, out=tmp_path / "run")
     figures = [told.perplexity for told in fed.rounds()]
     assert figures[-1] < 0.8 * figures[0]
-    assert fed.finish().evaluate("test")["perplexity"] == pytest.approx(figures[-1], rel=0.5)
+    trained = fed.finish().evaluate("test")
+    assert trained["perplexity"] == pytest.approx(figures[-1], rel=0.5)
+    assert fedlm.load_run(tmp_path / "run", model=model).evaluate("test") == trained
+    with pytest.raises(fedlm.ConfigError, match=r"model = None.*equinox module"):
+        fedlm.load_run(tmp_path / "run")
 
 
 def test_a_private_federation_wants_its_directory_and_tells_no_loss(store, tmp_path):

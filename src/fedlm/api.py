@@ -30,7 +30,7 @@ from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.round import FlatRound, Played
+from fedlm.federation.round import Played
 from fedlm.inference import load_params
 from fedlm.inference import predict as next_words
 from fedlm.local.train import WEIGHTS
@@ -41,7 +41,7 @@ from fedlm.privacy import account
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.build import build
+from fedlm.recipe.build import build, round_of
 from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
@@ -152,15 +152,17 @@ def _watcher(progress: bool) -> Watcher:
     return Watcher(say=print, round=show) if progress else Watcher()
 
 
-def load_run(path: str | Path) -> TrainedRun:
-    """Open a finished run that was trained from a recipe.
+def load_run(path: str | Path, model: eqx.Module | None = None) -> TrainedRun:
+    """Open a finished run, from a recipe or from a `Federation`.
 
     Args:
       path: the run directory.
+      model: the equinox module that was trained, if the run was trained with one: its weights are
+        read from the run, its code is not kept there.
 
     Raises:
       RecordError: the directory is no run, or the run is not finished.
-      ConfigError: the run was trained by a `Federation`, with parts that no recipe can name.
+      ConfigError: the run was trained with an equinox module, and `model` is missing.
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> tables = {"data": {"store": str(store.path)}, "server": {"cohort": 2, "rounds": 1},
@@ -171,13 +173,19 @@ def load_run(path: str | Path) -> TrainedRun:
     True
     """
     directory = RunDirectory.existing(Path(path)).finished()
-    facts = pages.facts_of(directory.path)
-    if facts.header.get("custom"):
-        raise ConfigError(
-            f"{path} was trained from Python with parts of its own ({facts.header['custom']}): "
-            "use the run that Federation.finish returned."
-        )
-    run = build(load(directory.recipe), STORES, out=directory.path)
+    custom = pages.facts_of(directory.path).header.get("custom") or {}
+    recipe = load(directory.recipe)
+    if custom:
+        store = parts.open_store(recipe.data, STORES)
+        needs_module = custom.get("model") == ModuleSpec.__name__
+        wanted = "the equinox module that this run trained" if needs_module else "nothing"
+        require((model is not None) == needs_module, "model", model, wanted)
+        spec = ModuleSpec(model) if needs_module else parts.model_spec(recipe, store.vocabulary)
+        # Its optimisers have done their work: any serve to read what they made.
+        run = _composed(recipe, store, spec, None, directory.path)
+    else:
+        require(model is None, "model", model, "nothing: the run's recipe names its model")
+        run = build(recipe, STORES, out=directory.path)
     summary = finish(run)
     assert summary is not None
     return TrainedRun(run, summary)
@@ -535,12 +543,13 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
             return parts.start_model(recipe, store, spec)  # perhaps of model__init_from
         return spec.init(parts.start_key(recipe))
 
-    round = FlatRound(
-        algorithm=algorithm,
-        engine=engine,
-        seed=recipe.run.seed,
-        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+    require(
+        recipe.server.mode == "synchronous" or not algorithm.remembers,
+        "server.mode",
+        recipe.server.mode,
+        "'synchronous' with a method whose clients keep a state",
     )
+    round = round_of(recipe, algorithm, engine)
     return Run(
         population=people,
         algorithm=algorithm,

@@ -112,7 +112,17 @@ class Run:
     """Everything that a training run is made of.
 
     A run is composed, never inherited: a simulation, a server whose members live at nodes, a tree
-    and pretraining differ only in the parts that are passed.
+    and pretraining differ only in the parts that are passed. `recipe.build` composes one from a
+    recipe, `fedlm.Federation` from Python; both hand it to the same loop.
+
+    >>> import fedlm
+    >>> store = fedlm.prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> model = fedlm.models.cifg(store, embedding_size=4, hidden_size=4)
+    >>> run = fedlm.Federation(store, model, cohort=2, rounds=3).run
+    >>> run.cadence.rounds, run.algorithm.sampling.cohort, run.plan
+    (3, 2, None)
+    >>> run.population.size == len(store.training_clients)
+    True
     """
 
     population: Population  # who may take part
@@ -175,13 +185,16 @@ def rounds(run: Run, state: Any, hooks: Hooks) -> Iterator[Played]:
 
 
 def _watched(run: Run, play: Iterator[Played], hooks: Hooks) -> Iterator[Played]:
-    cadence, high = run.cadence, 0
+    cadence, high, elsewhere = run.cadence, 0, bool(run.elsewhere)
     guessing = math.log(run.store.vocabulary)
     for played in play:
         state, metrics, told = played
         number = metrics["round"]
-        high = high + 1 if metrics["loss"] > guessing + RUNAWAY_NATS else 0
-        _check(metrics, told, high)
+        if elsewhere:  # what nodes report ends no run and keeps no checkpoint from being written
+            _check_params(number, state.params)
+        else:
+            high = high + 1 if metrics["loss"] > guessing + RUNAWAY_NATS else 0
+            _check(metrics, told, high)
         if run.plan is not None:
             _check_params(number, state.params)
             hooks.commit(state, told)

@@ -29,7 +29,6 @@ import math
 import os
 import shutil
 import statistics
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,15 @@ from typing import Any
 import jax
 
 from fedlm import lineage
-from fedlm.core.errors import ConfigError, DivergenceError, RecordError, nearest, require
+from fedlm.core.documents import read_json, read_toml
+from fedlm.core.errors import (
+    ConfigError,
+    DivergenceError,
+    RecordError,
+    nearest,
+    require,
+    shown,
+)
 from fedlm.core.keys import generator_for
 from fedlm.privacy import ledger, selection
 from fedlm.privacy.claim import Claim
@@ -94,10 +101,7 @@ class Result:
 
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file."""
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"sweep {path} is not readable: {error}.") from None
+    tables = read_toml(Path(path), f"sweep {path}")
     for key in tables.keys() - set(KEYS):
         raise ConfigError(f"sweep {path} has no setting {key!r}. {nearest(key, KEYS)}")
     if not isinstance(tables.get("recipe"), str):
@@ -112,7 +116,9 @@ def read_sweep(path: Path) -> Sweep:
 
 def _selection(path: Path, table: Any) -> Selection:
     if not isinstance(table, dict) or table.keys() != {"law", "mean"}:
-        raise ConfigError(f"sweep {path}: selection = {table!r}: expected law and mean, no more.")
+        raise ConfigError(
+            f"sweep {path}: selection = {shown(table)}: expected law and mean, no more."
+        )
     selection.check(table["law"], table["mean"])
     return Selection(table["law"], float(table["mean"]))
 
@@ -127,14 +133,16 @@ def _called(point: Point, axes: Point) -> Point:
 
 def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
     if target is not None and (type(target) not in (int, float) or not target > 0):
-        raise ConfigError(f"sweep {path}: target = {target!r}: expected a perplexity.")
+        raise ConfigError(f"sweep {path}: target = {shown(target)}: expected a perplexity.")
     if not isinstance(axes, dict):
-        raise ConfigError(f"sweep {path}: axes = {axes!r}: expected a table of lists.")
+        raise ConfigError(f"sweep {path}: axes = {shown(axes)}: expected a table of lists.")
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"sweep {path}: axes.{name} = {values!r}: expected a list of values.")
+            raise ConfigError(
+                f"sweep {path}: axes.{name} = {shown(values)}: expected a list of values."
+            )
     if not isinstance(cases, list) or not cases or not all(isinstance(c, dict) for c in cases):
-        raise ConfigError(f"sweep {path}: cases = {cases!r}: expected tables [[cases]].")
+        raise ConfigError(f"sweep {path}: cases = {shown(cases)}: expected tables [[cases]].")
     twice = sorted({key for case in cases for key in case} & set(axes))
     if twice:
         raise ConfigError(
@@ -298,7 +306,10 @@ def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
         points = [int(rng.integers(len(sweep.points))) for _ in range(count)]
         write_atomically(file, json.dumps(points).encode(), private=True)
     hidden.chmod(0o700)
-    found: list[int] = json.loads(file.read_text())
+    found: list[int] = read_json(file, str(file), RecordError)
+    count = len(sweep.points)
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < count for n in found):
+        raise RecordError(f"{file} is damaged, or of another sweep: give another --out.")
     return found
 
 

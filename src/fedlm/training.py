@@ -4,7 +4,8 @@ In:       a `Run`, somebody who watches.
 Out:      a trained model in the directory, and a summary of the run.
 Promise:  resumed after a kill at any moment, it ends with the same parameters as a run that was
           never interrupted; what happened is in the journal, and what was released under a
-          privacy plan is in the ledger before that; no two processes train in one directory.
+          privacy plan is in the ledger before that; no two processes train in one directory;
+          whenever a run begins or goes on, its text is compared with its hash.
 Not here: the loop (`run.py`), making a run (`recipe`), printing (`cli`).
 """
 
@@ -24,6 +25,7 @@ import jax
 
 from fedlm import lineage
 from fedlm.core import tree
+from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Params
@@ -114,7 +116,9 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
     """
     directory = run.record
     if directory.summary.is_file():
-        done: Summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+        done: Summary = read_json(directory.summary, str(directory.summary), RecordError)
+        if not isinstance(done, dict):
+            raise RecordError(f"{directory.summary} is damaged: remove it, and repeat.")
         return done
     with directory.locked():
         last = _reload(run, watcher) if state is None else _played(run, state)
@@ -161,6 +165,7 @@ def follow(run: Run, watcher: Watcher) -> bool:
     told = multihost.broadcast()
     if not told:
         return True
+    run.store.verify()
     like = jax.eval_shape(run.round.init, run.model.shapes())
     state, facts = checkpoint.saved_in(told, like, "the state that process 0 sent")
     run = _as_far(run, facts["rounds"])
@@ -235,6 +240,8 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
         ahead.check_whole()
     if goes_on and directory.checkpoints.is_dir():
         check_same(run)
+    else:
+        run.store.verify()
     fresh = run.round.init(run.start())
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
@@ -302,6 +309,7 @@ def _given_module(run: Run) -> bool:
 def check_same(run: Run) -> None:
     """Raise `RecordError` if recipe, privacy plan or text changed since the run began."""
     path = run.record.path
+    run.store.verify()
     header = report.facts_of(path).header
     # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))

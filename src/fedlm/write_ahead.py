@@ -11,12 +11,12 @@ Not here: the file (`privacy/ledger.py`), the loop (`run.py`), the journal (`tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fedlm import lineage
 from fedlm.core.errors import RecordError
 from fedlm.core.releasable import Releasable
+from fedlm.core.types import Say
 from fedlm.privacy import ledger
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
@@ -26,7 +26,6 @@ from fedlm.record import checkpoint, journal
 from fedlm.record.checkpoint import Saved
 from fedlm.run import Run
 
-Say = Callable[[str], None]
 ANOTHER = "or begin another run with another --out"
 
 

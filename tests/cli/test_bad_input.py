@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from fedlm.corpus.store import Store
+
 
 def refused(result, *words):
     """Exit code 2, the sentence as the last line of stderr, no traceback, nothing on stdout."""
@@ -221,6 +223,22 @@ def test_a_run_whose_recipe_or_text_was_changed_does_not_go_on(run_cli, tiny_tex
     refused(run_cli("evaluate", ended), "begun on another text")
 
 
+def test_one_flipped_bit_of_the_text_is_noticed_at_the_start_and_on_resume(
+    run_cli, tiny_recipe, ended, tmp_path
+):
+    (file,) = tmp_path.glob(".fedlm/stores/*/clients.arrow")
+    whole = file.read_bytes()
+    at = whole.rindex(Store(file.parent).held(0).tobytes())
+    file.unlink()  # the old bytes are still mapped
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    words = ("clients.arrow is not what was written", "Prepare the store again")
+    refused(run_cli("train", tiny_recipe, "--out", "other"), *words)
+    assert not (tmp_path / "other" / "journal.jsonl").exists()
+    (ended / "summary.json").unlink()
+    refused(run_cli("train", ended / "recipe.toml", "--out", ended, "--resume"), *words)
+    refused(run_cli("evaluate", ended), *words)
+
+
 @pytest.mark.parametrize("command", ["evaluate", "predict", "report"])
 def test_what_is_not_a_run(run_cli, tmp_path, command):
     refused(run_cli(command, tmp_path), "is not a run directory: it has no recipe.toml")
@@ -296,7 +314,7 @@ def test_output_where_nothing_can_be_written(run_cli, tiny_recipe, tiny_text, en
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("[axes", "is not readable"),
+        ("[axes", "is not valid TOML"),
         ("recipes = 3", "has no setting 'recipes'. Did you mean 'recipe'?"),
         ("[axes]", "expected recipe = a path"),
         ("recipe = 'tiny.toml'\naxes = 3", "axes = 3: expected a table"),

@@ -1,7 +1,10 @@
+import itertools
 import json
+import random
 import resource
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -280,3 +283,117 @@ def test_opening_does_not_read_the_tokens_of_342_477_clients(tmp_path):
     for number in range(0, clients, 16):  # one client a page: now the tokens are read
         store.train(number).sum()
     assert resident_megabytes() - before > 50
+
+
+def flipped(raw, seed, count):
+    rng = random.Random(f"{seed} {count}")
+    found = bytearray(raw)
+    for _ in range(count):
+        found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
+    return bytes(found)
+
+
+def test_a_store_of_flipped_bits_is_read_or_refused_and_never_crashes(store):
+    """Offsets that point outside of the file ended the process with signal 11."""
+    file = store.path / "clients.arrow"
+    whole, ends = file.read_bytes(), Counter()
+    for seed, count in itertools.product(range(25), (1, 30, 300)):
+        file.unlink()  # the old bytes are still mapped
+        file.write_bytes(flipped(whole, seed, count))
+        try:
+            damaged = Store(store.path)
+            for n in range(len(damaged)):
+                tokens = [*damaged.train(n), *damaged.held(n)]
+                assert max(tokens) < damaged.vocabulary
+                _ = damaged.client(n), damaged.groups(n), damaged.held_bytes(n)
+            _ = damaged.training_clients, damaged.test_clients
+        except CorpusError:
+            ends["refused"] += 1
+            continue
+        ends["read"] += 1
+        with pytest.raises(CorpusError, match="not what was written"):
+            damaged.verify()
+    assert ends["refused"] >= 50 and ends["read"] > 0
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_when_it_is_read(store):
+    file = store.path / "clients.arrow"
+    tokens = store.train(int(store.training_clients[0])).tobytes()
+    raw = file.read_bytes()
+    at = raw.index(tokens)
+    file.unlink()
+    file.write_bytes(raw[:at] + b"\xff\xff" + raw[at + 2 :])
+    with pytest.raises(CorpusError, match="has a token that is not in the vocabulary"):
+        Store(store.path).train(int(store.training_clients[0]))
+
+
+@pytest.mark.parametrize(
+    "schema, columns",
+    [
+        ({"client": pa.string()}, {"client": ["a"] * 12}),
+        ({"client": pa.int64(), "train": pa.float64()}, {"client": [1] * 12, "train": [0.5] * 12}),
+    ],
+)
+def test_columns_of_another_file_are_refused(store, schema, columns):
+    file = store.path / "clients.arrow"
+    file.unlink()
+    schema = pa.schema(schema)
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.record_batch(columns, schema=schema))
+    with pytest.raises(CorpusError, match="its columns are not those of a store"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("clients", "12"),
+        ("clients", -1),
+        ("clients", 10**400),
+        ("vocabulary", 0),
+        ("vocabulary", [30]),
+        ("train_tokens", None),
+        ("settings", []),
+        ("settings", {"tokeniser": "words"}),
+        ("settings", {"vocabulary": "many"}),
+        ("tokenizer_sha256", "0"),
+        ("clients_sha256", 7),
+    ],
+)
+def test_a_manifest_with_a_wrong_type_is_refused_by_name(store, name, value):
+    manifest = {**store.manifest, name: value}
+    (store.path / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match=r"store\.json is damaged"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' + "9" * 5000 + "}"])
+def test_a_manifest_that_no_parser_likes_is_refused(store, text):
+    (store.path / "store.json").write_text(text)
+    with pytest.raises(CorpusError, match=r"store\.json is damaged"):
+        Store(store.path)
+
+
+def test_folders_of_killed_preparations_are_swept_and_living_ones_are_not(tmp_path):
+    seen = []
+
+    def rows():
+        seen.extend(tmp_path.iterdir())
+        yield row(0)
+        # A second process prepares a store of the same name while this one is at work.
+        write_tokens([row(0)], tmp_path / "out", TOKENIZER, SETTINGS, np.uint16)
+        assert sorted(at_work()) == sorted(seen)
+
+    def at_work():
+        return [folder for folder in tmp_path.iterdir() if folder.name.startswith(".out")]
+
+    killed, other = tmp_path / ".out-1234.unfinished", tmp_path / ".outer-1234.unfinished"
+    for folder in (killed, other):
+        folder.mkdir()
+        (folder / "clients.arrow").write_bytes(b"half")
+    with pytest.raises(CorpusError, match="could not be written"):
+        write_tokens(rows(), tmp_path / "out", TOKENIZER, SETTINGS, np.uint16)
+    assert killed not in seen and other in seen
+    seen.remove(other)
+    assert at_work() == [other], "the folder of another store"
+    assert Store(tmp_path / "out")

@@ -60,7 +60,7 @@ class Processes:
             self.kits["south"] = self.workspaces["below"].kit("south")
 
     def _workspace(self, name, nodes, **more):
-        options = {"bind": "127.0.0.1", **more}
+        options = {"bind": "127.0.0.1", "quorum": 1.0, **more}
         return workspace.init(
             self.folder / name, name, ["127.0.0.1"], free_port(), nodes, **options
         )

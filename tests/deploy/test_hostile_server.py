@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import FedlmError, RecordError
 from fedlm.core.types import Gathered, Total
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
@@ -22,7 +22,7 @@ from fedlm.deploy.server_app import record_nodes
 from fedlm.deploy.status import rounds_of
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.messages import REFUSAL, SUMS, TrainRequest, encode_request
+from fedlm.engine.messages import REFUSAL, SUMS, TrainRequest, encode_hello, encode_request
 from fedlm.federation.round import metrics_of
 from fedlm.privacy.account import spent
 from fedlm.privacy.cost import epsilon_of_shift
@@ -439,6 +439,47 @@ def test_a_server_notices_an_older_ledger(node):
     check("north", node().hello())
     check("south", node().hello())
     assert len(spoken) == 1 and "north came back with a ledger at 0, and 7" in spoken[0]
+
+
+def hello(node, **changes):
+    return lambda payload: encode_hello(node.hello()._replace(**changes))
+
+
+def test_a_node_that_does_not_fit_is_left_out_and_named(node):
+    nodes = {"a": hello(node()), "b": hello(node(), clients=0), "c": hello(node(), tokenizer="x")}
+    fits = registration.same_tokenizer(node().store.tokens_sha256, "the server's")
+    most, spoken = Quorum(quorum=0.3), []
+    made = registration.assign_members(LocalTransport(nodes), "abc", fits, spoken.append, most)
+    assert [assignment.name for assignment in made] == ["a"]
+    assert any("without b: node b did not say" in text for text in spoken)
+    assert any("without c: node c has another tokenizer" in text for text in spoken)
+    for all_of_them in (Quorum(), Quorum(quorum=0.5)):
+        with pytest.raises(FedlmError, match=r"node [bc] "):
+            registration.assign_members(
+                LocalTransport(nodes), "abc", fits, spoken.append, all_of_them
+            )
+
+
+def test_a_run_begins_without_who_says_nothing(node):
+    nodes, spoken = {"a": hello(node()), "b": hello(node())}, []
+    quorum = Quorum(quorum=0.5, deadline=0.5)
+    for transport in (LocalTransport(nodes, away=["b"]), LocalTransport(nodes, slow=["b"])):
+        made = registration.assign_members(
+            transport, "ab", lambda name, hello: None, spoken.append, quorum
+        )
+        assert [assignment.name for assignment in made] == ["a"]
+        assert "without b" in spoken[-1] and any("waiting for b" in text for text in spoken)
+
+
+def test_a_node_that_moves_the_model_alone_is_named(tmp_path):
+    spoken = []
+    tally = RoundStats(2, weights={"a": 1.0, "b": 1e6, "c": 2.0}, put_aside={"d": 13}, aside=["e"])
+    record_nodes(RunDirectory(tmp_path), tally, None, 5, spoken.append)
+    assert "without e" in spoken[0] and "d is put aside until round 13" in spoken[1]
+    assert "b says that it has 100.0% of all weight" in spoken[2]
+    even = RoundStats(3, weights={"a": 1.0, "b": 2.0, "c": 2.0})
+    record_nodes(RunDirectory(tmp_path), even, None, 5, spoken.append)
+    assert len(spoken) == 3
 
 
 def test_without_a_plan_everything_is_told(tmp_path):

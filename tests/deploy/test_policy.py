@@ -3,7 +3,7 @@
 import pytest
 
 from fedlm.core.errors import ConfigError
-from fedlm.deploy.policy import POLICY, Policy, Refusal, check_policy, check_steps, load_policy
+from fedlm.deploy.policy import POLICY, Policy, Refusal, check_cost, check_policy, load_policy
 from fedlm.recipe.privacy_plan import plan_of, sampling_of
 from fedlm.recipe.settings import parse
 
@@ -64,9 +64,9 @@ def test_a_plan_that_is_undone_is_no_plan(change):
 
 
 def test_steps_are_counted():
-    check_steps(Policy(largest_steps=5), 5)
+    check_cost(Policy(largest_steps=5), 5, 0, 0)
     with pytest.raises(Refusal, match="6 steps"):
-        check_steps(Policy(largest_steps=5), 6)
+        check_cost(Policy(largest_steps=5), 6, 0, 0)
 
 
 def test_files_are_read_strictly(tmp_path):

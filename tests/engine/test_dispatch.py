@@ -1,5 +1,7 @@
 """Replies come in the order of the assignments; everything else is counted."""
 
+import time
+
 import pytest
 
 from fedlm.core.errors import EngineError, WireError
@@ -120,8 +122,44 @@ def test_refusals_and_garbage_are_told_apart():
     order, stats = answered(nodes, Quorum(quorum=0.3))
     assert order == ["c"]
     assert stats.refused == {"a": "not allowed."} and stats.garbage == {"b": "no  frame."}
-    with pytest.raises(EngineError, match=r"1 of 3 nodes answered, 3 must.*a refused: not allowed"):
+    with pytest.raises(EngineError, match=r"1 of 3 nodes answered, 2 must.*a refused: not allowed"):
         answered(nodes)
+
+
+def test_garbage_alone_ends_no_round():
+    """Whoever sends it could otherwise end any run."""
+
+    def broken(payload):
+        raise WireError("no frame.")
+
+    order, stats = answered(Nodes(b=broken))
+    assert order == ["a", "c"] and stats.garbage == {"b": "no frame."}
+    assert answered(Nodes(a=broken, b=broken, c=broken))[0] == []
+
+
+def test_who_is_there_and_never_answers_does_not_block_for_ever():
+    nodes = Nodes(b=lambda payload: None)
+    with pytest.raises(EngineError, match=r"2 of 3 nodes.*b did not answer within 0\.1 s"):
+        answered(nodes, Quorum(deadline=0.1))
+
+
+def test_who_was_away_at_the_deadline_has_one_of_its_own():
+    """It is asked when it comes back, and not counted as silent at once."""
+    nodes = Nodes()
+    nodes.away.add("b")
+    began = time.monotonic()
+    nodes.at_look = lambda look: nodes.away.clear() if time.monotonic() - began > 0.2 else None
+    assert answered(nodes, Quorum(deadline=0.1))[0] == list(NAMES)
+
+
+def test_it_is_told_who_is_waited_for(monkeypatch):
+    monkeypatch.setattr(dispatching, "FIRST_TOLD", 0.02)
+    nodes, told = Nodes(b=lambda payload: None), []
+    say = lambda names, seconds: told.append((list(names), round(seconds, 2)))  # noqa: E731
+    with pytest.raises(EngineError):
+        answered(nodes, Quorum(deadline=0.5), say=say)
+    assert [names for names, _ in told] == [["b", "c"]] * len(told)
+    assert 2 <= len(told) <= 5, "after twice as long each time"
 
 
 def test_a_message_that_got_lost_is_sent_again():

@@ -87,5 +87,4 @@ def test_what_a_method_says_of_itself_is_what_is_refused(name):
 
 
 def test_the_names_in_an_error_are_those_of_the_registry():
-    assert names(lambda method: method.may_run_over_network) == "'fedavg' or 'mimelite'"
     assert names(lambda method: method.may_be_private) == "'fedavg'"

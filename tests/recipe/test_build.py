@@ -227,3 +227,44 @@ def test_a_private_evaluation_without_a_plan_is_refused(made):
     with pytest.raises(ConfigError, match="without one nothing is clipped"):
         made("privacy.evaluation_noise=1")
     assert made().private_evaluation is None
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            (
+                "privacy.mechanism=gaussian",
+                "privacy.noise_multiplier=1",
+                "privacy.delta=0.01",
+                "server.sampling=poisson",
+            ),
+            "'synchronous' under a privacy plan: which round an answer falls into",
+        ),
+        (
+            (
+                "privacy.mechanism=blt",
+                "privacy.noise_multiplier=1",
+                "privacy.delta=0.01",
+                "server.sampling=spaced",
+                "privacy.min_separation=2",
+            ),
+            "'synchronous' under a privacy plan",
+        ),
+        (("server.sampling=poisson",), "'fixed' with server.mode"),
+        (("server.buffer=5",), "at most server.cohort = 4"),
+        (("client.method=scaffold",), "remember nothing"),
+        (("wire.upload=uniform-8", "wire.error_feedback=true"), "remember nothing"),
+        (("wire.trainable=low-rank",), "a late answer would change another part"),
+        (("client.delay=pareto", "client.delay_shape=1"), "above 1.0 with client.delay"),
+    ],
+)
+def test_buffered_rounds_that_cannot_be_are_refused(made, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        made("server.mode=buffered", *changes)
+
+
+@pytest.mark.parametrize("change", ["server.buffer=2", "client.delay=pareto"])
+def test_settings_of_buffered_rounds_are_refused_without_them(made, change):
+    with pytest.raises(ConfigError, match=r"none without server\.mode"):
+        made(change)

@@ -134,6 +134,27 @@ def test_every_setting_has_a_description(name):
     assert said.endswith(".") and "\n" not in said
 
 
+def test_every_number_has_an_end():
+    """A recipe may come from a stranger: no number in it is larger than somebody thought of."""
+    seen = 0
+    for table, schema in Recipe.model_json_schema()["$defs"].items():
+        for name, setting in schema["properties"].items():
+            for kind in _kinds(setting):
+                if kind.get("type") in ("integer", "number"):
+                    seen += 1
+                    above = {"maximum", "exclusiveMaximum"} & kind.keys()
+                    assert above or name == "temperature", f"{table}.{name}"  # it may be inf
+                    assert {"minimum", "exclusiveMinimum"} & kind.keys(), f"{table}.{name}"
+    assert seen > 60
+
+
+def _kinds(schema):
+    """Return all types that a setting may have."""
+    items = schema.get("items", ())
+    inner = [*schema.get("anyOf", ()), *([items] if items else ())]
+    return [schema, *(kind for part in inner for kind in _kinds(part))]
+
+
 def test_the_tables_inside_tables_are_among_them():
     assert {
         "recipe.data.source",

@@ -96,7 +96,7 @@ def test_a_file_in_its_place_is_refused(tmp_path):
 
 def test_a_damaged_recipe_is_named(claimed):
     claimed.recipe.write_text("[data")
-    with pytest.raises(RecordError, match=r"recipe\.toml is damaged"):
+    with pytest.raises(RecordError, match=r"recipe\.toml is not valid TOML"):
         claimed.claim(RECIPE, resume=True)
 
 

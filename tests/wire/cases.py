@@ -24,6 +24,8 @@ CODECS = [
     codec("topk", share=0.05, values="float16"),
     codec("uniform", bits=4, deflate=True),
     codec("topk", share=0.5, deflate=True),
+    codec("secure", bits=12, clip=0.3, members=10),
+    codec("secure", bits=32, clip=2.0, members=3),
 ]
 BY_NAME = {c.name: c for c in CODECS}
 all_codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)

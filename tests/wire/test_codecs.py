@@ -22,7 +22,7 @@ from fedlm.wire.ternary import ternary
 from fedlm.wire.top_k import kept, topk
 from tests.wire.cases import BY_NAME, CODECS, all_codecs, filled, length, lossy, same_bits, update
 
-RANDOM = [c for c in CODECS if c.name.startswith(("uniform", "ternary", "drive"))]
+RANDOM = [c for c in CODECS if c.name.startswith(("uniform", "ternary", "drive", "secure-12"))]
 HARD = [0.0, -0.0, 1.0, -1.0, 1 + 2**-23, 1e-3, -3e-7, 1e-31, 1e-40, -1e29, 3e38, -3e38, 65519.0]
 
 

@@ -10,9 +10,9 @@ from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 
 
-@given(st.integers(0, 32), st.integers(0, 50), st.integers(0, 2**32 - 1))
+@given(st.integers(0, 64), st.integers(0, 50), st.integers(0, 2**32 - 1))
 def test_integers_come_back(width, count, seed):
-    values = np.random.default_rng(seed).integers(0, 2**width, count).astype(np.uint32)
+    values = np.random.default_rng(seed).integers(0, 2**width, count, np.uint64)
     body = pack(values, width)
     assert len(body) == packed_bytes(count, width) <= -(-count * width // 8) + 3
     np.testing.assert_array_equal(unpack(Reader(memoryview(body), len(body)), count, width), values)

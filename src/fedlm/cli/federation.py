@@ -47,8 +47,8 @@ def init(
     name: Annotated[str, typer.Option(help="The federation's name.")] = "",
     port: Annotated[int, typer.Option(help="Where the server listens.")] = 9443,
     bind: Annotated[str, typer.Option(help="The address at which it listens.")] = "0.0.0.0",
-    quorum: Annotated[float, typer.Option(help="Share of nodes that must answer a round.")] = 1.0,
-    deadline: Annotated[float | None, typer.Option(help="Seconds that a round waits.")] = None,
+    quorum: Annotated[float, typer.Option(help="Share of nodes that must answer a round.")] = 0.5,
+    deadline: Annotated[float, typer.Option(help="Seconds that a round waits.")] = 3600.0,
     as_json: AsJson = False,
 ) -> None:
     """Make a federation: an authority, the server's certificate, a kit for each node.

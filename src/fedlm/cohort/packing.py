@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from fedlm.core.types import PAD, BatchSpec
+from fedlm.core.types import PAD, BatchSpec, TokenRows
 
-TokenRows = Integer[np.ndarray, "rows width"]
 Batches = Integer[np.ndarray, "steps batch width"]
 RowNumbers = Integer[np.ndarray, "steps batch"]
 

@@ -16,38 +16,86 @@ Not here: catching (`cli/main.py`).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class FedlmError(Exception):
-    """An error whose text is meant for the user who typed the command."""
+    """Any error that the user can act on; its text says what to change.
+
+    A program that trains many runs catches this one and goes on; other exceptions are faults of
+    fedlm.
+
+    >>> import fedlm
+    >>> try:
+    ...     fedlm.load_run("no/such/run")
+    ... except fedlm.FedlmError as error:
+    ...     print(type(error).__name__, error.exit_code)
+    RecordError 2
+    """
 
     exit_code = 2
 
 
 class ConfigError(FedlmError):
-    """An error about a setting that is unknown, mistyped or out of range."""
+    """An error about a setting that is unknown, mistyped or out of range.
+
+    >>> import fedlm
+    >>> fedlm.train({"server": {"cohrt": 5}}, "runs/none")
+    Traceback (most recent call last):
+    fedlm.core.errors.ConfigError: [server] has no setting 'cohrt'. Did you mean 'cohort'?
+    """
 
 
 class CorpusError(FedlmError):
-    """An error about text, or a store made from text, that cannot be used."""
+    """An error about text, or a store made from text, that cannot be used.
+
+    >>> import fedlm
+    >>> fedlm.prepare([])
+    Traceback (most recent call last):
+    fedlm.core.errors.CorpusError: the source holds no client: there is nothing to prepare.
+    """
 
 
 class RecordError(FedlmError):
-    """An error about a run directory, journal or checkpoint that cannot be used."""
+    """An error about a run directory, journal or checkpoint that cannot be used.
+
+    >>> import fedlm
+    >>> fedlm.load_run("no/such/run")
+    Traceback (most recent call last):
+    fedlm.core.errors.RecordError: no/such/run is not a run directory: it has no recipe.toml.
+    """
 
 
 class WireError(FedlmError):
-    """An error about bytes that are not a well-formed frame."""
+    """An error about bytes that are not a well-formed frame.
+
+    >>> from fedlm.wire.frame import open_frame
+    >>> open_frame(b"no frame", "float32")
+    Traceback (most recent call last):
+    fedlm.core.errors.WireError: payload is not a fedlm frame: it does not begin with FLM1.
+    """
 
 
 class EngineError(FedlmError):
-    """An error about a member whose work could not be done."""
+    """An error about a member whose work could not be done.
+
+    Its text names the member and the cause; the rounds that were recorded before it stay.
+
+    >>> issubclass(EngineError, FedlmError)
+    True
+    """
 
 
 class DivergenceError(FedlmError):
-    """The error that stops training when the loss or the parameters are no longer finite."""
+    """The error that stops training when the loss or the parameters are no longer finite.
+
+    What was saved before stays in the run directory.
+
+    >>> issubclass(DivergenceError, FedlmError)
+    True
+    """
 
 
 def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "") -> None:
@@ -58,7 +106,40 @@ def require(ok: bool, setting: str, value: object, wanted: str, way_out: str = "
     fedlm.core.errors.ConfigError: server.cohort = 0: expected a positive number.
     """
     if not ok:
-        raise ConfigError(f"{setting} = {value!r}: expected {wanted}. {way_out}".strip())
+        raise ConfigError(f"{setting} = {shown(value)}: expected {wanted}. {way_out}".strip())
+
+
+# What code that trusts a document may raise when the document is not what it seems.
+SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+
+
+@contextlib.contextmanager
+def damaged(what: str, error: type[FedlmError] = RecordError) -> Iterator[None]:
+    """Turn whatever a document of wrong types makes of a block of code into one sentence.
+
+    >>> with damaged("run/journal.jsonl"):
+    ...     sum(["7"])
+    Traceback (most recent call last):
+    fedlm.core.errors.RecordError: run/journal.jsonl is damaged: unsupported operand type(s) ...
+    """
+    try:
+        yield
+    except SURPRISES as problem:
+        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise error(f"{what} is damaged: {reason}.") from problem
+
+
+def shown(value: object, most: int = 200) -> str:
+    """Return a value as an error message shows it, cut off where it is long.
+
+    >>> shown("x" * 100, 10)
+    "'xxxxxx..."
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or deep nesting
+        text = f"a {type(value).__name__} too long to show"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def either(names: Iterable[object]) -> str:

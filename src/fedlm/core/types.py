@@ -29,6 +29,18 @@ Tokens = Int[Array, "batch seq_plus_one"]
 
 OptState = Any
 
+TokenRows = Integer[np.ndarray, "rows width"]
+"""Rows of tokens on the host."""
+
+ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
+"""Gives each target's nats, and whether the likeliest token was right."""
+
+GroupPath = tuple[str, ...]
+"""The names of a client's groups, the widest first."""
+
+Say = Callable[[str], None]
+"""Prints one line for the user."""
+
 
 class Precomputed(NamedTuple):
     """Rows of tokens with the features that the frozen blocks of a model gave them before."""
@@ -53,7 +65,11 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The law by which members join a round, over clients numbered from zero."""
+    """The law by which members join a round, over clients numbered from zero.
+
+    >>> Sampling(law="poisson", population=1000, cohort=10).min_separation
+    0
+    """
 
     law: str  # a name in `cohort.sampling.LAWS`
     population: int
@@ -187,7 +203,8 @@ class Codec(NamedTuple):
     and `x` (`math.inf`: no bound holds for every shape, so clip decoded updates again).
     `encode(x, key, keep)` sends only the leaves that `keep` marks, with the same random draws as
     for the whole tree; `decode` then needs a `like` whose other leaves are empty. A codec that is
-    not `by_leaf` mixes leaves and cannot leave any out.
+    not `by_leaf` mixes leaves and cannot leave any out. The frames of a codec that is `additive`
+    hold integers that add up modulo a power of two, as sums under masks need.
     """
 
     name: str
@@ -198,6 +215,7 @@ class Codec(NamedTuple):
     norm_gain: float
     fixed_size: bool = True
     by_leaf: bool = True
+    additive: bool = False
 
 
 class Rows(Protocol):

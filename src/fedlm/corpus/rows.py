@@ -15,11 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Integer
 
-from fedlm.core.types import PAD, SpecialTokens
+from fedlm.core.types import PAD, SpecialTokens, TokenRows
 from fedlm.corpus.store import Store
 
 Layout = Literal["lines", "windows"]
-TokenRows = Integer[np.ndarray, "rows width"]
 
 
 def row_dtype(vocabulary: int) -> Any:

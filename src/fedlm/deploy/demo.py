@@ -176,7 +176,9 @@ def _start(folder: Path, name: str, network: Network, start: StartProcess) -> Wo
     """Start a federation's server, its nodes, and the federations below its relays."""
     port = free_port()
     path = folder / "federations" / name
-    made = workspace.init(path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1")
+    made = workspace.init(
+        path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1", quorum=1.0
+    )
     wait_for_port(port, start(["federation", "serve", str(path)], f"{name}-server"))
     for node, below in network.items():
         kit = str(made.kit(node).path)

@@ -9,14 +9,16 @@ Not here: each check (`question.py`, `policy.py`, `node_ledger.py`, `lifetime.py
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from fedlm.core.documents import toml_tables
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.deploy.lifetime import Release, lifetime
+from fedlm.deploy.limits import within
 from fedlm.deploy.node_ledger import NodeLedger, about
 from fedlm.deploy.policy import Policy, Refusal, believed
 from fedlm.deploy.question import Asked, check_question, most_turns
@@ -25,6 +27,12 @@ from fedlm.privacy import ledger as run_ledger
 from fedlm.privacy.catalog import with_matrix
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, parse
+
+
+class Entry(NamedTuple):
+    """What a run is entered with into the ledger."""
+
+    plan: PrivacyPlan | None
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,9 @@ class Guard:
         self.ledger.check_counter(request.counter)
         try:
             yield
-        except FedlmError as error:
-            self.ledger.refuse(request.run, request.round, str(error))
+        except Exception as error:  # also one that nobody foresaw: the node lives
+            reason = str(error) if isinstance(error, FedlmError) else type(error).__name__
+            self.ledger.refuse(request.run, request.round, reason)
             raise
 
     def admit(
@@ -66,15 +75,32 @@ class Guard:
           clients: who is asked, by their names in the ledger.
           asked: how many members this place answers for, where that depends on the run.
         """
-        asked = asked or self.asked
+        same = about(request.recipe, request.first, request.population, request.text)
+        entered = within(
+            self.policy.longest_seconds,
+            lambda: self._check(request, recipe, plan, clients, asked or self.asked, same),
+        )
+        if entered is not None:  # outside the limit: what is written is written whole
+            self._enter(request, entered.plan, same, clients)
+
+    def _check(
+        self,
+        request: TrainRequest,
+        recipe: Recipe,
+        plan: PrivacyPlan | None,
+        clients: Sequence[str],
+        asked: Asked,
+        same: str,
+    ) -> Entry | None:
+        """Return what to enter into the ledger before a request is answered; None if it is in."""
         check_question(self.policy, request, recipe, plan, asked)
         known = self._known(request.run, plan, asked)
-        same = about(request.recipe, request.first, request.population, request.text)
-        digest, most = request.digest, most_turns(plan)
+        most = most_turns(plan)
         run, round = request.run, request.round
-        if self.ledger.check(run, same, round, digest, clients, most):
-            self._check_lifetime(run, known, clients)
-            self._enter(request, known, same, clients)
+        if not self.ledger.check(run, same, round, request.digest, clients, most):
+            return None
+        self._check_lifetime(run, known, clients)
+        return Entry(known)
 
     def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
         """Return a plan as far as it is believed here, as it was when the run began."""
@@ -102,10 +128,7 @@ class Guard:
 
 def parse_recipe(text: str) -> Recipe:
     """Convert the recipe of a request, or raise `WireError`."""
-    try:
-        return parse(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise WireError(f"the recipe is not valid TOML: {error}.") from None
+    return parse(toml_tables(text, "the recipe", WireError))
 
 
 def store_releases(path: Path) -> tuple[Release, ...]:

@@ -10,6 +10,7 @@ Not here: whether the node allows it (`policy.py`), messages (`node_worker.py`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
+from fedlm.engine.bounds import MOST_GUESSES, MOST_STEPS, Bounds
 from fedlm.federation.algorithm import Algorithm
-from fedlm.methods.catalog import METHODS, names
 from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
@@ -62,7 +63,8 @@ def members_work(
     spec = parts.model_spec(recipe, store.vocabulary)
     participation = privacy_plan.participation_of(recipe, population)
     start = parts.start_maker(recipe, store)
-    algorithm = algorithm_of(recipe, participation, spec.shapes(), start)
+    here = 1 if whole else len(rows.clients)
+    algorithm = algorithm_of(recipe, participation, spec.shapes(), start, remembered=here)
     bare = replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         recipe=recipe,
@@ -106,13 +108,6 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 
 def check_deployable(recipe: Recipe) -> None:
     """Raise `ConfigError` for settings that need all members in one place."""
-    require(
-        METHODS[recipe.client.method].may_run_over_network and not recipe.wire.error_feedback,
-        "client.method",
-        recipe.client.method,
-        f"{names(lambda m: m.may_run_over_network)} without wire.error_feedback over a network: "
-        "what members remember between their turns is not kept at nodes",
-    )
     require(
         TRAINABLE[recipe.wire.trainable].leaves is None
         or recipe.model.init_from is None
@@ -166,6 +161,22 @@ def _check_tree(tree: FederationTable) -> None:
         tree.keep_optimizer,
         "false over a network: nodes keep nothing between rounds",
         simulate,
+    )
+
+
+def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
+    """Return the most that a member can report of a round of a recipe."""
+    client, rows = recipe.client, recipe.client.max_examples
+    steps = min(client.max_steps or MOST_STEPS, MOST_STEPS)
+    if rows is not None:
+        steps = min(steps, client.epochs * -(-rows // client.batch_size))
+    tokens = steps * client.batch_size * recipe.data.sequence_length
+    weights = {"uniform": 1.0, "examples": float(rows or MOST_STEPS * client.batch_size)}
+    return Bounds(
+        steps=steps,
+        tokens=tokens,
+        weight=weights.get(client.weight, tokens),
+        nats_per_token=MOST_GUESSES * math.log(vocabulary),
     )
 
 

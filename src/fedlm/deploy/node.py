@@ -9,7 +9,6 @@ Not here: the connection (`flower/supernode.py`), the work (`node_worker.py`, `r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +17,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, load_policy
 from fedlm.deploy.processes import follow_parent
@@ -44,7 +44,15 @@ def work(
     store.verify()
     warn(policy, say)
     with closing(NodeLedger(kit.ledger)) as ledger:
-        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger, base=base)
+        worker = Worker(
+            store,
+            policy,
+            whole=whole,
+            say=say,
+            ledger=ledger,
+            memory=NodeMemory(kit.memory),
+            base=base,
+        )
         serve(SuperNode(kit, say), worker, say=say, stop=stop)
 
 
@@ -64,7 +72,7 @@ def relay(
     follow_parent()
     kit, workspace = Kit.existing(kit_path), Workspace.existing(workspace_path)
     settings = workspace.settings
-    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline or math.inf)
+    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     with open_transport(workspace) as transport, closing(NodeLedger(kit.ledger)) as ledger:
         below = Relay(
             workspace.path / "server",

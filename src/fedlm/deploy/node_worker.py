@@ -17,23 +17,28 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from fedlm.cohort.packing import count_batches
+from fedlm.core import tree
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
+from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.question import Asked
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
+from fedlm.federation.member import left_out, start_of
+from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
 from fedlm.recipe import parts
@@ -54,16 +59,19 @@ class Worker:
         whole: bool = False,
         say: Callable[[str], None] = lambda text: None,
         ledger: NodeLedger | None = None,
+        memory: NodeMemory | None = None,
         base: Path | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
-        Without a `ledger` it remembers its answers only as long as it lives. `base` is the model
-        on which it lets adapters be trained.
+        Without a `ledger` and a `memory` it remembers its answers, and its members what methods
+        have them remember, only as long as it lives. `base` is the model on which it lets adapters
+        be trained.
         """
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self.base = base
         self.ledger = NodeLedger() if ledger is None else ledger
+        self.memory = NodeMemory() if memory is None else memory
         per_member = len(store.training_clients) if whole else 1
         self.guard = Guard(
             policy, self.ledger, Asked(self.clients, per_member), store_releases(store.path)
@@ -96,12 +104,14 @@ class Worker:
         if any(m - request.first >= self.clients for m in request.members):
             raise WireError(f"this node has {self.clients} members: it was asked for others.")
         with self.guard.recording(request):
-            work = self._work(request)
+            work = within(self.policy.longest_seconds, lambda: self._work(request))
             recipe, plan = work.recipe, work.algorithm.plan
             self.guard.admit(request, recipe, plan, self._names(request, leaf=work.leaf))
         # How many members a node has in a round tells of the draw, which a plan keeps secret.
         self.say(f"round {request.round}" + (f": {len(request.members)} members" * (plan is None)))
-        reply = _train_leaf(work, request) if work.leaf else _train_members(work, request)
+        train = _train_leaf if work.leaf else _train_members
+        kept = MemberMemories(self.memory, work, request)
+        reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
         return replace(reply, counter=self.ledger.counter)
 
     def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
@@ -116,15 +126,25 @@ class Worker:
         """Return the work of a request, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
-            made = self._check(parse_recipe(request.recipe), request)
+            recipe = parse_recipe(request.recipe)
+            self._check_cost(recipe, request)  # before anything of that size is made
+            made = self._check(recipe, request)
             while len(self._kept) >= MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[address] = made
-        work = self._kept[address]
-        for member in request.members:
-            rows = len(work.rows_of(member)) if self.policy.largest_steps else 0
-            policies.check_steps(self.policy, count_batches(rows, work.batches))
-        return work
+        else:
+            self._check_cost(self._kept[address].recipe, request)
+        return self._kept[address]
+
+    def _check_cost(self, recipe: Recipe, request: TrainRequest) -> None:
+        """Raise `Refusal` if a request would take more steps or memory than is allowed."""
+        numbers = [int(number) for number in self.store.training_clients]
+        members = [[numbers[member - request.first]] for member in request.members]
+        if self.whole or recipe.federation is not None:
+            members = [numbers]
+        spec = parts.model_spec(recipe, self.store.vocabulary)
+        steps, memory = cost_of(recipe, spec, self.store, members)
+        policies.check_cost(self.policy, steps, memory, memory_here())
 
     def _check(self, recipe: Recipe, request: TrainRequest) -> NodeWork:
         check_deployable(recipe)
@@ -176,42 +196,91 @@ class Worker:
             )
 
 
-def _train_members(work: NodeWork, request: TrainRequest) -> TrainReply:
+class MemberMemories:
+    """What the members of one request remember, if their method has them remember anything."""
+
+    def __init__(self, memory: NodeMemory, work: NodeWork, request: TrainRequest) -> None:
+        self.memory, self.work, self.request = memory, work, request
+        if work.algorithm.remembers != bool(request.remembered):
+            raise WireError("the request does not fit what the members of its recipe remember.")
+
+    def before(self, sent: Any) -> Any:
+        """Return the memories from which the members begin, one row each; None without any."""
+        if not self.work.algorithm.remembers:
+            return None
+        first, request = init_memory(self.work.algorithm, sent), self.request
+        rows = [
+            self.memory.read(request.run, member - request.first, last, first)
+            for member, last in zip(request.members, request.remembered, strict=True)
+        ]
+        return jax.tree.map(lambda *row: np.stack([np.asarray(x) for x in row]), *rows)
+
+    def after(self, place: int, memory: Any) -> None:
+        """Keep what the member at a place of the request remembers now, before its answer leaves.
+
+        What only an older question could ask for is removed.
+        """
+        request, run = self.request, self.work.recipe.run
+        member, last = request.members[place] - request.first, request.remembered[place]
+        self.memory.write(request.run, member, request.round, jax.device_get(memory))
+        window = run.checkpoint_every * run.keep_checkpoints
+        self.memory.forget(request.run, member, last, request.round, window)
+
+
+def _train_members(work: NodeWork, request: TrainRequest, memories: MemberMemories) -> TrainReply:
     """Train the members of a request; reply with the sum of their updates, or with each."""
     if request.numbers:
         raise WireError("the request is for a leaf of a tree: its recipe has no tree.")
     engine, algorithm = work.engine, work.algorithm
     sent = algorithm.download.decode(request.frames[0], work.sent_like)
-    start = Start(sent, request.clip_norm)
+    start = Start(sent, request.clip_norm, memories.before(sent))
     cohort = engine.prepare(request.round, np.asarray(request.members))
     if request.each:
-        return _each(work, request, engine.updates(start, cohort))
+        return _each(work, request, engine.updates(start, cohort), memories, start)
     total = engine.total(start, cohort).total
+    for place in range(len(request.members)) if algorithm.remembers else ():
+        memories.after(place, tree.take(total.client_state, place))
     frame = dense().encode(total.delta, key_for(0, "upload"))
     sums = (_sums(algorithm.plan, total),)
     return TrainReply(round=request.round, members=request.members, frames=(frame,), sums=sums)
 
 
-def _train_leaf(work: NodeWork, request: TrainRequest) -> TrainReply:
+def _train_leaf(work: NodeWork, request: TrainRequest, memories: MemberMemories) -> TrainReply:
     """Train the sent parameters on all text of this node, and reply with the result."""
     if len(request.numbers) != 1:
         raise WireError("this node is one leaf of a tree: it was asked for another number.")
     codec: Codec = work.algorithm.download
     start = codec.decode(request.frames[0], work.sent_like)
     cohort = Cohort(request.round, np.asarray(request.numbers))
-    found = work.engine.updates([Start(start)], cohort)
-    return _each(work, request, (one._replace(member=request.members[0]) for one in found))
+    begun = Start(start, client_state=memories.before(start))
+    found = work.engine.updates([start_of(begun, 0)], cohort)
+    named = (one._replace(member=request.members[0]) for one in found)
+    return _each(work, request, named, memories, begun)
 
 
-def _each(work: NodeWork, request: TrainRequest, updates: Iterable[Arrived]) -> TrainReply:
+def _each(
+    work: NodeWork,
+    request: TrainRequest,
+    updates: Iterable[Arrived],
+    memories: MemberMemories,
+    start: Start,
+) -> TrainReply:
     """Return a reply with a frame per member's update, in the order of members."""
-    frames, sums = {}, {}
+    frames, sums, algorithm = {}, {}, work.algorithm
     for member, update, *_ in updates:
         address = {"round": request.round, "member": member}
         key = key_for(work.seed, "upload", **address)
         keep = kept_leaves(update.mask)
-        frames[int(member)] = work.algorithm.upload.encode(update.delta, key, keep)
-        sums[int(member)] = _sums(work.algorithm.plan, update)
+        frame = algorithm.upload.encode(update.delta, key, keep)
+        frames[int(member)], sums[int(member)] = frame, _sums(algorithm.plan, update)
+        if algorithm.remembers:
+            place = request.members.index(int(member))
+            memory = update.client_state
+            if algorithm.feedback:  # the engine here sends plain numbers, and leaves nothing out
+                arrived = algorithm.upload.decode(frame, update.delta)
+                before = start_of(start, place).client_state.residual
+                memory = memory._replace(residual=left_out(update, arrived, before))
+            memories.after(place, memory)
     return TrainReply(
         round=request.round,
         members=request.members,

@@ -24,7 +24,8 @@ from fedlm.recipe.settings import Recipe, Table
 
 POLICY = """\
 # What this node lets be done with its text. A recipe or a question that breaks a line is refused,
-# and the server is told which. Lines that are left out allow everything, but see single_updates.
+# and the server is told which. Lines that are left out allow everything, but see single_updates and
+# the last three.
 
 # smallest_cohort = 10           # members of a round, over the whole federation
 # single_updates = false         # may the update of one client leave this node by itself? Left out:
@@ -37,8 +38,10 @@ POLICY = """\
 # largest_population = 5000      # clients of the whole federation, as you know it: chance counts in
 #                                # an epsilon up to here; left out: up to the clients of this node
 # allowed_models = ["si-cifg"]   # names as fedlm models lists them
-# largest_steps = 200            # local steps of one client in one round
 # largest_parameters = 30000000
+# largest_steps = 200            # local steps of one client in one round; left out: 100000
+# largest_memory = 4.0           # GB, by an estimate; left out: the memory of this machine
+# longest_seconds = 600.0        # for one question; left out: an hour
 """
 
 
@@ -58,8 +61,10 @@ class Policy(Table):
     smallest_population: Annotated[int, Field(ge=1)] | None = None
     largest_population: Annotated[int, Field(ge=1)] | None = None
     allowed_models: tuple[str, ...] | None = None
-    largest_steps: Annotated[int, Field(ge=1)] | None = None
     largest_parameters: Annotated[int, Field(ge=1)] | None = None
+    largest_steps: Annotated[int, Field(ge=1)] = 100_000  # of a client in a round
+    largest_memory: Annotated[float, Field(gt=0)] | None = None  # GB
+    longest_seconds: Annotated[float, Field(gt=0, le=1e7)] = 3600.0
 
     @property
     def limits_epsilon(self) -> bool:
@@ -114,12 +119,25 @@ def believed(policy: Policy, plan: PrivacyPlan, clients: int) -> PrivacyPlan:
     return replace(plan, sampling=replace(sampling, population=min(sampling.population, most)))
 
 
-def check_steps(policy: Policy, steps: int) -> None:
-    """Raise `Refusal` if a member would take more local steps than the policy allows."""
-    if policy.largest_steps is not None and steps > policy.largest_steps:
+def check_cost(policy: Policy, steps: int, memory: float, here: float) -> None:
+    """Raise `Refusal` if a question costs more than the policy allows.
+
+    Args:
+      policy: the policy.
+      steps: local steps of the client that takes the most.
+      memory: bytes, by an estimate.
+      here: bytes that this machine has, which count if the policy does not say.
+    """
+    if steps > policy.largest_steps:
         raise Refusal(
             f"a client would take {steps} steps in a round: this node allows "
-            f"{policy.largest_steps}. Lower client.max_steps or client.epochs."
+            f"{policy.largest_steps}. Lower client.max_examples or client.epochs."
+        )
+    most = here if policy.largest_memory is None else policy.largest_memory * 1e9
+    if memory > most:
+        raise Refusal(
+            f"this would take about {memory / 1e9:.3g} GB of memory: this node allows "
+            f"{most / 1e9:.3g}. Lower client.batch_size, data.sequence_length or the model's sizes."
         )
 
 

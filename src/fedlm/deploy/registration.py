@@ -10,13 +10,16 @@ Not here: rounds (`engine/remote.py`).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from fedlm.core.errors import ConfigError, EngineError, RecordError, WireError
+from fedlm.core.documents import read_json
+from fedlm.core.errors import ConfigError, EngineError, FedlmError, RecordError, WireError
 from fedlm.engine.counters import Counters
-from fedlm.engine.dispatch import Assignment, Transport, Undelivered
+from fedlm.engine.dispatch import FIRST_TOLD, Assignment, Quorum, Transport, Undelivered
 from fedlm.engine.messages import (
     MOST_HELLO_BYTES,
     Hello,
@@ -35,25 +38,51 @@ HelloCheck = Callable[[str, Hello], None]
 
 
 def assign_members(
-    transport: Transport, names: Sequence[str], check: HelloCheck, say: Callable[[str], None]
+    transport: Transport,
+    names: Sequence[str],
+    check: HelloCheck,
+    say: Callable[[str], None],
+    quorum: Quorum = Quorum(),  # noqa: B008
 ) -> tuple[Assignment, ...]:
-    """Wait for the hello of every node, then number members in the order of node names."""
+    """Wait for the hello of every node, then number members in the order of node names.
+
+    A node that says nonsense or does not fit is left out and named; so is one that has said nothing
+    by the deadline. If fewer than the quorum are left, the first is an error, the second a longer
+    wait.
+    """
     hellos: dict[str, Hello] = {}
     sent: dict[str, tuple[str, float]] = {}
-    told = -1
-    while len(hellos) < len(names):
+    unfit: dict[str, FedlmError] = {}
+    least = max(1, math.ceil(quorum.quorum * len(names) - 1e-9))
+    began, told, tells = time.monotonic(), -1, FIRST_TOLD
+    while len(hellos) + len(unfit) < len(names):
         online = {n: p for n, p in transport.presence().items() if p.online and n in names}
-        for name in sorted(online.keys() - hellos.keys()):
-            payload = _ask_hello(transport, online[name].node_id, name, sent)
-            if payload is not None:
-                hellos[name] = hello_of(name, payload)
-                check(name, hellos[name])
-        if len(hellos) > told:
-            told = len(hellos)
-            missing = ", ".join(sorted(set(names) - hellos.keys()))
-            say(f"{told} of {len(names)} nodes are here" + (missing and f"; waiting for {missing}"))
+        for name in sorted(online.keys() - hellos.keys() - unfit.keys()):
+            try:
+                payload = _ask_hello(transport, online[name].node_id, name, sent)
+                if payload is not None:
+                    hello = hello_of(name, payload)
+                    check(name, hello)
+                    hellos[name] = hello
+            except FedlmError as error:
+                unfit[name] = error
+                if len(names) - len(unfit) < least:
+                    raise
+                say(f"without {name}: {error}")
+        waited, here = time.monotonic() - began, len(hellos) + len(unfit)
+        missing = ", ".join(sorted(set(names) - hellos.keys() - unfit.keys()))
+        if here > told or (missing and waited > tells):
+            tells = 2 * tells if waited > tells else tells
+            told = here
+            say(
+                f"{len(hellos)} of {len(names)} nodes are here"
+                + (missing and f"; waiting for {missing}, {waited:.0f} s")
+            )
+        if waited > quorum.deadline and len(hellos) >= least:
+            say(f"without {missing}: the deadline of {quorum.deadline:g} s has passed")
+            break
         time.sleep(NAP)
-    return _number([(name, hellos[name]) for name in sorted(names)])
+    return _number([(name, hellos[name]) for name in sorted(hellos)])
 
 
 def _ask_hello(
@@ -147,7 +176,20 @@ def load_assignments(file: Path) -> tuple[Assignment, ...] | None:
     if not file.is_file():
         return None
     try:
-        read = [Assignment(**facts) for facts in json.loads(file.read_text(encoding="utf-8"))]
-        return tuple(a._replace(leaves=tuple((str(p), int(n)) for p, n in a.leaves)) for a in read)
+        told = read_json(file, str(file), RecordError)
+        return tuple(_assignment(**facts) for facts in told)
     except (ValueError, TypeError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from None
+
+
+def _assignment(
+    name: str, first: int, clients: int, text: str = "", leaves: Sequence[Sequence[Any]] = ()
+) -> Assignment:
+    """Return an assignment that was read from a file, or raise `ValueError`."""
+    found = tuple((path, count) for path, count in leaves)
+    words, counts = [name, text, *(p for p, _ in found)], [first, clients, *(n for _, n in found)]
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError("a name is no text")
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("a number of members makes no sense")
+    return Assignment(name, first, clients, text, found)

@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedlm.core.errors import EngineError, WireError
+from fedlm.core.documents import read_json
+from fedlm.core.errors import EngineError, RecordError, WireError
 from fedlm.core.keys import key_for
 from fedlm.deploy import policy as policies
 from fedlm.deploy import registration
 from fedlm.deploy.guard import Guard, parse_recipe
-from fedlm.deploy.local import check_deployable
+from fedlm.deploy.limits import within
+from fedlm.deploy.local import bounds_of, check_deployable
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.question import Asked
+from fedlm.engine.bounds import LARGEST_NORM, SLACK
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Dispatch, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
@@ -44,6 +47,7 @@ from fedlm.wire.frame import overhead
 ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this file
 COUNTERS = "counters.json"
 ROUNDS_KEPT = 2
+MOST_WORDS = 1 << 24  # of any vocabulary; a relay does not know that of its nodes
 
 
 class Relay:
@@ -83,7 +87,9 @@ class Relay:
         heard: dict[str, Hello] = {}
 
         check = registration.heard(self.counters, heard.__setitem__, self.say)
-        below = registration.assign_members(self.transport, self.names, check, self.say)
+        below = registration.assign_members(
+            self.transport, self.names, check, self.say, self.quorum
+        )
         tokenizers = {hello.tokenizer for hello in heard.values()}
         if len(tokenizers) != 1:
             raise EngineError(
@@ -130,7 +136,8 @@ class Relay:
         """Check a request as a node does, but for the size of a model that is not known here."""
         recipe = parse_recipe(request.recipe)
         check_deployable(recipe)
-        plan = _plan(recipe, request.population)
+        seconds = self.policy.longest_seconds
+        plan = within(seconds, lambda: _plan(recipe, request.population))
         members = sum(node.clients for node in self._assignments(request))
         policies.check_policy(self.policy, recipe, plan, 0, members)
         names = [self.ledger.client(str(member - request.first)) for member in request.members]
@@ -148,6 +155,8 @@ class Relay:
                 if request.numbers:  # then every member has a frame of its own
                     own["numbers"] = tuple(request.numbers[i] for i in here)
                     own["frames"] = tuple(request.frames[i] for i in here)
+                if request.remembered:
+                    own["remembered"] = tuple(request.remembered[i] for i in here)
                 own["counter"] = self.counters.of(node.name)
                 made[node.name] = replace(request, first=first, text=node.text, **own)
         return made
@@ -165,8 +174,15 @@ class Relay:
         quorum = replace(self.quorum, quorum=min(1.0, least / len(missing)))
         stats = RoundStats(next(iter(missing.values())).round)
         # Replies go to disk in order of arrival; `join` reads them in order of nodes.
-        dispatch = Dispatch(self.transport, quorum, missing, stats, in_order=False)
+        dispatch = Dispatch(
+            self.transport, quorum, missing, stats, in_order=False, say=self._waiting(plan)
+        )
         for name, reply in dispatch.replies():
+            try:
+                check_reply(missing[name], reply)
+            except WireError as error:
+                stats.garbage[name] = str(error)
+                continue
             stats.answered.append(name)
             self.counters.hear(name, reply.counter)
             handover.write(name, reply)
@@ -174,6 +190,29 @@ class Relay:
         for name, reason in {**stats.refused, **stats.garbage}.items() if not hides(plan) else ():
             self.say(f"round {stats.round}: {name}: {reason}")
         dispatch.check_quorum()
+
+    def _waiting(self, plan: PrivacyPlan | None) -> Callable[[Sequence[str], float], None]:
+        def say(names: Sequence[str], seconds: float) -> None:
+            whom = "" if hides(plan) else f" for {', '.join(names)}"
+            self.say(f"waiting{whom}, {seconds:.0f} s")
+
+        return say
+
+
+def check_reply(request: TrainRequest, reply: TrainReply) -> None:
+    """Raise `WireError` if a reply would spoil the sum of the others: as the server checks it."""
+    bounds = bounds_of(parse_recipe(request.recipe), MOST_WORDS)
+    for sums in reply.sums:
+        bounds.checked(sums, 1 if request.each else len(reply.members))
+    if request.each:
+        return  # frames go up as they came, and a bad one spoils its own member
+    (frame,), members = reply.frames, len(reply.members)
+    if len(frame) != request.longest:
+        raise WireError(f"sum has {len(frame)} bytes: expected {request.longest}.")
+    norm = float(np.linalg.norm(add_frame(None, frame).astype(np.float64)))
+    longest = min(request.clip_norm * SLACK, LARGEST_NORM) * members
+    if not norm <= longest:
+        raise WireError(f"sum has length {norm:.4g}: expected at most {longest:.4g}.")
 
 
 def _plan(recipe: Recipe, population: int) -> PrivacyPlan | None:
@@ -243,7 +282,8 @@ class Handover:
         write_atomically(self.path / f"{name}.json", json.dumps(facts).encode(), private=True)
 
     def read(self, name: str, request: TrainRequest) -> TrainReply:
-        facts = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
+        file = self.path / f"{name}.json"
+        facts = read_json(file, str(file), RecordError)
         frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
         return TrainReply(
             round=request.round,

@@ -23,7 +23,7 @@ from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.flower.client import open_transport
-from fedlm.deploy.local import check_deployable, held_at_nodes, redacted
+from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
@@ -48,6 +48,8 @@ ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
 # therefore lies in a folder that only its owner can look into.
 PRIVATE_TALLIES = "private/nodes.jsonl"
 RUN_ID = "run.id"
+# A node with a larger share of the weight, among at least so many nodes, is named.
+HEAVY, LEAST_COMPARED = 0.9, 3
 
 
 def train(
@@ -55,7 +57,7 @@ def train(
 ) -> Summary | None:
     """Train over the nodes and return the summary; None if the watcher stopped the run."""
     settings = home.settings
-    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline or float("inf"))
+    quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     directory = RunDirectory(path)
     with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
@@ -71,7 +73,7 @@ def train(
             same = registration.same_tokenizer(tokens, f"the server's store {store.path}")
             check = registration.heard(counters, same, watcher.say)
             assignments = registration.assign_members(
-                transport, sorted(home.nodes()), check, watcher.say
+                transport, sorted(home.nodes()), check, watcher.say, quorum
             )
             registration.save_assignments(directory.path / ASSIGNMENTS, assignments)
 
@@ -88,6 +90,7 @@ def train(
             on_stats=stats,
             run_id=run_id(directory),
             counters=counters,
+            say=watcher.say,
         )
         if hides(run.plan):
             watcher.say(
@@ -115,6 +118,7 @@ def networked_run(
     on_stats: Callable[[RoundStats], None] = lambda tally: None,
     run_id: str | None = None,
     counters: Counters | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """Return a run whose members live at nodes; the local store is only for evaluation.
 
@@ -127,6 +131,8 @@ def networked_run(
         "on_stats": on_stats,
         "run": run_id or secrets.token_hex(16),
         "counters": counters,
+        "bounds": bounds_of(recipe, store.vocabulary),
+        "say": say,
     }
     if recipe.federation is not None:
         return networked_tree(
@@ -183,6 +189,18 @@ def record_nodes(
         return
     for name, reason in {**tally.refused, **tally.garbage}.items():
         say(f"round {tally.round}: {name}: {reason}")
-    missing = [*tally.away, *tally.late]
+    missing = [*tally.away, *tally.late, *tally.aside]
     if missing:
         say(f"round {tally.round}: without {', '.join(missing)}")
+    for name, until in tally.put_aside.items():
+        say(
+            f"{name} is put aside until round {until}: what it sent could not be used, in several "
+            "rounds in a row"
+        )
+    heaviest = max(tally.weights, key=tally.weights.__getitem__, default="")
+    share = tally.weights.get(heaviest, 0.0) / (sum(tally.weights.values()) or 1.0)
+    if len(tally.weights) >= LEAST_COMPARED and share > HEAVY:
+        say(
+            f"round {tally.round}: {heaviest} says that it has {share:.1%} of all weight: it moves "
+            "the model nearly alone. client.weight = 'uniform' or client.max_examples bounds it."
+        )

@@ -8,13 +8,13 @@ Not here: printing (`cli`).
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.errors import RecordError
+from fedlm.core.documents import json_value
+from fedlm.core.errors import SURPRISES, RecordError
 from fedlm.deploy.flower.client import SuperLinkClient
 from fedlm.deploy.server_app import PRIVATE_TALLIES, TALLIES
 from fedlm.deploy.workspace import Workspace
@@ -82,8 +82,8 @@ def read_rounds(file: Path) -> list[dict[str, Any]]:
         raise RecordError(f"{file} is not readable: {error.strerror}.") from None
     for line in text.splitlines():
         try:
-            entry = json.loads(line)
+            entry = json_value(line, "", RecordError)
             rounds[int(entry["round"])] = entry
-        except (ValueError, KeyError, TypeError):
+        except (RecordError, *SURPRISES):
             continue  # an unfinished line of a killed process
     return [rounds[number] for number in sorted(rounds)]

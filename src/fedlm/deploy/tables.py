@@ -8,14 +8,14 @@ Not here: recipes (`recipe/settings.py`).
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TypeVar
 
 import tomli_w
 from pydantic import ValidationError
 
-from fedlm.core.errors import ConfigError, nearest
+from fedlm.core.documents import read_toml
+from fedlm.core.errors import ConfigError, nearest, shown
 from fedlm.recipe.settings import Table
 
 T = TypeVar("T", bound=Table)
@@ -23,13 +23,7 @@ T = TypeVar("T", bound=Table)
 
 def read_table(path: Path, kind: type[T]) -> T:
     """Read a small TOML file; raise `ConfigError` for an unknown key or a wrong value."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} is not readable: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    return check_table(kind, tables, str(path))
+    return check_table(kind, read_toml(path, str(path)), str(path))
 
 
 def check_table(kind: type[T], tables: dict[str, object], where: str) -> T:
@@ -50,7 +44,8 @@ def check_table(kind: type[T], tables: dict[str, object], where: str) -> T:
         if first["type"] == "extra_forbidden":
             hint = nearest(place, kind.model_fields)
             raise ConfigError(f"{where}: there is no setting {place!r}. {hint}") from None
-        raise ConfigError(f"{where}: {place} = {first['input']!r}: expected {wanted}.") from None
+        told = shown(first["input"])
+        raise ConfigError(f"{where}: {place} = {told}: expected {wanted}.") from None
 
 
 def _is_float(kind: type[Table], name: str) -> bool:

@@ -40,8 +40,10 @@ class WorkspaceSettings(Table):
     host: str  # the name by which nodes reach the server
     port: Annotated[int, Field(ge=1, le=65535)]
     bind: str = "0.0.0.0"  # the address at which the server listens
-    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a round's nodes that must answer
-    deadline: Annotated[float, Field(gt=0)] | None = None  # seconds; left out: as long as it takes
+    quorum: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of a round's nodes that must answer
+    deadline: Annotated[float, Field(gt=0, le=1e9)] = (
+        3600.0  # seconds that a round waits for a node
+    )
 
 
 class KitSettings(Table):
@@ -132,6 +134,10 @@ class Kit:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory"
 
     def _bytes(self, name: str) -> bytes:
         try:

@@ -14,6 +14,7 @@ import json
 import os
 from pathlib import Path
 
+from fedlm.core.documents import read_json
 from fedlm.core.errors import RecordError
 
 
@@ -45,23 +46,29 @@ class Counters:
             self._write(self.file)
 
     def _write(self, file: Path) -> None:
-        partial = file.with_name(file.name + ".part")
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            json.dump(self._largest, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
+        # A name that nobody can foresee: a link of a known name would be followed.
+        partial = file.with_name(f"{file.name}.{os.urandom(8).hex()}.part")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(partial, flags, 0o600), "w") as out:
+                json.dump(self._largest, out)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(partial, file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def _read(file: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file, "it", RecordError)
         if not all(type(value) is int and value >= 0 for value in found.values()):
             raise ValueError("a counter is no number")
         return dict(found)
-    except (ValueError, AttributeError, OSError) as error:
+    except (ValueError, AttributeError, RecordError) as error:
         raise RecordError(
             f"{file} is damaged: {error}. It holds how far the ledgers of nodes had come: remove "
             "it only if you know that no node came back with an older ledger."

@@ -22,6 +22,15 @@ def use_devices(count: int = 0) -> None:
     """Show JAX `count` CPU devices, or one per core for zero; leave accelerators as they are.
 
     Call it before anything else uses JAX; in a notebook, in the first cell.
+
+    Args:
+      count: the number of lanes that train members side by side.
+
+    Raises:
+      ConfigError: JAX already runs with another number of devices.
+
+    >>> import jax
+    >>> use_devices(jax.device_count())  # as many as there are: nothing changes
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.absolute()))

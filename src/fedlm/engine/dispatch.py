@@ -29,6 +29,7 @@ from fedlm.engine.messages import (
 )
 
 PRESENCE_SECONDS = 1.0  # between two looks at who is there
+FIRST_TOLD, LAST_TOLD = 20.0, 600.0  # seconds of waiting that are told first, and most apart
 SHORTEST_NAP, LONGEST_NAP = 0.02, 0.5  # seconds between two attempts to fetch
 
 
@@ -98,6 +99,9 @@ class RoundStats:
     refused: dict[str, str] = field(default_factory=dict)
     garbage: dict[str, str] = field(default_factory=dict)
     asked_again: list[str] = field(default_factory=list)
+    aside: list[str] = field(default_factory=list)  # not asked, because of what they sent before
+    weights: dict[str, float] = field(default_factory=dict)  # of the updates that were used
+    put_aside: dict[str, int] = field(default_factory=dict)  # now, until this round
     seconds: float = 0.0
     up_bytes: int = 0  # frames alone, as often as they were fetched or sent
     down_bytes: int = 0
@@ -121,8 +125,12 @@ class Dispatch:
         *,
         in_order: bool = True,
         frames: Frames | None = None,
+        say: Callable[[Sequence[str], float], None] = lambda names, seconds: None,
     ) -> None:
-        """Take requests by node name; without `frames` the requests hold their own."""
+        """Take requests by node name; without `frames` the requests hold their own.
+
+        `say` is told now and then who is waited for, and since how many seconds.
+        """
         self.transport, self.requests = transport, requests
         self.stats, self.in_order = stats, in_order
         self.frames = frames or (lambda names: ((name, requests[name].frames) for name in names))
@@ -130,8 +138,9 @@ class Dispatch:
         self.pending = list(requests)
         self.sent: dict[str, list[str]] = {}  # message ids by node: the first reply counts
         self.since: dict[str, str] = {}  # each node's `Presence.since` when it was last asked
-        self.ends = time.monotonic() + quorum.deadline
-        self.least = max(1, math.ceil(quorum.quorum * len(requests) - 1e-9))
+        self.asked_at: dict[str, float] = {}  # when each node was last asked
+        self.quorum, self.say, self.began = quorum, say, time.monotonic()
+        self.ends, self._tells = self.began + quorum.deadline, FIRST_TOLD
         self._nodes: dict[str, Presence] = {}
         self._looked = -math.inf
 
@@ -146,6 +155,7 @@ class Dispatch:
             elif self._over():
                 break
             else:
+                self._tell()
                 time.sleep(nap)
                 nap = min(LONGEST_NAP, 1.5 * nap)
         for name in self.pending:
@@ -217,7 +227,7 @@ class Dispatch:
             self.stats.down_bytes += sum(map(len, frames))
             if message_id:
                 self.sent.setdefault(name, []).append(message_id)
-                self.since[name] = node.since
+                self.since[name], self.asked_at[name] = node.since, time.monotonic()
 
     def _came_back(self, name: str) -> bool:
         """Return whether a node left and joined again: it may have lost the request.
@@ -238,6 +248,15 @@ class Dispatch:
             self._nodes, self._looked = self.transport.presence(), time.monotonic()
         return self._nodes
 
+    @property
+    def least(self) -> int:
+        """The number of nodes that must reply.
+
+        It is a share of those who sent no garbage: what a node sends must not end a run.
+        """
+        decent = len(self.requests.keys() - (self.stats.garbage.keys() - set(self.stats.answered)))
+        return min(decent, max(1, math.ceil(self.quorum.quorum * decent - 1e-9)))
+
     def _over(self) -> bool:
         """Return whether enough nodes have replied and no other is worth waiting for."""
         if len(self.stats.answered) + len(self.buffered) < self.least:
@@ -246,9 +265,22 @@ class Dispatch:
         return late or not any(self._online(name) for name in self.pending)
 
     def _hopeless(self) -> bool:
-        """Return whether too few can still reply: a node that refused would refuse again."""
-        lost = len(self.stats.refused) + len(self.stats.garbage)
-        return len(self.requests) - lost < self.least
+        """Return whether too few can still reply.
+
+        A node that refused would refuse again; one that is there and was silent until its deadline
+        stays silent. One that is away may come back.
+        """
+        late = time.monotonic() - self.quorum.deadline
+        silent = [n for n in self.pending if self._online(n) and self.asked_at.get(n, late) < late]
+        have = len(self.stats.answered) + len(self.buffered)
+        return have + len(self.pending) - len(silent) < self.least
+
+    def _tell(self) -> None:
+        """Say who is waited for, after twice as long each time."""
+        waited = time.monotonic() - self.began
+        if waited >= self._tells:
+            self._tells = min(2 * self._tells, self._tells + LAST_TOLD)
+            self.say(self.pending, waited)
 
     def check_quorum(self, *, names: bool = True) -> None:
         """Raise `EngineError` if fewer nodes replied than the quorum.
@@ -266,6 +298,8 @@ class Dispatch:
             )
         reasons = [f"{name} refused: {reason}" for name, reason in stats.refused.items()]
         reasons += [f"{name} sent garbage: {reason}" for name, reason in stats.garbage.items()]
+        silent = f"did not answer within {self.quorum.deadline:g} s (deadline in federation.toml)."
+        reasons += [f"{name} {silent}" for name in stats.late]
         raise EngineError(
             f"round {stats.round}: {len(stats.answered)} of {len(self.requests)} nodes answered, "
             f"{self.least} must (quorum in federation.toml). {' '.join(reasons)}"

@@ -470,9 +470,10 @@ class MeshEngine:
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
-            batch: Batch = stream.tokens[at].astype(jnp.int32)
+            tokens = stream.tokens[at].astype(jnp.int32)
+            batch: Batch = tokens
             if stream.features is not None:
-                batch = Precomputed(batch, stream.features[at])
+                batch = Precomputed(tokens, stream.features[at])
             return at + 1, local.step(shared, carry, batch)
 
         def segment(i, state):  # type: ignore[no-untyped-def]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import FedlmError, WireError
 
-VERSION = 4
+VERSION = 5
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
 REFUSAL = "refusal"  # may reply to either request
@@ -51,6 +51,7 @@ _REQUEST_FACTS: dict[str, type] = {
     "text": str,
     "members": list,
     "numbers": list,
+    "remembered": list,
     "clip_norm": float,
     "each": bool,
     "longest": int,
@@ -117,6 +118,8 @@ class TrainRequest:
     longest: int  # bytes: no frame of a reply can be longer
     frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one per member
     numbers: tuple[int, ...] = ()  # under which the whole text of each member's node trains
+    # Where members remember: the round in which each one's answer last counted, -1 if none did.
+    remembered: tuple[int, ...] = ()
     counter: int = 0  # the largest counter of this node's ledger that the server has heard of
 
     @property
@@ -175,6 +178,9 @@ def respond(
     except FedlmError as error:
         say(f"refused {what}: {error}")
         return encode_refusal(str(error))
+    except Exception as error:  # whatever a message makes go wrong, the node lives
+        say(f"refused {what}: {type(error).__name__}: {printable(str(error))[:LONGEST_REASON]}")
+        return encode_refusal(f"this node cannot do this: {type(error).__name__}.")
 
 
 # ---- training ------------------------------------------------------------------------------
@@ -195,6 +201,7 @@ def read_request(payload: Payload) -> TrainRequest:
             raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
     facts["members"] = _numbers(facts["members"], "members", rising=True)
     facts["numbers"] = _numbers(facts["numbers"], "numbers", rising=False)
+    facts["remembered"] = _numbers(facts["remembered"], "remembered", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
     _check_frames(payload, len(request.numbers) or 1)
     if not RUN_NAME.fullmatch(request.run):
@@ -205,6 +212,11 @@ def read_request(payload: Payload) -> TrainRequest:
         raise WireError(f"request says clip_norm = {request.clip_norm}.")
     if not all(request.first <= member < request.population for member in request.members):
         raise WireError("request names members that are not there.")
+    if request.remembered and not (
+        len(request.remembered) == len(request.members)
+        and all(-1 <= last < request.round for last in request.remembered)
+    ):
+        raise WireError("request says of members that they remember what they cannot.")
     if request.numbers and not _are_places(request):
         raise WireError("request holds numbers that are none of places.")
     return request

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -40,9 +40,11 @@ from fedlm.core.types import (
     Total,
     Update,
 )
+from fedlm.engine.bounds import LARGEST_NORM, SLACK, Bounds
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
+from fedlm.engine.offenders import Offenders
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import clip_again, model_like
@@ -81,10 +83,6 @@ def leaves_of(assignments: Sequence[Assignment]) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-# What float32 rounding can add to a norm.
-SLACK = 1 + 1e-5
-
-
 class RemoteEngine:
     """An engine that asks the nodes of a cohort's members, and sums their answers."""
 
@@ -103,12 +101,16 @@ class RemoteEngine:
         homes: Mapping[int, Leaf] | None = None,
         counters: Counters | None = None,
         secret_names: bool = False,
+        bounds: Bounds = Bounds(),  # noqa: B008
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Take `homes`, in a tree: from each node's training number to the holder of its text.
 
         `run` names the run to nodes for as long as it lasts; `counters` is what is known of their
-        ledgers; with `secret_names` no error tells who was asked.
+        ledgers; with `secret_names` no error tells who was asked; `bounds` are what the recipe
+        makes possible for a member to report; `say` tells whom a round waits for.
         """
+        self.bounds, self.say, self.offenders = bounds, say, Offenders()
         self.run, self.counters, self.secret_names = run, counters or Counters(), secret_names
         self.algorithm, self.transport, self.assignments = algorithm, transport, tuple(assignments)
         self.recipe, self.seed, self.exact = recipe, seed, exact
@@ -129,10 +131,16 @@ class RemoteEngine:
         """Sum the updates of all members whose nodes answered."""
         each = self.by_member or not isinstance(starts, Start)
         stats, total = RoundStats(cohort.round), Sum(self._like(starts, cohort.round))
+        counted: set[int] = set()
         for members, update, _ in self._round(starts, cohort, each, stats):
             total.add(members, update, weighted=each)
+            counted |= set() if update is None else set(members)
             del update  # or it would be held until the next one is there
-        return Gathered(total.result(), stats.up_bytes, stats.down_bytes)
+        whole = total.result()
+        if self.algorithm.memory_at_nodes and isinstance(starts, Start):
+            last = _last_counted(starts.client_state, cohort, counted)
+            whole = replace(whole, client_state=last)
+        return Gathered(whole, stats.up_bytes, stats.down_bytes)
 
     def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
         """Yield the update of each member whose node answered."""
@@ -156,9 +164,13 @@ class RemoteEngine:
         """Return a question for each node with members of the cohort, and a way to make frames."""
         numbers, asked = np.asarray(cohort.members), {}
         for assignment in self.assignments:
-            here = numbers[
+            places = np.flatnonzero(
                 (numbers >= assignment.first) & (numbers < assignment.first + assignment.clients)
-            ]
+            )
+            here = numbers[places]
+            last: tuple[int, ...] = ()
+            if self.algorithm.memory_at_nodes:
+                last = tuple(int(n) for n in np.asarray(start.client_state)[places])
             if len(here):
                 asked[assignment.name] = self._question(
                     assignment,
@@ -167,6 +179,7 @@ class RemoteEngine:
                     members=tuple(int(n) for n in here),
                     clip_norm=float(start.clip_norm),
                     each=each,
+                    remembered=last,
                 )
 
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
@@ -234,18 +247,29 @@ class RemoteEngine:
         else:
             asked, frames = self._to_homes(starts, cohort, like)
         began = time.monotonic()
-        dispatch = Dispatch(self.transport, self.quorum, asked, stats, frames=frames)
+        stats.aside = sorted(asked)
+        asked = self.offenders.to_ask(asked, cohort.round)
+        stats.aside = [name for name in stats.aside if name not in asked]
+        dispatch = Dispatch(
+            self.transport, self.quorum, asked, stats, frames=frames, say=self._waiting
+        )
         for name, answer in dispatch.replies():
             self.counters.hear(name, answer.counter)
             yield from self._answered(name, asked[name], answer, like, stats)
             del answer
         stats.seconds = time.monotonic() - began
+        stats.put_aside = dict(self.offenders.judge(stats.round, stats.garbage, stats.answered))
         if not isinstance(starts, Start) and stats.round == self._told.round:
             # The levels of a tree are asked one after another: each tells of those before it too.
             stats = _joined(self._told, stats)
         self._told = stats
         self.on_stats(stats)
         dispatch.check_quorum(names=not self.secret_names)
+
+    def _waiting(self, names: Sequence[str], seconds: float) -> None:
+        """Say whom a round waits for; under a plan, who was asked is a secret."""
+        whom = "" if self.secret_names else f" for {', '.join(names)}"
+        self.say(f"waiting{whom}, {seconds:.0f} s")
 
     def _answered(
         self, name: str, question: TrainRequest, answer: TrainReply, like: Params, stats: RoundStats
@@ -259,6 +283,7 @@ class RemoteEngine:
             try:
                 update = self._checked(frame, sums, question, members, like)
                 good += 1
+                stats.weights[name] = stats.weights.get(name, 0.0) + float(update.weight)
             except WireError as error:
                 stats.garbage[name] = str(error)
             yield Answered(tuple(number.get(m, m) for m in members), update, len(frame))
@@ -280,10 +305,11 @@ class RemoteEngine:
             local = self.algorithm.local_of(question.round)
             keep = own_leaves(local, like, self.seed, question.round, members[0])
         delta = tree.fill(codec.decode(frame, tree.thin(like, keep)), like, keep)
-        if not math.isfinite(_norm(delta)):
+        if not math.isfinite(norm := _norm(delta)):
             raise WireError("update is not finite.")
-        if max(sums["refused"], sums["unclipped"]) > len(members):
-            raise WireError("update counts more members than were asked.")
+        if norm > LARGEST_NORM * len(members):
+            raise WireError(f"update has length {norm:.4g}: no training leads to that.")
+        sums = self.bounds.checked(sums, len(members))
         mask = None if keep is None else jnp.asarray(keep, jnp.float32)
         scalars = {name: jnp.float32(sums[name]) for name in SUMS}
         update = Update(delta=delta, mask=mask, **scalars)
@@ -328,6 +354,12 @@ class Sum:
         delta = jax.tree.unflatten(self.structure, [jnp.asarray(leaf) for leaf in self.leaves])
         shares = None if self.shares is None else jnp.asarray(self.shares)
         return Total(delta=delta, shares=shares, **jax.tree.map(jnp.asarray, self.sums))
+
+
+def _last_counted(before: Any, cohort: Cohort, counted: set[int]) -> np.ndarray:
+    """Return for each member of a cohort the round in which its answer last counted."""
+    here = np.array([int(member) in counted for member in cohort.members], bool)
+    return np.where(here, np.int32(cohort.round), np.asarray(before, np.int32))
 
 
 def _norm(delta: Params) -> float:

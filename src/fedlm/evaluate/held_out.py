@@ -18,12 +18,10 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import Params, SpecialTokens
+from fedlm.core.types import GroupPath, Params, ScoreFn, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
-from fedlm.evaluate.perplexity import Evaluator, ScoreFn, figures
-
-Path = tuple[str, ...]
+from fedlm.evaluate.perplexity import Evaluator, figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class HeldOutText:
     """The rows of one split, the groups of their owners, and the size of the text in bytes."""
 
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]  # number of context tokens -> rows, owners
-    groups: Callable[[int], Path]  # the group path of an owner
+    groups: Callable[[int], GroupPath]  # the group path of an owner
     bytes: int | None = None  # None if some bytes of the text are in no target
 
 

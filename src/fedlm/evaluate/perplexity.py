@@ -9,7 +9,6 @@ Not here: which rows (`recipe/build.py` cuts them), per-client figures (`clients
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fedlm.core.types import PAD, Params, SpecialTokens
+from fedlm.core.types import PAD, Params, ScoreFn, SpecialTokens
 
-ScoreFn = Callable[[Params, Int[Array, "batch width"]], tuple[Array, Array]]
 """A function of parameters and rows.
 
 It returns the nats of each target, and whether the target was the most likely token.

@@ -42,6 +42,8 @@ class Algorithm:
     canaries: int = 0  # the last numbers of the population: they send a direction, for audits
     turns: tuple[ClientMethod, ...] = ()  # instead of `local` where rounds train different parts
     feedback: bool = False  # members add to an update what the codec left out of their last one
+    # What members remember stays with them; the server knows in which round they last counted.
+    memory_at_nodes: bool = False
     seed: int = 0  # of the choices that both sides derive
     # Gives the same arrays whenever it is called. Not compared: programs take a base as an
     # argument, so that algorithms which differ in it alone share them.

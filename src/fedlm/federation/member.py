@@ -111,14 +111,20 @@ def clip_again(algorithm: Algorithm, arrived: Update, clip_norm: Array) -> Updat
     return eqx.tree_at(lambda u: u.unclipped, clip(arrived, clip_norm), arrived.unclipped)
 
 
+def left_out(sent: Update, arrived: Params, before: Params) -> Params:
+    """Return what a codec left out of an update, given what arrived of it."""
+    left = tree.sub(sent.delta, arrived)
+    # A refused member sent nothing and keeps its residual.
+    return tree.where(sent.refused > 0, before, left)
+
+
 def _remember(algorithm: Algorithm, update: Update, wanted: Params, client_state: Any) -> Update:
     if not algorithm.remembers:
         return update
     residual = None
     if algorithm.feedback:
-        # A refused member sent nothing and keeps its residual.
-        left = tree.sub(wanted, update.delta)
-        residual = tree.where(update.refused > 0, client_state.residual, left)
+        sent = eqx.tree_at(lambda u: u.delta, update, wanted)
+        residual = left_out(sent, update.delta, client_state.residual)
     return eqx.tree_at(
         lambda u: u.client_state,
         update,

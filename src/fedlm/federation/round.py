@@ -68,6 +68,7 @@ class NodeState(eqx.Module):
         None  # what each client remembers, where the method has it remember anything
     )
     digest: Any = None  # under a plan: the ledger's digest of the sum that led here, as 32 numbers
+    flight: Any = None  # in buffered rounds: the members that have not answered yet
 
 
 def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -> NodeState:
@@ -104,16 +105,23 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
     """Return the initial client state, one row per client; None if clients keep no state."""
     if not algorithm.remembers:
         return None
+    rows = algorithm.sampling.population
+    if algorithm.memory_at_nodes:
+        return np.full(rows, -1, np.int32)
+    whole = init_memory(algorithm, sent)
+    return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
+
+
+def init_memory(algorithm: Algorithm, sent: Any) -> ClientState:
+    """Return what one client remembers before its first turn."""
     like = update_like(algorithm, sent)
     residual = like.delta if algorithm.feedback else None
-    rows = algorithm.sampling.population
     local = algorithm.local
     own = None
     if local.init_memory is not None:
         shared = local.shared(sent, round_key(algorithm, 0))
         own = local.init_memory(on_base(algorithm.base, shared))
-    whole = ClientState(own, tree.zeros_like(residual))
-    return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
+    return ClientState(own, tree.zeros_like(residual))
 
 
 def client_state_of(state: NodeState, members: Members) -> Any:

@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any
 
 from fedlm.core.errors import ConfigError, nearest, require
+from fedlm.core.types import GroupPath
 
 ROOT = "root"
 EVERYBODY = "*"  # the group of all clients that feed no other place
-Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Topology:
         return lines
 
 
-def tree(places: Iterable[Place], groups: Sequence[Path]) -> Topology:
+def tree(places: Iterable[Place], groups: Sequence[GroupPath]) -> Topology:
     """Make a topology from places in any order and the group path of every training client."""
     ordered = _in_order(tuple(places))
     known = sorted({name for path in groups for name in path})
@@ -177,7 +177,7 @@ def _in_order(places: tuple[Place, ...]) -> tuple[Place, ...]:
     return tuple(ordered)
 
 
-def feed(places: tuple[Place, ...], groups: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
+def feed(places: tuple[Place, ...], groups: Sequence[GroupPath]) -> tuple[tuple[int, ...], ...]:
     """Assign each client to the place that its most specific group feeds."""
     owner: dict[str, int] = {}
     for node, place in enumerate(places):
@@ -197,7 +197,7 @@ def feed(places: tuple[Place, ...], groups: Sequence[Path]) -> tuple[tuple[int, 
     return tuple(tuple(clients) for clients in fed)
 
 
-def grown(levels: Sequence[int], groups: Sequence[Path]) -> tuple[Place, ...]:
+def grown(levels: Sequence[int], groups: Sequence[GroupPath]) -> tuple[Place, ...]:
     """Make places from the group paths: one level of the tree per named level.
 
     >>> [p.name for p in grown((0, 1), [("north", "oslo"), ("south", "rome")])]

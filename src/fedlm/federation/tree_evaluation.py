@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from fedlm.core.types import Params, SpecialTokens
-from fedlm.evaluate.perplexity import Evaluator, ScoreFn, Sums, figures, perplexity_of, total
+from fedlm.core.types import Params, ScoreFn, SpecialTokens
+from fedlm.evaluate.perplexity import Evaluator, Sums, figures, perplexity_of, total
 from fedlm.federation.tree_round import TreeConfig, TreeState, received, shown
 
 # Rows of each leaf in the matrix of all nodes and all leaves.

@@ -50,8 +50,3 @@ class Method:
     trains_parts: bool = False  # works with `wire.trainable` and `wire.error_feedback`
     may_be_private: bool = False  # all that a client sends is one change, which a clip bounds
     keeps_client_state: bool = False  # clients remember something until their next round
-
-    @property
-    def may_run_over_network(self) -> bool:
-        """Whether the method works with nodes that keep nothing between rounds."""
-        return not self.keeps_client_state

@@ -21,7 +21,7 @@ import jax.random as jr
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
-from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, Tokens
+from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, ScoreFn, Tokens
 from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
@@ -62,7 +62,6 @@ class Dimensions:
     remat: bool = False  # a decoder computes its blocks again for their gradients
 
 
-ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
 
 

@@ -199,7 +199,10 @@ def adapters_and_residual() -> TrainablePart:
         return jax.tree.map(compute, a, b, is_leaf=lambda x: isinstance(x, Adapted))
 
     def init(shared: Any) -> Params:
-        return each(lambda x, _: replace(x, weight=None), shared.rest, shared.rest)
+        def factors(layer: Adapted, _: Adapted) -> Adapted:
+            return replace(layer, weight=None)  # type: ignore[arg-type]
+
+        return each(factors, shared.rest, shared.rest)
 
     def merge(shared: Any, trained: Params) -> Params:
         whole = each(lambda x, t: replace(t, weight=x.weight), shared.rest, trained)
@@ -257,6 +260,11 @@ class PartKind:
     # The part that members train where the server holds `leaves` alone.
     on_base: TrainablePart = ON_BASE
     exact_mean: bool = False  # the server must step to the mean itself
+
+    @property
+    def outlives_round(self) -> bool:
+        """Whether an update means the same in a later round than the one it was made for."""
+        return self.takes_feedback or self.by_member
 
 
 def _in_turn(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[TrainablePart, ...]:

@@ -26,6 +26,8 @@ MECHANISMS: dict[str, Mechanism] = {
     "toeplitz": TOEPLITZ,
     "blt": BLT,
 }
+# Searching for the matrix of more rounds takes minutes: 45 s for a blt of 10,000 on two cores.
+MOST_SEARCHED = 20_000
 
 
 def noise_for(plan: PrivacyPlan) -> Noise:
@@ -74,6 +76,13 @@ def check_plan(plan: PrivacyPlan) -> None:
         "matrix",
         f"{len(plan.matrix)} numbers",
         f"none with privacy.mechanism = {plan.mechanism!r}: its noise has no matrix to choose",
+    )
+    require(
+        bool(plan.matrix) or mechanism.find_matrix is None or plan.rounds <= MOST_SEARCHED,
+        "server.rounds",
+        plan.rounds,
+        f"at most {MOST_SEARCHED} with privacy.mechanism = {plan.mechanism!r}, because the search "
+        "for its matrix would take too long",
     )
     mechanism.check(plan)
     if plan.clip_quantile:

@@ -23,7 +23,15 @@ from fedlm.privacy.sensitivity import participations
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """Every number that the privacy claim depends on; no other setting may restate one."""
+    """Every number that the privacy claim depends on; no other setting may restate one.
+
+    >>> import fedlm
+    >>> spaced = fedlm.Sampling(law="spaced", population=1000, cohort=10, min_separation=50)
+    >>> plan = PrivacyPlan(mechanism="tree", sampling=spaced, rounds=100, clip_norm=0.5,
+    ...                    noise_multiplier=5.0, delta=1e-5)
+    >>> fedlm.epsilon(plan).epsilon < 10
+    True
+    """
 
     mechanism: str  # a name in `catalog.MECHANISMS`
     sampling: Sampling

@@ -14,6 +14,7 @@ from functools import cache
 
 import optax
 
+from fedlm.cohort.delays import DELAYS
 from fedlm.core import tree
 from fedlm.core.errors import either, require
 from fedlm.core.keys import key_for
@@ -48,14 +49,17 @@ def algorithm_of(
     participation: Sampling | PrivacyPlan,
     like: Params,
     start: Callable[[], Params] | None = None,
+    *,
+    remembered: int | None = None,
 ) -> Algorithm:
     """Return the algorithm that a recipe describes.
 
-    `start` makes the model before training. With it, parameters that are never trained become the
-    algorithm's base. Without it the server holds whole models, as in a tree, where models differ.
+    `remembered` is the number of clients whose memory is kept here; not given, all. `start` makes
+    the model before training. With it, parameters that are never trained become the algorithm's
+    base. Without it the server holds whole models, as in a tree, where models differ.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
-    check_recipe(recipe, sampling, like)
+    check_recipe(recipe, like, sampling.population if remembered is None else remembered)
     keep = trained_leaves(recipe, like) if start else None
     kind = TRAINABLE[recipe.wire.trainable]
     parts = parts_of(recipe, like) if keep is None else (kind.on_base,)
@@ -137,6 +141,7 @@ def pooled_algorithm(recipe: Recipe) -> Algorithm:
     )
     assert steps is not None
     plain = recipe.privacy.mechanism is None and client.method == "fedavg"
+    plain = plain and server.mode == "synchronous"
     whole = recipe.wire == type(recipe.wire)() and client.proximal == 0
     require(
         plain and whole,
@@ -189,26 +194,86 @@ def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
 # ---- settings that exclude each other -----------------------------------------------------------
 
 
-def check_recipe(recipe: Recipe, sampling: Sampling, like: Params) -> None:
-    """Raise `ConfigError` if settings of the recipe contradict each other."""
+def check_recipe(recipe: Recipe, like: Params, clients: int) -> None:
+    """Raise `ConfigError` if settings contradict each other, or so many clients remember much."""
     method = recipe.client.method
     check_method_settings(method, related_to_method(recipe))
     _check_wire(recipe)
+    _check_mode(recipe)
     if recipe.privacy.mechanism is not None:
         _check_private(recipe)
     feedback = recipe.wire.error_feedback
     if feedback or METHODS[method].keeps_client_state:
         keep = trained_leaves(recipe, like)
         trained = like if keep is None else tree.split(like, keep)[0]
-        remembered = 4 * tree.size(trained) * sampling.population
+        remembered = 4 * tree.size(trained) * clients
         require(
             remembered <= MOST_REMEMBERED,
             "wire.error_feedback" if feedback else "client.method",
             True if feedback else method,
-            f"at most {MOST_REMEMBERED >> 20} MiB for what {sampling.population} clients remember, "
+            f"at most {MOST_REMEMBERED >> 20} MiB for what {clients} clients remember, "
             f"not {remembered >> 20} MiB",
             "Take a smaller model or fewer clients.",
         )
+
+
+def _check_mode(recipe: Recipe) -> None:
+    """Raise `ConfigError` for settings that buffered rounds do not go together with, or need."""
+    server, client, wire = recipe.server, recipe.client, recipe.wire
+    if server.mode == "synchronous":
+        for name, given in (("server.buffer", server.buffer), ("client.delay", client.delay)):
+            only = "none without server.mode = 'buffered': a synchronous round waits for everybody"
+            require(given in (None, "none"), name, given, only)
+        return
+    require(
+        recipe.privacy.mechanism is None,
+        "server.mode",
+        server.mode,
+        "'synchronous' under a privacy plan: which round an answer falls into depends on how long "
+        "its client trains, and so on its text; every accounting here covers cohorts that are "
+        "drawn without looking at text",
+    )
+    require(
+        recipe.federation is None,
+        "server.mode",
+        server.mode,
+        "'synchronous' beside [federation]: the levels of a tree run at their own pace with "
+        "federation.sync_every",
+    )
+    require(
+        server.sampling == "fixed",
+        "server.sampling",
+        server.sampling,
+        "'fixed' with server.mode = 'buffered': the other laws are those of privacy plans",
+    )
+    require(
+        server.buffer is None or server.buffer <= server.cohort,
+        "server.buffer",
+        server.buffer,
+        f"at most server.cohort = {server.cohort}, the members that are at work at once",
+    )
+    keeps = METHODS[client.method].keeps_client_state
+    require(
+        not keeps and not wire.error_feedback,
+        "client.method" if keeps else "wire.error_feedback",
+        client.method if keeps else True,
+        "a method whose clients remember nothing, with server.mode = 'buffered': what a client "
+        "remembers is corrected by the server's next step, which here comes without it",
+    )
+    require(
+        TRAINABLE[wire.trainable].outlives_round,
+        "wire.trainable",
+        wire.trainable,
+        f"{_kinds(lambda k: k.outlives_round)} with server.mode = 'buffered': a late answer would "
+        "change another part than the round does",
+    )
+    least = DELAYS[client.delay].above
+    require(
+        least is None or client.delay_shape > least,
+        "client.delay_shape",
+        client.delay_shape,
+        f"above {least} with client.delay = {client.delay!r}",
+    )
 
 
 def related_to_method(recipe: Recipe) -> RelatedSettings:

@@ -10,13 +10,16 @@ Not here: single parts (`parts.py`), trees (`tree.py`), the loop (`run.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from fedlm.cohort.delays import Delays
 from fedlm.core.types import Engine
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
@@ -67,10 +70,12 @@ def flat_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
+    waiting: Callable[[Engine, Buffer], Waiting] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
-    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
+    `waiting` makes what waits for their answers in buffered rounds.
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
@@ -79,7 +84,10 @@ def flat_run(
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
     participation = privacy_plan.participation_of(recipe, people.size, out)
-    algorithm = algorithm_of(recipe, participation, shapes, start)
+    kept = None if members is None else 0  # at nodes, what their clients remember stays there
+    algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
+    if members is not None and algorithm.remembers:
+        algorithm = replace(algorithm, memory_at_nodes=True)
     check_base(recipe, algorithm)
     made = (
         engine(algorithm)
@@ -87,7 +95,7 @@ def flat_run(
         else engine_of(recipe, algorithm, rows.train, RunDirectory(out).frozen)
     )
     count = engine is None and recipe.run.baselines
-    round = _flat_round(recipe, algorithm, made)
+    round = round_of(recipe, algorithm, made, waiting)
     return Run(
         population=people,
         algorithm=algorithm,
@@ -105,7 +113,7 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
     rows = client_rows(recipe, store, training_clients(recipe, store))
     algorithm = pooled_algorithm(recipe)
     engine = engine_of(recipe, algorithm, pooled_rows(rows))
-    round = _flat_round(recipe, algorithm, engine)
+    round = round_of(recipe, algorithm, engine)
     return Run(
         population=population.pooled(),
         algorithm=algorithm,
@@ -118,10 +126,39 @@ def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:
     )
 
 
-def _flat_round(recipe: Recipe, algorithm: Algorithm, engine: Engine) -> FlatRound:
-    return FlatRound(
+def round_of(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    engine: Engine,
+    waiting: Callable[[Engine, Buffer], Waiting] | None = None,
+) -> FlatRound | BufferedRound:
+    """Return the rounds of a flat federation, which wait for all of a cohort or for a part."""
+    flat = FlatRound(
         algorithm=algorithm,
         engine=engine,
         seed=recipe.run.seed,
         secret=lambda: privacy_plan.secret_of(recipe.privacy),
+    )
+    server, client = recipe.server, recipe.client
+    if server.mode == "synchronous":
+        return flat
+    buffer = Buffer(
+        size=server.buffer,
+        largest_staleness=server.largest_staleness,
+        exponent=server.staleness_exponent,
+        grace=server.grace_seconds,
+    )
+    delays = Delays(
+        law=client.delay,
+        seconds=client.delay_seconds,
+        shape=client.delay_shape,
+        by_client=client.delay_by == "client",
+        seed=recipe.run.seed,
+    )
+    simulated = Simulated(engine=engine, grace=buffer.grace)
+    return BufferedRound(
+        flat=flat,
+        buffer=buffer,
+        waiting=waiting(engine, buffer) if waiting else simulated,
+        delays=delays.of,
     )

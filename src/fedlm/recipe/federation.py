@@ -14,15 +14,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedlm.core.errors import ConfigError
+from fedlm.core.types import GroupPath
 from fedlm.federation import topology
-from fedlm.federation.topology import Path, Place, Topology
+from fedlm.federation.topology import Place, Topology
 from fedlm.federation.tree_round import Compare, Order
 from fedlm.methods.optimizers import SERVER_OPTIMIZERS
 from fedlm.recipe.choices import one_of
 
 Outer = Annotated[str, one_of(SERVER_OPTIMIZERS)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Every number has an end: one that a stranger chose must not overflow what is made from it.
+LARGEST_COUNT, LARGEST_SIZE = (1 << 31) - 1, 1 << 20
+LARGEST_FLOAT = 1e30  # far inside float32
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]  # of something that is held in memory
+Level = Annotated[int, Field(ge=-LARGEST_SIZE, le=LARGEST_SIZE)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -46,7 +54,7 @@ class NodeTable(BaseModel):
     momentum: Decay | None = Field(
         default=None, description="Its own momentum of the server's steps."
     )
-    cohort: Annotated[int, Field(ge=1)] | None = Field(
+    cohort: Size | None = Field(
         default=None, description="Members per round of its own federation of clients."
     )
     weight: Positive | None = Field(default=None, description="How much it counts at its parent.")
@@ -62,7 +70,7 @@ class FederationTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    levels: tuple[int, ...] | None = Field(
+    levels: tuple[Level, ...] | None = Field(
         default=None,
         description="Levels of the clients' groups that become levels of the tree: `[0, 1]` is the "
         "coarse group over the next one, `[]` a single place with all text.",
@@ -97,19 +105,19 @@ class FederationTable(BaseModel):
         description="What changes of personal layers are measured from, to find nodes that are "
         "alike: where all began, or the root's present layers.",
     )
-    residuals: Annotated[int, Field(ge=0)] = Field(
+    residuals: Natural = Field(
         default=1,
         description="Personal layers that each node sends up because they fit worst, per layer; 0 "
         "is none.",
     )
-    sync_every: Annotated[int, Field(ge=1)] = Field(
+    sync_every: Count = Field(
         default=1, description="Rounds of a federation per round of the federation above it."
     )
     order: Order = Field(
         default="levels",
         description="Whether nodes with text train level by level, or all together in one batch.",
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+    warmup_steps: Natural = Field(
         default=0,
         description="Steps over which a leaf's learning rate rises in each round; 0 is none.",
     )
@@ -151,7 +159,7 @@ class FederationTable(BaseModel):
     delta: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=1e-5, description="The delta at which the report states what that noise is worth."
     )
-    resident: Annotated[int, Field(ge=0)] = Field(
+    resident: Natural = Field(
         default=0,
         description="If the tree has more nodes than this, their models are kept in memory-mapped "
         "files (in `TMPDIR`); 0 keeps all in memory.",
@@ -170,7 +178,7 @@ class FederationTable(BaseModel):
         return values[min(depth, len(values) - 1)]
 
 
-def topology_of(federation: FederationTable, groups: Sequence[Path]) -> Topology:
+def topology_of(federation: FederationTable, groups: Sequence[GroupPath]) -> Topology:
     """Return the tree of a recipe over clients with these group paths."""
     if (federation.levels is None) == (not federation.node):
         raise ConfigError(

@@ -24,7 +24,7 @@ from jaxtyping import PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import BatchSpec, Engine, Params, Rows
+from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
@@ -37,7 +37,7 @@ from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
 from fedlm.models.adapters import Adapters, without_adapters
-from fedlm.models.catalog import ModelSpec, ScoreFn
+from fedlm.models.catalog import ModelSpec
 from fedlm.models.interop import gguf
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.errors import require
-from fedlm.core.types import Params
+from fedlm.core.types import Params, ScoreFn
 from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.clients import by_owner
 from fedlm.evaluate.perplexity import Evaluator
 from fedlm.models import catalog
-from fedlm.models.catalog import ScoreFn
 from fedlm.privacy import release
 from fedlm.privacy.evaluation import PrivateEvaluation, ScheduledEvaluation
 from fedlm.privacy.plan import PrivacyPlan

@@ -18,7 +18,8 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from fedlm.core.errors import ConfigError, nearest
+from fedlm.core.documents import read_toml, toml_tables
+from fedlm.core.errors import ConfigError, nearest, require, shown
 from fedlm.corpus.sources import CORPORA
 from fedlm.recipe.federation import NodeTable
 from fedlm.recipe.tables import Client as Client
@@ -63,16 +64,7 @@ RENAMED = {
 
 def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
     """Read a recipe file and apply changes of the form `table.key=value`."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"recipe {path} is not readable: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"recipe {path} is not valid UTF-8.") from None
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}.") from None
+    tables = read_toml(Path(path), f"recipe {path}")
     for change in changes:
         _apply(tables, change)
     recipe = parse(tables)
@@ -83,19 +75,30 @@ def _apply(tables: dict[str, Any], change: str) -> None:
     name, equals, value = change.partition("=")
     table, dot, key = name.strip().partition(".")
     if not (equals and dot and key and table):
-        raise ConfigError(f"--set {change!r}: expected table.key=value, as in server.rounds=50.")
+        raise ConfigError(
+            f"--set {shown(change)}: expected table.key=value, as in server.rounds=50."
+        )
     held = tables.setdefault(table, {})
     if not isinstance(held, dict):
-        raise ConfigError(f"--set {change!r}: {table!r} is not a table of this recipe.")
-    held[key] = _value(value.strip())
+        raise ConfigError(f"--set {shown(change)}: {shown(table)} is not a table of this recipe.")
+    held[key] = _value(value.strip(), f"--set {shown(name.strip())}")
 
 
-def _value(text: str) -> Any:
+def _value(text: str, what: str) -> Any:
     """Parse a TOML value; any other text is a string, so that quotes are not needed."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
+        require(_is_text(text), what, text, "text in UTF-8")
         return text
+    except (ValueError, RecursionError):
+        pass  # TOML, but beyond its bounds: said below
+    return toml_tables(f"x = {text}", what)["x"]
+
+
+def _is_text(text: str) -> bool:
+    # Bytes of the command line that are not UTF-8 come as halves of surrogate pairs.
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def parse(tables: dict[str, Any]) -> Recipe:
@@ -158,7 +161,8 @@ def _sentence(error: Any) -> str:
         options = [o.strip(" '") for o in wanted.replace(" or ", ", ").split(",")]
         near = nearest(value, options)
         hint = f" {near}" if near.startswith("Did") else ""
-    return f"{'.'.join(place[:2])} = {value!r}: expected {wanted}.{hint}"
+    wanted = "a table" if error["type"] == "model_type" else wanted
+    return f"{'.'.join(place[:2])} = {shown(value)}: expected {wanted}.{hint}"
 
 
 def _relative_to(recipe: Recipe, folder: Path) -> Recipe:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
+from fedlm.cohort.delays import DELAYS
 from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import either
 from fedlm.corpus.rows import Layout
@@ -31,12 +32,18 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.models.transformer import Activation
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.choices import one_of
-from fedlm.recipe.federation import Decay, FederationTable, NotNegative, Positive
+from fedlm.recipe.federation import (
+    Count,
+    Decay,
+    FederationTable,
+    Natural,
+    NotNegative,
+    Positive,
+    Size,
+)
 from fedlm.record.trackers import TRACKERS
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-Count = Annotated[int, Field(ge=1)]
 
 
 def _tokenizer(value: str) -> str:
@@ -106,7 +113,9 @@ class Data(Table):
     validation: Share = Field(
         default=0.1, description="Fraction of each training client's text held out, from its end."
     )
-    split_seed: int = Field(default=0, description="Seed that decides which clients are held out.")
+    split_seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = Field(
+        default=0, description="Seed that decides which clients are held out."
+    )
     user_field: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="The field or column of a `.jsonl`, `.csv` or `.parquet` source that names the "
@@ -144,24 +153,24 @@ class Model(Table):
         description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
         "`bfloat16` takes half the memory.",
     )
-    embedding_size: Count | None = Field(default=None, description="Numbers per token embedding.")
-    hidden_size: Count | None = Field(
+    embedding_size: Size | None = Field(default=None, description="Numbers per token embedding.")
+    hidden_size: Size | None = Field(
         default=None, description="Units of a recurrent layer, or inside a feed-forward layer."
     )
     layers: Annotated[int, Field(ge=1, le=512)] | None = Field(
         default=None, description="Recurrent layers or decoder blocks."
     )
-    heads: Count | None = Field(
+    heads: Size | None = Field(
         default=None, description="Attention heads; their number must divide `embedding_size`."
     )
-    kernel_size: Count | None = Field(
+    kernel_size: Size | None = Field(
         default=None, description="Taps of a Conformer's convolution, in tokens."
     )
     positions: Positions | None = Field(default=None, description="How attention knows positions.")
     length: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         default=None, description="Learned positions: how many there are, in tokens."
     )
-    vocab: Count | None = Field(
+    vocab: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
         default=None,
         description="Rows of the embedding, if there are more than the tokenizer has tokens; "
         "published models round them up.",
@@ -175,12 +184,12 @@ class Model(Table):
         default=None,
         description="Llama, MPT, GPT-2, GPT-NeoX: the number under the root of a norm.",
     )
-    key_heads: Count | None = Field(
+    key_heads: Size | None = Field(
         default=None,
         description="Llama: heads of keys and values, which divide `heads`; not set: as many as "
         "`heads`.",
     )
-    head_size: Count | None = Field(
+    head_size: Size | None = Field(
         default=None,
         description="Llama: numbers per head; not set: `embedding_size` over `heads`.",
     )
@@ -244,8 +253,8 @@ class Client(Table):
         description="Largest L2 norm of a batch's gradient, for stability; it gives no privacy. 0 "
         "is no bound.",
     )
-    batch_size: Count = Field(default=16, description="Rows per step.")
-    epochs: Count = Field(default=1, description="Passes over a member's rows in a round.")
+    batch_size: Size = Field(default=16, description="Rows per step.")
+    epochs: Size = Field(default=1, description="Passes over a member's rows in a round.")
     max_examples: Count | None = Field(
         default=None, description="The most rows that a member uses in a round; not set: all."
     )
@@ -268,6 +277,22 @@ class Client(Table):
         default=0.0,
         description="Strength of the pull towards the server's model: FedProx's mu with `fedavg`, "
         "FedDyn's alpha with `feddyn`. 0 is none.",
+    )
+    delay: Annotated[str, one_of(DELAYS)] = Field(
+        default="none",
+        description="With `server.mode` `buffered`, in a simulation: the law of the time that a "
+        "member takes to answer. It moves the run's clock, not its wall time.",
+    )
+    delay_seconds: Positive = Field(default=1.0, description="The mean of that time.")
+    delay_shape: Positive = Field(
+        default=1.5,
+        description="`lognormal`: the standard deviation of the logarithm; `pareto`: the power by "
+        "which long delays get rare, above 1.",
+    )
+    delay_by: Literal["turn", "client"] = Field(
+        default="turn",
+        description="Whether a delay is drawn anew for each turn of a client, or once, so that "
+        "some clients are always slow.",
     )
 
 
@@ -294,7 +319,7 @@ class Server(Table):
     schedule: Annotated[str, one_of(SCHEDULES)] = Field(
         default="constant", description="How the learning rate changes over the rounds."
     )
-    warmup_rounds: Annotated[int, Field(ge=0)] = Field(
+    warmup_rounds: Natural = Field(
         default=0, description="Rounds over which the learning rate rises linearly; 0 is none."
     )
     final_fraction: Share = Field(
@@ -302,8 +327,10 @@ class Server(Table):
         description="With a schedule that falls: the last learning rate as a fraction of "
         "`learning_rate`.",
     )
-    rounds: Count = Field(default=100, description="Rounds of training.")
-    cohort: Count = Field(
+    rounds: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        default=100, description="Rounds of training."
+    )
+    cohort: Size = Field(
         default=20,
         description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
         "number.",
@@ -315,14 +342,43 @@ class Server(Table):
         "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
         "many rounds in between, and each client of the group joins by its own coin.",
     )
+    mode: Literal["synchronous", "buffered"] = Field(
+        default="synchronous",
+        description="Whether a round waits for its whole cohort, or, `buffered`, for the first "
+        "`buffer` answers; the others go on and count in a later round.",
+    )
+    buffer: Count | None = Field(
+        default=None,
+        description="`buffered`: answers (one per member) after which the server steps, at most "
+        "`cohort`; not set: all.",
+    )
+    largest_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=10,
+        description="`buffered`: the most rounds by which an answer may be late; what is older is "
+        "given up. So many older models are kept.",
+    )
+    staleness_exponent: NotNegative = Field(
+        default=0.5,
+        description="`buffered`: an answer that is s rounds late counts (1 + s) to the power of "
+        "minus this; 0 counts all alike.",
+    )
+    grace_seconds: NotNegative = Field(
+        default=0.0,
+        description="`buffered`: how long the server still waits for others once `buffer` answers "
+        "are in.",
+    )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
-    evaluate_rows: Annotated[int, Field(ge=0)] = Field(
+    evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
     )
 
 
 class Privacy(Table):
-    """The privacy promised to each client; without a mechanism there is no promise."""
+    """The privacy promised to each client; without a mechanism there is no promise.
+
+    >>> Privacy(mechanism="gaussian", clip_norm=0.5, noise_multiplier=1.0).reveal
+    False
+    """
 
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
@@ -343,27 +399,27 @@ class Privacy(Table):
         "`noise_multiplier` given too, the run "
         "stops before the round that would exceed it, and keeps its model.",
     )
-    delta: float = Field(
+    delta: Annotated[float, Field(ge=-1e30, le=1e30)] = Field(
         default=1e-6,
         description="The delta of the claim, above 0 and well below one in the number of clients.",
     )
-    min_separation: Annotated[int, Field(ge=0)] = Field(
+    min_separation: Natural = Field(
         default=0,
         description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
     )
-    max_participations: Annotated[int, Field(ge=0)] = Field(
+    max_participations: Natural = Field(
         default=0,
         description="`spaced`: turns of a client in the whole run; 0 is as many as the separation "
         "allows.",
     )
-    restart_every: Annotated[int, Field(ge=0)] = Field(
+    restart_every: Natural = Field(
         default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
     )
-    bands: Annotated[int, Field(ge=0)] = Field(
+    bands: Natural = Field(
         default=0,
         description="`banded`, `toeplitz`: bands of the matrix; 0 is `min_separation` + 1.",
     )
-    buffers: Count = Field(
+    buffers: Size = Field(
         default=3,
         description="`blt`: how many copies of the model the noise remembers, at most 10.",
     )
@@ -390,7 +446,7 @@ class Privacy(Table):
         "deviation, in multiples of what one client can change; every report is paid in the "
         "ledger. Not set: no figures of training clients.",
     )
-    evaluation_every: Annotated[int, Field(ge=0)] = Field(
+    evaluation_every: Natural = Field(
         default=0,
         description="With `evaluation_noise`: rounds between two reports; 0 is one, at the end.",
     )
@@ -398,7 +454,7 @@ class Privacy(Table):
         default=50,
         description="With `evaluation_noise`: the most tokens with which a client counts.",
     )
-    canaries: Annotated[int, Field(ge=0)] = Field(
+    canaries: Natural = Field(
         default=0,
         description="Further clients that send a random direction, for `fedlm privacy audit`; 0 is "
         "none.",
@@ -436,10 +492,10 @@ class Wire(Table):
         description="`fixed`, `round`, `member`: the fraction that trains of what may be held "
         "still (matrices, embeddings and gains); biases and shifts always train.",
     )
-    subsets: Count = Field(
+    subsets: Size = Field(
         default=4, description="`round`: how many subsets take turns; each is a compiled program."
     )
-    rank: Count = Field(
+    rank: Size = Field(
         default=8, description="`low-rank`, `lora`, `lora-both`: the rank of a matrix's update."
     )
     alpha: Positive = Field(
@@ -450,7 +506,7 @@ class Wire(Table):
         default=QUERIES_AND_VALUES,
         description="`lora`, `lora-both`: names of the linear layers with an adapter, with `*`.",
     )
-    last_blocks: Annotated[int, Field(ge=0)] = Field(
+    last_blocks: Natural = Field(
         default=0,
         description="`lora`, `lora-both`: only so many blocks have adapters, from the end; blocks "
         "before them need no backward pass. 0 is all blocks.",
@@ -473,9 +529,7 @@ class RunTable(Table):
         description="`mesh`: one compiled program over all devices; `loop`: member by member, slow "
         "and obvious.",
     )
-    devices: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="Devices on this machine; 0 is one per core."
-    )
+    devices: Natural = Field(default=0, description="Devices on this machine; 0 is one per core.")
     cache_frozen: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
         default=0,
         description="Adapters in the last blocks only (`wire.last_blocks`): megabytes of disk in "
@@ -501,7 +555,12 @@ class RunTable(Table):
 
 
 class Recipe(Table):
-    """All settings of an experiment."""
+    """All settings of an experiment, one table per attribute; the TOML of a recipe is one.
+
+    >>> recipe = Recipe.model_validate({"data": {"source": "sotu"}, "server": {"cohort": 20}})
+    >>> recipe.server.cohort, recipe.model.name
+    (20, 'si-cifg')
+    """
 
     data: Data = Field(default=Data(), description="Which text, in which tokens and rows.")
     model: Model = Field(default=Model(), description="Which architecture, of which size.")

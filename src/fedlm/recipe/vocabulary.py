@@ -11,11 +11,11 @@ Not here: the noisy counts (`privacy/vocabulary.py`), reading a tokenizer file (
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedlm.core.errors import CorpusError, require
-from fedlm.corpus.store import LEDGER
+from fedlm.corpus.store import LEDGER, Progress
 from fedlm.corpus.tokenizer import TextTokenizer, from_counts, word_finder
 from fedlm.corpus.vocabulary import Counting, Vocabulary, from_file
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry
@@ -23,7 +23,6 @@ from fedlm.privacy.vocabulary import assumptions, select_words, word_selection
 from fedlm.recipe.settings import Data
 
 COUNTED_WITH_NOISE = ("words", "bpe")  # kinds of tokenizers that are fitted to words
-Progress = Callable[[str, int], None]
 
 
 def vocabulary_of(

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,10 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from fedlm.core import tree
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import SURPRISES, RecordError
+from fedlm.core.types import Say
 
 _NAME = "round-{:06d}.safetensors"
-Say = Callable[[str], None]
 
 
 class _OtherTree(RecordError):
@@ -125,11 +125,15 @@ def arrays_in(data: bytes, where: str) -> Saved:
         arrays = load_tensors(data)
         told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["fedlm"])
         digest, facts = str(told["digest"]), str(told["facts"])
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{where} is damaged: {error}.") from None
-    if digest != _digest(arrays, facts):
-        raise RecordError(f"{where} is damaged: its digest does not match.")
-    return Saved(arrays, json.loads(facts))
+        if digest != _digest(arrays, facts):
+            raise ValueError("its digest does not match")
+        found = json.loads(facts)
+        if not isinstance(found, dict):
+            raise ValueError("its facts are no object")
+    except (SafetensorError, *SURPRISES) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RecordError(f"{where} is damaged: {reason}.") from None
+    return Saved(arrays, found)
 
 
 def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fedlm.core.errors import RecordError
+from fedlm.core.documents import read_toml
+from fedlm.core.errors import RecordError, shown
 from fedlm.record.checkpoint import sweep, write_atomically
 
 LOCK = ".lock"
@@ -207,9 +208,9 @@ class RunDirectory:
 
     def _read_recipe(self) -> dict[str, Any]:
         try:
-            return tomllib.loads(self.recipe.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RecordError(f"{self.recipe} is damaged: {error}. Give another --out.") from None
+            return read_toml(self.recipe, str(self.recipe), RecordError)
+        except RecordError as error:
+            raise RecordError(f"{error} Give another --out.") from None
 
     def _begin(self, recipe: str) -> None:
         write_atomically(self.recipe, recipe.encode())
@@ -245,9 +246,11 @@ def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """Describe the first setting in which two recipes differ."""
     for table in sorted(there.keys() | here.keys()):
         a, b = there.get(table, {}), here.get(table, {})
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return f"{table} is {shown(a)} there and {shown(b)} here"
         for name in sorted(a.keys() | b.keys()):
             if a.get(name) != b.get(name):
-                return f"{table}.{name} is {a.get(name)!r} there and {b.get(name)!r} here"
+                return f"{table}.{name} is {shown(a.get(name))} there and {shown(b.get(name))} here"
     return "no setting differs"
 
 

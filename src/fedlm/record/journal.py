@@ -12,13 +12,57 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.errors import RecordError
+from fedlm.core.documents import json_value
+from fedlm.core.errors import RecordError, shown
 from fedlm.core.releasable import Releasable
 from fedlm.record.checkpoint import write_atomically
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_recipe(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(table, dict) for table in value.values())
+
+
+def _is_start(value: Any) -> bool:
+    return isinstance(value, dict) and _is_figure(value.get("perplexity"))
+
+
+# The types of the fields that others count on; a field may be missing.
+FIELDS: dict[str, Callable[[Any], bool]] = {
+    "round": _is_count,
+    "members": _is_number,
+    "seconds": _is_number,
+    "upload_bytes": _is_number,
+    "download_bytes": _is_number,
+    "loss": _is_figure,
+    "tokens": _is_number,
+    "perplexity": _is_figure,
+    "epsilon": _is_figure,
+    "recipe": _is_recipe,
+    "store": _is_table,
+    "start": _is_start,
+    "start_sha256": lambda value: isinstance(value, str),
+    "parameters": _is_count,
+}
 
 
 def _plain(value: Any) -> Any:
@@ -47,13 +91,21 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            entry = json_value(line, "", RecordError)
+        except RecordError:
             if number == len(lines):
                 return
             raise RecordError(f"{path}, line {number}: not JSON; the journal is damaged.") from None
-        if not isinstance(entry, dict) or "kind" not in entry:
+        if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
             raise RecordError(f"{path}, line {number}: not a journal entry.")
+        for name in entry.keys() & FIELDS.keys():
+            if not FIELDS[name](entry[name]):
+                raise RecordError(
+                    f"{path}, line {number}: {name} = {shown(entry[name], 80)} makes no sense; the "
+                    "journal is damaged."
+                )
+        if entry["kind"] == "round" and "round" not in entry:
+            raise RecordError(f"{path}, line {number}: a round without its number.")
         yield entry
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import RecordError, damaged
 from fedlm.record import journal, plots, tree_report
 from fedlm.record.plots import Series
 
@@ -108,6 +108,11 @@ def facts_of(path: Path) -> Facts:
 
 def page(runs: list[Facts]) -> str:
     """Return the whole report as an HTML page."""
+    with damaged(f"the journal of {', '.join(run.name for run in runs)}"):
+        return _page(runs)
+
+
+def _page(runs: list[Facts]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     parts = [f"<h1>{html.escape(title)}</h1>", _overview(runs)]
     parts += _curves(runs)

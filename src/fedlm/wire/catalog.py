@@ -18,6 +18,7 @@ from fedlm.core.errors import ConfigError, nearest
 from fedlm.core.types import Codec
 from fedlm.wire.dense import bfloat16, dense
 from fedlm.wire.entropy import deflated
+from fedlm.wire.fixed_point import secure
 from fedlm.wire.quantize import uniform
 from fedlm.wire.rotation import drive
 from fedlm.wire.ternary import ternary
@@ -44,6 +45,8 @@ _CLIP: Option = ("clip", r"\d+(\.\d+)?", float)
 _SCALE: Option = ("scale", "mse|unbiased", str)
 _BLOCK: Option = ("block", r"\d{1,9}", int)
 _SHARE: Option = ("share", r"\d*\.?\d+", float)
+_BOUND: Option = ("clip", r"clip\d+(\.\d+)?", lambda text: float(text[4:]))
+_MEMBERS: Option = ("members", r"members\d{1,9}", lambda text: int(text[7:]))
 _VALUES: Option = ("values", "float32|float16", str)
 CODECS: dict[str, Family] = {
     "float32": Family(dense, (), ("float32",)),
@@ -52,6 +55,7 @@ CODECS: dict[str, Family] = {
     "ternary": Family(ternary, (_CLIP,), ("ternary-2.5",)),
     "drive": Family(drive, (_SCALE, _BLOCK), ("drive-mse-4096",)),
     "topk": Family(topk, (_SHARE, _VALUES), ("topk-0.01-float32",)),
+    "secure": Family(secure, (_BITS, _BOUND, _MEMBERS), ("secure-20-clip1-members100",)),
 }
 
 

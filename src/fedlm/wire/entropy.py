@@ -47,7 +47,12 @@ def deflated(inner: Codec) -> Codec:
         return inner.encoded_bytes(like) - overhead(inner.name) + overhead(name) + 1
 
     return inner._replace(
-        name=name, encode=encode, decode=decode, encoded_bytes=most_bytes, fixed_size=False
+        name=name,
+        encode=encode,
+        decode=decode,
+        encoded_bytes=most_bytes,
+        fixed_size=False,
+        additive=False,
     )
 
 

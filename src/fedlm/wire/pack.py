@@ -46,7 +46,7 @@ def _runs(count: int, width: int) -> tuple[int, int]:
 
 def pack(values: np.ndarray, width: int) -> bytes:
     """Pack unsigned integers below 2**width."""
-    if width in (8, 16, 32):
+    if width in (8, 16, 32, 64):
         return _planes(values, width)
     parts, shift = [], 0
     for w in sections(width):
@@ -73,7 +73,8 @@ def _pack_field(field: np.ndarray, width: int) -> bytes:
 
 def unpack(reader: Reader, count: int, width: int) -> np.ndarray:
     """Unpack the next `count` integers of a body."""
-    out = np.zeros(count, "u1" if width <= 8 else "u2" if width <= 16 else "u4")
+    least = min(size for size in (1, 2, 4, 8) if width <= 8 * size)
+    out = np.zeros(count, f"u{least}")
     shift = 0
     for w in sections(width):
         field = _unpack_field(reader, count, w)

@@ -39,6 +39,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedlm.core.errors import EngineError, WireError
+from fedlm.core.types import Say
 from fedlm.deploy import certificates
 from fedlm.deploy.flower.pull import Missing, assemble, object_puller
 from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
@@ -50,7 +51,6 @@ LEASE_SECONDS = 10.0  # Flower's minimum; a node counts as away after two leases
 LONGEST_WAIT = 5.0  # seconds between two attempts to reach a server that is not there
 BUSY_NAP, IDLE_NAP = 0.2, 2.0  # seconds between two polls for a request, in a run and after it
 IDLE_SECONDS = 60.0  # without a request, after which a node is idle
-Say = Callable[[str], None]
 Stop = Callable[[], bool]
 
 
