@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all lint format docs bench bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all lint format docs bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -37,6 +37,9 @@ format: $(VENV)/.dev  ## put the code in form
 
 docs: $(VENV)/.docs  ## build the documentation site into site/, without a network
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
+
+bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)
+	$(BIN)/python -m benchmarks.adapters --peer .bench/peft/bin/python $(OPTIONS)
 
 bench: $(VENV)/.installed  ## speed of the engines, side by side
 	$(BIN)/python -m benchmarks.engines

@@ -35,13 +35,13 @@ PROMPTS = ("Hey, how are you", "What do you like to", "I just moved to")
 MOST_MESSAGES = 40  # per sender: a few wrote thousands
 QUERY, VALUE = "*.attention.query", "*.attention.value"
 PLAIN = {
-    "client": {"optimizer": "adam", "learning_rate": 0.003, "epochs": 3},
-    "server": {"rounds": 12, "cohort": 16},
+    "client": {"optimizer": "adam", "learning_rate": 0.03, "epochs": 3},
+    "server": {"rounds": 10, "cohort": 12},
     "wire": {"rank": 8, "targets": [QUERY, VALUE], "last_blocks": 6},
 }
 PRIVATE = {
-    "client": {"optimizer": "adam", "learning_rate": 0.01, "epochs": 1},
-    "server": {"rounds": 10, "cohort": 64, "sampling": "poisson"},
+    "client": {"optimizer": "adam", "learning_rate": 0.03, "epochs": 1},
+    "server": {"rounds": 8, "cohort": 64, "sampling": "poisson"},
     "privacy": {"mechanism": "gaussian", "epsilon": 8.0, "delta": 1e-5},
 }
 # From the most numbers to the fewest; the first whose noise is short enough is trained.
@@ -267,7 +267,7 @@ def main() -> None:
     if stages.begin("text", "senders, some held out", (folder / "store").is_dir()):
         if not text.is_file():
             write_text(text)
-        given = ("--tokenizer", str(base / "tokenizer.json"), "--test-clients", "0.05")
+        given = ("--tokenizer", str(base / "tokenizer.json"), "--test-clients", "0.03")
         store = ("--validation", "0", "--out", str(folder / "store"))
         stages.run("text", "prepare", str(text), *given, *store)
     done = [(folder / name / "summary.json").is_file() for name in ("plain", "private")]
