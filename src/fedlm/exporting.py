@@ -116,7 +116,7 @@ def _onnx(run: FinishedRun) -> Files:
 
 
 def _huggingface(run: FinishedRun) -> Files:
-    if run.spec.adapters is not None:
+    if adapter_beside(run.directory.weights).is_file():
         run.check_learned()
     return {**_folder(run, run.params), CARD: card(run).encode()}
 
@@ -247,7 +247,14 @@ def _base_words(origin: str | None) -> str:
         return "none; the model began from random numbers."
     if origin.endswith(gguf.SUFFIX):
         return f"`{Path(origin).name}`, a GGUF file made into float32; a quantised one lost digits."
-    return f"`{Path(origin).name}`."
+    made = _front_matter(Path(origin), "dequantised_from")
+    if made is None:
+        return f"`{Path(origin).name}`."
+    return (
+        f"`{Path(origin).name}`, made from the GGUF file `{made}`: its quantised weights lost "
+        "digits, and the adapters fit the float32 numbers that they stand for. They belong on that "
+        "folder, and not on the model before it was quantised."
+    )
 
 
 def licence_of(origin: str | None) -> str | None:
@@ -257,12 +264,17 @@ def licence_of(origin: str | None) -> str | None:
     path = Path(origin)
     if path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.licence_of(path)
-    file = path / CARD
+    return _front_matter(path, "license")
+
+
+def _front_matter(folder: Path, name: str) -> str | None:
+    """Return an entry at the head of a folder's model card; None if there is none."""
+    file = folder / CARD
     if not file.is_file() or file.stat().st_size > LARGEST_CARD:
         return None
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[:200]:
-        if line.startswith("license:"):
-            return line.removeprefix("license:").strip().strip("\"'") or None
+        if line.startswith(f"{name}:"):
+            return line.removeprefix(f"{name}:").strip().strip("\"'") or None
     return None
 
 
@@ -286,7 +298,8 @@ def convert(path: Path, folder: Path) -> Path:
     template = gguf.chat_template_of(path)
     told = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     licence = gguf.licence_of(path)
-    head = f"---\nlicense: {licence}\n---\n\n" if licence else ""
+    entries = [f"license: {licence}"] if licence else []
+    head = "\n".join(["---", *entries, f"dequantised_from: {path.name}", "---", "", ""])
     files = {
         huggingface.WEIGHTS: huggingface.weights_of(kind, size, gguf.load(path, size)),
         huggingface.CONFIG: _json(huggingface.config_of(kind, size, tokens)),

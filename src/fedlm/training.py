@@ -532,7 +532,7 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
 def _save_best(run: Run, state: Any) -> None:
     """Write the model of a state as the best so far, and remember whose it is."""
     params = run.round.models(state)[""]
-    save_weights(run.record.best, params, run)
+    node_runs.write_weights(run.record.best, params, run.recipe, run.store.vocabulary)
     lineage.add_models(run.record.path, run.store, [tree.sha256(merged(params))])
 
 

@@ -13,6 +13,7 @@ from fedlm.federation.round import init_node
 from fedlm.inference import load_params
 from fedlm.recipe.assemble import trained_leaves
 from fedlm.recipe.build import build
+from fedlm.recipe.federation import FederationTable
 from fedlm.recipe.settings import load
 from fedlm.record.checkpoint import to_bytes
 from fedlm.training import Watcher, train
@@ -96,13 +97,12 @@ def test_a_run_whose_frozen_part_has_changed_does_not_go_on(made, tmp_path):
         train(made(begun), resume=True)
 
 
-def test_a_fixed_part_of_a_model_from_a_file_is_refused_over_a_network(made):
-    with pytest.raises(
-        ConfigError, match=r"model\.init_from = .*runs/one'.*make what is held still"
-    ):
-        check_deployable(made("model.init_from=runs/one").recipe)
-    check_deployable(made().recipe)
-    check_deployable(made("model.init_from=runs/one", *ALL).recipe)
+def test_a_fixed_part_of_a_model_from_a_file_is_refused_in_a_tree_over_a_network(made):
+    recipe = made("model.init_from=runs/one").recipe
+    check_deployable(recipe)
+    tree = recipe.model_copy(update={"federation": FederationTable(levels=(0,))})
+    with pytest.raises(ConfigError, match=r"model\.init_from = .*runs/one'.*in a tree over"):
+        check_deployable(tree)
 
 
 def test_nodes_of_a_tree_hold_whole_models(tiny_recipe, tmp_path):

@@ -12,16 +12,13 @@ from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
-from fedlm.corpus import tokenizer_file
 from fedlm.evaluate.generate import sample
-from fedlm.inference import load_params, room_for, speak
+from fedlm.inference import open_model, room_for, speak
 from fedlm.inference import predict as next_words
-from fedlm.recipe.settings import load
-from fedlm.record.directory import RunDirectory
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or a Hugging Face folder.")],
     text: Annotated[str | None, typer.Argument(help="A prompt; without it, one a line.")] = None,
     count: Annotated[int, typer.Option(min=1, max=100, help="How many next words.")] = 5,
     length: Annotated[
@@ -41,10 +38,7 @@ def predict(
     """
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
-    directory = RunDirectory.existing(run).of_node(node)
-    weights = directory.weights_to_use(best=best)
-    tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
-    params = load_params(load(directory.recipe).model, tokenizer.vocabulary, weights)
+    params, tokenizer = open_model(run, node=node, best=best)
 
     def answer(prompt: str) -> dict[str, Any]:
         found: dict[str, Any] = {

@@ -138,11 +138,19 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 def check_deployable(recipe: Recipe) -> None:
     """Raise `ConfigError` for settings that need all members in one place."""
     require(
-        TRAINABLE[recipe.wire.trainable].leaves is None or recipe.model.init_from is None,
+        TRAINABLE[recipe.wire.trainable].leaves is None
+        or recipe.model.init_from is None
+        or recipe.federation is None,
         "model.init_from",
         recipe.model.init_from,
-        f"none with wire.trainable = {recipe.wire.trainable!r} over a network: nodes make what is "
-        "held still from the recipe's seed",
+        f"none with wire.trainable = {recipe.wire.trainable!r} in a tree over a network",
+        "Leave [federation] out, and let relays make the tree.",
+    )
+    require(
+        not TRAINABLE[recipe.wire.trainable].exact_mean,
+        "wire.trainable",
+        recipe.wire.trainable,
+        "'lora' over a network: a node would send sums of whole matrices",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:
@@ -186,8 +194,16 @@ def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
     )
 
 
-def redacted(recipe: Recipe, noise: float | None = None) -> str:
-    """Return the recipe as sent to nodes: without paths and secrets, with the resolved noise."""
+def held_at_nodes(recipe: Recipe) -> bool:
+    """Return whether nodes must have the frozen model themselves: no seed makes it."""
+    return TRAINABLE[recipe.wire.trainable].leaves is not None and bool(recipe.model.init_from)
+
+
+def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None) -> str:
+    """Return the recipe as sent to nodes: without paths and secrets, with the resolved noise.
+
+    `base` is the digest of a frozen model that nodes must have themselves.
+    """
     privacy, kind = recipe.privacy, kind_of(recipe.data.tokenizer)
     if noise is not None:
         # Nodes learn that a seed is fixed, so that a policy can refuse it, but not its value.
@@ -197,8 +213,10 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
         recipe.model_copy(
             update={
                 "data": recipe.data.model_copy(update={**NO_PATHS, "tokenizer": kind}),
-                "model": recipe.model.model_copy(update={"init_from": None}),
-                "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
+                "model": recipe.model.model_copy(update={"init_from": None, "base_sha256": base}),
+                "run": recipe.run.model_copy(
+                    update={"devices": 0, "prompts": (), "cache_frozen": 0}
+                ),
                 "privacy": privacy,
             }
         )

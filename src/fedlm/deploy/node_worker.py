@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from fedlm.core import tree
-from fedlm.core.errors import WireError
+from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
@@ -72,15 +72,18 @@ class Worker:
         memory: NodeMemory | None = None,
         models: Path | None = None,
         name: str = "",
+        base: Path | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
         Without a `ledger` and a `memory` it remembers its answers, and its members what methods
         have them remember, only as long as it lives. What it is given at the end of a run goes to
-        the folder `models`, its own model under its `name`.
+        the folder `models`, its own model under its `name`. `base` is the model on which
+        it lets adapters be trained.
         """
         self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
+        self.base = base
         self.ledger = NodeLedger() if ledger is None else ledger
         self.memory = NodeMemory() if memory is None else memory
         per_member = len(store.training_clients) if whole else 1
@@ -203,6 +206,8 @@ class Worker:
 
     def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
         check_deployable(recipe)
+        base = recipe.model.base_sha256
+        recipe = self._on_own_base(recipe)
         if recipe.federation is not None:
             made = leaf_work(recipe, self.store)
         else:
@@ -213,9 +218,40 @@ class Worker:
                 population=request.population,
                 whole=self.whole,
             )
+        self._check_base(recipe, made, base)
         plan, parameters = made.algorithm.plan, made.parameters
         policies.check_policy(self.policy, recipe, plan, parameters, self.clients)
         return made
+
+    def _on_own_base(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this node's own model, if it trains a part of one."""
+        model = recipe.model
+        if model.init_from is not None:
+            raise WireError("the recipe names a file of this node (model.init_from).")
+        if model.base_sha256 is None:
+            return recipe
+        if self.base is None:
+            raise Refusal(
+                f"model.base_sha256 = {model.base_sha256[:12]}...: this node has no model to train "
+                "adapters on. Its owner gives one with fedlm node join --base."
+            )
+        own = model.model_copy(update={"init_from": str(self.base), "base_sha256": None})
+        return recipe.model_copy(update={"model": own})
+
+    def _check_base(self, recipe: Recipe, work: NodeWork, wanted: str | None) -> None:
+        """Refuse a run on another frozen model than this node has."""
+        if wanted is None:
+            return
+        try:
+            parts.with_base_sizes(recipe.model)
+            found = parts.base_sha256(work.algorithm)
+        except ConfigError:  # whose words are about files of this node
+            found = "another kind of model"
+        if found != wanted:
+            raise Refusal(
+                f"model.base_sha256 = {wanted[:12]}...: the model of this node is {found[:12]}..., "
+                "and adapters of one model do not fit another. Give the same to all."
+            )
 
 
 class MemberMemories:

@@ -28,6 +28,7 @@ from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
+    check_base,
     client_rows,
     engine_of,
     evaluation_of,
@@ -98,6 +99,7 @@ def flat_run(
     algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
     if members is not None and algorithm.remembers:
         algorithm = replace(algorithm, memory_at_nodes=True)
+    check_base(recipe, algorithm)
     made = (
         engine(algorithm)
         if engine

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from tokenizers.models import WordLevel
 
+from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
@@ -37,7 +38,7 @@ from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
-from fedlm.models.adapters import Adapters
+from fedlm.models.adapters import Adapters, without_adapters
 from fedlm.models.catalog import ModelSpec
 from fedlm.models.interop import gguf
 from fedlm.models.partial import TRAINABLE
@@ -423,6 +424,32 @@ def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
 
     # The base of a run and its first state then share their arrays in memory.
     return cache(start) if TRAINABLE[recipe.wire.trainable].leaves is not None else start
+
+
+def base_sha256(algorithm: Algorithm) -> str:
+    """Return the digest of the frozen part of a model, without what adapters add to it."""
+    return tree.sha256(without_adapters(algorithm.base))
+
+
+def check_base(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Raise `ConfigError` if the frozen model is not the one whose digest the recipe names."""
+    wanted = recipe.model.base_sha256
+    if wanted is None:
+        return
+    require(
+        algorithm.make_base is not None,
+        "model.base_sha256",
+        wanted,
+        "nothing, unless wire.trainable = 'lora' or 'fixed' freezes a part of the model",
+    )
+    found = base_sha256(algorithm)
+    require(
+        found == wanted,
+        "model.base_sha256",
+        wanted,
+        f"{found}, the digest of the frozen model that is here",
+        "Bring the model that the adapters belong to.",
+    )
 
 
 def batch_spec(recipe: Recipe) -> BatchSpec:

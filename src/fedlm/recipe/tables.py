@@ -143,6 +143,12 @@ class Model(Table):
         "a Hugging Face folder (`config.json` and safetensors) or a GGUF file. The last two decide "
         "name and sizes of the model.",
     )
+    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
+        default=None,
+        description="Digest of the frozen part of the model at `init_from`, as a run's adapters "
+        "name it; another model there is refused. A server tells it to nodes, which have the model "
+        "themselves.",
+    )
     base_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
@@ -504,7 +510,8 @@ class Wire(Table):
         description="Which part of the model members train: `all`; `fixed`, one subset of its "
         "tensors; `round`, subsets that take turns; `member`, each member its own subset in each "
         "round; `low-rank`, factors of its matrices, drawn anew in each round; `lora`, adapters on "
-        "a frozen model.",
+        "a frozen model; `lora-both`, both factors of adapters, for comparison: the server adds "
+        "what the mean factors lack to the model.",
     )
     trainable_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
@@ -514,18 +521,21 @@ class Wire(Table):
     subsets: Size = Field(
         default=4, description="`round`: how many subsets take turns; each is a compiled program."
     )
-    rank: Size = Field(default=8, description="`low-rank`, `lora`: the rank of a matrix's update.")
+    rank: Size = Field(
+        default=8, description="`low-rank`, `lora`, `lora-both`: the rank of a matrix's update."
+    )
     alpha: Positive = Field(
-        default=16.0, description="`lora`: a matrix changes by `alpha` / `rank` times B A."
+        default=16.0,
+        description="`lora`, `lora-both`: a matrix changes by `alpha` / `rank` times B A.",
     )
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default=QUERIES_AND_VALUES,
-        description="`lora`: names of the linear layers with an adapter, with `*`.",
+        description="`lora`, `lora-both`: names of the linear layers with an adapter, with `*`.",
     )
     last_blocks: Natural = Field(
         default=0,
-        description="`lora`: only so many blocks have adapters, from the end; blocks before them "
-        "need no backward pass. 0 is all blocks.",
+        description="`lora`, `lora-both`: only so many blocks have adapters, from the end; blocks "
+        "before them need no backward pass. 0 is all blocks.",
     )
     secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
