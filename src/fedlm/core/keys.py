@@ -36,6 +36,7 @@ Purpose = Literal[
     "synthetic",
     "vocabulary",
     "selection",
+    "account",
     "delay",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
