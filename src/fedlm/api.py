@@ -529,7 +529,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     """Return a flat run with optimisers and a model that no recipe can name."""
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     people = of_store(store, rows.clients)
-    participation = privacy_plan.participation_of(recipe, people.size, path)
+    participation = privacy_plan.participation_of(recipe, people.size, path, store.ledgers)
     chosen = method or fedavg(optax.sgd(0.5), optax.adam(0.01))
     private = isinstance(participation, PrivacyPlan)
     clients, server = METHODS["fedavg"].build(

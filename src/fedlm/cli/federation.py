@@ -308,6 +308,28 @@ def train(
 
 
 @app.command()
+def deliver(
+    home: HOME,
+    run: Annotated[Path, typer.Argument(help="A finished run of this federation.")],
+    node: Annotated[str, typer.Option("--node", help="Only to this node; left out: to all.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Send nodes the models of a finished run: the shared one, and in a tree their own.
+
+    Example: fedlm federation deliver fed runs/first --node north
+    """
+    needs_flower()
+    from fedlm.deploy.server_app import deliver_again
+    from fedlm.deploy.workspace import Workspace
+
+    kept = deliver_again(Workspace.existing(home), run, only=node, stores=STORES, say=note)
+    if as_json:
+        emit({"run": str(run), "nodes": kept})
+        return
+    out.print(f"nodes that have their models: {', '.join(kept) or 'none'}")
+
+
+@app.command()
 def status(
     home: HOME,
     run: Annotated[Path | None, typer.Option(help="A run directory: who answered in it.")] = None,

@@ -97,6 +97,10 @@ def join(
     whole: Annotated[
         bool, typer.Option("--whole", help="The store is one member, not one per client.")
     ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="The model that adapters are trained on, if a run has adapters."),
+    ] = None,
     devices: Annotated[int, typer.Option(help="Lanes on this machine; 0 is one per core.")] = 0,
 ) -> None:
     """Take part in a federation with the text of a store, until stopped.
@@ -110,7 +114,7 @@ def join(
     from fedlm.deploy.node import work
 
     with polite_stop() as stop:
-        work(kit, store, policy, whole=whole, say=note, stop=stop.is_set)
+        work(kit, store, policy, whole=whole, base=base, say=note, stop=stop.is_set)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from fedlm.corpus.store import Store
+from fedlm.deploy.delivery import MODELS
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.node_ledger import NodeLedger
@@ -32,6 +33,7 @@ def work(
     policy_path: Path | None,
     *,
     whole: bool,
+    base: Path | None = None,
     say: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> None:
@@ -44,7 +46,17 @@ def work(
     warn(policy, say)
     with closing(NodeLedger(kit.ledger)) as ledger:
         memory = NodeMemory(kit.memory)
-        worker = Worker(store, policy, whole=whole, say=say, ledger=ledger, memory=memory)
+        worker = Worker(
+            store,
+            policy,
+            whole=whole,
+            say=say,
+            ledger=ledger,
+            memory=memory,
+            models=kit.path / MODELS,
+            name=kit.settings.name,
+            base=base,
+        )
         serve(SuperNode(kit, say), worker, say=say, stop=stop)
 
 

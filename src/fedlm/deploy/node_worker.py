@@ -16,24 +16,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from fedlm.core import tree
-from fedlm.core.errors import WireError
+from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
+from fedlm.deploy.delivery import keep_models
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
-from fedlm.deploy.policy import Policy
+from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.question import Asked
 from fedlm.engine.evaluate_messages import (
     EVALUATE_REQUEST,
@@ -42,6 +44,7 @@ from fedlm.engine.evaluate_messages import (
     encode_reply,
     read_request,
 )
+from fedlm.engine.evaluate_messages import SUMS as EVALUATION_SUMS
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.federation.member import left_out, start_of
@@ -67,13 +70,20 @@ class Worker:
         say: Callable[[str], None] = lambda text: None,
         ledger: NodeLedger | None = None,
         memory: NodeMemory | None = None,
+        models: Path | None = None,
+        name: str = "",
+        base: Path | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
         Without a `ledger` and a `memory` it remembers its answers, and its members what methods
-        have them remember, only as long as it lives.
+        have them remember, only as long as it lives. What it is given at the end of a run goes to
+        the folder `models`, its own model under its `name`. `base` is the model on which
+        it lets adapters be trained.
         """
+        self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
+        self.base = base
         self.ledger = NodeLedger() if ledger is None else ledger
         self.memory = NodeMemory() if memory is None else memory
         per_member = len(store.training_clients) if whole else 1
@@ -95,7 +105,14 @@ class Worker:
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
         facts = (self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
-        return Hello(*facts, counter=self.ledger.counter)
+        return Hello(*facts, counter=self.ledger.counter, tokens=self.tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """How many tokens this node trains on, if its policy lets it tell; otherwise nothing."""
+        if not self.policy.tell_tokens:
+            return ()
+        return (sum(len(self.store.train(int(n))) for n in self.store.training_clients),)
 
     @property
     def text(self) -> str:
@@ -128,6 +145,8 @@ class Worker:
         with self.guard.recording(request):
             work = within(self.policy.longest_seconds, lambda: self._work(request))
             self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
+        if request.phase == "keep":
+            return self._keep(work, request)
         self.say(f"evaluation after round {request.round}")
         least = self.policy.least_evaluated
         sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least))
@@ -136,6 +155,20 @@ class Worker:
             phase=request.phase,
             asks=tuple(range(len(sums))),
             sums=sums,
+            counter=self.ledger.counter,
+        )
+
+    def _keep(self, work: NodeWork, request: EvaluateRequest) -> EvaluateReply:
+        """Keep the models that a request carries."""
+        if self.models is None:
+            raise Refusal("this node has no folder for models.")
+        for path in keep_models(self.models, self.name, work.recipe, self.store, request):
+            self.say(f"a model of run {request.run[:8]} after {request.round} rounds is in {path}")
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=tuple(range(len(request.members))),
+            sums=(dict.fromkeys(EVALUATION_SUMS, 0.0),) * len(request.members),
             counter=self.ledger.counter,
         )
 
@@ -173,6 +206,8 @@ class Worker:
 
     def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
         check_deployable(recipe)
+        base = recipe.model.base_sha256
+        recipe = self._on_own_base(recipe)
         if recipe.federation is not None:
             made = leaf_work(recipe, self.store)
         else:
@@ -183,9 +218,40 @@ class Worker:
                 population=request.population,
                 whole=self.whole,
             )
+        self._check_base(recipe, made, base)
         plan, parameters = made.algorithm.plan, made.parameters
         policies.check_policy(self.policy, recipe, plan, parameters, self.clients)
         return made
+
+    def _on_own_base(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this node's own model, if it trains a part of one."""
+        model = recipe.model
+        if model.init_from is not None:
+            raise WireError("the recipe names a file of this node (model.init_from).")
+        if model.base_sha256 is None:
+            return recipe
+        if self.base is None:
+            raise Refusal(
+                f"model.base_sha256 = {model.base_sha256[:12]}...: this node has no model to train "
+                "adapters on. Its owner gives one with fedlm node join --base."
+            )
+        own = model.model_copy(update={"init_from": str(self.base), "base_sha256": None})
+        return recipe.model_copy(update={"model": own})
+
+    def _check_base(self, recipe: Recipe, work: NodeWork, wanted: str | None) -> None:
+        """Refuse a run on another frozen model than this node has."""
+        if wanted is None:
+            return
+        try:
+            parts.with_base_sizes(recipe.model)
+            found = parts.base_sha256(work.algorithm)
+        except ConfigError:  # whose words are about files of this node
+            found = "another kind of model"
+        if found != wanted:
+            raise Refusal(
+                f"model.base_sha256 = {wanted[:12]}...: the model of this node is {found[:12]}..., "
+                "and adapters of one model do not fit another. Give the same to all."
+            )
 
 
 class MemberMemories:
@@ -246,8 +312,7 @@ def _train_leaf(work: NodeWork, request: TrainRequest, memories: MemberMemories)
     cohort = Cohort(request.round, np.asarray(request.numbers))
     begun = Start(start, client_state=memories.before(start))
     found = work.engine.updates([start_of(begun, 0)], cohort)
-    named = (one._replace(member=request.members[0]) for one in found)
-    return _each(work, request, named, memories, begun)
+    return _each(work, request, found, memories, begun)
 
 
 def _each(
@@ -259,14 +324,13 @@ def _each(
 ) -> TrainReply:
     """Return a reply with a frame per member's update, in the order of members."""
     frames, sums, algorithm = {}, {}, work.algorithm
+    numbers = request.numbers or request.members  # under which they train
     for member, update, *_ in updates:
-        address = {"round": request.round, "member": member}
-        key = key_for(work.seed, "upload", **address)
-        keep = kept_leaves(update.mask)
+        key = key_for(work.seed, "upload", round=request.round, member=member)
+        keep, place = kept_leaves(update.mask), numbers.index(int(member))
         frame = algorithm.upload.encode(update.delta, key, keep)
-        frames[int(member)], sums[int(member)] = frame, _sums(algorithm.plan, update)
+        frames[place], sums[place] = frame, _sums(algorithm.plan, update)
         if algorithm.remembers:
-            place = request.members.index(int(member))
             memory = update.client_state
             if algorithm.feedback:  # the engine here sends plain numbers, and leaves nothing out
                 arrived = algorithm.upload.decode(frame, update.delta)
@@ -276,8 +340,8 @@ def _each(
     return TrainReply(
         round=request.round,
         members=request.members,
-        frames=tuple(frames[m] for m in request.members),
-        sums=tuple(sums[m] for m in request.members),
+        frames=tuple(frames[place] for place in range(len(numbers))),
+        sums=tuple(sums[place] for place in range(len(numbers))),
     )
 
 

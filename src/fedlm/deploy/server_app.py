@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.errors import ConfigError
 from fedlm.core.types import Engine
 from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import history, registration
+from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
-from fedlm.deploy.local import bounds_of, check_deployable, redacted
+from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
@@ -38,7 +40,7 @@ from fedlm.privacy.release import hides, release
 from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
-from fedlm.recipe.settings import Recipe, dump
+from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
@@ -104,7 +106,41 @@ def train(
                 f"Which nodes are asked stays secret under the plan: it is in {PRIVATE_TALLIES} of "
                 f"{directory.path}, for you alone, and fedlm federation status --run shows it."
             )
-        return carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
+        summary = carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
+        if summary is not None:
+            kept = deliver(
+                run,
+                assignments,
+                transport,
+                run_id=run_id(directory),
+                counters=counters,
+                deadline=settings.deadline,
+                say=watcher.say,
+            )
+            watcher.say(f"nodes that have their models: {', '.join(kept) or 'none'}")
+        return summary
+
+
+def deliver_again(
+    home: Workspace, path: Path, *, only: str, stores: Path, say: Callable[[str], None]
+) -> list[str]:
+    """Send the models of a finished run to its nodes once more; return who keeps them."""
+    directory = RunDirectory.existing(path).finished()
+    assignments = registration.load_assignments(directory.path / ASSIGNMENTS)
+    if assignments is None:
+        raise ConfigError(f"{path} has no {ASSIGNMENTS}: it is no run over a federation's nodes.")
+    run = again(load(directory.recipe), directory, stores)
+    with open_transport(home) as transport:
+        return deliver(
+            run,
+            assignments,
+            transport,
+            run_id=run_id(directory),
+            counters=Counters(home.counters),
+            deadline=home.settings.deadline,
+            only=only,
+            say=say,
+        )
 
 
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
@@ -163,7 +199,8 @@ def networked_run(
 
     def engine(algorithm: Algorithm) -> Engine:
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
-        told = redacted(recipe, noise)
+        base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
+        told = redacted(recipe, noise, base)
         secret = hides(algorithm.plan)
         return RemoteEngine(
             algorithm, transport, assignments, recipe=told, secret_names=secret, **options

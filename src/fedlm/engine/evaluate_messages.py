@@ -9,7 +9,9 @@ Not here: whom to ask (`remote_evaluation.py`), scoring (`deploy/node_worker.py`
 
 A request is a list of asks. Each names a node by its first member, a split, one of the models that
 the request carries, and how many rows count. Without a model an ask is a survey: the reply says how
-much text there is. Over a network the splits of different nodes are scored as if they were one
+much text there is. A request of the phase `keep` asks for nothing: it carries models for nodes to
+keep, and names in place of a split whether a model is the shared one or the node's own. Over a
+network the splits of different nodes are scored as if they were one
 text: `offset` and `total` say where the rows of a node lie in it.
 """
 
@@ -45,7 +47,8 @@ from fedlm.evaluate.perplexity import MOST_NATS, Sums
 
 EVALUATE_REQUEST, EVALUATE_REPLY = "evaluate_request", "evaluate_reply"
 SPLITS = ("test", "validation")
-PHASES = ("survey", "watch", "final")
+ROLES = ("shared", "own")  # of a model that a node is to keep
+PHASES = ("survey", "watch", "final", "keep")
 MOST_ASKS = 1 << 14
 MOST_ROWS = 1 << 40
 ASK_BYTES = 1 << 9  # of a reply, for the numbers of one ask
@@ -160,7 +163,8 @@ def read_request(payload: Payload) -> EvaluateRequest:
         raise WireError("request does not name its run by 32 hexadecimal digits.")
     if len(request.recipe) > LONGEST_RECIPE:
         raise WireError(f"request holds a recipe of {len(request.recipe)} characters.")
-    if request.phase not in PHASES or not set(request.splits) <= set(SPLITS):
+    texts = ROLES if request.phase == "keep" else SPLITS
+    if request.phase not in PHASES or not set(request.splits) <= set(texts):
         raise WireError("request asks for another text than fedlm holds out.")
     _check_asks(request)
     return request
@@ -218,7 +222,7 @@ def read_reply(payload: Payload, request: EvaluateRequest) -> EvaluateReply:
         check_sizes(facts[name], name, len(asks))
     sums = tuple({name: facts[name][i] for name in SUMS} for i in range(len(asks)))
     for part in sums:
-        _check_sums(part, scored=request.phase != "survey")
+        _check_sums(part, scored=request.phase in ("watch", "final"))
     return EvaluateReply(
         round=request.round,
         phase=request.phase,

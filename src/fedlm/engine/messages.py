@@ -45,6 +45,7 @@ MOST_MEMBERS = 1 << 20
 MOST_CLIENTS = 1 << 40
 MOST_ROUNDS = 1 << 31
 MOST_COUNTER = 1 << 53
+MOST_TOKENS = 1 << 53
 MOST_HELLO_BYTES = 1 << 22
 MOST_LEAVES, LONGEST_PATH, LONGEST_FINGERPRINT = 1 << 14, 1000, 200
 # Of a reply, beside its frames: names, identities of objects, and seven numbers per member.
@@ -80,6 +81,7 @@ _HELLO_FACTS: dict[str, type] = {
     "counter": int,
     "leaves": list,
     "counts": list,
+    "tokens": list,
 }
 
 
@@ -165,6 +167,9 @@ class Hello(NamedTuple):
     version: str  # of fedlm
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
     counter: int = 0  # of the node's ledger
+    # How many tokens the node trains on, of a relay each node below, 0 if one does not tell; empty
+    # if none does.
+    tokens: tuple[int, ...] = ()
 
 
 def respond(
@@ -334,6 +339,7 @@ def encode_hello(hello: Hello) -> Payload:
         "counter": hello.counter,
         "leaves": [path for path, _ in hello.leaves],
         "counts": [clients for _, clients in hello.leaves],
+        "tokens": list(hello.tokens),
     }
     return Payload(HELLO_REPLY, facts)
 
@@ -351,7 +357,11 @@ def read_hello(payload: Payload) -> Hello:
         raise WireError("its fingerprints are too long.")
     check_counter(facts["counter"])
     leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
-    return Hello(clients, *texts, leaves, facts["counter"])
+    tokens = check_numbers(facts["tokens"], "tokens", rising=False)
+    known = len(tokens) in (0, max(1, len(leaves)))
+    if not known or not all(0 <= n <= MOST_TOKENS for n in tokens):
+        raise WireError("it does not say how many tokens each of its nodes has.")
+    return Hello(clients, *texts, leaves, facts["counter"], tokens)
 
 
 def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any, ...]:

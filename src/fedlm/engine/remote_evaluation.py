@@ -91,6 +91,13 @@ class HeldOutAtNodes:
         parts = (known.get(ask) for ask in asks)
         return [NOTHING if part is None else sums_of(part) for part in parts]
 
+    def keep(
+        self, round: int, role: str, models: Sequence[Params], asks: Sequence[Ask]
+    ) -> list[int]:
+        """Send models to places, which keep them, and return the places that did."""
+        found = self._ask(round, "keep", role, models, asks) if asks else []
+        return [ask.place for ask, part in zip(asks, found, strict=True) if part is not None]
+
     # ---- one question ------------------------------------------------------------------
 
     def _ask(
@@ -128,7 +135,7 @@ class HeldOutAtNodes:
         self, round: int, phase: Phase, split: str, asks: Sequence[Ask]
     ) -> Iterator[tuple[str, tuple[EvaluateRequest, list[tuple[int, Ask]]]]]:
         """Yield the request to each node at the meeting point, with the asks that are in it."""
-        held = {} if phase == "survey" else self.survey[split]
+        held = self.survey[split] if phase in ("watch", "final") else {}
         offsets, total = {}, 0
         for place in self.places:
             offsets[place] = total
@@ -176,7 +183,7 @@ class HeldOutAtNodes:
         for at, part in zip(reply.asks, reply.sums, strict=True):
             place, ask = own[at]
             try:
-                if phase != "survey":
+                if phase in ("watch", "final"):
                     all_rows = phase == "final" and not self.in_tree
                     check_announced(part, self.survey[split][ask.place], all_rows=all_rows)
                 found[place] = part
@@ -187,10 +194,14 @@ class HeldOutAtNodes:
         """Say which nodes are missing in a figure: all are asked, so this tells of no draw."""
         reasons = {**stats.refused, **stats.garbage}
         for name, reason in reasons.items():
-            self.say(f"evaluation ({phase}): {name}: {reason}")
+            self.say(f"{_what(phase)}: {name}: {reason}")
         missing = [name for name in (*stats.away, *stats.late) if name not in reasons]
         if missing:
-            self.say(f"evaluation ({phase}): without {', '.join(missing)}")
+            self.say(f"{_what(phase)}: without {', '.join(missing)}")
+
+
+def _what(phase: Phase) -> str:
+    return "models for nodes" if phase == "keep" else f"evaluation ({phase})"
 
 
 def added(parts: Sequence[Sums]) -> Sums:

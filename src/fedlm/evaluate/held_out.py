@@ -29,7 +29,7 @@ from fedlm.evaluate.perplexity import (
     total,
 )
 
-Phase = Literal["survey", "watch", "final"]
+Phase = Literal["survey", "watch", "final", "keep"]
 NO_MODEL = -1
 
 
@@ -89,6 +89,7 @@ class HeldOutText:
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]  # number of context tokens -> rows, owners
     groups: Callable[[int], GroupPath]  # the group path of an owner
     bytes: int | None = None  # None if some bytes of the text are in no target
+    bytes_of: Callable[[int], int] = lambda owner: 0  # the share of an owner
 
     @cached_property
     def size(self) -> Held:
@@ -154,8 +155,30 @@ class HeldOutEvaluation:
         return {
             **found,
             "clients": client_figures(sums, owners),
-            "groups": [group_figures(sums, groups, depth) for depth in range(deepest)],
+            "groups": [
+                self._with_bits(group_figures(sums, groups, depth), text, sums, owners, depth)
+                for depth in range(deepest)
+            ],
         }
+
+    def _with_bits(
+        self,
+        found: dict[str, dict[str, float]],
+        text: HeldOutText,
+        sums: Sums,
+        owners: np.ndarray,
+        depth: int,
+    ) -> dict[str, dict[str, float]]:
+        """Add bits per byte, comparable between languages, to the figures of groups."""
+        if not text.bytes:
+            return found
+        kinds = {int(n): _at(text.groups(int(n)), depth) for n in np.unique(owners)}
+        names = np.array([kinds[int(n)] for n in owners])
+        for name, figure in found.items():
+            size = sum(text.bytes_of(owner) for owner, kind in kinds.items() if kind == name)
+            own = Sums(*(column[names == name] for column in sums))
+            figure |= bits_per_byte(own, figure["tokens"], size)
+        return found
 
     def baselines(self, splits: list[str]) -> dict[str, Any]:
         """Return n-gram perplexities on the same targets, counted on the same training tokens."""
@@ -163,3 +186,7 @@ class HeldOutEvaluation:
             return {}
         counts = NGrams(iter(self.training()), self.vocabulary, self.special)
         return {split: counts.perplexities(self.text[split].rows(2)[0]) for split in splits}
+
+
+def _at(path: GroupPath, depth: int) -> str:
+    return path[depth] if len(path) > depth else "(none)"

@@ -178,13 +178,19 @@ def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
 
 def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
     """Compose privacy loss distributions, which round up; None if an event has none."""
-    noises = [_noise_of(event) for event, _ in leaves]
-    if not all(noises):
+    if not all(_noise_of(event) for event, _ in leaves):
         return None
+    return _epsilon_by_pld(tuple(leaves), delta), "PLD"
+
+
+@functools.lru_cache(maxsize=256)  # journal, claim, store and summary ask for the same
+def _epsilon_by_pld(leaves: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
+    """Return the epsilon of releases that all have a loss distribution."""
+    noises = [_noise_of(event) for event, _ in leaves]
     step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
     losses = (_loss_of(event, count, step) for event, count in leaves)
     whole = functools.reduce(lambda one, other: one.compose(other), losses)
-    return float(whole.get_epsilon_for_delta(delta)), "PLD"
+    return float(whole.get_epsilon_for_delta(delta))
 
 
 def _noise_of(event: DpEvent) -> float | None:

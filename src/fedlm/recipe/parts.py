@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from tokenizers.models import WordLevel
 
+from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
@@ -37,14 +38,14 @@ from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
-from fedlm.models.adapters import Adapters
+from fedlm.models.adapters import Adapters, without_adapters
 from fedlm.models.catalog import ModelSpec
 from fedlm.models.interop import gguf
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
-from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.recipe.settings import Data, Model, Recipe, Server
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
@@ -125,6 +126,16 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         if not path.exists():
             raise
         return Store(path)  # another process made the same store meanwhile
+
+
+def recipe_to_look_at(recipe: Recipe, clients: int) -> Recipe:
+    """Return a recipe for a model that was trained, on the text of `[data]`.
+
+    How it was trained is left out, and with it what would be promised for training.
+    """
+    server = Server(cohort=max(1, min(Server().cohort, clients)), rounds=recipe.server.rounds)
+    model = recipe.model.model_copy(update={"base_dtype": "float32", "init_from": None})
+    return Recipe(data=recipe.data, model=model, run=recipe.run, server=server)
 
 
 def names_no_text(data: Data) -> bool:
@@ -415,6 +426,32 @@ def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
     return cache(start) if TRAINABLE[recipe.wire.trainable].leaves is not None else start
 
 
+def base_sha256(algorithm: Algorithm) -> str:
+    """Return the digest of the frozen part of a model, without what adapters add to it."""
+    return tree.sha256(without_adapters(algorithm.base))
+
+
+def check_base(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Raise `ConfigError` if the frozen model is not the one whose digest the recipe names."""
+    wanted = recipe.model.base_sha256
+    if wanted is None:
+        return
+    require(
+        algorithm.make_base is not None,
+        "model.base_sha256",
+        wanted,
+        "nothing, unless wire.trainable = 'lora' or 'fixed' freezes a part of the model",
+    )
+    found = base_sha256(algorithm)
+    require(
+        found == wanted,
+        "model.base_sha256",
+        wanted,
+        f"{found}, the digest of the frozen model that is here",
+        "Bring the model that the adapters belong to.",
+    )
+
+
 def batch_spec(recipe: Recipe) -> BatchSpec:
     """Return how a member's rows become batches."""
     client = recipe.client
@@ -486,6 +523,7 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
     return HeldOutText(
         rows=cut,
         groups=lambda owner: store.groups(owner),
+        bytes_of=store.held_bytes,
         bytes=sum(store.held_bytes(int(n)) for n in owners) if whole else None,
     )
 

@@ -60,6 +60,8 @@ def picture(tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str,
         told = [f"{before}{mark}{names[node]}"]
         if score.get("perplexity") is not None:
             told.append(f"perplexity {score['perplexity']:.1f}")
+        if score.get("bits_per_byte") is not None:
+            told.append(f"{score['bits_per_byte']:.3f} bits per byte")
         if score.get("personal") is not None:
             told.append(f"after own steps {score['personal']:.1f}")
         if node:
