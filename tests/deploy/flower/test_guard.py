@@ -97,7 +97,7 @@ def test_a_registered_node_comes_in_and_its_body_arrives():
     [
         (PULL, signed(PUSH, b"abc"), b"abc", "not of this request"),
         (PULL, signed(PULL, b"abc", method="GET"), b"abc", "not of this request"),
-        (PULL, signed(PULL, b"abc"), b"abd", "not the one that was signed"),
+        (PULL, signed(PULL, b"abc"), b"xyz", "not the one that was signed"),
         (PULL, {**signed(PULL, b"abc"), "content-length": 4}, b"abcd", "not of this request"),
         (PULL, {**signed(PULL), "fedlm-nonce": "0" * 32}, b"", "not of this request"),
         (PULL, {**signed(PULL), "fedlm-time": f"{time.time() + 2:.3f}"}, b"", "not of this"),
