@@ -123,6 +123,15 @@ class Data(Table):
         "person who wrote. All text of a person becomes one client: for sampling, clipping, "
         "separation and splits. Not set: `client`.",
     )
+    text_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of such a source that holds the text. Not set: `text`.",
+    )
+    groups_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of such a source that holds the groups. Not set: "
+        "`groups`.",
+    )
     groups: tuple[str, ...] = Field(
         default=(),
         description="Only clients of these groups take part, in training and evaluation; `[]` is "
