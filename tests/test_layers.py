@@ -46,8 +46,12 @@ MAY_IMPORT = {
     "lineage.py": {"core", "corpus", "privacy", "record"},
     # `node_runs` writes a model as a run directory.
     "node_runs.py": {"core", "recipe"} | STATIONS,
-    "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
-    "training.py": {"inference", "lineage", "node_runs", "recipe", "run", "write_ahead"} | BELOW,
+    "early_stopping.py": set(),
+    "extension.py": {"core", "privacy", "recipe", "record", "run"},
+    "write_ahead.py": {"core", "extension", "lineage", "privacy", "record", "run"},
+    "training.py": {"early_stopping", "extension", "inference", "lineage", "recipe", "run"}
+    | {"node_runs", "write_ahead"}
+    | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,

@@ -41,8 +41,10 @@ CARD, LARGEST_CARD = "README.md", 1 << 20
 class FinishedRun:
     """What an export reads of a finished run."""
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory.finished()
+    def __init__(self, directory: RunDirectory, *, best: bool = False) -> None:
+        """Take the last model of a run, or the best one on the way."""
+        self.directory = directory
+        self.weights = directory.weights_to_use(best=best)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -60,7 +62,7 @@ class FinishedRun:
     def params(self) -> Params:
         """The model after training, adapters merged."""
         model = self.recipe.model
-        return load_params(model, self.tokenizer.vocabulary, self.directory.weights)
+        return load_params(model, self.tokenizer.vocabulary, self.weights)
 
     @cached_property
     def kind(self) -> str:
@@ -70,7 +72,7 @@ class FinishedRun:
     @cached_property
     def factors(self) -> dict[str, np.ndarray]:
         """The A and B of the run's adapters."""
-        file = adapter_beside(self.directory.weights)
+        file = adapter_beside(self.weights)
         if not file.is_file():
             raise RecordError(
                 f"{self.directory.path} trained the model itself, not adapters: expected a run "
@@ -89,7 +91,7 @@ class FinishedRun:
     @cached_property
     def base(self) -> Params:
         """The frozen model under the run's adapters, which must be the one they were trained on."""
-        file = adapter_beside(self.directory.weights)
+        file = adapter_beside(self.weights)
         digest = checkpoint.arrays_in(file.read_bytes(), str(file)).facts["base"]
         plain = parts.plain_start(self.recipe, self.spec)
         dtype = jnp.dtype(self.recipe.model.base_dtype)
@@ -105,7 +107,7 @@ class FinishedRun:
 
 
 def _safetensors(run: FinishedRun) -> Files:
-    return {"model.safetensors": run.directory.weights.read_bytes()}
+    return {"model.safetensors": run.weights.read_bytes()}
 
 
 def _onnx(run: FinishedRun) -> Files:
@@ -114,7 +116,7 @@ def _onnx(run: FinishedRun) -> Files:
 
 
 def _huggingface(run: FinishedRun) -> Files:
-    if run.spec.adapters is not None:
+    if adapter_beside(run.directory.weights).is_file():
         run.check_learned()
     return {**_folder(run, run.params), CARD: card(run).encode()}
 
@@ -178,10 +180,10 @@ FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
 }
 
 
-def write(directory: RunDirectory, kind: str, folder: Path) -> Path:
+def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = False) -> Path:
     """Write a run's model in a format, and return the path of its main file."""
     require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
-    files = FORMATS[kind](FinishedRun(directory))
+    files = FORMATS[kind](FinishedRun(directory, best=best))
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, data)
@@ -245,7 +247,14 @@ def _base_words(origin: str | None) -> str:
         return "none; the model began from random numbers."
     if origin.endswith(gguf.SUFFIX):
         return f"`{Path(origin).name}`, a GGUF file made into float32; a quantised one lost digits."
-    return f"`{Path(origin).name}`."
+    made = _front_matter(Path(origin), "dequantised_from")
+    if made is None:
+        return f"`{Path(origin).name}`."
+    return (
+        f"`{Path(origin).name}`, made from the GGUF file `{made}`: its quantised weights lost "
+        "digits, and the adapters fit the float32 numbers that they stand for. They belong on that "
+        "folder, and not on the model before it was quantised."
+    )
 
 
 def licence_of(origin: str | None) -> str | None:
@@ -255,12 +264,17 @@ def licence_of(origin: str | None) -> str | None:
     path = Path(origin)
     if path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.licence_of(path)
-    file = path / CARD
+    return _front_matter(path, "license")
+
+
+def _front_matter(folder: Path, name: str) -> str | None:
+    """Return an entry at the head of a folder's model card; None if there is none."""
+    file = folder / CARD
     if not file.is_file() or file.stat().st_size > LARGEST_CARD:
         return None
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[:200]:
-        if line.startswith("license:"):
-            return line.removeprefix("license:").strip().strip("\"'") or None
+        if line.startswith(f"{name}:"):
+            return line.removeprefix(f"{name}:").strip().strip("\"'") or None
     return None
 
 
@@ -284,7 +298,8 @@ def convert(path: Path, folder: Path) -> Path:
     template = gguf.chat_template_of(path)
     told = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     licence = gguf.licence_of(path)
-    head = f"---\nlicense: {licence}\n---\n\n" if licence else ""
+    entries = [f"license: {licence}"] if licence else []
+    head = "\n".join(["---", *entries, f"dequantised_from: {path.name}", "---", "", ""])
     files = {
         huggingface.WEIGHTS: huggingface.weights_of(kind, size, gguf.load(path, size)),
         huggingface.CONFIG: _json(huggingface.config_of(kind, size, tokens)),

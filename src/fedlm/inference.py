@@ -1,6 +1,6 @@
 """A trained model, asked.
 
-In:       the weights of a finished run, a tokenizer, a prompt.
+In:       a finished run or a Hugging Face folder, a prompt.
 Out:      the likeliest next words.
 Promise:  a word is a word, however many tokens it has; programs are shared between prompts.
 Not here: training (`training.py`), how a word is found (`evaluate/generate.py`).
@@ -17,12 +17,15 @@ from tokenizers import decoders
 
 from fedlm.core.types import Params
 from fedlm.corpus import tokenizer as tok
+from fedlm.corpus import tokenizer_file
 from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.models import catalog
+from fedlm.models.interop import huggingface
 from fedlm.recipe.parts import dimensions
-from fedlm.recipe.settings import Model
+from fedlm.recipe.settings import Model, load
 from fedlm.record import checkpoint
+from fedlm.record.directory import RunDirectory
 
 # SentencePiece's notation for a byte of a character that is not in the vocabulary.
 LETTER_BYTE = re.compile("<0x[89A-F][0-9A-F]>")
@@ -33,6 +36,22 @@ def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
     architecture = catalog.NAMED[model.name].architecture
     like = catalog.shapes(architecture, dimensions(model, vocabulary))
     return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
+
+
+def open_model(path: Path, node: str = "", *, best: bool = False) -> tuple[Params, TextTokenizer]:
+    """Read the model and the tokenizer of a finished run, or of a Hugging Face folder.
+
+    Of a run: the model of a node where one is named, or the best where it is asked for.
+    """
+    if (path / huggingface.CONFIG).is_file() and not (path / "recipe.toml").is_file():
+        sizes = catalog.Dimensions(**huggingface.read_base(path).sizes)
+        tokenizer = tokenizer_file.load_tokenizer(path / "tokenizer.json")
+        return huggingface.load(path, sizes), tokenizer
+    directory = RunDirectory.existing(path).of_node(node)
+    weights = directory.weights_to_use(best=best)
+    tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
+    model = load(directory.recipe).model
+    return load_params(model, tokenizer.vocabulary, weights), tokenizer
 
 
 def speak(params: Params, capacity: int) -> Speaker:

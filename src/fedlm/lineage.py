@@ -249,14 +249,14 @@ def add_models(folder: Path, store: Store, models: Iterable[str], own: Iterable[
         return
     record = read(folder / FILE)
     marked = [f"{OWN}{sha256}" for sha256 in own]
-    known = tuple(dict.fromkeys([*record.models, *models, *marked]))
-    record = record.model_copy(update={"models": known})
+    every = tuple(dict.fromkeys([*record.models, *models, *marked]))
+    record = record.model_copy(update={"models": every})
     write(folder / FILE, record)
     for path in _stores(store):
-        known = path / REGISTER / f"{record.run}.json"
+        copy = path / REGISTER / f"{record.run}.json"
         with contextlib.suppress(OSError, RecordError):
-            if known.is_file():
-                write(known, record)
+            if copy.is_file():
+                write(copy, record)
 
 
 # ---- the model before training -----------------------------------------------------------------

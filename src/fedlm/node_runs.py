@@ -21,6 +21,7 @@ from fedlm.core.types import Params
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.models.adapters import factors, merged, without_adapters
+from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
 from fedlm.recipe import parts
@@ -43,7 +44,7 @@ def write_weights(
     data = checkpoint.to_bytes(merged(params), model=model, vocabulary=vocabulary)
     checkpoint.write_atomically(path, data, private=private)
     alone = factors(params)
-    if alone:
+    if alone and not TRAINABLE[recipe.wire.trainable].exact_mean:  # or the base moved too
         base = tree.sha256(without_adapters(params))
         data = checkpoint.to_bytes(alone, base=base)
         checkpoint.write_atomically(adapter_beside(path), data, private=private)

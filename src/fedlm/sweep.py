@@ -23,6 +23,7 @@ Not here: training (`training.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -177,11 +178,15 @@ def carry_out(
     """Run every point that is not finished, in order, and return the results of all points."""
     for point in sweep.points:  # first, so that a mistake in the last point is found early
         recipe_of(sweep, point)
-    return [_one(sweep, point, out, stores, watcher) for point in sweep.points]
+    found, count = [], len(sweep.points)
+    for number, point in enumerate(sweep.points, start=1):
+        label = f"point {number} of {count}: {name_of(point)}"
+        found.append(_one(sweep, point, out, stores, functools.partial(watcher, label)))
+    return found
 
 
 def _one(
-    sweep: Sweep, point: Point, out: Path, stores: Path, watcher: Callable[[str], Watcher]
+    sweep: Sweep, point: Point, out: Path, stores: Path, watcher: Callable[[], Watcher]
 ) -> Result:
     directory = RunDirectory(out / name_of(point))
     failed = directory.path / "diverged.json"
@@ -190,7 +195,7 @@ def _one(
         directory.claim(dump(run.recipe), resume=True)  # raises if the recipe differs
         return _result(sweep, point, directory.path)
     try:
-        if train(run, resume=True, watcher=watcher(name_of(point))) is None:
+        if train(run, resume=True, watcher=watcher()) is None:
             raise KeyboardInterrupt
     except DivergenceError as error:
         write_atomically(failed, (dumps({"error": str(error)}) + "\n").encode())

@@ -30,7 +30,9 @@ from fedlm.core.releasable import Releasable
 from fedlm.core.types import Params
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.corpus.tokenizer_file import special_tokens_map
+from fedlm.early_stopping import EarlyStopping
 from fedlm.engine import multihost
+from fedlm.extension import extend_rounds
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
 from fedlm.models.adapters import merged, without_adapters
@@ -87,11 +89,21 @@ def play(
 def _check_start(run: Run) -> None:
     check_installed(run.recipe.run.trackers)
     compare_processes(run)
+    recipe = run.recipe
+    require(
+        not (recipe.server.patience or recipe.run.keep_best) or bool(run.evaluation.splits()),
+        "server.patience" if recipe.server.patience else "run.keep_best",
+        recipe.server.patience or recipe.run.keep_best,
+        "held-out text whose figures may be told, by which models are compared",
+        "Under a privacy plan that is text of held-out clients: set data.test_clients.",
+    )
 
 
 def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
     """Yield the rounds of a run whose directory is locked."""
     directory = run.record
+    if resume:
+        extend_rounds(run, watcher.say)
     goes_on = directory.claim(dump(run.recipe), resume=resume)
     if goes_on and directory.summary.is_file():
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
@@ -130,7 +142,15 @@ def _played(run: Run, state: Any) -> Resumed:
     rounds = run.cadence.rounds
     if run.plan is not None:
         rounds = WriteAhead(run).affordable(int(state.round))
-    return Resumed(state, rounds)
+    return _unless_stopped(run, Resumed(state, rounds))
+
+
+def _unless_stopped(run: Run, last: Resumed) -> Resumed:
+    """Return a state as the last one if the run stopped early after it."""
+    round = int(last.state.round)
+    if report.facts_of(run.record.path).stopped_after != round:
+        return last
+    return last._replace(rounds=round, ended=True)
 
 
 def _reload(run: Run, watcher: Watcher) -> Resumed | None:
@@ -141,14 +161,14 @@ def _reload(run: Run, watcher: Watcher) -> Resumed | None:
         return None
     _check_base(run, fresh)
     if run.plan is None:
-        return Resumed(saved.state, run.cadence.rounds)
+        return _unless_stopped(run, Resumed(saved.state, run.cadence.rounds))
     ahead = WriteAhead(run)
     last = ahead.resume(saved, watcher.say)
     if ahead.missing(saved) is not None:  # nothing is played: this completes the journal alone
         here = _Begun(*last, ahead, ahead.missing(saved))
         for _ in _rounds(_as_far(run, int(saved.state.round)), here, watcher):
             pass
-    return last
+    return _unless_stopped(run, last)
 
 
 # ---- several processes ---------------------------------------------------------------------
@@ -186,6 +206,8 @@ def compare_processes(run: Run) -> None:
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
     require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
+    patience = run.recipe.server.patience
+    require(patience == 0, "server.patience", patience, "0 for several processes")
     for table, name in (
         ("data", "source"),
         ("data", "store"),
@@ -253,6 +275,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     if ahead is not None:
         resumed = ahead.resume(found, watcher.say)
     Journal(directory.journal).rewind(round)
+    resumed = _unless_stopped(run, resumed)
     return _Begun(*resumed, ahead, None if ahead is None else ahead.missing(found))
 
 
@@ -311,7 +334,7 @@ def check_same(run: Run) -> None:
     """Raise `RecordError` if recipe, privacy plan or text changed since the run began."""
     path = run.record.path
     run.store.verify()
-    header = report.facts_of(path).header
+    header = _header_now(run)
     # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
     if header["recipe"] != recipe:
@@ -331,6 +354,19 @@ def check_same(run: Run) -> None:
             f"{path} was begun on another text than {run.store.path} holds now: undo the change, "
             "or begin another run."
         )
+
+
+def _header_now(run: Run) -> Metrics:
+    """Return a run's header with the rounds to which it was extended since."""
+    facts = report.facts_of(run.record.path)
+    if facts.rounds_planned is None:
+        return facts.header
+    rounds, header = {"rounds": facts.rounds_planned}, facts.header
+    recipe = {**header["recipe"], "server": {**header["recipe"]["server"], **rounds}}
+    plans = {"privacy": {**header["privacy"], **rounds}} if header.get("privacy") else {}
+    if header.get("privacy_nodes"):
+        plans["privacy_nodes"] = {k: {**p, **rounds} for k, p in header["privacy_nodes"].items()}
+    return {**header, **plans, "recipe": recipe}
 
 
 def _check_base(run: Run, fresh: Any) -> None:
@@ -416,6 +452,10 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
     journal = Journal(directory.journal)
     context = _tracker_context(run, first, entries.rounds)
     trackers = Trackers(run.recipe.run.trackers, context, watcher.say)
+    watch = EarlyStopping(run.recipe.server.patience, entries.rounds)
+    keeps_best = len(run.round.names) == 1 and (run.recipe.run.keep_best or watch.patience > 0)
+    scored: dict[str, Any] = {}  # the state that was evaluated last
+    heard = [first]  # rounds on record
 
     def record(told: Releasable) -> Releasable:
         more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
@@ -426,12 +466,16 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
                 claim = lineage.claim_of_run(directory.path, entries.header, [])
                 more["epsilon"] = claim.epsilon if math.isfinite(claim.epsilon) else None
         told = extend(run.plan, told, more)
+        if watch.hear(told) and keeps_best:  # before the journal: it promises the model
+            _save_best(run, scored["state"])
         journal.append(told)
+        heard[0] = told["round"] + 1
         trackers.log(told["round"], told)
         watcher.round(told)
         return told
 
     def evaluate(state: Any) -> Metrics:
+        scored["state"] = state
         found, noisy = dict(run.evaluation.watch(state)), run.private_evaluation
         if noisy is not None and noisy.due(int(state.round), run.cadence.rounds):
             assert ahead is not None
@@ -452,21 +496,44 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
             most = run.recipe.run.keep_checkpoints
             checkpoint.save(directory.checkpoints, int(state.round), state, most)
 
+    def stops(round: int) -> bool:
+        """Write down that the run stops early after a round, if it does."""
+        if not watch.exhausted or round == run.cadence.rounds:
+            return False
+        assert watch.best is not None
+        best, patience = watch.best[0], watch.patience
+        facts = {"round": round - 1, "patience": patience, "best_round": best}
+        journal.append(release(run.plan, "stopped", facts))
+        watcher.say(
+            f"Stopping early after round {round}: no lower perplexity in {patience} evaluations; "
+            f"the best was after round {best + 1}."
+        )
+        return True
+
     watcher.begin(first, run.cadence.rounds, entries.header["start"]["perplexity"])
     hooks = Hooks(
         commit=commit,
         evaluate=evaluate,
         record=record,
         keep=keep,
-        stop=lambda: multihost.agree(watcher.stop()),
+        stop=lambda: multihost.agree(stops(heard[0]) or watcher.stop()),
     )
     try:
         if missing is not None:
             due = run.cadence.evaluates(missing["round"])
             record(extend(run.plan, missing, evaluate(state)) if due else missing)
+            if due and stops(first):
+                return
         yield from rounds(run, state, hooks)
     finally:
         trackers.close()
+
+
+def _save_best(run: Run, state: Any) -> None:
+    """Write the model of a state as the best so far, and remember whose it is."""
+    params = run.round.models(state)[""]
+    node_runs.write_weights(run.record.best, params, run.recipe, run.store.vocabulary)
+    lineage.add_models(run.record.path, run.store, [tree.sha256(merged(params))])
 
 
 def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:
@@ -596,12 +663,24 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
         if seconds
         else None,
         "start_perplexity": facts.header["start"]["perplexity"],
+        **_best(facts, run),
         "validation_perplexity": (facts.final.get("validation") or {}).get("perplexity"),
         "baselines": counted.get("test") or counted.get("validation"),
         "predictions": facts.final.get("predictions"),
         "report": str(run.record.report),
         **({"nodes": headline["nodes"]} if "nodes" in headline else {}),
     }
+
+
+def _best(facts: report.Facts, run: Run) -> Metrics:
+    """Return when a run stopped early, and the figures of the best model if it keeps one."""
+    found: Metrics = {}
+    if facts.stopped_after is not None:
+        found["stopped_early"] = facts.stopped_after
+    best = EarlyStopping(0, facts.rounds).best
+    if best is not None and run.record.best.is_file():
+        found["best"] = {"round": best[0] + 1, "perplexity": best[1]}
+    return found
 
 
 def _spent(facts: report.Facts) -> Metrics:

@@ -20,6 +20,7 @@ from fedlm import lineage
 from fedlm.core.errors import RecordError, require
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Say
+from fedlm.extension import as_begun
 from fedlm.privacy import ledger, spending
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
@@ -87,7 +88,8 @@ class WriteAhead:
         self.entries = self.book.entries()
         if self.run.counted and not self.run.elsewhere:
             self.copies = lineage.copies(self.run.store, self.entries)
-        if ledger.plans_of(self.entries) != self.plans:
+        begun = ledger.plans_of(self.entries)
+        if begun != {name: as_begun(plan, begun.get(name)) for name, plan in self.plans.items()}:
             raise RecordError(
                 f"{self.book.path} was begun with other privacy plans than its recipe gives now: "
                 "go on with the versions that its journal names."

@@ -36,6 +36,7 @@ def test_a_kit_holds_what_its_node_needs(made):
     assert {p.name for p in kit.path.iterdir()} == {
         "ca.pem",
         "node.key",
+        "node.pem",
         "node.pub",
         "node.toml",
         "policy.toml",
@@ -54,7 +55,7 @@ def test_the_operator_reaches_the_server_from_its_own_machine(made):
     assert "127.0.0.1" in certificates.names_of(made.certificate.read_bytes())
 
 
-@pytest.mark.parametrize("nodes", [[], ["a", "a"], ["A"], ["../x"], ["-a"]])
+@pytest.mark.parametrize("nodes", [["a", "a"], ["A"], ["../x"], ["-a"]])
 def test_names_of_nodes_are_checked(tmp_path, nodes):
     with pytest.raises(ConfigError, match="--nodes"):
         workspace.init(tmp_path / "fed", "fed", ["localhost"], 9443, nodes)

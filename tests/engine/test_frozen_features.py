@@ -46,15 +46,15 @@ def files(folder):
 def test_rows_are_computed_once_and_read_again(tmp_path):
     order = np.array([[0, 3], [4, PAD]])
     first = features(tmp_path)
-    found = first.batches(1, order)
+    found = first.batches([(1, order)])[0]
     assert model().frozen_depth == 2 and first.computed == 3
     wanted = model().frozen.features(ROWS[1][[0, 3, 4], :-1].astype(np.int32))
     np.testing.assert_allclose(found.reshape(4, 6, 8)[:3], wanted, rtol=1e-4, atol=1e-5)
     assert not found[1, 1].any()
     again = features(tmp_path)
-    np.testing.assert_array_equal(again.batches(1, order), found)
+    np.testing.assert_array_equal(again.batches([(1, order)])[0], found)
     assert again.computed == 0
-    again.batches(1, np.array([[0, 1]]))
+    again.batches([(1, np.array([[0, 1]]))])[0]
     assert again.computed == 1
     (file,) = files(tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -65,11 +65,11 @@ def test_the_folder_keeps_to_its_bound(tmp_path):
     record = 4 + 16 + 4 * 6 * 8
     bounded = features(tmp_path, HEAD.size + 2 * record + 5)
     for member in ROWS:
-        bounded.batches(member, np.arange(4)[None])
+        bounded.batches([(member, np.arange(4)[None])])[0]
     assert sum(file.stat().st_size for file in files(tmp_path)) == HEAD.size + 2 * record
     again = features(tmp_path, HEAD.size + 2 * record + 5)
-    again.batches(0, np.arange(4)[None])
-    again.batches(1, np.arange(4)[None])
+    again.batches([(0, np.arange(4)[None])])[0]
+    again.batches([(1, np.arange(4)[None])])[0]
     assert again.computed == 2 + 4
 
 
@@ -109,27 +109,27 @@ def name_a_row_that_is_not_there(file):
 )
 def test_what_is_not_sound_is_computed_again(tmp_path, harm, computed):
     order = np.arange(4)[None]
-    wanted = features(tmp_path).batches(0, order)
+    wanted = features(tmp_path).batches([(0, order)])[0]
     (file,) = files(tmp_path)
     harm(file)
     again = features(tmp_path)
-    np.testing.assert_array_equal(again.batches(0, order), wanted)
+    np.testing.assert_array_equal(again.batches([(0, order)])[0], wanted)
     assert again.computed == computed
     last = features(tmp_path)
-    np.testing.assert_array_equal(last.batches(0, order), wanted)
+    np.testing.assert_array_equal(last.batches([(0, order)])[0], wanted)
     assert last.computed == 0
 
 
 def test_another_model_or_other_rows_are_never_served(tmp_path, monkeypatch):
     order = np.arange(4)[None]
-    one = features(tmp_path).batches(0, order)
+    one = features(tmp_path).batches([(0, order)])[0]
     other = features(tmp_path, of=model(5))
-    assert not np.allclose(other.batches(0, order), one) and other.computed == 4
+    assert not np.allclose(other.batches([(0, order)])[0], one) and other.computed == 4
     monkeypatch.setitem(ROWS, 0, ROWS[0] + 1 - 1)
-    assert features(tmp_path, of=model(5)).batches(0, order).shape == one.shape
+    assert features(tmp_path, of=model(5)).batches([(0, order)])[0].shape == one.shape
     monkeypatch.setitem(ROWS, 0, ROWS[0][::-1].copy())
     turned = features(tmp_path, of=model(5))
-    turned.batches(0, order)
+    turned.batches([(0, order)])[0]
     assert turned.computed == 4
 
 
@@ -138,7 +138,7 @@ def test_a_link_is_not_followed(tmp_path):
     folder.mkdir()
     aim.write_bytes(b"mine")
     os.symlink(aim, folder / "0.features")
-    features(folder).batches(0, np.arange(4)[None])
+    features(folder).batches([(0, np.arange(4)[None])])[0]
     assert aim.read_bytes() == b"mine"
 
 

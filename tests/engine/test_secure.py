@@ -105,6 +105,32 @@ def test_flat_and_relayed_nodes_and_any_number_of_nodes_agree_to_the_bit():
         assert bits(totals(other).total) == bits(flat.total)
 
 
+def test_a_rotation_spreads_an_update_and_a_tight_grid_then_loses_nothing():
+    """A grid up to one cuts a value of three, unless it is spread over all 32 values first."""
+    spike = {"a": jnp.zeros((3, 4)).at[1, 1].set(3.0), "b": jnp.zeros(5)}
+    errors = []
+    for rotate in (False, True):
+        made = UpdateIntegers(GRID, 5, False, rotate)
+        codes = made.rounded(spike, np.inf, 2, 0)
+        back = made.values(GRID.wrapped(codes), LIKE, 2)
+        errors.append(float(jnp.linalg.norm(back["a"] - spike["a"])))
+    assert errors[0] == pytest.approx(2.0, abs=0.01) and errors[1] < 0.01
+    assert np.abs(codes).max() * GRID.step < 1.0
+
+
+def test_rotated_flat_and_relayed_sums_agree_to_the_bit_and_with_the_plain_sum():
+    turned = [
+        SecureEngine(
+            made.inner, made.algorithm, UpdateIntegers(GRID, 5, False, True), made.nodes, seed=5
+        )
+        for made in (engine(), engine(nodes=9, relays=3))
+    ]
+    one, other = (totals(made).total for made in turned)
+    assert bits(one) == bits(other)
+    plain = totals(engine()).total
+    np.testing.assert_allclose(one.delta["a"], plain.delta["a"], atol=16 * GRID.step)
+
+
 def test_under_a_plan_an_update_is_no_longer_than_the_clip_after_rounding():
     integers = UpdateIntegers(GRID, 5, True)
     lengths = []

@@ -11,6 +11,7 @@ from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.deploy.local import check_deployable
+from fedlm.federation.round import server_half, start_of_round
 from fedlm.inference import load_params
 from fedlm.models.adapters import merged
 from fedlm.recipe.build import build
@@ -129,8 +130,7 @@ def test_another_base_does_not_go_on(made, tmp_path):
 def test_settings_that_need_adapters_or_forbid_them(made):
     with pytest.raises(ConfigError, match=r"model\.base_dtype = 'bfloat16': expected 'float32'"):
         made("wire.trainable=all", "model.base_dtype=bfloat16")
-    with pytest.raises(ConfigError, match=r"model\.init_from = .*wire\.trainable = 'lora'"):
-        check_deployable(made("model.init_from=runs/one").recipe)
+    check_deployable(made().recipe)
     with pytest.raises(ConfigError, match=r"wire\.trainable_fraction"):
         made("wire.trainable_fraction=0.5")
 
@@ -149,3 +149,92 @@ def test_nodes_of_a_tree_train_adapters(tiny_recipe, tmp_path):
             continue
         changed = {name for name in before if not np.array_equal(before[name], after[name])}
         assert changed <= {name.replace("lora_b", "weight") for name in TRAINED}
+
+
+# ---- both factors ------------------------------------------------------------------------------
+
+BOTH = (
+    "wire.trainable=lora-both", "server.optimizer=fedavg", "server.learning_rate=1.0",
+    "client.epochs=2",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["mesh", "loop"])
+def test_the_mean_of_both_factors_is_exact(made, engine):
+    """After a round the model is the mean of the members' merged models, and no other mean is."""
+    run = made(*BOTH, f"run.engine={engine}")
+    before, members = run.round.init(run.start()), np.arange(4)
+    for number in range(2):  # in the second round B does not begin from zero
+        start = start_of_round(run.algorithm, before, members)
+        gathered = run.engine.total(start, run.engine.prepare(number, members))
+        after = server_half(run.algorithm, before, gathered.total, members)
+        arrived = list(run.engine.updates(start, run.engine.prepare(number, members)))
+        whole = run.round.models(before)[""].blocks[1].attention.value
+        weights = np.array([float(one.update.weight) for one in arrived])
+        products = []
+        for one in arrived:
+            d = one.update.delta.blocks[1].attention.value
+            moved = (whole.lora_b + d.lora_b) @ (whole.lora_a + d.lora_a)
+            products.append(whole.weight + whole.scale * moved)
+        wanted = np.tensordot(weights / weights.sum(), np.array(products), 1)
+        found = merged(run.round.models(after)[""]).blocks[1].attention.value.weight
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        naive = run.round.models(after)[""].blocks[1].attention.value
+        lost = whole.weight + naive.scale * naive.lora_b @ naive.lora_a - wanted
+        assert np.abs(lost).max() > 1e-5, "without the residual the mean is not exact"
+        before = after
+
+
+def test_both_factors_are_refused_where_they_are_not_exact(made):
+    for changes, words in (
+        ((*BOTH, *PRIVATE), "another part under a privacy plan"),
+        ((*BOTH, "server.optimizer=fedadam"), r"'fedavg' with server\.learning_rate = 1"),
+        ((*BOTH, "wire.error_feedback=true"), r"wire\.error_feedback"),
+        ((*BOTH, "model.base_dtype=bfloat16"), r"wire\.trainable"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            made(*changes)
+    with pytest.raises(ConfigError, match="'lora' over a network"):
+        check_deployable(made(*BOTH).recipe)
+
+
+@pytest.mark.slow
+def test_a_run_of_both_factors_ends_with_a_merged_model_alone(made):
+    run = made(*BOTH)
+    summary = train(run)
+    assert summary["perplexity"] < summary["start_perplexity"]
+    assert not adapter_beside(run.record.weights).exists()
+    sent = 4 * sum((8 + 8) * 2 for _ in TRAINED)  # A and B of rank 2, two layers of 8 by 8
+    members = 2 * run.recipe.server.cohort
+    assert members * sent <= summary["upload_bytes"] < members * (sent + 400)
+    assert summary["download_bytes"] > 2 * summary["upload_bytes"] / 2
+
+
+# ---- asked, and as personal layers ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_such_a_run_is_asked_and_scored_by_commands(tiny_recipe, run_cli):
+    settings = [part for change in LORA for part in ("--set", change)]
+    done = run_cli("train", str(tiny_recipe), *settings, "--out", "run", "--json")
+    summary = json.loads(done.stdout)
+    found = json.loads(run_cli("evaluate", "run", "--json").stdout)
+    assert found["perplexity"] == pytest.approx(summary["perplexity"], rel=1e-5)
+    said = json.loads(run_cli("predict", "run", "the cat", "--length", "5", "--json").stdout)
+    assert len(said["next"]) == 5 and said["continuation"]
+
+
+@pytest.mark.slow
+def test_adapters_are_personal_layers_of_a_tree(tiny_recipe, tmp_path):
+    tiny_recipe.write_text(
+        tiny_recipe.read_text()
+        + "\n[federation]\npool_clients = false\nlevels = [0]\ntemperature = 0.0\n"
+        + "personal_layers = '*.lora_b'\n"
+    )
+    changes = (*LORA, "client.max_steps=2")
+    run = build(load(tiny_recipe, changes), tmp_path / "stores", out=tmp_path / "run")
+    assert train(run)
+    root, *others = (load_file(run.record.weights_of(name)) for name in run.round.names)
+    changed = {n for n in root for other in others if not np.array_equal(root[n], other[n])}
+    assert changed == {name.replace("lora_b", "weight") for name in TRAINED}

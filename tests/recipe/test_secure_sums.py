@@ -76,6 +76,7 @@ def test_robust_rules_are_engines_around_the_usual_one(made):
         ((*SECURE, "wire.secure_nodes=2"), "wire.secure_nodes = 2: expected 0 or at least 3"),
         ((*SECURE, "wire.secure_threshold=2"), "wire.secure_threshold = 2: expected 3 to 4"),
         (("wire.secure_threshold=2",), "0 without wire.secure_nodes"),
+        (("wire.secure_rotation=true",), "False without wire.secure_nodes"),
         ((*SECURE, "client.weight=examples"), "'uniform' with wire.secure_nodes"),
         ((*SECURE, "wire.upload=secure-24-clip1-members3"), "server.cohort = 4: expected at most"),
         ((*SECURE, "wire.upload=secure-3-clip1-members8"), "could overflow"),

@@ -67,6 +67,17 @@ def test_files_are_for_their_owner_alone(tmp_path):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_no_vector_is_on_a_nodes_disk(tmp_path):
+    """A digest of it is, so that another one is refused: masked vectors can be made again."""
+    sent = vectors(3, size=5000)
+    Nodes(tmp_path).upto("sign", session(3, size=5000), sent)
+    for place in range(3):
+        held = b"".join(path.read_bytes() for path in (tmp_path / str(place)).iterdir())
+        assert len(held) < 5000
+        part = sent[place][:4].tobytes()
+        assert part not in held and part.hex().encode() not in held
+
+
 def test_another_survivor_set_after_a_kill_is_refused(tmp_path):
     nodes, s = Nodes(tmp_path, 5), session(5)
     _, ask = nodes.upto("sign", s)
@@ -115,7 +126,9 @@ def test_the_seed_of_noise_is_the_same_after_a_kill_and_another_one_in_another_a
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("hurt", ["not json", "[]", "{}", "seed", "version", "long"])
+@pytest.mark.parametrize(
+    "hurt", ["not json", "[]", "{}", "seed", "short", "place", "version", "long"]
+)
 def test_a_damaged_file_is_an_error_in_one_sentence(tmp_path, hurt):
     nodes, s = Nodes(tmp_path), session(3)
     nodes.ask("keys", 0, s)
@@ -123,10 +136,14 @@ def test_a_damaged_file_is_an_error_in_one_sentence(tmp_path, hurt):
     facts = json.loads(path.read_text())
     if hurt == "seed":
         facts["state"]["seed"] = "xy"
+    if hurt == "short":
+        facts["state"]["seed"] = ""
+    if hurt == "place":
+        facts["state"]["place"] = 1
     if hurt == "version":
         facts["version"] = 2
-    text = json.dumps(facts) if hurt in ("seed", "version") else hurt
-    path.write_text(" " * 2**25 if hurt == "long" else text)
+    text = json.dumps(facts) if hurt in ("seed", "short", "place", "version") else hurt
+    path.write_text(" " * (2**26 + 1) if hurt == "long" else text)
     with pytest.raises(RecordError, match="is damaged"):
         nodes.ask("keys", 0, s)
 

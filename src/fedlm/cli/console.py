@@ -18,7 +18,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -39,6 +38,9 @@ Changes = Annotated[
 OutPath = Annotated[
     Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
 ]
+Best = Annotated[
+    bool, typer.Option("--best", help="Take the best model on the way, not the last one.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")]
 
 
@@ -48,8 +50,12 @@ def emit(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a sentence on stderr without line breaks, as it may hold a command to copy."""
-    talk.print(text, soft_wrap=True)
+    """Print sentences on stderr, on a terminal broken between words.
+
+    A line that begins with a blank is a command to copy: it stays one line.
+    """
+    for line in text.splitlines():
+        talk.print(line, soft_wrap=line.startswith(" ") or not talk.is_terminal)
 
 
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
@@ -83,14 +89,10 @@ def size(number: float) -> str:
 def bar() -> Progress:
     """Return the progress bar of rounds."""
     return Progress(
-        SpinnerColumn(),
         TextColumn("round"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("perplexity {task.fields[perplexity]}"),
-        TextColumn("{task.fields[speed]} clients/s"),
+        BarColumn(bar_width=6),
+        TextColumn("{task.fields[said]}"),
         TimeRemainingColumn(compact=True),
-        TextColumn("left"),
         console=talk,
     )

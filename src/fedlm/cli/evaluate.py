@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, Node, emit, show, talk
+from fedlm.cli.console import AsJson, Best, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
@@ -28,6 +28,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
     node: Node = "",
+    best: Best = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out text.
@@ -36,7 +37,8 @@ def evaluate(
     """
     if split not in ("test", "validation"):
         raise ConfigError(f"--split = {split!r}: expected test or validation.")
-    directory = RunDirectory.existing(run).finished().of_node(node)
+    directory = RunDirectory.existing(run).of_node(node)
+    weights = directory.weights_to_use(best=best)
     check_told(directory)
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
@@ -45,7 +47,11 @@ def evaluate(
         check_same(made)
         split = _allowed(made, split)
         models = {
-            name: load_params(recipe.model, made.store.vocabulary, directory.weights_of(name))
+            name: load_params(
+                recipe.model,
+                made.store.vocabulary,
+                directory.weights_of(name) if name else weights,
+            )
             for name in made.round.names
         }
         found: dict[str, Any] = {"run": str(run), "split": split}

@@ -24,6 +24,69 @@ def _node() -> None:
 
 
 @app.command()
+def init(
+    kit: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    *,
+    name: Annotated[str, typer.Option(help="The node's name in the federation.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make a kit with a key of its own; the operator of a federation gets its public half.
+
+    Example: fedlm node init kits/north --name north
+    """
+    from fedlm.deploy import membership
+
+    made = membership.init_kit(kit, name)
+    if as_json:
+        emit({"kit": str(kit), "name": name, "key": str(made.path / "node.pub")})
+        return
+    out.print(f"send {made.path / 'node.pub'} to the operator, who runs")
+    out.print(f"  fedlm federation add-node HOME {name} --key node.pub")
+    out.print(f"and then: fedlm node accept {kit} invitation.toml")
+
+
+@app.command()
+def accept(
+    kit: Annotated[Path, typer.Argument(help="A kit that was made by fedlm node init.")],
+    invitation: Annotated[Path, typer.Argument(help="What the operator sent: a file or folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Bring an operator's invitation into a kit: first, after a renewal, or with another key.
+
+    Example: fedlm node accept kits/north invitation.toml
+    """
+    from fedlm.deploy import membership
+    from fedlm.deploy.signing import key_id
+
+    taken = membership.accept(membership.made_kit(kit), invitation)
+    authority = key_id(taken.authority.encode())
+    if as_json:
+        emit({"kit": str(kit), "federation": taken.federation, "authority": authority})
+        return
+    out.print(f"{taken.name} of {taken.federation} at {taken.host}:{taken.port}")
+    out.print(f"  authority {authority[:32]}: is this what the operator told you?")
+    out.print(f"join with: fedlm node join {kit} --store STORE")
+
+
+@app.command()
+def rotate(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")], as_json: AsJson = False
+) -> None:
+    """Make the next key of a kit; the one in use counts until the operator takes the next.
+
+    Example: fedlm node rotate kits/north
+    """
+    from fedlm.deploy import membership
+
+    public = membership.rotate_kit(membership.made_kit(kit))
+    if as_json:
+        emit({"kit": str(kit), "key": str(public)})
+        return
+    out.print(f"send {public} to the operator, who runs fedlm federation rotate HOME NAME --key")
+    out.print(f"and then: fedlm node accept {kit} invitation.toml, and join again")
+
+
+@app.command()
 def join(
     kit: Annotated[Path, typer.Argument(help="The folder that the operator handed over.")],
     *,
@@ -34,6 +97,10 @@ def join(
     whole: Annotated[
         bool, typer.Option("--whole", help="The store is one member, not one per client.")
     ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="The model that adapters are trained on, if a run has adapters."),
+    ] = None,
     devices: Annotated[int, typer.Option(help="Lanes on this machine; 0 is one per core.")] = 0,
 ) -> None:
     """Take part in a federation with the text of a store, until stopped.
@@ -47,7 +114,7 @@ def join(
     from fedlm.deploy.node import work
 
     with polite_stop() as stop:
-        work(kit, store, policy, whole=whole, say=note, stop=stop.is_set)
+        work(kit, store, policy, whole=whole, base=base, say=note, stop=stop.is_set)
 
 
 @app.command()

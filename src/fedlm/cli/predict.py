@@ -8,20 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, Node, emit, out, talk
+from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
-from fedlm.corpus import tokenizer_file
 from fedlm.evaluate.generate import sample
-from fedlm.inference import load_params, room_for, speak
+from fedlm.inference import open_model, room_for, speak
 from fedlm.inference import predict as next_words
-from fedlm.recipe.settings import load
-from fedlm.record.directory import RunDirectory
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or a Hugging Face folder.")],
     text: Annotated[str | None, typer.Argument(help="A prompt; without it, one a line.")] = None,
     count: Annotated[int, typer.Option(min=1, max=100, help="How many next words.")] = 5,
     length: Annotated[
@@ -30,6 +27,7 @@ def predict(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the continuation.")] = 0,
     node: Node = "",
+    best: Best = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next words after a prompt.
@@ -40,9 +38,7 @@ def predict(
     """
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
-    directory = RunDirectory.existing(run).finished().of_node(node)
-    tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
-    params = load_params(load(directory.recipe).model, tokenizer.vocabulary, directory.weights)
+    params, tokenizer = open_model(run, node=node, best=best)
 
     def answer(prompt: str) -> dict[str, Any]:
         found: dict[str, Any] = {

@@ -28,6 +28,7 @@ Purpose = Literal[
     "shuffle",
     "upload",
     "download",
+    "rotation",
     "partial",
     "noise",
     "canary",
@@ -36,6 +37,7 @@ Purpose = Literal[
     "synthetic",
     "vocabulary",
     "selection",
+    "account",
     "delay",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)

@@ -153,6 +153,8 @@ class TrainablePart(NamedTuple):
     the part that they train, and `merge(shared, trained)` the whole model. `expand(params, key,
     delta)` turns a change of the trained part into the change of the whole model (it is linear).
     `draw(params, key)`, if given, marks the leaves that one member trains with ones and zeros.
+    `lift(shared, delta)`, if given, turns one member's change, as it arrives, into what is summed:
+    for sums that are not linear in what members send.
     """
 
     shared: Callable[[Params, PRNGKeyArray], Any] = lambda params, key: params
@@ -160,6 +162,7 @@ class TrainablePart(NamedTuple):
     merge: Callable[[Any, Params], Params] = lambda shared, trained: trained
     expand: Callable[[Params, PRNGKeyArray, Params], Params] = lambda params, key, delta: delta
     draw: Callable[[Params, PRNGKeyArray], Any] | None = None
+    lift: Callable[[Any, Params], Params] | None = None
 
 
 class ClientMethod(NamedTuple):
@@ -170,7 +173,8 @@ class ClientMethod(NamedTuple):
     `step(shared, carry, tokens)` trains on one batch and returns the next carry, and
     `finish(shared, carry, examples)` turns the last carry into an `Update`. `expand(params, key,
     delta)` turns a sum of updates into the change of the whole model. `init_memory(shared)`, if
-    given, returns the state of a member before its first turn.
+    given, returns the state of a member before its first turn. `lift(shared, delta)`, if given,
+    turns a member's change, as it arrives, into what is summed.
     """
 
     shared: Callable[[Any, PRNGKeyArray], Any]
@@ -180,6 +184,7 @@ class ClientMethod(NamedTuple):
     expand: Callable[[Params, PRNGKeyArray, Any], Any]
     init_memory: Callable[[Any], Any] | None = None
     draw: Callable[[Params, PRNGKeyArray], Any] | None = None
+    lift: Callable[[Any, Any], Any] | None = None
 
 
 class ServerMethod(NamedTuple):

@@ -23,6 +23,7 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -38,16 +39,24 @@ from typing_extensions import TypedDict
 
 from fedlm.core.documents import read_json
 from fedlm.core.errors import CorpusError
-from fedlm.core.types import SpecialTokens
+from fedlm.core.types import Say, SpecialTokens
 from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
 from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.corpus.tokenizer_file import load_library
-from fedlm.corpus.vocabulary import COUNTED, PUBLIC, Counting, Vocabulary, check_origin
+from fedlm.corpus.vocabulary import (
+    COUNTED,
+    PUBLIC,
+    Counting,
+    NoVocabularyError,
+    Vocabulary,
+    check_origin,
+)
 
 FORMAT = 3  # raised when a store written before can no longer be read
 LEDGER = "ledger.jsonl"  # what preparing the store cost its clients
+ATTEMPTS = "ledger-*.jsonl"  # the same of preparations before it in which no word passed
 CLIENTS_A_BATCH = 4096
 UNFINISHED = ".unfinished"  # ends the name of a folder in which a store is being written
 # Arrow's offsets are 32 bits wide: a batch of long clients is closed long before 2**31 tokens.
@@ -69,6 +78,8 @@ class StoreSettings:
     validation: float = 0.1
     split_seed: int = 0
     user_field: str | None = None  # the field of the source that names the person; None: `client`
+    text_field: str | None = None  # the field of the source with text; None: `text`
+    groups_field: str | None = None  # the field of the source with groups; None: `groups`
 
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -95,8 +106,11 @@ class Manifest(TypedDict):
 _MANIFEST = TypeAdapter(Manifest)
 
 
-def gather_clients(documents: Iterable[Document]) -> list[Document]:
-    """Join the documents of each client into one, in order of first appearance."""
+def gather_clients(documents: Iterable[Document], say: Say = lambda text: None) -> list[Document]:
+    """Join the documents of each client into one, in order of first appearance.
+
+    `say` is told how many clients had several documents, and how many have the text of another.
+    """
     texts: dict[str, list[str]] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for client, group, text in documents:
@@ -108,6 +122,15 @@ def gather_clients(documents: Iterable[Document]) -> list[Document]:
     kept = [c for c in clients if c.text.strip()]
     if not kept:
         raise CorpusError(f"none of the {len(clients)} clients of the source has any text.")
+    joined = sum(len(parts) > 1 for parts in texts.values())
+    if joined:
+        say(f"{joined:,} clients have several documents each, which were joined.")
+    copies = len(kept) - len({c.text for c in kept})
+    if copies:
+        say(
+            f"{copies:,} clients have exactly the text of another one: copies of a person count "
+            "as several people, also in a privacy claim."
+        )
     return kept
 
 
@@ -133,18 +156,26 @@ def write(
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
     vocabulary: Vocabulary | Counting | None = None,
+    say: Say = lambda text: None,
 ) -> Store:
-    """Prepare a store and open it.
+    """Prepare a store and open it; `say` is told what a user may not expect of the text.
 
     Without a given vocabulary, and without a function that makes one from the training text of
     each client, a tokenizer is fitted to the training text as it is, without noise.
     """
-    clients = gather_clients(documents)
+    clients = gather_clients(documents, say)
     test, parts = _split(clients, settings)
     progress("vocabulary", 0)
     if not isinstance(vocabulary, Vocabulary):
         count = vocabulary or (lambda texts: _counted(texts, settings))
-        vocabulary = count([train for train, _ in parts if train])
+        try:
+            vocabulary = count([train for train, _ in parts if train])
+        except NoVocabularyError as error:
+            _keep_attempt(out, error)
+            raise
+        found, asked = vocabulary.tokenizer.vocabulary, settings.vocabulary
+        if found < asked and settings.tokenizer != "bytes":
+            say(f"The vocabulary has {found:,} entries, not {asked:,}: the text gives no more.")
     made = vocabulary.tokenizer
     dtype = tok.token_dtype(made.vocabulary)
 
@@ -200,6 +231,8 @@ def write_tokens(
         tokenizer.library.save(str(work / "tokenizer.json"))
         if vocabulary.write_ledger is not None:
             vocabulary.write_ledger(work)
+        for attempt in _attempts_before(out):
+            _copy_ledger(attempt, work / attempt.name)
         manifest = {
             "format": FORMAT,
             "settings": asdict(settings),
@@ -213,6 +246,7 @@ def write_tokens(
         (work / "store.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         os.chmod(work, 0o755)
         work.rename(out)
+        shutil.rmtree(_attempts_of(out), ignore_errors=True)  # they are in the store now
     except OSError as error:
         raise CorpusError(f"store {out} could not be written: {error}.") from None
     finally:
@@ -235,6 +269,31 @@ def _sweep(out: Path) -> None:
             lock = _lock(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+
+
+def _attempts_of(out: Path) -> Path:
+    """Return the folder for ledgers of preparations of a store in which no word passed."""
+    return out.with_name(f"{out.name}.attempts")
+
+
+def _attempts_before(out: Path) -> list[Path]:
+    return sorted(_attempts_of(out).glob(ATTEMPTS))
+
+
+def _keep_attempt(out: Path, failed: NoVocabularyError) -> None:
+    """Write down what a preparation cost in which no word passed; the next store counts it."""
+    folder = _attempts_of(out)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        failed.write_ledger(folder)
+        os.rename(folder / LEDGER, folder / ATTEMPTS.replace("*", secrets.token_hex(8)))
+    except OSError as error:
+        raise CorpusError(f"{failed} It could not be written down in {folder}: {error}.") from None
+
+
+def _copy_ledger(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    os.chmod(target, 0o600)
 
 
 def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: Any) -> dict[str, int]:
@@ -439,14 +498,15 @@ class Store:
     def ledgers(self) -> tuple[Path, ...]:
         """The files that say what preparing this store cost its clients; none: nothing."""
         file, origin = self.path / LEDGER, self.manifest["tokenizer_from"]
+        attempts = tuple(sorted(self.path.glob(ATTEMPTS)))
         if file.is_file():
-            return (file,)
+            return (file, *attempts)
         if "private" in (origin["kind"], origin.get("of", {}).get("kind")):
             raise CorpusError(
                 f"store {self.path} has no {LEDGER}: what its vocabulary cost the clients is not "
                 "known. Bring the file back."
             )
-        return ()
+        return attempts
 
     def _column(self, number: int, column: str) -> pa.Scalar:
         batch = bisect.bisect_right(self._starts, number) - 1
@@ -530,15 +590,15 @@ def vocabulary_like(store: Store) -> Vocabulary:
 
 
 def _copier(store: Store) -> Callable[[Path], None] | None:
-    """Return a function that copies a store's ledger, identifier included, to another folder."""
+    """Return a function that copies a store's ledgers, identifiers included, to another folder."""
     return ledger_copier(store.path) if store.ledgers else None
 
 
 def ledger_copier(source: Path) -> Callable[[Path], None]:
-    """Return a function that copies the ledger in a folder to another folder."""
+    """Return a function that copies the ledgers in a folder to another folder."""
 
     def copy(folder: Path) -> None:
-        shutil.copyfile(source / LEDGER, folder / LEDGER)
-        os.chmod(folder / LEDGER, 0o600)
+        for file in (*source.glob(LEDGER), *source.glob(ATTEMPTS)):
+            _copy_ledger(file, folder / file.name)
 
     return copy

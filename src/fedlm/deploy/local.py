@@ -111,16 +111,19 @@ def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any
 
 
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
-    """Return the work of training on all text of this store as one leaf of any tree."""
+    """Return the work of training on all text of this store as one leaf of any tree.
+
+    The engine takes decoded parameters and returns updates before they are encoded.
+    """
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)
     alone = Sampling(law="fixed", population=1, cohort=1)
     algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
-    rows_of = parts.pooled_rows(rows)
+    rows_of, bare = parts.pooled_rows(rows), replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         recipe=recipe,
         algorithm=algorithm,
-        engine=parts.engine_of(recipe, algorithm, rows_of),
+        engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=spec.shapes(),
@@ -135,11 +138,19 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
 def check_deployable(recipe: Recipe) -> None:
     """Raise `ConfigError` for settings that need all members in one place."""
     require(
-        TRAINABLE[recipe.wire.trainable].leaves is None or recipe.model.init_from is None,
+        TRAINABLE[recipe.wire.trainable].leaves is None
+        or recipe.model.init_from is None
+        or recipe.federation is None,
         "model.init_from",
         recipe.model.init_from,
-        f"none with wire.trainable = {recipe.wire.trainable!r} over a network: nodes make what is "
-        "held still from the recipe's seed",
+        f"none with wire.trainable = {recipe.wire.trainable!r} in a tree over a network",
+        "Leave [federation] out, and let relays make the tree.",
+    )
+    require(
+        not TRAINABLE[recipe.wire.trainable].exact_mean,
+        "wire.trainable",
+        recipe.wire.trainable,
+        "'lora' over a network: a node would send sums of whole matrices",
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:
@@ -149,9 +160,8 @@ def check_deployable(recipe: Recipe) -> None:
 def _check_tree(tree: FederationTable) -> None:
     """Raise `ConfigError` for tree settings that do not work over a network.
 
-    There the root holds the models of all places, and nodes keep nothing.
+    There the root holds the models of all places.
     """
-    simulate = "Or simulate it, with fedlm train."
     require(
         tree.pool_clients,
         "federation.pool_clients",
@@ -160,25 +170,11 @@ def _check_tree(tree: FederationTable) -> None:
         "For clients as members leave [federation] out, and let relays make the tree.",
     )
     require(
-        tree.weight == "uniform",
-        "federation.weight",
-        tree.weight,
-        "'uniform' over a network: nodes do not tell how much text they have",
-        "federation.node.weight says how much a place counts.",
-    )
-    require(
         tree.clip_norm == 0 and tree.noise_multiplier == 0,
         "federation.clip_norm",
         tree.clip_norm,
         "neither clip nor noise over a network: the root holds the places' models as they are",
-        simulate,
-    )
-    require(
-        not tree.keep_optimizer,
-        "federation.keep_optimizer",
-        tree.keep_optimizer,
-        "false over a network: nodes keep nothing between rounds",
-        simulate,
+        "Or simulate it, with fedlm train.",
     )
 
 
@@ -198,8 +194,16 @@ def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
     )
 
 
-def redacted(recipe: Recipe, noise: float | None = None) -> str:
-    """Return the recipe as sent to nodes: without paths and secrets, with the resolved noise."""
+def held_at_nodes(recipe: Recipe) -> bool:
+    """Return whether nodes must have the frozen model themselves: no seed makes it."""
+    return TRAINABLE[recipe.wire.trainable].leaves is not None and bool(recipe.model.init_from)
+
+
+def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None) -> str:
+    """Return the recipe as sent to nodes: without paths and secrets, with the resolved noise.
+
+    `base` is the digest of a frozen model that nodes must have themselves.
+    """
     privacy, kind = recipe.privacy, kind_of(recipe.data.tokenizer)
     if noise is not None:
         # Nodes learn that a seed is fixed, so that a policy can refuse it, but not its value.
@@ -209,8 +213,10 @@ def redacted(recipe: Recipe, noise: float | None = None) -> str:
         recipe.model_copy(
             update={
                 "data": recipe.data.model_copy(update={**NO_PATHS, "tokenizer": kind}),
-                "model": recipe.model.model_copy(update={"init_from": None}),
-                "run": recipe.run.model_copy(update={"devices": 0, "prompts": ()}),
+                "model": recipe.model.model_copy(update={"init_from": None, "base_sha256": base}),
+                "run": recipe.run.model_copy(
+                    update={"devices": 0, "prompts": (), "cache_frozen": 0}
+                ),
                 "privacy": privacy,
             }
         )

@@ -33,6 +33,7 @@ def work(
     policy_path: Path | None,
     *,
     whole: bool,
+    base: Path | None = None,
     say: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> None:
@@ -54,6 +55,7 @@ def work(
             memory=memory,
             models=kit.path / MODELS,
             name=kit.settings.name,
+            base=base,
         )
         serve(SuperNode(kit, say), worker, say=say, stop=stop)
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from fedlm.core import tree
-from fedlm.core.errors import WireError
+from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
@@ -72,15 +72,18 @@ class Worker:
         memory: NodeMemory | None = None,
         models: Path | None = None,
         name: str = "",
+        base: Path | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
         Without a `ledger` and a `memory` it remembers its answers, and its members what methods
         have them remember, only as long as it lives. What it is given at the end of a run goes to
-        the folder `models`, its own model under its `name`.
+        the folder `models`, its own model under its `name`. `base` is the model on which
+        it lets adapters be trained.
         """
         self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
+        self.base = base
         self.ledger = NodeLedger() if ledger is None else ledger
         self.memory = NodeMemory() if memory is None else memory
         per_member = len(store.training_clients) if whole else 1
@@ -102,7 +105,14 @@ class Worker:
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
         facts = (self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
-        return Hello(*facts, counter=self.ledger.counter)
+        return Hello(*facts, counter=self.ledger.counter, tokens=self.tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """How many tokens this node trains on, if its policy lets it tell; otherwise nothing."""
+        if not self.policy.tell_tokens:
+            return ()
+        return (sum(len(self.store.train(int(n))) for n in self.store.training_clients),)
 
     @property
     def text(self) -> str:
@@ -133,7 +143,7 @@ class Worker:
         if set(request.members) != {request.first}:
             raise WireError("this node was asked for the text of others.")
         with self.guard.recording(request):
-            work = self._work(request)
+            work = within(self.policy.longest_seconds, lambda: self._work(request))
             self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
         if request.phase == "keep":
             return self._keep(work, request)
@@ -196,6 +206,8 @@ class Worker:
 
     def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
         check_deployable(recipe)
+        base = recipe.model.base_sha256
+        recipe = self._on_own_base(recipe)
         if recipe.federation is not None:
             made = leaf_work(recipe, self.store)
         else:
@@ -206,9 +218,40 @@ class Worker:
                 population=request.population,
                 whole=self.whole,
             )
+        self._check_base(recipe, made, base)
         plan, parameters = made.algorithm.plan, made.parameters
         policies.check_policy(self.policy, recipe, plan, parameters, self.clients)
         return made
+
+    def _on_own_base(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this node's own model, if it trains a part of one."""
+        model = recipe.model
+        if model.init_from is not None:
+            raise WireError("the recipe names a file of this node (model.init_from).")
+        if model.base_sha256 is None:
+            return recipe
+        if self.base is None:
+            raise Refusal(
+                f"model.base_sha256 = {model.base_sha256[:12]}...: this node has no model to train "
+                "adapters on. Its owner gives one with fedlm node join --base."
+            )
+        own = model.model_copy(update={"init_from": str(self.base), "base_sha256": None})
+        return recipe.model_copy(update={"model": own})
+
+    def _check_base(self, recipe: Recipe, work: NodeWork, wanted: str | None) -> None:
+        """Refuse a run on another frozen model than this node has."""
+        if wanted is None:
+            return
+        try:
+            parts.with_base_sizes(recipe.model)
+            found = parts.base_sha256(work.algorithm)
+        except ConfigError:  # whose words are about files of this node
+            found = "another kind of model"
+        if found != wanted:
+            raise Refusal(
+                f"model.base_sha256 = {wanted[:12]}...: the model of this node is {found[:12]}..., "
+                "and adapters of one model do not fit another. Give the same to all."
+            )
 
 
 class MemberMemories:
@@ -269,8 +312,7 @@ def _train_leaf(work: NodeWork, request: TrainRequest, memories: MemberMemories)
     cohort = Cohort(request.round, np.asarray(request.numbers))
     begun = Start(start, client_state=memories.before(start))
     found = work.engine.updates([start_of(begun, 0)], cohort)
-    named = (one._replace(member=request.members[0]) for one in found)
-    return _each(work, request, named, memories, begun)
+    return _each(work, request, found, memories, begun)
 
 
 def _each(
@@ -282,14 +324,13 @@ def _each(
 ) -> TrainReply:
     """Return a reply with a frame per member's update, in the order of members."""
     frames, sums, algorithm = {}, {}, work.algorithm
+    numbers = request.numbers or request.members  # under which they train
     for member, update, *_ in updates:
-        address = {"round": request.round, "member": member}
-        key = key_for(work.seed, "upload", **address)
-        keep = kept_leaves(update.mask)
+        key = key_for(work.seed, "upload", round=request.round, member=member)
+        keep, place = kept_leaves(update.mask), numbers.index(int(member))
         frame = algorithm.upload.encode(update.delta, key, keep)
-        frames[int(member)], sums[int(member)] = frame, _sums(algorithm.plan, update)
+        frames[place], sums[place] = frame, _sums(algorithm.plan, update)
         if algorithm.remembers:
-            place = request.members.index(int(member))
             memory = update.client_state
             if algorithm.feedback:  # the engine here sends plain numbers, and leaves nothing out
                 arrived = algorithm.upload.decode(frame, update.delta)
@@ -299,8 +340,8 @@ def _each(
     return TrainReply(
         round=request.round,
         members=request.members,
-        frames=tuple(frames[m] for m in request.members),
-        sums=tuple(sums[m] for m in request.members),
+        frames=tuple(frames[place] for place in range(len(numbers))),
+        sums=tuple(sums[place] for place in range(len(numbers))),
     )
 
 

@@ -44,6 +44,8 @@ POLICY = """\
 # largest_steps = 200            # local steps of one client in one round; left out: 100000
 # largest_memory = 4.0           # GB, by an estimate; left out: the memory of this machine
 # longest_seconds = 600.0        # for one question; left out: an hour
+# tell_tokens = true             # tell the server how many tokens this node trains on, which a tree
+#                                # with federation.weight = "tokens" needs; left out: no
 """
 
 
@@ -68,6 +70,7 @@ class Policy(Table):
     largest_steps: Annotated[int, Field(ge=1)] = 100_000  # of a client in a round
     largest_memory: Annotated[float, Field(gt=0)] | None = None  # GB
     longest_seconds: Annotated[float, Field(gt=0, le=1e7)] = 3600.0
+    tell_tokens: bool = False
 
     @property
     def limits_epsilon(self) -> bool:

@@ -122,6 +122,7 @@ class Relay:
             tokenizer=tokenizers.pop(),
             version=next(iter(heard.values())).version,
             leaves=registration.leaves_below(below),
+            tokens=registration.tokens_below(below),
             counter=self.ledger.counter,
         )
 

@@ -23,10 +23,10 @@ from fedlm.core.errors import ConfigError
 from fedlm.core.types import Engine
 from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
-from fedlm.deploy import registration
+from fedlm.deploy import history, registration
 from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
-from fedlm.deploy.local import bounds_of, check_deployable, redacted
+from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
@@ -68,6 +68,7 @@ def train(
     directory = RunDirectory(path)
     with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
+        history.note(home.history, "train", run=str(path), resume=resume)
         recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
@@ -198,7 +199,8 @@ def networked_run(
 
     def engine(algorithm: Algorithm) -> Engine:
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
-        told = redacted(recipe, noise)
+        base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
+        told = redacted(recipe, noise, base)
         secret = hides(algorithm.plan)
         return RemoteEngine(
             algorithm, transport, assignments, recipe=told, secret_names=secret, **options

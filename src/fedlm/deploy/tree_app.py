@@ -12,7 +12,7 @@ is reached: `groups = ["oslo"]` names the node oslo, and `levels` grows the tree
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ def networked_tree(
         engine=engine,
         text=None if held_out is None else text,
         nothing_held=nothing_held,
+        tokens=_tokens(leaves) if settings_of(recipe).weight == "tokens" else None,
     )
 
 
@@ -111,6 +112,19 @@ def _members(recipe: Recipe, leaves: tuple[Leaf, ...]) -> Population:
             "that a node counts as one."
         )
     return of_paths([leaf.path for leaf in leaves for _ in range(leaf.clients)])
+
+
+def _tokens(leaves: tuple[Leaf, ...]) -> Callable[[int], int]:
+    """Return a function from client to tokens: all those of a node are its first client's."""
+    silent = ["/".join(leaf.path) for leaf in leaves if not leaf.tokens]
+    if silent:
+        raise ConfigError(
+            "federation.weight = 'tokens': expected nodes that tell how many tokens they have, and "
+            f"{', '.join(silent)} did not when the run began: tell_tokens = true in their "
+            "policy.toml allows it. Or give places a weight, with federation.node.weight."
+        )
+    held = {leaf.first: leaf.tokens for leaf in leaves}
+    return lambda client: held.get(client, 0)
 
 
 def homes_of(topology: Topology, leaves: tuple[Leaf, ...], population: int) -> dict[int, Leaf]:

@@ -48,6 +48,7 @@ class Assignment(NamedTuple):
     clients: int
     text: str = ""  # a fingerprint
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
+    tokens: tuple[int, ...] = ()  # as in a hello
 
 
 class Undelivered(Exception):

@@ -22,6 +22,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,24 @@ MAGIC = b"fedlm-frozen-1\n\0"
 DIGEST = 16
 HEAD = struct.Struct(f"<{len(MAGIC)}s32sIII")
 NUMBER = struct.Struct("<I")
-AT_ONCE = 16  # rows per call of the compiled program
+FEW, MANY = 4, 16  # rows per call of a compiled program
+
+
+class _Wanted(NamedTuple):
+    """Rows of one member whose features are wanted."""
+
+    file: _ClientFile
+    rows: np.ndarray
+    numbers: np.ndarray  # of the rows, in rising order
+    features: np.ndarray
+    missing: np.ndarray  # places in `numbers` whose features are not on disk
+
+    def spread(self, order: np.ndarray) -> np.ndarray:
+        """Return the features of each row of the batches, zeros where there is no row."""
+        out = np.zeros((*order.shape, *self.features.shape[1:]), np.float32)
+        real = order != PAD
+        out[real] = self.features[np.searchsorted(self.numbers, order[real])]
+        return out
 
 
 class FrozenFeatures:
@@ -62,42 +80,47 @@ class FrozenFeatures:
         """The frozen blocks, made when they are first needed."""
         return self._frozen()
 
-    def batches(self, member: int, order: np.ndarray) -> np.ndarray:
-        """Return the features of a member's batches, given the numbers of their rows.
+    def batches(self, wanted: Sequence[tuple[int, np.ndarray]]) -> list[np.ndarray]:
+        """Return the features of batches, given members and the numbers of their rows.
 
-        A row of which the number is PAD has zeros.
+        Rows that are not on disk are computed together. A row whose number is PAD has zeros.
         """
-        rows = self.rows_of(member)
-        wanted = np.unique(order[order != PAD])
-        features = self._rows(member, rows, wanted)
-        out = np.zeros((*order.shape, rows.shape[1] - 1, self.embed), np.float32)
-        real = order != PAD
-        out[real] = features[np.searchsorted(wanted, order[real])]
-        return out
+        found = [self._kept(member, order) for member, order in wanted]
+        self._fill(found)
+        return [one.spread(order) for one, (_, order) in zip(found, wanted, strict=True)]
 
-    def _rows(self, member: int, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Return the features of some rows of a member, from disk where they are there."""
-        file = self._open(member, rows)
-        out = np.empty((len(wanted), rows.shape[1] - 1, self.embed), np.float32)
-        missing = []
-        for place, number in enumerate(wanted):
-            if not file.read(int(number), out[place]):
-                missing.append(place)
-        if missing:
-            out[missing] = self._compute(rows[wanted[missing]])
-            self._append(file, wanted[missing], out[missing])
-        return out
+    def _kept(self, member: int, order: np.ndarray) -> _Wanted:
+        """Read the wanted rows of a member that are on disk."""
+        rows = self.rows_of(member)
+        file, numbers = self._open(member, rows), np.unique(order[order != PAD])
+        features = np.empty((len(numbers), rows.shape[1] - 1, self.embed), np.float32)
+        pairs = enumerate(zip(numbers, features, strict=True))
+        missing = [place for place, (n, out) in pairs if not file.read(int(n), out)]
+        return _Wanted(file, rows[numbers], numbers, features, np.array(missing, int))
+
+    def _fill(self, found: list[_Wanted]) -> None:
+        """Compute what is missing, and keep it."""
+        lacking = [one for one in found if len(one.missing)]
+        if not lacking:
+            return
+        made = self._compute(np.concatenate([one.rows[one.missing] for one in lacking]))
+        ends = np.cumsum([len(one.missing) for one in lacking])
+        for one, part in zip(lacking, np.split(made, ends[:-1]), strict=True):
+            one.features[one.missing] = part
+            self._append(one.file, one.numbers[one.missing], part)
 
     def _compute(self, rows: np.ndarray) -> np.ndarray:
+        """Return the features of rows, by a program for many rows and one for few."""
         self.computed += len(rows)
-        parts = []
-        for at in range(0, len(rows), AT_ONCE):
-            block = rows[at : at + AT_ONCE, :-1].astype(np.int32)
-            short = AT_ONCE - len(block)
-            block = np.pad(block, ((0, short), (0, 0)), constant_values=PAD)
-            made = self._program(self.frozen, jnp.asarray(block))
-            parts.append(np.asarray(made)[: AT_ONCE - short])
-        return np.concatenate(parts)
+        parts, at = [], 0
+        while at < len(rows):
+            size = MANY if len(rows) - at > FEW else FEW
+            block = rows[at : at + size, :-1].astype(np.int32)
+            beyond = ((0, size - len(block)), (0, 0))
+            block = np.pad(block, beyond, constant_values=PAD)
+            parts.append(np.asarray(self._program(self.frozen, jnp.asarray(block))))
+            at += size
+        return np.concatenate(parts)[: len(rows)]
 
     # ---- files -------------------------------------------------------------------------------
 

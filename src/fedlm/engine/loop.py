@@ -36,7 +36,7 @@ from fedlm.core.types import (
 )
 from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.engine.payload_size import through_bytes
-from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, on_base, round_key, summed_like
 from fedlm.federation.member import (
     Finished,
     add_member,
@@ -79,11 +79,12 @@ class LoopEngine:
             if self.frozen is None:
                 yield batch
             else:
-                yield Precomputed(batch, jnp.asarray(self.frozen.batches(member, numbers)))
+                (features,) = self.frozen.batches([(member, numbers)])
+                yield Precomputed(batch, jnp.asarray(features))
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort."""
-        total = total_like(update_like(self.algorithm, model_like(starts), cohort.round))
+        total = total_like(summed_like(self.algorithm, model_like(starts), cohort.round))
         remembered, upload, download = [], 0, 0
         for _, update, sent, received in self.updates(starts, cohort):
             total = add_member(total, update)

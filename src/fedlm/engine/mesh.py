@@ -67,7 +67,7 @@ from fedlm.core.types import (
 )
 from fedlm.engine import multihost, payload_size
 from fedlm.engine.frozen_features import FrozenFeatures
-from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, lifted, on_base, round_key, summed_like
 from fedlm.federation.member import (
     Finished,
     add_member,
@@ -197,7 +197,7 @@ class MeshEngine:
     def _total_of_groups(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort, one member per lane at a time."""
         size_of, upload = self._upload_sizes(starts, cohort), 0
-        total = total_like(update_like(self.algorithm, model_like(starts), cohort.round))
+        total = total_like(summed_like(self.algorithm, model_like(starts), cohort.round))
         remembered = []
         for places, lanes in self._groups(starts, cohort):
             total = tree.add(total, self._from_all(self._sum, lanes.state.total))
@@ -264,11 +264,13 @@ class MeshEngine:
             return stream
         *full, width = stream.tokens.shape
         features = np.zeros((*full, width - 1, self.frozen.embed), np.float32)
+        at, wanted = [], []
         for lane, segments in enumerate(stream.segments):
             for slot in range(segments):
-                at = slice(stream.starts[lane, slot], stream.stops[lane, slot])
-                member = members[stream.places[lane, slot]]
-                features[lane, at] = self.frozen.batches(member, stream.order[lane, at])
+                at.append((lane, slice(stream.starts[lane, slot], stream.stops[lane, slot])))
+                wanted.append((members[stream.places[lane, slot]], stream.order[at[-1]]))
+        for place, found in zip(at, self.frozen.batches(wanted), strict=True):
+            features[place] = found
         return stream._replace(order=None, features=features)
 
     def _one_each(self, rows: list[Any]) -> Plan:
@@ -499,7 +501,8 @@ def _start_lane(local: ClientMethod, shared: Any) -> LaneState:
     key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
     client_state = None if local.init_memory is None else local.init_memory(shared)
     carry = local.init(shared, key, client_state)
-    return LaneState(carry, total_like(local.finish(shared, carry, jnp.zeros(()))))
+    update = lifted(local, shared, local.finish(shared, carry, jnp.zeros(())))
+    return LaneState(carry, total_like(update))
 
 
 def _sum_lanes(total: Total) -> Total:

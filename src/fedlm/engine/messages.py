@@ -22,10 +22,18 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import FedlmError, WireError
 
-VERSION = 5
+VERSION = 5  # raised whenever a kind of message, its facts or what they mean change
+COMPATIBLE = (VERSION - 1, VERSION)
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
 REFUSAL = "refusal"  # may reply to either request
+# What a version added: facts of a kind, with what their absence means; None: the kind itself. Kept
+# for the newest version alone, because messages are one version apart at most.
+ADDED: dict[str, dict[str, Any] | None] = {
+    TRAIN_REQUEST: {"remembered": []},
+    "evaluate_request": None,
+    "evaluate_reply": None,
+}
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
@@ -37,6 +45,7 @@ MOST_MEMBERS = 1 << 20
 MOST_CLIENTS = 1 << 40
 MOST_ROUNDS = 1 << 31
 MOST_COUNTER = 1 << 53
+MOST_TOKENS = 1 << 53
 MOST_HELLO_BYTES = 1 << 22
 MOST_LEAVES, LONGEST_PATH, LONGEST_FINGERPRINT = 1 << 14, 1000, 200
 # Of a reply, beside its frames: names, identities of objects, and seven numbers per member.
@@ -72,6 +81,7 @@ _HELLO_FACTS: dict[str, type] = {
     "counter": int,
     "leaves": list,
     "counts": list,
+    "tokens": list,
 }
 
 
@@ -157,6 +167,9 @@ class Hello(NamedTuple):
     version: str  # of fedlm
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
     counter: int = 0  # of the node's ledger
+    # How many tokens the node trains on, of a relay each node below, 0 if one does not tell; empty
+    # if none does.
+    tokens: tuple[int, ...] = ()
 
 
 def respond(
@@ -171,24 +184,55 @@ def respond(
 
     `others` answer payloads of other kinds than hello and training, by kind.
     """
-    what = "a message"
+    what, asked = "a message", payload.facts.get("version")
+    version = asked if type(asked) is int and asked in COMPATIBLE else VERSION
     try:
+        payload = at_version(payload, VERSION)
         if payload.kind == HELLO_REQUEST:
             check_facts(payload, HELLO_REQUEST, {})
             check_frames(payload, 0)
-            return encode_hello(hello())
-        if payload.kind in others:
+            reply = encode_hello(hello())
+        elif payload.kind in others:
             what = payload.kind.replace("_", " ")
-            return others[payload.kind](payload)
-        request = read_request(payload)
-        what = f"round {request.round}"
-        return encode_reply(train(request))
+            reply = others[payload.kind](payload)
+        else:
+            request = read_request(payload)
+            what = f"round {request.round}"
+            reply = encode_reply(train(request))
+        return at_version(reply, version)  # whoever asked understands its own version
     except FedlmError as error:
         say(f"refused {what}: {error}")
-        return encode_refusal(str(error))
+        reply = encode_refusal(str(error))
     except Exception as error:  # whatever a message makes go wrong, the node lives
         say(f"refused {what}: {type(error).__name__}: {printable(str(error))[:LONGEST_REASON]}")
-        return encode_refusal(f"this node cannot do this: {type(error).__name__}.")
+        reply = encode_refusal(f"this node cannot do this: {type(error).__name__}.")
+    return at_version(reply, version)
+
+
+# ---- versions ------------------------------------------------------------------------------
+
+
+def at_version(payload: Payload, version: int) -> Payload:
+    """Return a message as another version writes it, or raise `WireError` if that cannot say it."""
+    facts = dict(payload.facts)
+    written = facts.get("version")
+    if type(written) is not int or written not in COMPATIBLE or version not in COMPATIBLE:
+        raise WireError(
+            f"message has version {str(written)[:40]!r}: expected "
+            f"{' or '.join(map(str, COMPATIBLE))}. Install the same fedlm at the server and at all "
+            "nodes."
+        )
+    if written == version:
+        return payload
+    added = ADDED.get(payload.kind, {})
+    if added is None:
+        raise WireError(f"version {version} of fedlm's messages has no {payload.kind[:40]!r}.")
+    for name, absent in added.items():
+        if version == VERSION:
+            facts.setdefault(name, absent)
+        elif facts.pop(name, absent) != absent:
+            raise WireError(f"version {version} of fedlm's messages cannot say {name!r}.")
+    return Payload(payload.kind, {**facts, "version": version}, payload.frames)
 
 
 # ---- training ------------------------------------------------------------------------------
@@ -295,6 +339,7 @@ def encode_hello(hello: Hello) -> Payload:
         "counter": hello.counter,
         "leaves": [path for path, _ in hello.leaves],
         "counts": [clients for _, clients in hello.leaves],
+        "tokens": list(hello.tokens),
     }
     return Payload(HELLO_REPLY, facts)
 
@@ -312,7 +357,11 @@ def read_hello(payload: Payload) -> Hello:
         raise WireError("its fingerprints are too long.")
     check_counter(facts["counter"])
     leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
-    return Hello(clients, *texts, leaves, facts["counter"])
+    tokens = check_numbers(facts["tokens"], "tokens", rising=False)
+    known = len(tokens) in (0, max(1, len(leaves)))
+    if not known or not all(0 <= n <= MOST_TOKENS for n in tokens):
+        raise WireError("it does not say how many tokens each of its nodes has.")
+    return Hello(clients, *texts, leaves, facts["counter"], tokens)
 
 
 def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any, ...]:

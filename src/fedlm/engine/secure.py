@@ -51,7 +51,7 @@ class Integers(Protocol):
     def wrapped(self, total: np.ndarray) -> np.ndarray:
         """Return signed integers as words modulo 2^bits."""
 
-    def values(self, words: np.ndarray, like: Any) -> Any:
+    def values(self, words: np.ndarray, like: Any, round: int) -> Any:
         """Return the numbers of a sum in the shapes of a model."""
 
 
@@ -95,7 +95,7 @@ class SecureEngine:
         words, sent = self._sum(deltas, self.integers.bits, cohort.round, "")
         told, more = self._sum(counts, 64, cohort.round, "00")
         numbers = told.view(np.int64) * UNIT
-        change = self.integers.values(words, like)
+        change = self.integers.values(words, like, cohort.round)
         total = Total(change, *(jnp.float32(x) for x in numbers))
         return Gathered(total, sent + more, download)
 

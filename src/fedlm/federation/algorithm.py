@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -116,6 +117,29 @@ def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
 
     made: Update = jax.eval_shape(work, sent, algorithm.base)
     return made
+
+
+def summed_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
+    """Return the shapes of a member's update as it goes into a sum."""
+    local = algorithm.local_of(round)
+    if local.lift is None:
+        return update_like(algorithm, sent, round)
+
+    def work(sent: Any, base: Params | None, update: Update) -> Update:
+        shared = on_base(base, local.shared(sent, key_for(0, "partial")))
+        return lifted(local, shared, update)
+
+    like = update_like(algorithm, sent, round)
+    made: Update = jax.eval_shape(work, sent, algorithm.base, like)
+    return made
+
+
+def lifted(local: ClientMethod, shared: Any, update: Update) -> Update:
+    """Return an update as it goes into a sum."""
+    if local.lift is None:
+        return update
+    delta = local.lift(shared, update.delta)
+    return eqx.tree_at(lambda u: u.delta, update, delta)
 
 
 def on_base(base: Params | None, shared: Any) -> Any:

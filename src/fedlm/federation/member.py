@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool
 
 from fedlm.core import tree
 from fedlm.core.types import ClientMethod, Params, Start, Starts, Total, Update
-from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.algorithm import Algorithm, lifted
 from fedlm.local.train import masked
 from fedlm.privacy.clip import clip
 
@@ -99,6 +99,8 @@ def member_half(
     arrived = masked(send(wanted), update.mask)
     there = eqx.tree_at(lambda u: u.delta, update, arrived)
     bounded = clip_again(algorithm, there, done.clip_norm)
+    if local.lift is not None:  # under no plan, and nothing is remembered
+        return lifted(local, done.shared, bounded)
     return _remember(algorithm, bounded, wanted, done.client_state)
 
 

@@ -86,8 +86,16 @@ def local_training(
     def init_memory(shared: Any) -> OptState:
         return optimizer.init(part.init(shared))
 
-    shared, expand, draw = part.shared, part.expand, part.draw
-    return ClientMethod(shared, init, step, finish, expand, init_memory if remember else None, draw)
+    return ClientMethod(
+        part.shared,
+        init,
+        step,
+        finish,
+        part.expand,
+        init_memory if remember else None,
+        part.draw,
+        part.lift,
+    )
 
 
 def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) -> Carry:

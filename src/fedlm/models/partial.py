@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -34,6 +34,7 @@ from fedlm.core import tree
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params, TrainablePart
 from fedlm.models import adapters
+from fedlm.models.layers import Adapted
 
 ON_BASE = TrainablePart(
     init=lambda shared: shared.rest,
@@ -182,6 +183,58 @@ def _product(trained: Array, fixed: Array, shape: tuple[int, ...]) -> Array:
     return change if shape[0] >= shape[1] else change.T
 
 
+def adapters_and_residual() -> TrainablePart:
+    """Return the part that trains both factors of adapters, with an exact mean (FedEx-LoRA).
+
+    The mean of products B A is not the product of the means. So members send both factors, the
+    server sums their products too, and adds what the mean factors lack to the frozen matrix:
+
+        A <- mean A_i,  B <- mean B_i,  W <- W + scale (mean B_i A_i - mean B_i mean A_i)
+
+    It holds W, A and B of every adapted layer, and sends them; members send A and B (Singhal et
+    al. 2024).
+    """
+
+    def each(compute: Callable[[Adapted, Adapted], Adapted], a: Params, b: Params) -> Params:
+        return jax.tree.map(compute, a, b, is_leaf=lambda x: isinstance(x, Adapted))
+
+    def init(shared: Any) -> Params:
+        def factors(layer: Adapted, _: Adapted) -> Adapted:
+            return replace(layer, weight=None)  # type: ignore[arg-type]
+
+        return each(factors, shared.rest, shared.rest)
+
+    def merge(shared: Any, trained: Params) -> Params:
+        whole = each(lambda x, t: replace(t, weight=x.weight), shared.rest, trained)
+        return tree.join(whole, shared.base)
+
+    def lift(shared: Any, delta: Params) -> Params:
+        def one(start: Adapted, d: Adapted) -> Adapted:
+            return replace(d, weight=_moved_product(start, d))
+
+        return each(one, shared.rest, delta)
+
+    def expand(params: Params, key: PRNGKeyArray, delta: Params) -> Params:
+        def one(start: Adapted, d: Adapted) -> Adapted:
+            return replace(d, weight=start.scale * (d.weight - _moved_product(start, d)))
+
+        return each(one, params, delta)
+
+    return TrainablePart(init=init, merge=merge, lift=lift, expand=expand)
+
+
+def _moved_product(start: Adapted, change: Adapted) -> Array:
+    """Return by how much a change of both factors moves their product."""
+    moved = (start.lora_b + change.lora_b) @ (start.lora_a + change.lora_a)
+    return moved - start.lora_b @ start.lora_a
+
+
+def _both_factors(like: Params) -> list[str]:
+    """Return the names of an adapted layer's matrix and factors, for all of them."""
+    names = [n.removesuffix("lora_b") for n in tree.named_leaves(like) if n.endswith(".lora_b")]
+    return [f"{name}{part}" for name in names for part in ("weight", "lora_a", "lora_b")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartOptions:
     """Options of all kinds of parts; each kind reads the options that it needs."""
@@ -204,6 +257,9 @@ class PartKind:
     # leaves are the algorithm's base, which is held once and never sent.
     leaves: Callable[[Params, PartOptions, PRNGKeyArray], list[bool]] | None = None
     adapts: bool = False  # the model gets adapters before it is trained
+    # The part that members train where the server holds `leaves` alone.
+    on_base: TrainablePart = ON_BASE
+    exact_mean: bool = False  # the server must step to the mean itself
 
     @property
     def outlives_round(self) -> bool:
@@ -246,5 +302,13 @@ TRAINABLE: dict[str, PartKind] = {
         leaves=_adapters,
         takes_feedback=True,
         adapts=True,
+    ),
+    "lora-both": PartKind(
+        make=lambda like, options, key: (),  # a server that holds whole models sees no products
+        leaves=lambda like, options, key: leaves_by_name(like, _both_factors(like)),
+        on_base=adapters_and_residual(),
+        may_be_private=False,
+        adapts=True,
+        exact_mean=True,
     ),
 }

@@ -22,6 +22,7 @@ import numpy as np
 
 from fedlm.privacy import balls_in_bins, fixed_size
 from fedlm.privacy.balls_in_bins import BallsInBinsEvent
+from fedlm.privacy.bin_samples import Overlap
 
 # An event of dp_accounting: what was released, with how much noise, on which sample.
 DpEvent = Any
@@ -100,7 +101,12 @@ def fixed_size_event(noise_multiplier: float, cohort: int, population: int, roun
 
 
 def balls_in_bins_event(
-    noise_multiplier: float, rounds: int, bins: int, bands: int, share: float
+    noise_multiplier: float,
+    rounds: int,
+    bins: int,
+    bands: int,
+    share: float,
+    overlap: Overlap | None = None,
 ) -> DpEvent:
     """Return the event of rounds with normal noise of so many bands on balls-in-bins cohorts.
 
@@ -110,7 +116,7 @@ def balls_in_bins_event(
 
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
-    return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share)
+    return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share, overlap)
 
 
 def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:
@@ -178,13 +184,19 @@ def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
 
 def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
     """Compose privacy loss distributions, which round up; None if an event has none."""
-    noises = [_noise_of(event) for event, _ in leaves]
-    if not all(noises):
+    if not all(_noise_of(event) for event, _ in leaves):
         return None
+    return _epsilon_by_pld(tuple(leaves), delta), "PLD"
+
+
+@functools.lru_cache(maxsize=256)  # journal, claim, store and summary ask for the same
+def _epsilon_by_pld(leaves: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
+    """Return the epsilon of releases that all have a loss distribution."""
+    noises = [_noise_of(event) for event, _ in leaves]
     step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
     losses = (_loss_of(event, count, step) for event, count in leaves)
     whole = functools.reduce(lambda one, other: one.compose(other), losses)
-    return float(whole.get_epsilon_for_delta(delta)), "PLD"
+    return float(whole.get_epsilon_for_delta(delta))
 
 
 def _noise_of(event: DpEvent) -> float | None:

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 
 from fedlm.core.errors import require
-from fedlm.privacy import balls_in_bins, correlated, cost, sensitivity, strategy
+from fedlm.privacy import balls_in_bins, bin_samples, correlated, cost, sensitivity, strategy
 from fedlm.privacy.gaussian import bins_event, in_bins
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise
@@ -54,6 +54,7 @@ def spaced(
 
     def check_all(plan: PrivacyPlan) -> None:
         check_separation(plan.sampling, plan.rounds)
+        _check_restart(plan)
         check(plan)
 
     return Mechanism(
@@ -66,7 +67,7 @@ def spaced(
         "join, and that law bounds neither",
         way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
         settings=settings,
-        clip_moves="at restarts" if "restart_every" in settings else "never",
+        clip_moves="at restarts",
         sensitivity=squared,
         strategy=strategy_of,
         find_matrix=find,
@@ -89,7 +90,7 @@ def matrix(
 
     def squared(plan: PrivacyPlan, rounds: int) -> Squared:
         apart, most = plan.sampling.min_separation, plan.sampling.max_participations
-        return Squared(sensitivity.of_strategy(strategy_of(plan), rounds, apart, most))
+        return sensitivity.of_restarted(strategy_of(plan), rounds, apart, most)
 
     return spaced(noise, squared, check, settings, strategy_of, find)
 
@@ -168,7 +169,7 @@ def _released_tree(plan: PrivacyPlan, rounds: int) -> Squared:
     return sensitivity.of_released_tree(rounds, apart, most, restart_every=plan.restart_every)
 
 
-def _check_tree(plan: PrivacyPlan) -> None:
+def _check_restart(plan: PrivacyPlan) -> None:
     require(
         plan.restart_every >= 0,
         "privacy.restart_every",
@@ -180,9 +181,14 @@ def _check_tree(plan: PrivacyPlan) -> None:
 # ---- matrices ----------------------------------------------------------------------------
 
 
+def _length(plan: PrivacyPlan) -> int:
+    """Return the rounds that one matrix is for: those of a restart, or all."""
+    return min(plan.restart_every or plan.rounds, plan.rounds)
+
+
 def _bands(plan: PrivacyPlan) -> int:
     """Return how many bands the matrix really has."""
-    return min(plan.bands or plan.sampling.min_separation + 1, plan.rounds)
+    return min(plan.bands or plan.sampling.min_separation + 1, _length(plan))
 
 
 def _check_bands(plan: PrivacyPlan) -> None:
@@ -193,10 +199,10 @@ def _check_bands(plan: PrivacyPlan) -> None:
         "0 (min_separation + 1) or a positive number",
     )
     require(
-        plan.bands <= plan.rounds,
+        plan.bands <= _length(plan),
         "privacy.bands",
         plan.bands,
-        f"at most server.rounds, here {plan.rounds}",
+        f"at most the rounds of a matrix, here {_length(plan)}",
     )
 
 
@@ -213,11 +219,11 @@ def _check_narrow(plan: PrivacyPlan) -> None:
 
 
 def _find_banded(plan: PrivacyPlan) -> tuple[float, ...]:
-    return strategy.find_banded(plan.rounds, _bands(plan))
+    return strategy.find_banded(_length(plan), _bands(plan))
 
 
 def _banded(plan: PrivacyPlan) -> Strategy:
-    return strategy.banded(plan.rounds, plan.matrix or _find_banded(plan))
+    return strategy.banded(_length(plan), plan.matrix or _find_banded(plan))
 
 
 def _check_banded(plan: PrivacyPlan) -> None:
@@ -239,16 +245,16 @@ def _check_matrix(plan: PrivacyPlan, good: bool, wanted: str) -> None:
 
 
 def _toeplitz(plan: PrivacyPlan) -> Strategy:
-    return strategy.toeplitz(plan.rounds, _bands(plan))
+    return strategy.toeplitz(_length(plan), _bands(plan))
 
 
 def _find_blt(plan: PrivacyPlan) -> tuple[float, ...]:
     apart, most = plan.sampling.min_separation, plan.sampling.max_participations
-    return strategy.find_blt(plan.rounds, apart, most, plan.buffers)
+    return strategy.find_blt(_length(plan), apart, most, plan.buffers)
 
 
 def _blt(plan: PrivacyPlan) -> Strategy:
-    return strategy.blt(plan.rounds, plan.matrix or _find_blt(plan))
+    return strategy.blt(_length(plan), plan.matrix or _find_blt(plan))
 
 
 def _check_blt(plan: PrivacyPlan) -> None:
@@ -326,15 +332,24 @@ def _check_divides(plan: PrivacyPlan) -> None:
 
 
 def _bins_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
-    """Return what rounds release about a client whose bin is known only modulo the bands."""
+    """Return what rounds release about a client whose bin is secret."""
     _check_planned(plan, rounds)
-    return bins_event(plan, rounds, plan.bands or plan.sampling.min_separation + 1)
+    bins = plan.sampling.min_separation + 1
+    chosen = _banded(plan)
+    # A number of rounds that ends with a turn of all bins, so that there are few to sample for.
+    turns = min(-(-rounds // bins) * bins, plan.rounds)
+    overlap = bin_samples.overlap_of(
+        tuple(chosen.coefficients.tolist()), chosen.rounds, turns, bins
+    )
+    return bins_event(plan, rounds, plan.bands or bins, overlap)
 
 
 def _bins_cost(plan: PrivacyPlan, rounds: int) -> Cost:
     epsilon, accountant = cost.compose([_bins_event(plan, rounds)], plan.delta)
     name = f"{accountant} of {plan.mechanism} noise on balls-in-bins cohorts"
-    return Cost(epsilon, name, (in_bins(plan),))
+    sampled = f"the loss was sampled; its bound is wrong with chance {bin_samples.WRONG:g}"
+    overlap = getattr(_bins_event(plan, rounds), "overlap", None)
+    return Cost(epsilon, name, (in_bins(plan), *([sampled] if overlap else [])))
 
 
 def _cyclic_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
@@ -364,9 +379,10 @@ def _cyclic_cost(plan: PrivacyPlan, rounds: int) -> Cost:
     )
 
 
+RESTARTS = "restart_every"
 TREE = spaced(
-    _tree_noise, _tree_sensitivity, _check_tree, ("restart_every",), released=_released_tree
+    _tree_noise, _tree_sensitivity, lambda plan: None, (RESTARTS,), released=_released_tree
 )
-BANDED = _amplified(matrix(_banded, _check_banded, ("bands",), _find_banded))
-TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
-BLT = matrix(_blt, _check_blt, ("buffers",), _find_blt)
+BANDED = _amplified(matrix(_banded, _check_banded, (RESTARTS, "bands"), _find_banded))
+TOEPLITZ = matrix(_toeplitz, _check_bands, (RESTARTS, "bands"))
+BLT = matrix(_blt, _check_blt, (RESTARTS, "buffers"), _find_blt)

@@ -32,7 +32,7 @@ from fedlm.methods.optimizers import (
     server_optimizer,
 )
 from fedlm.models import catalog
-from fedlm.models.partial import ON_BASE, TRAINABLE, PartKind, PartOptions
+from fedlm.models.partial import TRAINABLE, PartKind, PartOptions
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.secure_sums import check_sums
 from fedlm.recipe.settings import Recipe
@@ -62,7 +62,8 @@ def algorithm_of(
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check_recipe(recipe, like, sampling.population if remembered is None else remembered)
     keep = trained_leaves(recipe, like) if start else None
-    parts = parts_of(recipe, like) if keep is None else (ON_BASE,)
+    kind = TRAINABLE[recipe.wire.trainable]
+    parts = parts_of(recipe, like) if keep is None else (kind.on_base,)
     options = method_options(recipe, sampling, parts)
     clients, server = METHODS[recipe.client.method].build(options)
     return Algorithm(
@@ -315,6 +316,24 @@ def _check_wire(recipe: Recipe) -> None:
         True,
         f"wire.trainable = {_kinds(lambda k: k.takes_feedback)}: what was left out must be trained "
         "next time",
+    )
+
+    server, steps = recipe.server, (recipe.server.optimizer, recipe.server.learning_rate)
+    require(
+        not kind.exact_mean
+        or (
+            steps == ("fedavg", 1.0) and (server.schedule, server.warmup_rounds) == ("constant", 0)
+        ),
+        "server.optimizer",
+        server.optimizer,
+        f"'fedavg' with server.learning_rate = 1 and no schedule beside wire.trainable = "
+        f"{wire.trainable!r}: what the mean factors lack is added exactly",
+    )
+    require(
+        not kind.exact_mean or (recipe.federation is None and recipe.model.base_dtype == "float32"),
+        "wire.trainable",
+        wire.trainable,
+        "'lora' in a tree, or with model.base_dtype other than 'float32'",
     )
 
 

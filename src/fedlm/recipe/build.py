@@ -28,6 +28,7 @@ from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
 from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
+    check_base,
     client_rows,
     engine_of,
     evaluation_of,
@@ -91,11 +92,14 @@ def flat_run(
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
-    participation = privacy_plan.participation_of(recipe, people.size, out)
+    # Over a network nodes make the same plan, and they do not know this store.
+    ledgers = store.ledgers if members is None else ()
+    participation = privacy_plan.participation_of(recipe, people.size, out, ledgers)
     kept = None if members is None else 0  # at nodes, what their clients remember stays there
     algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
     if members is not None and algorithm.remembers:
         algorithm = replace(algorithm, memory_at_nodes=True)
+    check_base(recipe, algorithm)
     made = (
         engine(algorithm)
         if engine

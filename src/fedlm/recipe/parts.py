@@ -22,9 +22,10 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from tokenizers.models import WordLevel
 
+from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
+from fedlm.core.types import BatchSpec, Engine, Params, Rows, Say, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
@@ -37,7 +38,7 @@ from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
-from fedlm.models.adapters import Adapters
+from fedlm.models.adapters import Adapters, without_adapters
 from fedlm.models.catalog import ModelSpec
 from fedlm.models.interop import gguf
 from fedlm.models.partial import TRAINABLE
@@ -95,6 +96,8 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
         validation=data.validation,
         split_seed=data.split_seed,
         user_field=data.user_field,
+        text_field=data.text_field,
+        groups_field=data.groups_field,
     )
 
 
@@ -118,9 +121,7 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)
     try:
         vocabulary = vocabulary_of(data, given, progress)
-        return write(
-            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
-        )
+        return write(documents_of(data, data.source), path, settings, progress, vocabulary)
     except CorpusError:
         if not path.exists():
             raise
@@ -161,6 +162,14 @@ def tokenizer_store(data: Data, cache: Path) -> Store:
             if not path.exists():
                 raise  # else another process made the same store meanwhile
     return Store(path)
+
+
+def documents_of(
+    data: Data, source: str, say: Say = lambda text: None
+) -> Iterator[sources.Document]:
+    """Return the documents of a source, with the fields that `[data]` names."""
+    fields = {"text_field": data.text_field, "groups_field": data.groups_field}
+    return sources.read(source, data.user_field, **fields, say=say)
 
 
 def _check_store(store: Store, data: Data) -> None:
@@ -423,6 +432,32 @@ def start_maker(recipe: Recipe, store: Store) -> Callable[[], Params]:
 
     # The base of a run and its first state then share their arrays in memory.
     return cache(start) if TRAINABLE[recipe.wire.trainable].leaves is not None else start
+
+
+def base_sha256(algorithm: Algorithm) -> str:
+    """Return the digest of the frozen part of a model, without what adapters add to it."""
+    return tree.sha256(without_adapters(algorithm.base))
+
+
+def check_base(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Raise `ConfigError` if the frozen model is not the one whose digest the recipe names."""
+    wanted = recipe.model.base_sha256
+    if wanted is None:
+        return
+    require(
+        algorithm.make_base is not None,
+        "model.base_sha256",
+        wanted,
+        "nothing, unless wire.trainable = 'lora' or 'fixed' freezes a part of the model",
+    )
+    found = base_sha256(algorithm)
+    require(
+        found == wanted,
+        "model.base_sha256",
+        wanted,
+        f"{found}, the digest of the frozen model that is here",
+        "Bring the model that the adapters belong to.",
+    )
 
 
 def batch_spec(recipe: Recipe) -> BatchSpec:

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from fedlm.core import tree
 from fedlm.core.errors import require
-from fedlm.core.keys import digest_for, generator_for
+from fedlm.core.keys import digest_for, generator_for, key_for
 from fedlm.core.types import Engine
-from fedlm.engine.robust import RobustEngine, flattened
+from fedlm.engine.robust import RobustEngine, flattened, like_model
 from fedlm.engine.secure import Nodes, SecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS
@@ -29,9 +30,11 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.distributed import DistributedNoise
 from fedlm.recipe.settings import Recipe
 from fedlm.server.robust import RULES, bounded
+from fedlm.wire.bitwise import seed_of
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
 from fedlm.wire.fixed_point import FixedPoint, check_additive, grid_of
+from fedlm.wire.rotation import rotated, unrotated
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class UpdateIntegers:
     grid: FixedPoint
     seed: int
     private: bool
+    rotate: bool = False  # by a rotation that all members of a round share
 
     @property
     def bits(self) -> int:
@@ -55,21 +59,32 @@ class UpdateIntegers:
     def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
         """Return the integers of one update, drawn by its own address."""
         flat = flattened(delta)
+        if self.rotate:
+            flat = np.asarray(rotated(flat.astype(np.float32), self._rotation(round)), np.float64)
         if not self.private:
             rng = generator_for(self.seed, "upload", round=round, member=member)
             return self.grid.rounded(flat, rng.random(len(flat)))
         seed = digest_for(self.seed, "upload", round=round, member=member)
         within = norm_before_rounding(clip_norm, self.grid.step, len(flat))
         rounding = DistributedNoise(clip=within, size=len(flat), variance=1, honest=1)
-        return rounding.rounded(flat / self.grid.step, seed)
+        inside = np.clip(flat, -self.grid.clip, self.grid.clip)
+        return rounding.rounded(inside / self.grid.step, seed)
+
+    def _rotation(self, round: int) -> Any:
+        return seed_of(key_for(self.seed, "rotation", round=round))
 
     def wrapped(self, total: np.ndarray) -> np.ndarray:
         """Return signed integers as words modulo 2^bits."""
         return self.grid.wrapped(total)
 
-    def values(self, words: np.ndarray, like: Any) -> Any:
+    def values(self, words: np.ndarray, like: Any, round: int) -> Any:
         """Return the numbers of a sum in the shapes of a model."""
-        return self.grid.values(words, like)
+        if not self.rotate:
+            return self.grid.values(words, like)
+        turned = (self.grid.signed(words) * self.grid.step).astype(np.float32)
+        return like_model(
+            np.asarray(unrotated(turned, self._rotation(round), tree.size(like))), like
+        )
 
 
 def norm_before_rounding(clip_norm: float, step: float, size: int) -> float:
@@ -101,13 +116,14 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
         grid = grid_of(algorithm.upload)
         exact = dataclasses.replace(algorithm, upload=dense())
         private = algorithm.plan is not None
-        integers = UpdateIntegers(grid, recipe.run.seed, private)
+        integers = UpdateIntegers(grid, recipe.run.seed, private, wire.secure_rotation)
         if algorithm.plan is not None:
             require(
-                algorithm.plan.clip_norm <= grid.clip,
+                algorithm.plan.clip_norm <= grid.clip or wire.secure_rotation,
                 "privacy.clip_norm",
                 algorithm.plan.clip_norm,
                 f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
+                "Or set wire.secure_rotation, which spreads an update over all values.",
             )
         nodes = Nodes(count=wire.secure_nodes, threshold=threshold_of(recipe))
         return SecureEngine(make(exact), algorithm, integers, nodes, recipe.run.seed)
@@ -189,12 +205,10 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
     if secure:
         _check_secure(recipe)
     else:
-        require(
-            wire.secure_threshold == 0,
-            "wire.secure_threshold",
-            wire.secure_threshold,
-            "0 without wire.secure_nodes",
-        )
+        for name in ("secure_threshold", "secure_rotation"):
+            value = getattr(wire, name)
+            only = f"{type(value)()} without wire.secure_nodes"
+            require(not value, f"wire.{name}", value, only)
 
 
 def _check_secure(recipe: Recipe) -> None:

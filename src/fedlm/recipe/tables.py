@@ -123,6 +123,15 @@ class Data(Table):
         "person who wrote. All text of a person becomes one client: for sampling, clipping, "
         "separation and splits. Not set: `client`.",
     )
+    text_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of such a source that holds the text. Not set: `text`.",
+    )
+    groups_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of such a source that holds the groups. Not set: "
+        "`groups`.",
+    )
     groups: tuple[str, ...] = Field(
         default=(),
         description="Only clients of these groups take part, in training and evaluation; `[]` is "
@@ -142,6 +151,12 @@ class Model(Table):
         description="The model that training starts from: a `model.safetensors`, a run directory, "
         "a Hugging Face folder (`config.json` and safetensors) or a GGUF file. The last two decide "
         "name and sizes of the model.",
+    )
+    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
+        default=None,
+        description="Digest of the frozen part of the model at `init_from`, as a run's adapters "
+        "name it; another model there is refused. A server tells it to nodes, which have the model "
+        "themselves.",
     )
     base_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -379,6 +394,12 @@ class Server(Table):
         "plan; longer ones are shortened to it. Not set: no bound.",
     )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
+    patience: Natural = Field(
+        default=0,
+        description="Early stopping: end the run after so many evaluations without a lower "
+        "perplexity on held-out text, of those figures that may be told; 0 never does. The best "
+        "model on the way is kept, as with `run.keep_best`.",
+    )
     evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
     )
@@ -407,9 +428,9 @@ class Privacy(Table):
     )
     epsilon: Positive | None = Field(
         default=None,
-        description="What all rounds may spend; what a private vocabulary cost comes on top. With "
-        "`noise_multiplier` given too, the run "
-        "stops before the round that would exceed it, and keeps its model.",
+        description="What rounds, noisy figures, a private vocabulary and the start model may spend "
+        "together. With `noise_multiplier` given too, the run stops before the round that would "
+        "exceed it, and keeps its model.",
     )
     delta: Annotated[float, Field(ge=-1e30, le=1e30)] = Field(
         default=1e-6,
@@ -426,7 +447,8 @@ class Privacy(Table):
         "allows.",
     )
     restart_every: Natural = Field(
-        default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
+        default=0,
+        description="All but `gaussian`: rounds after which the noise begins anew; 0 is never.",
     )
     bands: Natural = Field(
         default=0,
@@ -438,20 +460,20 @@ class Privacy(Table):
     )
     clip_quantile: Share = Field(
         default=0.0,
-        description="`gaussian`, and `tree` with `restart_every`: the fraction of updates that an "
-        "adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
+        description="`gaussian`, and the others with `restart_every`: the fraction of updates that "
+        "an adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
     )
     clip_rate: Positive = Field(
         default=0.2,
-        description="How fast an adaptive clip norm moves: after each round, or with `tree` "
-        "after each restart, it is multiplied by "
+        description="How fast an adaptive clip norm moves: after each round, or with "
+        "`restart_every` after each restart, it is multiplied by "
         "exp(-clip_rate × (unclipped fraction - clip_quantile)).",
     )
     clip_noise: NotNegative | None = Field(
         default=None,
         description="Standard deviation of the noise on how many updates were unclipped in a "
-        "round, or with `tree` in a restart; it spends a part of the same budget. Not set: a "
-        "twentieth of `server.cohort`, times the rounds of a restart.",
+        "round, or with `restart_every` in a restart; it spends a part of the same budget. Not "
+        "set: a twentieth of `server.cohort`, times the rounds of a restart.",
     )
     evaluation_noise: Positive | None = Field(
         default=None,
@@ -497,7 +519,8 @@ class Wire(Table):
         description="Which part of the model members train: `all`; `fixed`, one subset of its "
         "tensors; `round`, subsets that take turns; `member`, each member its own subset in each "
         "round; `low-rank`, factors of its matrices, drawn anew in each round; `lora`, adapters on "
-        "a frozen model.",
+        "a frozen model; `lora-both`, both factors of adapters, for comparison: the server adds "
+        "what the mean factors lack to the model.",
     )
     trainable_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
@@ -507,18 +530,21 @@ class Wire(Table):
     subsets: Size = Field(
         default=4, description="`round`: how many subsets take turns; each is a compiled program."
     )
-    rank: Size = Field(default=8, description="`low-rank`, `lora`: the rank of a matrix's update.")
+    rank: Size = Field(
+        default=8, description="`low-rank`, `lora`, `lora-both`: the rank of a matrix's update."
+    )
     alpha: Positive = Field(
-        default=16.0, description="`lora`: a matrix changes by `alpha` / `rank` times B A."
+        default=16.0,
+        description="`lora`, `lora-both`: a matrix changes by `alpha` / `rank` times B A.",
     )
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default=QUERIES_AND_VALUES,
-        description="`lora`: names of the linear layers with an adapter, with `*`.",
+        description="`lora`, `lora-both`: names of the linear layers with an adapter, with `*`.",
     )
     last_blocks: Natural = Field(
         default=0,
-        description="`lora`: only so many blocks have adapters, from the end; blocks before them "
-        "need no backward pass. 0 is all blocks.",
+        description="`lora`, `lora-both`: only so many blocks have adapters, from the end; blocks "
+        "before them need no backward pass. 0 is all blocks.",
     )
     secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
@@ -530,6 +556,12 @@ class Wire(Table):
         default=0,
         description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
         "thirds of them.",
+    )
+    secure_rotation: bool = Field(
+        default=False,
+        description="`secure_nodes`: whether updates are rotated before they are rounded, all of a "
+        "round in the same way: values become alike, so that the codec's `clip` may be much "
+        "smaller than an update's norm.",
     )
     error_feedback: bool = Field(
         default=False,
@@ -562,6 +594,11 @@ class RunTable(Table):
     )
     keep_checkpoints: Count = Field(
         default=3, description="How many of the newest checkpoints are kept."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Whether the model with the lowest perplexity on held-out text on the way is "
+        "kept too, for `--best` of `fedlm predict`, `evaluate` and `export`; of a tree none is.",
     )
     trackers: tuple[Annotated[str, one_of(TRACKERS)], ...] = Field(
         default=("tensorboard",), description="Programs that get a copy of each round's figures."

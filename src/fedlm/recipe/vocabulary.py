@@ -20,7 +20,14 @@ from pathlib import Path
 from fedlm.core.errors import CorpusError, require
 from fedlm.corpus.store import LEDGER, Progress
 from fedlm.corpus.tokenizer import TextTokenizer, from_counts, word_finder
-from fedlm.corpus.vocabulary import Counting, Origin, Vocabulary, check_origin, from_file
+from fedlm.corpus.vocabulary import (
+    Counting,
+    NoVocabularyError,
+    Origin,
+    Vocabulary,
+    check_origin,
+    from_file,
+)
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry
 from fedlm.privacy.vocabulary import WordSelection, assumptions, select_words, word_selection
 from fedlm.recipe.settings import Data
@@ -78,15 +85,21 @@ def _private(data: Data, progress: Progress) -> Counting:
             os.urandom(16),
             lambda done: progress("words of client", done),
         )
+        origin = private_origin(selection, len(words))
+
+        def write_ledger(folder: Path) -> None:
+            write_vocabulary_ledger(folder, origin)
+
         if not words:
-            raise CorpusError(
+            raise NoVocabularyError(
                 f"data.vocabulary_epsilon = {selection.epsilon:g}: no word is shared by enough "
                 "clients to be seen above the noise. Raise it, or take data.tokenizer = 'bytes', "
-                "which counts no text. This attempt has cost the same epsilon."
+                "which counts no text. This attempt has cost the same epsilon, which the next "
+                "store in its place will count.",
+                write_ledger,
             )
         made = from_counts(words, data.tokenizer, data.vocabulary, data.lowercase)
-        origin = private_origin(selection, len(words))
-        return Vocabulary(made, origin, lambda folder: write_vocabulary_ledger(folder, origin))
+        return Vocabulary(made, origin, write_ledger)
 
     return count
 

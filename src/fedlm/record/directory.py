@@ -100,6 +100,22 @@ class RunDirectory:
         shutil.rmtree(self.frozen, ignore_errors=True)
 
     @property
+    def best(self) -> Path:
+        """The model with the lowest perplexity on the way, of runs that keep it."""
+        return self.path / "best.safetensors"
+
+    def weights_to_use(self, *, best: bool) -> Path:
+        """Return the path of the last model, or the best one; refuse if it is not there."""
+        if not best:
+            return self.finished().weights
+        if not self.best.is_file():
+            raise RecordError(
+                f"{self.path} keeps no best model: train with --set run.keep_best=true, or with "
+                "server.patience."
+            )
+        return self.best
+
+    @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer.json"
 
@@ -208,7 +224,7 @@ class RunDirectory:
             self._begin(recipe)
             return False
         self._check_free()
-        there = self._read_recipe()
+        there = self.read_recipe()
         if there != tomllib.loads(recipe):
             raise RecordError(
                 f"{self.path} holds another recipe ({difference(there, tomllib.loads(recipe))}): "
@@ -224,7 +240,8 @@ class RunDirectory:
         """Tell whether the directory is empty, or holds only leftovers of a killed first write."""
         return all(e.name == LOCK or e.name.endswith(".part") for e in self.path.iterdir())
 
-    def _read_recipe(self) -> dict[str, Any]:
+    def read_recipe(self) -> dict[str, Any]:
+        """Return the tables of the saved recipe."""
         try:
             return read_toml(self.recipe, str(self.recipe), RecordError)
         except RecordError as error:

@@ -35,6 +35,7 @@ def change(folder, edit):
     save_file(arrays, folder / hf.WEIGHTS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_read_to_the_bit(tmp_path, name):
     size, params = write(tmp_path, name)
