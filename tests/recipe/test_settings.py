@@ -339,7 +339,9 @@ def values_of(kind, metadata=()):
         bottom = -1e300 if low is None else low
         return st.floats(bottom, top, exclude_min=True, exclude_max=True)
     assert kind is str, kind
-    return st.text(min_size=1)
+    flat = [m for p in parts for m in (getattr(p, "metadata", None) or [p])]
+    shape = next((p.pattern for p in flat if getattr(p, "pattern", None)), None)
+    return st.text(min_size=1) if shape is None else st.from_regex(shape, fullmatch=True)
 
 
 PATHS = ("source", "store", "stores", "tokenizer", "init_from")  # made absolute when read
