@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from fedlm.corpus.store import Store
+from tests.conftest import call, write_tiny
 
 
 def refused(result, *words):
@@ -27,6 +28,14 @@ def write_text(path, *clients):
     path.write_text("".join(line + "\n" for line in lines))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the tiny recipe, in which every run is refused: its store is made once."""
+    made = tmp_path_factory.mktemp("refused")
+    write_tiny(made)
+    return made
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -41,9 +50,9 @@ def write_text(path, *clients):
         ("run.devices=3", ("run.devices = 3", "already runs with 2 devices")),
     ],
 )
-def test_a_setting_that_cannot_be(run_cli, tiny_recipe, tmp_path, change, words):
-    refused(run_cli("train", tiny_recipe, "--set", change, "--json"), *words)
-    assert not (tmp_path / "runs").exists()
+def test_a_setting_that_cannot_be(folder, change, words):
+    refused(call(folder, "train", "tiny.toml", "--set", change, "--json"), *words)
+    assert not (folder / "runs").exists()
 
 
 APART = ("server.sampling=spaced", "server.cohort=2", "privacy.min_separation=3")
@@ -119,10 +128,10 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         ((*TREE, "privacy.sed=1"), ("[privacy] has no setting 'sed'", "'seed'")),
     ],
 )
-def test_a_promise_that_cannot_be_kept(run_cli, tiny_recipe, tmp_path, settings, words):
+def test_a_promise_that_cannot_be_kept(folder, settings, words):
     changes = [part for setting in settings for part in ("--set", setting)]
-    refused(run_cli("train", tiny_recipe, *changes, "--json"), *words)
-    assert not (tmp_path / "runs").exists()
+    refused(call(folder, "train", "tiny.toml", *changes, "--json"), *words)
+    assert not (folder / "runs").exists()
 
 
 def test_a_recipe_that_is_not_there_or_not_toml(run_cli, tmp_path):
