@@ -429,8 +429,8 @@ class Privacy(Table):
     epsilon: Positive | None = Field(
         default=None,
         description="What rounds, noisy figures, a private vocabulary and the start model may "
-        "spend together. With `noise_multiplier` given too, the run stops before the round that would "
-        "exceed it, and keeps its model.",
+        "spend together. With `noise_multiplier` given too, the run stops before the round that "
+        "would exceed it, and keeps its model.",
     )
     delta: Annotated[float, Field(ge=-1e30, le=1e30)] = Field(
         default=1e-6,
