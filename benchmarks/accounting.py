@@ -7,12 +7,14 @@ one that fedlm claims: of correlated noise, zCDP converted through RDP against t
 profile; of cohorts of fixed size, RDP and Poisson accounting with half the noise against the loss
 distribution of `privacy/fixed_size.py`.
 
-The second calibrates three plans to one epsilon and tells the noise that they leave in prefix sums
+The second calibrates four plans to one epsilon and tells the noise that they leave in prefix sums
 of the mean updates: the standard deviation after t rounds, in multiples of the clip, over rounds
 times cohort; the root of its mean square over t, and the largest. "poisson" is DP-SGD; "blt" has
 three buffers and the longest rest that the population allows; "cyclic" is banded noise on cyclic
-Poisson cohorts, with as many bands as groups, of a few numbers the one that leaves the least. All
-train as many rounds with as large a cohort.
+Poisson cohorts, with as many bands as groups; "bins" is banded noise on balls-in-bins cohorts, with
+as many bins as the population fills. Of a few numbers of bands each takes the one that leaves the
+least. All train as many rounds with as large a cohort. Rows that `--out` holds already are not
+computed again.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import dp_accounting
 import numpy as np
 
 from fedlm.core.types import Sampling
-from fedlm.privacy import account, strategy
+from fedlm.privacy import account, balls_in_bins, strategy
 from fedlm.privacy.catalog import MECHANISMS, with_matrix
 from fedlm.privacy.cost import poisson_by_rdp, quiet
 from fedlm.privacy.plan import PrivacyPlan
@@ -168,15 +172,52 @@ def cyclic(population: int, cohort: int, rounds: int, epsilon: float) -> Privacy
         drawn = Sampling(
             law="cyclic-poisson", population=population, cohort=cohort, min_separation=bands - 1
         )
-        # The square root of prefix sums, cut: within two percent of what an optimiser finds.
-        root = strategy.toeplitz(rounds, bands).coefficients
-        column = tuple(np.round(root / np.linalg.norm(root), 6).tolist())
-        made = plan_of("banded", drawn, rounds, 1.0, matrix=column)
+        made = plan_of("banded", drawn, rounds, 1.0, matrix=column_of(rounds, bands))
         made = dataclasses.replace(made, noise_multiplier=turns_guess(made, epsilon))
         found = errors(made)[0]
         if best is None or found < best[0]:
             best = found, made
     return None if best is None else calibrated(best[1], epsilon)
+
+
+def column_of(rounds: int, bands: int) -> tuple[float, ...]:
+    """The square root of prefix sums, cut: within two percent of what an optimiser finds."""
+    root = strategy.toeplitz(rounds, bands).coefficients
+    return tuple(np.round(root / np.linalg.norm(root), 6).tolist())
+
+
+def in_bins(population: int, cohort: int, rounds: int, epsilon: float) -> PrivacyPlan | None:
+    """The plan of banded noise on balls-in-bins cohorts that leaves the least noise."""
+    best: tuple[float, PrivacyPlan] | None = None
+    for bands in (1, *BANDS):
+        bins = population // cohort // bands * bands
+        if not bins:
+            continue
+        drawn = Sampling(
+            law=balls_in_bins.LAW, population=population, cohort=cohort, min_separation=bins - 1
+        )
+        column = column_of(rounds, bands)
+        made = plan_of("banded", drawn, rounds, 1.0, matrix=column, bands=bands)
+        made = dataclasses.replace(made, noise_multiplier=bins_guess(made, epsilon))
+        found = errors(made)[0]
+        if best is None or found < best[0]:
+            best = found, made
+    return None if best is None else calibrated(best[1], epsilon)
+
+
+def bins_guess(plan: PrivacyPlan, epsilon: float) -> float:
+    """Quickly, on a coarse grid: the noise that a plan needs, to choose among numbers of bands."""
+    fine, balls_in_bins.POINTS = balls_in_bins.POINTS, 150
+    low, high = 0.2, 30.0
+    while high / low > 1.03:
+        middle = math.sqrt(low * high)
+        trial = dataclasses.replace(plan, noise_multiplier=middle)
+        fits = account.spent(trial, plan.rounds).epsilon <= epsilon
+        low, high = (low, middle) if fits else (middle, high)
+    balls_in_bins.POINTS = fine
+    balls_in_bins._ratio.cache_clear()
+    account._cost.cache_clear()
+    return high
 
 
 def blt(population: int, cohort: int, rounds: int, epsilon: float) -> PrivacyPlan:
@@ -192,29 +233,37 @@ def poisson(population: int, cohort: int, rounds: int, epsilon: float) -> Privac
     return calibrated(plan_of("gaussian", drawn, rounds, 1.0), epsilon)
 
 
-def amplification(rounds: list[int], epsilons: list[float]) -> None:
+MAKERS = {"poisson": poisson, "blt": blt, "cyclic": cyclic, "bins": in_bins}
+
+
+def row_of(epsilon: float, count: int, population: int, cohort: int) -> str:
+    """A row of the second table."""
+    plans = {name: make(population, cohort, count, epsilon) for name, make in MAKERS.items()}
+    found = {name: errors(plan) for name, plan in plans.items() if plan}
+    cells = []
+    for name, plan in plans.items():
+        cell = "-" if plan is None else f"{1e3 * found[name][0]:.3g} ({1e3 * found[name][1]:.3g})"
+        if plan is not None and plan.mechanism == "banded":
+            cell += f", {len(plan.matrix)} bands"
+        cells.append(cell)
+    best = min(found, key=lambda name: found[name][0])
+    sizes = f"{epsilon:g} | {count} | {population:,} | {cohort:,}"
+    return f"| {sizes} | {' | '.join(cells)} | {best} |"
+
+
+def amplification(rounds: list[int], epsilons: list[float], out: Path | None) -> None:
     """Print the second table."""
-    print("\n| epsilon | rounds | population | cohort | poisson | blt | cyclic | bands | best |")
+    known = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    print(f"\n| epsilon | rounds | population | cohort | {' | '.join(MAKERS)} | best |")
     print("|---|---|---|---|---|---|---|---|---|")
     sizes = [(10**3, 50), (10**4, 50), (10**4, 500), (10**5, 500), (10**6, 500), (10**6, 5000)]
-    for epsilon, count, (population, cohort) in itertools.product(epsilons, rounds, sizes):
-        plans: dict[str, PrivacyPlan | None] = {
-            name: make(population, cohort, count, epsilon)
-            for name, make in (("poisson", poisson), ("blt", blt), ("cyclic", cyclic))
-        }
-        found = {name: errors(plan) for name, plan in plans.items() if plan}
-        cells = [
-            "-" if name not in found else f"{1e3 * found[name][0]:.3g} ({1e3 * found[name][1]:.3g})"
-            for name in plans
-        ]
-        banded = plans["cyclic"]
-        width = "-" if banded is None else str(banded.sampling.min_separation + 1)
-        best = min(found, key=lambda name: found[name][0])
-        print(
-            f"| {epsilon:g} | {count} | {population:,} | {cohort:,} | {' | '.join(cells)} | "
-            f"{width} | {best} |",
-            flush=True,
-        )
+    for case in itertools.product(epsilons, rounds, sizes):
+        epsilon, count, (population, cohort) = case
+        if str(case) not in known:
+            known[str(case)] = row_of(epsilon, count, population, cohort)
+            if out is not None:
+                out.write_text(json.dumps(known))
+        print(known[str(case)], flush=True)
 
 
 def main() -> None:
@@ -222,10 +271,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, nargs="+", default=[500])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[2.0])
+    parser.add_argument("--out", type=Path, help="a file for rows of the second table")
     asked = parser.parse_args()
     began = time.perf_counter()
     accounts()
-    amplification(asked.rounds, asked.epsilons)
+    amplification(asked.rounds, asked.epsilons, asked.out)
     print(
         "\nNoise of prefix sums in thousandths of the clip: root mean square over rounds "
         f"(largest). {time.perf_counter() - began:.0f} s."

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Tests wait for the compiler more than for what it makes. Before JAX is loaded.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Without the optimiser, the emitters that go through MLIR and a module of LLVM per core it takes a
+# quarter of the time. These are names of XLA in jaxlib 0.10: one that it does not know ends Python.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
 
 import jax
 import numpy as np
@@ -138,9 +148,13 @@ def run_cli(tmp_path):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A folder with tiny.toml, tiny.jsonl and a finished run in runs/tiny. Not to be changed."""
+    """A folder with tiny.toml, tiny.jsonl and a finished run in runs/tiny. Not to be changed.
+
+    What the command printed is in stdout.txt.
+    """
     folder = tmp_path_factory.mktemp("trained")
     write_tiny(folder)
     done = call(folder, "train", "tiny.toml", "--json")
     assert done.code == 0, done.stderr
+    (folder / "stdout.txt").write_text(done.stdout, encoding="utf-8")
     return folder

@@ -90,9 +90,13 @@ def test_a_module_of_ones_own_learns(store, tmp_path):
         fedlm.load_run(tmp_path / "run")
 
 
-def test_a_private_federation_wants_its_directory_and_tells_no_loss(store, tmp_path):
+def test_a_private_federation_wants_its_directory(store):
     with pytest.raises(fedlm.ConfigError, match=r"out = None.*on record before"):
         federation(store, privacy=PLAN, server__sampling="poisson")
+
+
+@pytest.mark.slow
+def test_a_private_federation_tells_no_loss(store, tmp_path):
     out = tmp_path / "private"
     fed = federation(store, rounds=2, privacy=PLAN, server__sampling="poisson", out=out)
     for told in fed.rounds():

@@ -186,6 +186,7 @@ def test_a_recipe_with_a_new_method_and_engine(mine, run_cli, tiny_recipe):
     assert "client.proximal = 1.0: expected 0 with 'mine'" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_new_mechanism(mine, run_cli, tiny_recipe):
     plan = ("server.sampling=poisson", "privacy.noise_multiplier=1", "privacy.seed=5")
     new = trained(run_cli, tiny_recipe, "new", *plan, "privacy.mechanism=mine")

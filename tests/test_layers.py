@@ -35,7 +35,7 @@ MAY_IMPORT = {
         "server",
         "federation",
     },
-    "engine": {"core", "cohort", "federation", "secure", "engine"},
+    "engine": {"core", "cohort", "evaluate", "federation", "secure", "engine"},
     # `run` names the parts of a run; `recipe` makes them.
     "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
     "recipe": {"recipe", "run"} | BELOW,
@@ -44,13 +44,19 @@ MAY_IMPORT = {
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
-    "write_ahead.py": {"core", "lineage", "privacy", "record", "run"},
-    "training.py": {"inference", "lineage", "recipe", "run", "write_ahead"} | BELOW,
+    # `node_runs` writes a model as a run directory.
+    "node_runs.py": {"core", "recipe"} | STATIONS,
+    "early_stopping.py": set(),
+    "extension.py": {"core", "privacy", "recipe", "record", "run"},
+    "write_ahead.py": {"core", "extension", "lineage", "privacy", "record", "run"},
+    "training.py": {"early_stopping", "extension", "inference", "lineage", "recipe", "run"}
+    | {"node_runs", "write_ahead"}
+    | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
+    "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
     | {"sweep", "deploy", "cli"}
     | BELOW,

@@ -1,6 +1,7 @@
 """A claim counts where its model came from; a store counts all runs that it has seen."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -68,6 +69,7 @@ def claim(folder, promised=PLAN, rounds=3, **more):
     return lineage.claim_of_run(folder, {**HEADER, "privacy": facts, **more}, [{}] * rounds)
 
 
+@functools.cache
 def poisson(rounds, noise=2.0, rate=0.5, delta=PLAN.delta):
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
@@ -233,12 +235,31 @@ def test_exact_sums_told_leave_no_epsilon_for_readers_of_the_files(tmp_path, sto
     assert lineage.spent_on(store).other_runs == 1
 
 
+def test_what_each_node_of_a_tree_cost_has_its_vocabulary_and_start_model(tmp_path, store):
+    first = trained(tmp_path / "first", store)
+    small = dataclasses.replace(PLAN, noise_multiplier=4.0)
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    book = Ledger(folder / ledger.NAME)
+    run = book.begin(begin_entry({"a": PLAN, "b": small}))["run"]
+    book.append(round_entry(0, ledger.UNKNOWN))
+    start = str(first / "model.safetensors")
+    lineage.begin(folder, store, run=run, private=True, start_sha256="m", start=start)
+    nodes = {name: dataclasses.asdict(p) for name, p in (("a", PLAN), ("b", small))}
+    found = claim(folder, rounds=1, privacy_nodes=json.loads(dumps(nodes)))
+    assert found.nodes is not None and found.nodes["a"] == found.epsilon
+    assert found.nodes["a"] == pytest.approx(poisson(4), rel=1e-3)
+    assert poisson(3) < found.nodes["b"] < found.nodes["a"]
+
+
 def test_records_are_for_their_owner_and_damage_is_refused(tmp_path, store):
     run = trained(tmp_path / "run", store)
     files = [run / lineage.FILE, *(store.path / lineage.REGISTER).iterdir()]
     assert len(files) == 3
     assert all(stat.S_IMODE(os.stat(file).st_mode) == 0o600 for file in files)
-    for damage in ("{", "[]", '{"run": 3}'):
+    sound = json.loads((run / lineage.FILE).read_text())
+    wrong = ({"run": "x"}, {"private": 1}, {"clients": [1]}, {"further": 0}, {"ancestors": [{}]})
+    for damage in ("{", "[]", '{"run": 3}', *(json.dumps(sound | part) for part in wrong)):
         (run / lineage.FILE).write_text(damage)
         with pytest.raises(RecordError, match="is damaged"):
             claim(run)

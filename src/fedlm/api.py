@@ -41,8 +41,9 @@ from fedlm.privacy import account
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.build import build, round_of
+from fedlm.recipe.build import build, round_of, run_to_look_at
 from fedlm.recipe.private_evaluation import private_evaluation_of
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
@@ -185,10 +186,20 @@ def load_run(path: str | Path, model: eqx.Module | None = None) -> TrainedRun:
         run = _composed(recipe, store, spec, None, directory.path)
     else:
         require(model is None, "model", model, "nothing: the run's recipe names its model")
-        run = build(recipe, STORES, out=directory.path)
+        run = _looked_at(recipe, directory)
     summary = finish(run)
     assert summary is not None
     return TrainedRun(run, summary)
+
+
+def _looked_at(recipe: Recipe, directory: RunDirectory) -> Run:
+    """Return the run of a directory, also if its text is at nodes."""
+    if not parts.names_no_text(recipe.data):
+        return build(recipe, STORES, out=directory.path)
+    store = parts.tokenizer_store(recipe.data, STORES)
+    plan = pages.facts_of(directory.path).header.get("privacy") or {}
+    size = plan.get("sampling", {}).get("population", 0)
+    return run_to_look_at(parts.resolve(recipe, store), store, size, out=directory.path)
 
 
 def epsilon(
@@ -267,6 +278,14 @@ class TrainedRun:
         Raises:
           ConfigError: the run has no such split, or its privacy plan forbids it.
         """
+        part = pages.facts_of(self.run.record.path).header.get("part_of") or {}
+        require(
+            not part.get("private"),
+            "split",
+            split,
+            f"nothing: this is a model of the private run {part.get('run')}, whose report tells "
+            "its figures",
+        )
         told = self.run.evaluation.splits()
         require(split in told, "split", split, f"one of {', '.join(told) or 'none'}")
         return self.run.evaluation.of_models(self._models(), split)
@@ -510,7 +529,7 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
     """Return a flat run with optimisers and a model that no recipe can name."""
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     people = of_store(store, rows.clients)
-    participation = privacy_plan.participation_of(recipe, people.size, path)
+    participation = privacy_plan.participation_of(recipe, people.size, path, store.ledgers)
     chosen = method or fedavg(optax.sgd(0.5), optax.adam(0.01))
     private = isinstance(participation, PrivacyPlan)
     clients, server = METHODS["fedavg"].build(
@@ -533,7 +552,10 @@ def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None,
         download=codec_named("wire.download", recipe.wire.download),
         seed=recipe.run.seed,
     )
-    engine = parts.engine_of(recipe, algorithm, rows.train)
+    check_sums(recipe)
+    engine = engine_for(
+        recipe, algorithm, lambda trained: parts.engine_of(recipe, trained, rows.train)
+    )
     plan = algorithm.plan
     shared = parts.shared_parts(recipe, store, algorithm.plans, path)
     custom = {"method": type(chosen).__name__, "model": type(spec).__name__}

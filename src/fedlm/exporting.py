@@ -41,8 +41,10 @@ CARD, LARGEST_CARD = "README.md", 1 << 20
 class FinishedRun:
     """What an export reads of a finished run."""
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory.finished()
+    def __init__(self, directory: RunDirectory, *, best: bool = False) -> None:
+        """Take the last model of a run, or the best one on the way."""
+        self.directory = directory
+        self.weights = directory.weights_to_use(best=best)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -60,7 +62,7 @@ class FinishedRun:
     def params(self) -> Params:
         """The model after training, adapters merged."""
         model = self.recipe.model
-        return load_params(model, self.tokenizer.vocabulary, self.directory.weights)
+        return load_params(model, self.tokenizer.vocabulary, self.weights)
 
     @cached_property
     def kind(self) -> str:
@@ -70,7 +72,7 @@ class FinishedRun:
     @cached_property
     def factors(self) -> dict[str, np.ndarray]:
         """The A and B of the run's adapters."""
-        file = adapter_beside(self.directory.weights)
+        file = adapter_beside(self.weights)
         if not file.is_file():
             raise RecordError(
                 f"{self.directory.path} trained the model itself, not adapters: expected a run "
@@ -89,7 +91,7 @@ class FinishedRun:
     @cached_property
     def base(self) -> Params:
         """The frozen model under the run's adapters, which must be the one they were trained on."""
-        file = adapter_beside(self.directory.weights)
+        file = adapter_beside(self.weights)
         digest = checkpoint.arrays_in(file.read_bytes(), str(file)).facts["base"]
         plain = parts.plain_start(self.recipe, self.spec)
         dtype = jnp.dtype(self.recipe.model.base_dtype)
@@ -105,7 +107,7 @@ class FinishedRun:
 
 
 def _safetensors(run: FinishedRun) -> Files:
-    return {"model.safetensors": run.directory.weights.read_bytes()}
+    return {"model.safetensors": run.weights.read_bytes()}
 
 
 def _onnx(run: FinishedRun) -> Files:
@@ -178,10 +180,10 @@ FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
 }
 
 
-def write(directory: RunDirectory, kind: str, folder: Path) -> Path:
+def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = False) -> Path:
     """Write a run's model in a format, and return the path of its main file."""
     require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
-    files = FORMATS[kind](FinishedRun(directory))
+    files = FORMATS[kind](FinishedRun(directory, best=best))
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, data)

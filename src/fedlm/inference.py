@@ -38,16 +38,20 @@ def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
     return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
 
 
-def open_model(path: Path) -> tuple[Params, TextTokenizer]:
-    """Read the model and the tokenizer of a finished run, or of a Hugging Face folder."""
+def open_model(path: Path, node: str = "", *, best: bool = False) -> tuple[Params, TextTokenizer]:
+    """Read the model and the tokenizer of a finished run, or of a Hugging Face folder.
+
+    Of a run: the model of a node where one is named, or the best where it is asked for.
+    """
     if (path / huggingface.CONFIG).is_file() and not (path / "recipe.toml").is_file():
         sizes = catalog.Dimensions(**huggingface.read_base(path).sizes)
         tokenizer = tokenizer_file.load_tokenizer(path / "tokenizer.json")
         return huggingface.load(path, sizes), tokenizer
-    directory = RunDirectory.existing(path).finished()
+    directory = RunDirectory.existing(path).of_node(node)
+    weights = directory.weights_to_use(best=best)
     tokenizer = tokenizer_file.load_tokenizer(directory.tokenizer)
     model = load(directory.recipe).model
-    return load_params(model, tokenizer.vocabulary, directory.weights), tokenizer
+    return load_params(model, tokenizer.vocabulary, weights), tokenizer
 
 
 def speak(params: Params, capacity: int) -> Speaker:

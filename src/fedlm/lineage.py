@@ -24,7 +24,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlm.core.errors import RecordError
 from fedlm.corpus.store import Store
@@ -42,30 +44,41 @@ MOST_BYTES = 1 << 27
 WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
 ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
 
-
-class Record(NamedTuple):
-    """What one run learned from, and which models it released."""
-
-    run: str  # 32 hex digits
-    name: str  # its directory
-    private: bool
-    clients: tuple[str, ...]  # the smallest hashes of the names of its clients
-    start: str  # what it started from: empty for a fresh model
-    models: tuple[str, ...] = ()  # hashes of the parameters of its models, some after `OWN`
-    vocabulary: tuple[list[Entry], ...] = ()  # ledgers of the store's vocabulary
-    ancestors: tuple[Ancestor, ...] = ()  # the run that it started from, and so on
-    traced: bool = True  # whether the whole way back to a fresh model is known
+Texts = tuple[str, ...]
+Book = list[Entry]
+Books = tuple[Book, ...]
+RunName = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-class Ancestor(NamedTuple):
+class Kept(BaseModel):
+    """A part of a file that says where a run came from."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Ancestor(Kept):
     """A run that another one started from, with its ledger."""
 
-    run: str
+    run: RunName
     name: str
     private: bool
-    clients: tuple[str, ...]
-    entries: list[Entry]
-    vocabulary: tuple[list[Entry], ...] = ()
+    clients: Texts
+    entries: Book
+    vocabulary: Books = ()
+
+
+class Record(Kept):
+    """What one run learned from, and which models it released."""
+
+    run: RunName
+    name: str  # its directory
+    private: bool
+    clients: Texts  # the smallest hashes of the names of its clients
+    start: str  # what it started from: empty for a fresh model
+    models: Texts = ()  # hashes of the parameters of its models, some after `OWN`
+    vocabulary: Books = ()  # ledgers of the store's vocabulary
+    ancestors: Annotated[tuple[Ancestor, ...], Field(strict=False)] = ()  # the run before, and on
+    traced: bool = True  # whether the whole way back to a fresh model is known
 
 
 # ---- clients -----------------------------------------------------------------------------------
@@ -92,62 +105,21 @@ def clients_of(store: Store) -> tuple[str, ...]:
 
 def write(path: Path, record: Record) -> None:
     """Write a record into a file that only its owner can read."""
-    told = record._asdict()
-    told["ancestors"] = [ancestor._asdict() for ancestor in record.ancestors]
-    write_atomically(path, json.dumps(told).encode(), private=True)
+    write_atomically(path, record.model_dump_json().encode(), private=True)
 
 
 def read(path: Path) -> Record:
     """Read a record; refuse a damaged one, whose epsilon would not be known."""
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise ValueError("too large")
-        told = json.loads(path.read_text(encoding="utf-8"))
-        ancestors = tuple(_ancestor(each) for each in told.pop("ancestors"))
-        record = Record(**{**told, "ancestors": ancestors})
-        return record._replace(
-            run=_hex(record.run),
-            name=str(record.name),
-            private=_flag(record.private),
-            clients=_texts(record.clients),
-            start=str(record.start),
-            models=_texts(record.models),
-            vocabulary=tuple(list(book) for book in record.vocabulary),
-            traced=_flag(record.traced),
-        )
+            raise RecordError(f"{path} is damaged: it is too large.")
+        return Record.model_validate_json(path.read_bytes())
     except OSError as error:
         raise RecordError(f"{path} is not readable: {error.strerror}.") from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RecordError(f"{path} is damaged: {error}.") from None
-
-
-def _ancestor(told: Any) -> Ancestor:
-    found = Ancestor(**told)
-    return found._replace(
-        run=_hex(found.run),
-        private=_flag(found.private),
-        clients=_texts(found.clients),
-        entries=list(found.entries),
-        vocabulary=tuple(list(book) for book in found.vocabulary),
-    )
-
-
-def _hex(value: Any) -> str:
-    if not isinstance(value, str) or len(value) != 32 or set(value) - set("0123456789abcdef"):
-        raise ValueError(f"{str(value)[:40]!r} is no run")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{str(value)[:40]!r} is neither true nor false")
-    return value
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
-        raise ValueError("expected a list of hashes")
-    return tuple(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise RecordError(f"{path} is damaged: {where}: {first['msg']}.") from None
 
 
 # ---- the beginning of a run --------------------------------------------------------------------
@@ -277,13 +249,14 @@ def add_models(folder: Path, store: Store, models: Iterable[str], own: Iterable[
         return
     record = read(folder / FILE)
     marked = [f"{OWN}{sha256}" for sha256 in own]
-    record = record._replace(models=tuple(dict.fromkeys([*record.models, *models, *marked])))
+    every = tuple(dict.fromkeys([*record.models, *models, *marked]))
+    record = record.model_copy(update={"models": every})
     write(folder / FILE, record)
     for path in _stores(store):
-        known = path / REGISTER / f"{record.run}.json"
+        copy = path / REGISTER / f"{record.run}.json"
         with contextlib.suppress(OSError, RecordError):
-            if known.is_file():
-                write(known, record)
+            if copy.is_file():
+                write(copy, record)
 
 
 # ---- the model before training -----------------------------------------------------------------
@@ -295,7 +268,13 @@ def _trace(start_sha256: str, start: str, store: Store) -> tuple[tuple[Ancestor,
         if start_sha256 in record.models:
             return (_as_ancestor(record, book), *record.ancestors), record.traced
         if f"{OWN}{start_sha256}" in record.models:
-            exact = Ancestor(record.run, f"{record.name}/private", False, record.clients, [])
+            exact = Ancestor(
+                run=record.run,
+                name=f"{record.name}/private",
+                private=False,
+                clients=record.clients,
+                entries=[],
+            )
             return (exact, *record.ancestors), record.traced
     return (), False
 
@@ -305,7 +284,7 @@ def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
     path = Path(start)
     if start and path.exists():
         folder = path if path.is_dir() else path.parent
-        for near in (folder, folder.parent):
+        for near in (folder, folder.parent, folder.parent.parent):  # the last: of RUN/nodes/NAME
             if (near / FILE).is_file():
                 yield read(near / FILE), Ledger(near / ledger.NAME)
     registers = [path / REGISTER for path in _stores(store)]
@@ -318,7 +297,12 @@ def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
 def _as_ancestor(record: Record, book: Ledger) -> Ancestor:
     entries = book.entries() if book.exists() else []
     return Ancestor(
-        record.run, record.name, record.private, record.clients, entries, record.vocabulary
+        run=record.run,
+        name=record.name,
+        private=record.private,
+        clients=record.clients,
+        entries=entries,
+        vocabulary=record.vocabulary,
     )
 
 
@@ -348,12 +332,22 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     claim = claim_of(spent, plan, released, context)
     if "privacy_nodes" not in header or math.isinf(claim.epsilon):
         return claim
-    nodes = (
-        ledger.spent_by_node(entries)
-        if entries
-        else account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
-    )
+    if not entries:
+        nodes = account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
+    elif record is None:
+        nodes = ledger.spent_by_node(entries)
+    else:
+        nodes = {
+            node: _with_others(record, _of_node(entries, node), found)
+            for node, found in ledger.spent_by_node(entries).items()
+        }
     return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
+
+
+def _of_node(entries: list[Entry], node: str) -> list[Entry]:
+    """Return the ledger of a tree as that of one node's clients."""
+    begun = entries[0]
+    return [{**begun, "plans": {node: begun["plans"][node]}}, *entries[1:]]
 
 
 def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
@@ -383,14 +377,14 @@ def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> t
 
 def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:
     """Return the cost of a run together with its vocabulary and the runs it started from."""
-    books = _books_before(record)
+    books = books_before(record)
     if not books and not any(entry["kind"] == "gaussian" for entry in entries):
         return own
     found = spending.total([entries, *books], own.delta)
     return found._replace(assumptions=own.assumptions)
 
 
-def _books_before(record: Record) -> list[list[Entry]]:
+def books_before(record: Record) -> list[list[Entry]]:
     """Return the ledgers of a run's vocabulary and of the runs on its clients before it."""
     same = [each for each in record.ancestors if overlap(each.clients, record.clients)]
     books = [each.entries for each in same if each.entries]
@@ -505,7 +499,7 @@ def _before(file: Path) -> tuple[int, list[list[Entry]]]:
     record = read(file)
     elsewhere = [each for each in record.ancestors if not _registered(file, each)]
     lost = sum(_kinship(each, record, "client")[0] for each in elsewhere)
-    return lost, [b for b in _books_before(record) if not spending.made_no_promise(b)]
+    return lost, [b for b in books_before(record) if not spending.made_no_promise(b)]
 
 
 def _registered(file: Path, each: Ancestor) -> bool:
@@ -526,7 +520,7 @@ def total_of(folders: Iterable[Path]) -> Spent | None:
         books.append(book.entries())
         if (folder / FILE).is_file():
             record = read(folder / FILE)
-            books += _books_before(record)
+            books += books_before(record)
             broken |= any(_kinship(each, record, "client")[0] for each in record.ancestors)
     if not books:
         return None

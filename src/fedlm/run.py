@@ -141,6 +141,8 @@ class Run:
     command: str = "train"  # the fedlm command that resumes this run
     # Of every federation of clients by node, the dearest first; a flat federation's name is ''.
     plans: Mapping[str, PrivacyPlan] = field(default_factory=dict)
+    # Of each node of a tree: the recipe under which its model is judged by itself.
+    node_recipes: Mapping[str, Any] = field(default_factory=dict)
     counted: bool = True  # whether the store counts it; not a candidate of a private selection
 
     @property

@@ -18,12 +18,11 @@ import platform
 import shlex
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from fedlm import lineage
+from fedlm import lineage, node_runs
 from fedlm.core import tree
 from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
@@ -31,18 +30,19 @@ from fedlm.core.releasable import Releasable
 from fedlm.core.types import Params
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.corpus.tokenizer_file import special_tokens_map
+from fedlm.early_stopping import EarlyStopping
 from fedlm.engine import multihost
+from fedlm.extension import extend_rounds
 from fedlm.federation.round import Metrics, NodeState, Played
 from fedlm.inference import predict
-from fedlm.models.adapters import factors, merged, without_adapters
+from fedlm.models.adapters import merged, without_adapters
 from fedlm.models.catalog import ModuleSpec
-from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint, report, tree_report
-from fedlm.record.directory import adapter_beside, difference
+from fedlm.record.directory import difference
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
@@ -89,11 +89,21 @@ def play(
 def _check_start(run: Run) -> None:
     check_installed(run.recipe.run.trackers)
     compare_processes(run)
+    recipe = run.recipe
+    require(
+        not (recipe.server.patience or recipe.run.keep_best) or bool(run.evaluation.splits()),
+        "server.patience" if recipe.server.patience else "run.keep_best",
+        recipe.server.patience or recipe.run.keep_best,
+        "held-out text whose figures may be told, by which models are compared",
+        "Under a privacy plan that is text of held-out clients: set data.test_clients.",
+    )
 
 
 def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
     """Yield the rounds of a run whose directory is locked."""
     directory = run.record
+    if resume:
+        extend_rounds(run, watcher.say)
     goes_on = directory.claim(dump(run.recipe), resume=resume)
     if goes_on and directory.summary.is_file():
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
@@ -132,7 +142,15 @@ def _played(run: Run, state: Any) -> Resumed:
     rounds = run.cadence.rounds
     if run.plan is not None:
         rounds = WriteAhead(run).affordable(int(state.round))
-    return Resumed(state, rounds)
+    return _unless_stopped(run, Resumed(state, rounds))
+
+
+def _unless_stopped(run: Run, last: Resumed) -> Resumed:
+    """Return a state as the last one if the run stopped early after it."""
+    round = int(last.state.round)
+    if report.facts_of(run.record.path).stopped_after != round:
+        return last
+    return last._replace(rounds=round, ended=True)
 
 
 def _reload(run: Run, watcher: Watcher) -> Resumed | None:
@@ -143,14 +161,14 @@ def _reload(run: Run, watcher: Watcher) -> Resumed | None:
         return None
     _check_base(run, fresh)
     if run.plan is None:
-        return Resumed(saved.state, run.cadence.rounds)
+        return _unless_stopped(run, Resumed(saved.state, run.cadence.rounds))
     ahead = WriteAhead(run)
     last = ahead.resume(saved, watcher.say)
     if ahead.missing(saved) is not None:  # nothing is played: this completes the journal alone
         here = _Begun(*last, ahead, ahead.missing(saved))
         for _ in _rounds(_as_far(run, int(saved.state.round)), here, watcher):
             pass
-    return last
+    return _unless_stopped(run, last)
 
 
 # ---- several processes ---------------------------------------------------------------------
@@ -188,6 +206,8 @@ def compare_processes(run: Run) -> None:
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
     require(recipe["run"]["engine"] == "mesh", "run.engine", "loop", "mesh for several processes")
     require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
+    patience = run.recipe.server.patience
+    require(patience == 0, "server.patience", patience, "0 for several processes")
     for table, name in (
         ("data", "source"),
         ("data", "store"),
@@ -245,7 +265,7 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     fresh = run.round.init(run.start())
     found = checkpoint.load_newest(directory.checkpoints, fresh, watcher.say) if goes_on else None
     if found is None:
-        return _begin_anew(run, fresh, ahead)
+        return _begin_anew(run, fresh, ahead, watcher)
     _check_base(run, fresh)
     if run.counted and not run.elsewhere:
         lineage.register_again(directory.path, run.store)
@@ -255,10 +275,11 @@ def _begin(run: Run, goes_on: bool, watcher: Watcher) -> _Begun:
     if ahead is not None:
         resumed = ahead.resume(found, watcher.say)
     Journal(directory.journal).rewind(round)
+    resumed = _unless_stopped(run, resumed)
     return _Begun(*resumed, ahead, None if ahead is None else ahead.missing(found))
 
 
-def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
+def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None, watcher: Watcher) -> _Begun:
     """Write what a run has before its first round: ledger, journal and the first checkpoint."""
     directory = run.record
     if ahead is not None:
@@ -271,11 +292,14 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None) -> _Begun:
     if run.plan is not None:
         directory.make_salt()
     _begin_lineage(run, ahead)
+    rounds = run.cadence.rounds
+    if ahead is not None:
+        rounds = ahead.affordable(0)
+        ahead.check_budget(rounds, watcher.say)
     journal = Journal(directory.journal)
     journal.append(release(run.plan, "header", header_of(run, fresh)))
     journal.sync()
     checkpoint.save(directory.checkpoints, 0, fresh)
-    rounds = run.cadence.rounds if ahead is None else ahead.affordable(0)
     return _Begun(fresh, rounds, ahead=ahead)
 
 
@@ -310,7 +334,7 @@ def check_same(run: Run) -> None:
     """Raise `RecordError` if recipe, privacy plan or text changed since the run began."""
     path = run.record.path
     run.store.verify()
-    header = report.facts_of(path).header
+    header = _header_now(run)
     # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
     if header["recipe"] != recipe:
@@ -330,6 +354,19 @@ def check_same(run: Run) -> None:
             f"{path} was begun on another text than {run.store.path} holds now: undo the change, "
             "or begin another run."
         )
+
+
+def _header_now(run: Run) -> Metrics:
+    """Return a run's header with the rounds to which it was extended since."""
+    facts = report.facts_of(run.record.path)
+    if facts.rounds_planned is None:
+        return facts.header
+    rounds, header = {"rounds": facts.rounds_planned}, facts.header
+    recipe = {**header["recipe"], "server": {**header["recipe"]["server"], **rounds}}
+    plans = {"privacy": {**header["privacy"], **rounds}} if header.get("privacy") else {}
+    if header.get("privacy_nodes"):
+        plans["privacy_nodes"] = {k: {**p, **rounds} for k, p in header["privacy_nodes"].items()}
+    return {**header, **plans, "recipe": recipe}
 
 
 def _check_base(run: Run, fresh: Any) -> None:
@@ -415,6 +452,10 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
     journal = Journal(directory.journal)
     context = _tracker_context(run, first, entries.rounds)
     trackers = Trackers(run.recipe.run.trackers, context, watcher.say)
+    watch = EarlyStopping(run.recipe.server.patience, entries.rounds)
+    keeps_best = len(run.round.names) == 1 and (run.recipe.run.keep_best or watch.patience > 0)
+    scored: dict[str, Any] = {}  # the state that was evaluated last
+    heard = [first]  # rounds on record
 
     def record(told: Releasable) -> Releasable:
         more: Metrics = {name: so_far[name] + told[name] for name in SUMMED}
@@ -425,12 +466,16 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
                 claim = lineage.claim_of_run(directory.path, entries.header, [])
                 more["epsilon"] = claim.epsilon if math.isfinite(claim.epsilon) else None
         told = extend(run.plan, told, more)
+        if watch.hear(told) and keeps_best:  # before the journal: it promises the model
+            _save_best(run, scored["state"])
         journal.append(told)
+        heard[0] = told["round"] + 1
         trackers.log(told["round"], told)
         watcher.round(told)
         return told
 
     def evaluate(state: Any) -> Metrics:
+        scored["state"] = state
         found, noisy = dict(run.evaluation.watch(state)), run.private_evaluation
         if noisy is not None and noisy.due(int(state.round), run.cadence.rounds):
             assert ahead is not None
@@ -451,21 +496,44 @@ def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
             most = run.recipe.run.keep_checkpoints
             checkpoint.save(directory.checkpoints, int(state.round), state, most)
 
+    def stops(round: int) -> bool:
+        """Write down that the run stops early after a round, if it does."""
+        if not watch.exhausted or round == run.cadence.rounds:
+            return False
+        assert watch.best is not None
+        best, patience = watch.best[0], watch.patience
+        facts = {"round": round - 1, "patience": patience, "best_round": best}
+        journal.append(release(run.plan, "stopped", facts))
+        watcher.say(
+            f"Stopping early after round {round}: no lower perplexity in {patience} evaluations; "
+            f"the best was after round {best + 1}."
+        )
+        return True
+
     watcher.begin(first, run.cadence.rounds, entries.header["start"]["perplexity"])
     hooks = Hooks(
         commit=commit,
         evaluate=evaluate,
         record=record,
         keep=keep,
-        stop=lambda: multihost.agree(watcher.stop()),
+        stop=lambda: multihost.agree(stops(heard[0]) or watcher.stop()),
     )
     try:
         if missing is not None:
             due = run.cadence.evaluates(missing["round"])
             record(extend(run.plan, missing, evaluate(state)) if due else missing)
+            if due and stops(first):
+                return
         yield from rounds(run, state, hooks)
     finally:
         trackers.close()
+
+
+def _save_best(run: Run, state: Any) -> None:
+    """Write the model of a state as the best so far, and remember whose it is."""
+    params = run.round.models(state)[""]
+    node_runs.write_weights(run.record.best, params, run.recipe, run.store.vocabulary)
+    lineage.add_models(run.record.path, run.store, [tree.sha256(merged(params))])
 
 
 def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:
@@ -503,7 +571,7 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     models = run.round.models(state)
     claim = _claim(run)
     if claim is not None:
-        for said in claim.not_covered[: -len(ALWAYS)]:
+        for said in (each for each in claim.not_covered if each not in ALWAYS):
             watcher.say(f"Not covered by the privacy claim: {said}.")
     final = {
         **splits,
@@ -514,13 +582,15 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     journal.append(release(run.plan, "final", final))
     journal.sync()
     own = run.round.own_models(state)
-    # Of what `save_weights` writes.
+    # Of what `write_weights` writes.
     hashes = ([tree.sha256(merged(m)) for m in of.values()] for of in (models, own))
     lineage.add_models(directory.path, run.store, *hashes)
+    node_runs.write_weights(directory.weights, models.pop(""), recipe, run.store.vocabulary)
     for name, params in models.items():
-        save_weights(directory.weights_of(name), params, run)
+        _write_node(run, name, params, state, splits)
     for name, params in own.items():
-        save_weights(directory.own_weights_of(name), params, run, private=True)
+        path = directory.own_weights_of(name)
+        node_runs.write_weights(path, params, recipe, run.store.vocabulary, private=True)
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
@@ -529,6 +599,29 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()
     return summary
+
+
+def _write_node(run: Run, name: str, params: Params, state: Any, splits: Metrics) -> None:
+    """Write the model of a node of a tree, with its figures, as a run of its own."""
+    figures = {
+        split: next(node for node in found["nodes"] if node["name"] == name)
+        for split, found in splits.items()
+    }
+    directory = run.record.node(name)
+    node_runs.write_run(
+        directory,
+        params,
+        run.node_recipes[name],
+        run.store,
+        rounds=int(state.round),
+        final=figures,
+        part_of={
+            "run": run.record.path.resolve().name,
+            "node": name,
+            "private": run.plan is not None,
+        },
+        plan=run.plan,
+    )
 
 
 def _predictions(run: Run, params: Params) -> list[Metrics]:
@@ -547,21 +640,6 @@ def _claim(run: Run) -> Claim | None:
     return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
-def save_weights(path: Path, params: Params, run: Run, *, private: bool = False) -> None:
-    """Write the model as safetensors by leaf name, with its settings in the metadata.
-
-    Adapters are merged into the model, and written once more alone, beside it.
-    """
-    model = run.recipe.model.model_dump_json()
-    data = checkpoint.to_bytes(merged(params), model=model, vocabulary=run.store.vocabulary)
-    checkpoint.write_atomically(path, data, private=private)
-    alone = factors(params)
-    if alone and not TRAINABLE[run.recipe.wire.trainable].exact_mean:  # or the base moved too
-        base = tree.sha256(without_adapters(params))
-        data = checkpoint.to_bytes(alone, base=base)
-        checkpoint.write_atomically(adapter_beside(path), data, private=private)
-
-
 def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
     """Return the figures of a finished run, by the names that the command line prints."""
     headline = facts.final.get("test") or facts.final.get("validation") or {}
@@ -573,6 +651,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
         "rounds": len(facts.rounds),
         "perplexity": headline.get("perplexity"),
         "accuracy": headline.get("accuracy"),
+        "bits_per_byte": headline.get("bits_per_byte"),
         "tokens": facts.tokens,
         "upload_bytes": last.get("upload_bytes", 0),
         "download_bytes": last.get("download_bytes", 0),
@@ -584,12 +663,24 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
         if seconds
         else None,
         "start_perplexity": facts.header["start"]["perplexity"],
+        **_best(facts, run),
         "validation_perplexity": (facts.final.get("validation") or {}).get("perplexity"),
         "baselines": counted.get("test") or counted.get("validation"),
         "predictions": facts.final.get("predictions"),
         "report": str(run.record.report),
         **({"nodes": headline["nodes"]} if "nodes" in headline else {}),
     }
+
+
+def _best(facts: report.Facts, run: Run) -> Metrics:
+    """Return when a run stopped early, and the figures of the best model if it keeps one."""
+    found: Metrics = {}
+    if facts.stopped_after is not None:
+        found["stopped_early"] = facts.stopped_after
+    best = EarlyStopping(0, facts.rounds).best
+    if best is not None and run.record.best.is_file():
+        found["best"] = {"round": best[0] + 1, "perplexity": best[1]}
+    return found
 
 
 def _spent(facts: report.Facts) -> Metrics:

@@ -4,8 +4,11 @@ In:       a `Run` under a privacy plan; its rounds as they are played; what a cr
 Out:      checkpoints and ledger lines; how far a resumed run may go.
 Promise:  nobody sees anything of a round before its state and its ledger line are on disk; a
           resumed run goes on from the newest state and never plays a released round again. Where
-          released states are lost all the same, independent noise is played again and counted
-          again; correlated noise was made for one history, so that run ends with what it has.
+          released states are lost all the same, rounds with independent noise and draws are
+          played again and counted again; where noise or draw was made for one history, or nodes
+          that answered hold the text, the run ends with what it has. With `privacy.epsilon` all
+          that the claim counts is paid from it: rounds, noisy figures, the vocabulary and the
+          runs that the start model came from.
 Not here: the file (`privacy/ledger.py`), the loop (`run.py`), the journal (`training.py`).
 """
 
@@ -14,10 +17,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fedlm import lineage
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import RecordError, require
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Say
-from fedlm.privacy import ledger
+from fedlm.extension import as_begun
+from fedlm.privacy import ledger, spending
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
@@ -84,7 +88,8 @@ class WriteAhead:
         self.entries = self.book.entries()
         if self.run.counted and not self.run.elsewhere:
             self.copies = lineage.copies(self.run.store, self.entries)
-        if ledger.plans_of(self.entries) != self.plans:
+        begun = ledger.plans_of(self.entries)
+        if begun != {name: as_begun(plan, begun.get(name)) for name, plan in self.plans.items()}:
             raise RecordError(
                 f"{self.book.path} was begun with other privacy plans than its recipe gives now: "
                 "go on with the versions that its journal names."
@@ -102,10 +107,10 @@ class WriteAhead:
             f"{self.directory.path}: the states after round {round} are lost, and rounds up to "
             f"{max(lost) + 1} were released."
         )
-        if not self._independent():
+        if why := self._not_replayable():
             say(
-                f"{said} Correlated noise cannot be drawn again for them, so the run ends with the "
-                f"model of round {round}; its epsilon counts every release."
+                f"{said} {why}, so the run ends with the model of round {round}; its epsilon "
+                "counts every release."
             )
             return Resumed(saved.state, round, ended=True)
         say(f"{said} They are played again with other members and noise, and both are counted.")
@@ -176,13 +181,17 @@ class WriteAhead:
         """
         entries = self.entries or self.book.entries()
         wanted, budget = self.run.cadence.rounds, self.run.recipe.privacy.epsilon
+        before = self._before()
         plain = len(entries) == 1 + round and ledger.rounds_of(entries) == list(range(round))
-        if budget is None or plain:
+        if budget is None or (plain and not before and self.run.private_evaluation is None):
             return wanted
 
         def fits(last: int) -> bool:
             further = [round_entry(number, ledger.UNKNOWN) for number in range(round, last)]
-            return ledger.spent_of([*entries, *further]).epsilon <= budget
+            whole = [*entries, *further, *self._figures(entries, round, last)]
+            if not before:
+                return ledger.spent_of(whole).epsilon <= budget
+            return spending.total([whole, *before], self._delta()).epsilon <= budget
 
         low, high = round, max(round, wanted) + 1  # `low` is played, `high` is not
         while high - low > 1:
@@ -190,5 +199,46 @@ class WriteAhead:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _independent(self) -> bool:
-        return all(MECHANISMS[plan.mechanism].independent for plan in self.plans.values())
+    def check_budget(self, rounds: int, say: Say) -> None:
+        """Say how many rounds a run can afford if these are not all; refuse a run without any."""
+        wanted, budget = self.run.cadence.rounds, self.run.recipe.privacy.epsilon
+        if rounds == wanted:
+            return
+        besides = "the vocabulary, the start model and noisy figures are paid from it too"
+        require(
+            rounds > 0,
+            "privacy.epsilon",
+            budget,
+            f"a budget that holds one round: {besides}",
+            "Raise it; fedlm privacy epsilon tells what each cost.",
+        )
+        say(f"privacy.epsilon = {budget:g} holds {rounds} of {wanted} rounds, because {besides}.")
+
+    def _before(self) -> list[list[Entry]]:
+        """Return the ledgers that a claim of this run counts besides its own."""
+        file = self.directory.path / lineage.FILE
+        if not file.is_file() or next(iter(self.plans.values())).unit != "client":
+            return []
+        return lineage.books_before(lineage.read(file))
+
+    def _delta(self) -> float:
+        return min(plan.delta for plan in self.plans.values())
+
+    def _figures(self, entries: list[Entry], round: int, last: int) -> list[Entry]:
+        """Return the releases of noisy figures that are due until round `last`."""
+        noisy = self.run.private_evaluation
+        if noisy is None:
+            return []
+        # Those of a round that is on record may be missing, as a crash came between.
+        first = round if entries[-1]["kind"] == "round" else round + 1
+        due = sum(noisy.due(played, last) for played in range(max(first, 1), last + 1))
+        return [gaussian_entry("evaluation", noisy.noise_multiplier)] * due
+
+    def _not_replayable(self) -> str:
+        """Say why lost rounds cannot be played again; nothing if they can."""
+        if self.run.elsewhere:
+            return "Nodes answer each round once"
+        plans = self.plans.values()
+        if all(p.sampling.law in MECHANISMS[p.mechanism].replay_laws for p in plans):
+            return ""
+        return "Noise or members were drawn for all rounds together and cannot be drawn again"

@@ -1,11 +1,15 @@
 """`fedlm privacy audit`: what canaries show, as one JSON object, or one sentence why not."""
 
+import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from fedlm.federation.audit import canary_turns
 from fedlm.federation.round import init_node
+from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from tests.cli.test_bad_input import refused
@@ -63,6 +67,33 @@ def test_turns_are_those_of_the_run(audited):
     turns = canary_turns(made.algorithm, begun, 4)
     assert turns.tolist() == state["history.times"][-30:].tolist()
     assert turns.sum() > 0 and turns.max() <= 2
+
+
+MECHANISMS_HERE = {
+    "gaussian": ("server.sampling=poisson", "privacy.min_separation=0"),
+    "tree": (),
+    "banded": (),
+    "toeplitz": (),
+    "blt": (),
+}
+
+
+def test_every_mechanism_is_audited_here():
+    assert MECHANISMS_HERE.keys() == MECHANISMS.keys()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
+def test_an_audit_in_a_process_of_its_own_shows_its_lanes(mechanism, tmp_path):
+    """Accounting started JAX with one lane, and the run has two."""
+    write_tiny(tmp_path)
+    settings = (*SETTINGS, f"privacy.mechanism={mechanism}", *MECHANISMS_HERE[mechanism])
+    changes = [part for setting in settings for part in ("--set", setting)]
+    done = call(tmp_path, "train", "tiny.toml", *changes, "--out", "run", "--json")
+    assert done.code == 0, done.stderr
+    command = [sys.executable, "-m", "fedlm.cli.main", "privacy", "audit", "run", "--json"]
+    apart = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert apart.returncode == 0, apart.stderr
+    assert json.loads(apart.stdout)["canaries"] == 30
 
 
 @pytest.fixture

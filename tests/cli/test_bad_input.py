@@ -1,6 +1,7 @@
 """A user's error is one sentence and exit code 2, and costs nothing that was there."""
 
 import json
+import shutil
 
 import pytest
 
@@ -189,22 +190,27 @@ def test_a_store_of_another_tokenizer(run_cli, tiny_text, tiny_recipe, tmp_path)
 
 
 @pytest.fixture
-def ended(run_cli, tiny_recipe, tmp_path):
-    """A finished run of two rounds in runs/tiny."""
-    assert run_cli("train", tiny_recipe, "--set", "server.rounds=2").code == 0
-    return tmp_path / "runs" / "tiny"
+def ended(trained, tmp_path):
+    """A copy of the finished run in runs/tiny; its text is where it was."""
+    return shutil.copytree(trained / "runs" / "tiny", tmp_path / "runs" / "tiny")
 
 
-def test_a_run_directory_that_is_taken(run_cli, tiny_recipe, ended):
+def test_a_run_directory_that_is_taken(run_cli, trained, ended):
     before = content(ended)
     out = ("--out", ended)
-    refused(run_cli("train", tiny_recipe, *out), "server.rounds is 2 there and 6 here")
-    refused(run_cli("train", tiny_recipe, *out, "--resume"), "holds another recipe")
+    fewer = ("train", trained / "tiny.toml", "--set", "server.rounds=2", *out)
+    refused(run_cli(*fewer), "server.rounds is 6 there and 2 here")
+    other = ("train", trained / "tiny.toml", "--set", "client.epochs=2", *out)
+    refused(run_cli(*other, "--resume"), "holds another recipe")
     refused(run_cli("train", ended / "recipe.toml", *out), "add --resume to go on")
     assert content(ended) == before
 
 
-def test_a_run_whose_recipe_or_text_was_changed_does_not_go_on(run_cli, tiny_text, ended):
+def test_a_run_whose_recipe_or_text_was_changed_does_not_go_on(
+    run_cli, tiny_text, tiny_recipe, tmp_path
+):
+    assert run_cli("train", tiny_recipe, "--set", "server.rounds=2").code == 0
+    ended = tmp_path / "runs" / "tiny"
     (ended / "summary.json").unlink()
     resume = ("train", ended / "recipe.toml", "--out", ended, "--resume")
     recipe = (ended / "recipe.toml").read_text()

@@ -1,13 +1,19 @@
 """Every command does what its help says, and its JSON is all there is on stdout."""
 
+import io
 import json
 import re
 import shutil
+from importlib.metadata import version
 
 import pytest
+from rich.console import Console
 
+from fedlm.cli.console import bar
+from fedlm.cli.train import PlainProgress, RoundWords
 from fedlm.core.keys import key_for
 from fedlm.inference import load_params
+from fedlm.privacy.release import release
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 
@@ -70,18 +76,18 @@ def test_prepare_makes_up_clients_that_train(run_cli, tiny_recipe, tmp_path):
     assert good(run_cli("train", "many.toml", "--set", "server.rounds=2", "--json")).json["rounds"]
 
 
-def test_train_prints_one_json_object_with_the_summary(run_cli, tiny_recipe, tmp_path):
-    done = good(run_cli("train", tiny_recipe, "--json"))
-    assert done.stdout.count("\n") == 1
-    summary = done.json
+def test_train_prints_one_json_object_with_the_summary(trained, run):
+    printed = (trained / "stdout.txt").read_text()
+    assert printed.count("\n") == 1
+    summary = json.loads(printed)
     assert set(summary) >= SUMMARY
     assert summary["run"] == "runs/tiny" and summary["rounds"] == 6
     assert summary["perplexity"] > 1 and 0 <= summary["accuracy"] <= 1
     assert summary["tokens"] > 0 and summary["seconds"] > 0 and summary["clients_per_second"] > 0
     assert summary["epsilon"] is None and summary["delta"] is None
     assert re.fullmatch("[0-9a-f]{64}", summary["params_sha256"])
-    assert json.loads((tmp_path / "runs/tiny/summary.json").read_text()) == summary
-    assert not list(tmp_path.rglob("*.part"))
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert not list(trained.rglob("*.part"))
 
 
 def test_reported_bytes_are_real_bytes(trained, run, tmp_path):
@@ -185,6 +191,8 @@ target = 1000
 def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path):
     (tmp_path / "grid.toml").write_text(SWEEP)
     done = good(run_cli("sweep", "grid.toml", "--json"))
+    points = re.findall(r"^point (\d) of 4: client\.learning_rate=[^ ]*$", done.stderr, re.M)
+    assert points == ["1", "2", "3", "4"]
     assert done.stdout.count("\n") == 1
     head, rows = done.json["head"], done.json["rows"]
     assert (
@@ -207,3 +215,34 @@ def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("hidden_size = 12", "hidden_size = 13"))
     other = run_cli("sweep", "grid.toml")
     assert other.code == 2 and "model.hidden_size is 12 there and 13 here" in other.stderr
+
+
+def test_the_version_is_told(run_cli):
+    result = run_cli("--version")
+    assert result.code == 0 and result.stdout == f"fedlm {version('fedlm')}\n"
+
+
+def test_progress_in_a_file_is_lines_of_eighty_columns(capsys):
+    lines = PlainProgress(3, seconds=0.0)
+    lines.begin(0, 3, 12345.6)
+    for number in range(3):
+        facts = {"round": number, "members": 400, "seconds": 0.01, "loss": 12.3456, "epsilon": None}
+        figures = {"perplexity": 12345.6, "epsilon": 123.45} if number == 2 else {}
+        lines.round(release(None, "round", {**facts, **figures}))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == ("round 0 of 3, perplexity 12345.6; compiling, the first round takes longest")
+    assert [line.split(":")[0] for line in said[1:]] == [f"round {n} of 3" for n in (1, 2, 3)]
+    assert max(map(len, said)) <= 80 and "epsilon 123.45, perplexity 12345.6" in said[3]
+
+
+def test_the_progress_bar_fits_into_eighty_columns():
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    words = RoundWords()
+    facts = {"round": 1, "members": 400, "seconds": 1.0, "epsilon": 12.34, "perplexity": 1234.5}
+    progress = bar()
+    progress.add_task(
+        "", total=1000, completed=999, said=words.after(release(None, "round", facts))
+    )
+    console.print(progress.get_renderable())
+    printed = console.file.getvalue()
+    assert printed.count("\n") == 1 and "perplexity 1234.5" in printed and "…" not in printed

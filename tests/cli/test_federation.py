@@ -26,7 +26,12 @@ def test_init_makes_kits(run_cli, tmp_path):
     "command, words",
     [
         (("init", "fed", "--host", "a.org", "--nodes", "A"), ("--nodes = 'A'", "small letters")),
-        (("init", "fed", "--host", "a.org", "--nodes", ""), ("--nodes", "different names")),
+        (("init", "fed", "--host", "a.org", "--nodes", "a,a"), ("--nodes", "different names")),
+        (("add-node", "nowhere", "a", "--key", "x"), ("nowhere is not a federation",)),
+        (("remove-node", "nowhere", "a"), ("nowhere is not a federation",)),
+        (("renew", "nowhere"), ("nowhere is not a federation",)),
+        (("rotate", "nowhere"), ("nowhere is not a federation",)),
+        (("history", "nowhere"), ("nowhere is not a federation",)),
         (("init", "fed", "--host", "a.org", "--nodes", "a", "--quorum", "2"), ("quorum = 2.0",)),
         (("serve", "nowhere"), ("nowhere is not a federation", "federation init")),
         (("train", "nowhere", "tiny.toml"), ("nowhere is not a federation",)),

@@ -115,7 +115,7 @@ def test_under_noise_at_the_leaves_saved_models_are_those_that_others_know(hidde
     node = run.round.config.topology.names.index("north")
     own, seen = state.nodes[node].params, run.round.models(state)["north"]
     weights = load_params(
-        run.recipe.model, run.store.vocabulary, made / "run/nodes/north.safetensors"
+        run.recipe.model, run.store.vocabulary, made / "run/nodes/north/model.safetensors"
     )
     public = state.nodes[node].public_layers
     for layer, values in run.round.config.personal(weights).items():

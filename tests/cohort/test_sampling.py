@@ -304,3 +304,51 @@ def test_every_client_has_a_turn_and_clients_of_one_group_join_independently():
         assert scipy.stats.binomtest(int(met[i, i]), ROUNDS, 1 / 2).pvalue > 0.001
         (mate,) = [j for j in range(6) if j != i and met[i, j]]
         assert scipy.stats.binomtest(int(met[i, mate]), ROUNDS, 1 / 4).pvalue > 0.001
+
+
+# ---- balls in bins: one secret draw, then turns --------------------------------------------------
+
+
+def bins(population, cohort, apart=2):
+    return Sampling(law="balls-in-bins", population=population, cohort=cohort, min_separation=apart)
+
+
+@given(st.integers(1, 200), st.integers(0, 6), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=40)
+def test_a_client_joins_every_round_of_its_bin_and_no_other(population, apart, seed):
+    law = bins(population, max(population // (apart + 1), 1), apart)
+    met, _ = cohorts(law, 3 * (apart + 1), seed)
+    assert all((np.diff(m) > 0).all() for m in met)
+    for first, later in zip(met, met[apart + 1 :], strict=False):
+        assert first.tolist() == later.tolist()
+    everybody = np.concatenate(met[: apart + 1])
+    assert len(set(everybody.tolist())) == len(everybody), "nobody is in two bins"
+    if population % (apart + 1) == 0:
+        assert len(everybody) == population, "and everybody is in one"
+
+
+@pytest.mark.parametrize(
+    ("claimed", "fits"), [((1, 1, 1, 1), True), ((1, 1, 1, 1.2), False), ((1, 1, 1, 0), False)]
+)
+def test_bins_are_equally_likely_and_so_is_none(claimed, fits):
+    """With 8 clients, 3 bins and 2 expected in each, a client is in none with chance 1/4."""
+    law, found = bins(8, 2), np.zeros((8, 4))
+    for seed in range(ROUNDS // 2):
+        met, _ = cohorts(law, 3, seed)
+        where = np.full(8, 3)
+        for number, members in enumerate(met):
+            where[members] = number
+        found[np.arange(8), where] += 1
+    share = np.array(claimed) / sum(claimed)
+    with np.errstate(divide="ignore"):
+        statistic = ((found.sum(0) - found.sum() * share) ** 2 / (found.sum() * share)).sum()
+    assert (scipy.stats.chi2(3).sf(statistic) > 0.001) == fits
+
+
+def test_bins_of_two_clients_are_independent():
+    law, both = bins(6, 2), np.zeros((3, 3))
+    for seed in range(ROUNDS // 2):
+        met, _ = cohorts(law, 3, seed)
+        where = [next(n for n, m in enumerate(met) if client in m) for client in (1, 4)]
+        both[tuple(where)] += 1
+    assert scipy.stats.chi2_contingency(both).pvalue > 0.001

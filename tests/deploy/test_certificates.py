@@ -36,6 +36,7 @@ def test_a_kit_holds_what_its_node_needs(made):
     assert {p.name for p in kit.path.iterdir()} == {
         "ca.pem",
         "node.key",
+        "node.pem",
         "node.pub",
         "node.toml",
         "policy.toml",
@@ -54,7 +55,7 @@ def test_the_operator_reaches_the_server_from_its_own_machine(made):
     assert "127.0.0.1" in certificates.names_of(made.certificate.read_bytes())
 
 
-@pytest.mark.parametrize("nodes", [[], ["a", "a"], ["A"], ["../x"], ["-a"]])
+@pytest.mark.parametrize("nodes", [["a", "a"], ["A"], ["../x"], ["-a"]])
 def test_names_of_nodes_are_checked(tmp_path, nodes):
     with pytest.raises(ConfigError, match="--nodes"):
         workspace.init(tmp_path / "fed", "fed", ["localhost"], 9443, nodes)
@@ -91,3 +92,16 @@ def test_the_doctor_finds_a_closed_port(made):
 
     (check,) = doctor._reach("127.0.0.1", free_port(), made.authority.read_bytes())
     assert not check.well and "federation serve" in check.way_out
+
+
+def test_a_server_with_an_expired_certificate_does_not_start(run_cli, monkeypatch, tmp_path):
+    monkeypatch.setattr(certificates, "SERVER_DAYS", 0)  # it ends now
+    workspace.init(tmp_path / "fed", "fed", ["localhost"], 9443, ["north"])
+    for damage, words in (
+        (None, "cert.pem is valid from"),
+        (b"not PEM", "cert.pem is not a certificate"),
+    ):
+        if damage is not None:
+            (tmp_path / "fed" / "server" / "cert.pem").write_bytes(damage)
+        result = run_cli("federation", "serve", "fed")
+        assert result.code == 2 and words in result.stderr and "Traceback" not in result.stderr

@@ -1,6 +1,7 @@
 """Laws 1 and 4: every engine returns the loop engine's sum; cohorts share one program."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -36,6 +37,7 @@ def rows_of(client):
     return rows
 
 
+@functools.cache  # equal algorithms share the programs of the loop engine and of the server
 def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
     return Algorithm(
         participation=Sampling(law="fixed", population=len(SIZES), cohort=4),
@@ -54,6 +56,7 @@ def private(**changes):
     return dataclasses.replace(algorithm(weight="uniform"), participation=plan)
 
 
+@functools.cache
 def model(name="cifg"):
     return catalog.make(
         name,
@@ -69,6 +72,12 @@ def assert_same(a, b, rtol=2e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, scale))
 
 
+@functools.cache
+def engine_of(kind, optimizer="sgd"):
+    """An engine that tests share: what one of them has compiled, the others need not."""
+    return kind(algorithm(optimizer), rows_of, SHAPE, 7)
+
+
 def total(engine, params, round=0, members=MEMBERS, **start):
     """The sum of a cohort's updates, all from the same parameters."""
     return engine.total(Start(params, **start), engine.prepare(round, members)).total
@@ -81,7 +90,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer, weight", PAIRS)
 def test_mesh_equals_loop(optimizer, weight):
     chosen = algorithm(optimizer, weight, clip=0.5)
@@ -108,6 +117,7 @@ def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
     assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
 
 
+@pytest.mark.slow
 def test_engines_stay_together_while_a_clip_adapts():
     """Noise of a round is named by its sum, so here there is none: sums differ by rounding."""
     chosen = private(clip_quantile=0.6, noise_multiplier=0.0, clip_rate=1.0)
@@ -127,12 +137,12 @@ def test_engines_stay_together_while_a_clip_adapts():
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))
 def test_mesh_equals_loop_for_every_architecture(name):
-    loop, mesh = (E(algorithm(), rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    loop, mesh = (engine_of(E) for E in (LoopEngine, MeshEngine))
     params = model(name)
     assert_same(total(mesh, params), total(loop, params))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -151,16 +161,14 @@ def test_mesh_equals_loop_for_every_shape_of_local_work(shape):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("capacity", [1, 2, 3, 64])
 def test_the_cut_into_chunks_changes_nothing(capacity):
-    params, chosen = model(), algorithm("adam")
-    whole = MeshEngine(chosen, rows_of, SHAPE, 7)
-    cut = MeshEngine(chosen, rows_of, SHAPE, 7, capacity=capacity)
+    params, whole = model(), engine_of(MeshEngine, "adam")
+    cut = MeshEngine(algorithm("adam"), rows_of, SHAPE, 7, capacity=capacity)
     assert_same(total(cut, params), total(whole, params))
 
 
 def test_one_lane_equals_two():
-    params, chosen = model(), algorithm()
-    two = MeshEngine(chosen, rows_of, SHAPE, 7)
-    one = MeshEngine(chosen, rows_of, SHAPE, 7, devices=jax.devices()[:1])
+    params, two = model(), engine_of(MeshEngine)
+    one = MeshEngine(algorithm(), rows_of, SHAPE, 7, devices=jax.devices()[:1])
     assert (one.lanes, two.lanes) == (1, 2)
     assert_same(total(one, params), total(two, params))
 
@@ -172,8 +180,8 @@ def same_updates(fast, slow):
 
 
 def test_updates_come_one_by_one_in_the_order_of_the_cohort():
-    params, chosen = model(), algorithm()
-    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    params = model()
+    loop, mesh = (engine_of(E) for E in (LoopEngine, MeshEngine))
     slow, fast = (list(e.updates(Start(params), e.prepare(2, MEMBERS))) for e in (loop, mesh))
     assert [arrived.member for arrived in slow] == list(MEMBERS)
     same_updates(fast, slow)
@@ -200,7 +208,7 @@ def test_members_may_begin_from_models_of_their_own():
 
 @pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
 def test_batches_packed_ahead_change_nothing(kind):
-    engine = kind(algorithm(), rows_of, SHAPE, 7)
+    engine = engine_of(kind)
     ahead, later = engine.prepare(1, MEMBERS), Cohort(1, MEMBERS)
     assert eqx.tree_equal(*(engine.total(Start(model()), c).total for c in (ahead, later)))
 
@@ -214,7 +222,7 @@ def test_cohorts_of_any_size_share_one_program():
 
 def test_an_empty_cohort_sums_to_nothing():
     """A Poisson cohort may be empty."""
-    engine = MeshEngine(algorithm(), rows_of, SHAPE, 7)
+    engine = engine_of(MeshEngine)
     nothing = total(engine, model(), 0, MEMBERS[:0])
     assert float(nothing.members) == 0 and float(tree.norm(nothing.delta)) == 0
 
@@ -244,6 +252,7 @@ def test_a_member_that_is_not_finite_is_left_out_and_counted(kind):
     assert float(found.weight) == float(wanted.weight)
 
 
+@pytest.mark.slow
 def test_padding_is_inert():
     """Batches of eight hold the same rows as a batch of four filled up with PAD rows."""
     rows = rows_of(1)[:4]
@@ -251,14 +260,12 @@ def test_padding_is_inert():
     small = batch_up(rows, BatchSpec(batch_size=4, sequence_length=6), np.random.default_rng(0))[0]
     large = batch_up(rows, BatchSpec(batch_size=8, sequence_length=6), np.random.default_rng(0))[0]
     wide = np.pad(large, ((0, 0), (0, 5)), constant_values=PAD)
-    grads = [
-        jax.jit(jax.grad(lambda p, t: catalog.loss(p, t).nats))(params, jnp.asarray(t, jnp.int32))
-        for t in (small, large, wide)
-    ]
+    gradient = jax.jit(jax.grad(lambda p, t: catalog.loss(p, t).nats))
+    grads = [gradient(params, jnp.asarray(t, jnp.int32)) for t in (small, large, wide)]
     assert_same(grads[1], grads[0])
     assert_same(grads[2], grads[0])
 
 
 def test_the_same_cohort_twice_is_the_same_to_the_byte():
-    engine = MeshEngine(algorithm("adam"), rows_of, SHAPE, 7)
+    engine = engine_of(MeshEngine, "adam")
     assert eqx.tree_equal(total(engine, model()), total(engine, model()))

@@ -92,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_nodes_give_the_sum_of_the_simulation(name, folder, store, nodes):
     made, assignments, _ = nodes

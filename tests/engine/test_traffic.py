@@ -1,6 +1,7 @@
 """Laws 1 and 6 for what travels: parts of a model, codecs both ways, memories, other methods."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,7 @@ def changed(**parts):
 KEEP = leaves_by_fraction(LIKE, 0.5, key_for(0, "partial"))
 
 
+@functools.cache
 def on_a_base(**options):
     """The leaves of `KEEP` on a base of all others, as `wire.trainable = "fixed"` has it."""
     return changed(local=trains(ON_BASE, **options), make_base=lambda: tree.split(PARAMS, KEEP)[1])
@@ -96,6 +98,10 @@ ALGORITHMS = {
         server=feddyn.server(0.1, 0.5),
     ),
 }
+
+
+# Made once each: equal algorithms share the programs of the loop engine and of the server.
+ALGORITHMS = {name: functools.cache(make) for name, make in ALGORITHMS.items()}
 
 
 def rounds(engine, chosen, count=2):

@@ -8,6 +8,7 @@ import pytest
 
 from fedlm.core.types import PAD, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
+from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import Evaluator, figures, perplexity_of, total
 
@@ -101,3 +102,32 @@ def test_more_context_helps_where_there_is_structure():
     rows = np.tile(np.array([[1, 1, 4, 5, 6, 4, 7, 8, 4, 5]]), (20, 1))
     found = NGrams([rows], 10, OWN).perplexities(rows)
     assert found["trigram"] < found["bigram"] < found["unigram"]
+
+
+def test_bits_per_byte_of_all_text_and_of_each_language():
+    """One bit per token: six tokens in 24 bytes, four of them in 8 bytes and two in 16."""
+    rows = np.array([[1, 5, 6, 7], [1, 8, -1, -1], [1, 5, 6, -1]], np.int16)
+    owners = np.array([0, 0, 1])
+    sizes = {0: 8, 1: 16}
+    text = HeldOutText(
+        rows=lambda context: (rows, owners),
+        groups=lambda owner: ("norsk" if owner else "english",),
+        bytes=24,
+        bytes_of=sizes.__getitem__,
+    )
+    judged = HeldOutEvaluation(
+        score=score,
+        special=OWN,
+        models=lambda state: {"": jnp.float32(math.log(2.0))},
+        text={"test": text},
+        vocabulary=10,
+        watch_split=("test",),
+    )
+    found = judged.final({}, "test")
+    assert found["bits_per_byte"] == pytest.approx(6 / 24)
+    bits = {name: of["bits_per_byte"] for name, of in found["groups"][0].items()}
+    assert bits == pytest.approx({"english": 4 / 8, "norsk": 2 / 16})
+    rows[0, 1] = 3  # an unknown word hides bytes
+    found = judged.final({}, "test")
+    assert "bits_per_byte" not in found and "bits_per_byte" not in found["groups"][0]["english"]
+    assert found["groups"][0]["norsk"]["bits_per_byte"] == pytest.approx(2 / 16)

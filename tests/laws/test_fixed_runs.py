@@ -15,7 +15,9 @@ from fedlm.recipe.assemble import trained_leaves
 from fedlm.recipe.build import build
 from fedlm.recipe.federation import FederationTable
 from fedlm.recipe.settings import load
+from fedlm.record.checkpoint import to_bytes
 from fedlm.training import Watcher, train
+from tests.conftest import write_tiny
 
 ALL = ("wire.trainable=all", "wire.trainable_fraction=1")
 FIXED = ("wire.trainable=fixed", "wire.trainable_fraction=0.4", "server.rounds=2")
@@ -29,14 +31,21 @@ def made(tiny_recipe, tmp_path):
     )
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A fixed run that has ended, and its summary. Not to be changed."""
+    folder = tmp_path_factory.mktemp("fixed")
+    run = build(load(write_tiny(folder), FIXED), folder / "stores", out=folder / "run")
+    return run, train(run)
+
+
 def keep_of(run):
     shapes = run.model.shapes()
     return dict(zip(tree.named_leaves(shapes), trained_leaves(run.recipe, shapes), strict=True))
 
 
-def test_checkpoints_leave_out_what_weights_hold(made):
-    run = made()
-    summary = train(run)
+def test_checkpoints_leave_out_what_weights_hold(finished):
+    run, summary = finished
     keep, path = keep_of(run), run.record.path
     assert 0 < sum(keep.values()) < len(keep)
     for checkpoint in sorted((path / "checkpoints").iterdir()):
@@ -51,9 +60,8 @@ def test_checkpoints_leave_out_what_weights_hold(made):
     assert summary["download_bytes"] == summary["upload_bytes"]
 
 
-def test_figures_and_fingerprints_are_those_of_the_whole_model(made):
-    run = made()
-    summary = train(run)
+def test_figures_and_fingerprints_are_those_of_the_whole_model(finished):
+    run, summary = finished
     whole = load_params(run.recipe.model, run.store.vocabulary, run.record.weights)
     split = run.evaluation.splits()[0]
     assert tree.sha256(whole) == summary["params_sha256"]
@@ -80,13 +88,11 @@ def test_a_run_whose_frozen_part_has_changed_does_not_go_on(made, tmp_path):
         seen = []
         return Watcher(round=seen.append, stop=lambda: bool(seen))
 
-    other = made("run.seed=5", out="other")
-    train(other)
-    first = made(out="first")
-    train(first)
-    begun = f"model.init_from={tmp_path / 'first' / 'model.safetensors'}"
+    first = tmp_path / "first.safetensors"
+    first.write_bytes(to_bytes(made("run.seed=5").start()))
+    begun = f"model.init_from={first}"
     assert train(made(begun), watcher=stopped()) is None
-    (tmp_path / "first" / "model.safetensors").write_bytes(other.record.weights.read_bytes())
+    first.write_bytes(to_bytes(made("run.seed=6").start()))
     with pytest.raises(RecordError, match="checkpoints hold the trained part alone"):
         train(made(begun), resume=True)
 

@@ -73,7 +73,8 @@ def test_the_same_recipe_and_seed_give_the_same_model(run_cli, tiny_recipe, tmp_
     assert other["params_sha256"] != again["params_sha256"]
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 4])
 def test_a_run_that_was_stopped_politely_ends_the_same(
     run_cli, tiny_recipe, stopped, whole, rounds
 ):
@@ -106,6 +107,7 @@ def test_what_was_written_after_the_last_checkpoint_is_run_again(
     same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_costs_rounds_and_nothing_else(run_cli, tiny_recipe, stopped, whole):
     run = stopped(5)
     newest(run).write_bytes(newest(run).read_bytes()[:-100])

@@ -151,6 +151,7 @@ def test_a_tree_of_one_place_is_flat_to_the_byte(tree_of, flat):
     assert eqx.tree_equal(flat, state.nodes[0].params)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.1, math.inf])
 def test_a_tree_with_one_branch_is_flat_at_any_temperature(experiment, flat, temperature):
     chain = experiment(*FLAT, f"federation.temperature={temperature}", table=ONE_BRANCH)
@@ -207,6 +208,7 @@ def test_both_orders_agree_where_only_leaves_hold_text(tree_of):
     assert eqx.tree_equal(tree_of()[1], tree_of("federation.order=together")[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["levels", "together"])
 def test_a_place_with_children_may_hold_text(tree_of, order):
     _, _, told = tree_of(f"federation.order={order}", table=MIXED)
@@ -289,7 +291,7 @@ def test_models_that_rest_in_files_are_the_same_models(tree_of):
 
 def told_by(run):
     entries = [e for e in read(run / "journal.jsonl") if e["kind"] != "header"]
-    models = {p.name: p.read_bytes() for p in [*run.glob("nodes/*"), run / "model.safetensors"]}
+    models = {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("model.safetensors")}
     timed = ("run", "report", "seconds", "clients_per_second")
     summary = json.loads((run / "summary.json").read_text())
     rest = {k: v for k, v in summary.items() if k not in timed}

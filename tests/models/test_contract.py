@@ -43,32 +43,37 @@ def fresh(name, size):
     return catalog.make(name, size, key_for(1, "init"))
 
 
+# One program for all tests of an architecture.
+features_of = jax.jit(lambda model, tokens: model.features(tokens))
+loss_and_gradient = jax.jit(jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats))
+
+
 def rows(batch=3, width=10, seed=0):
     tokens = np.random.default_rng(seed).integers(4, 31, (batch, width))
     return jnp.asarray(tokens, jnp.int32)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @every
 def test_shapes_and_type(name, size):
     model = fresh(name, size)
-    features = jax.jit(lambda t: model.features(t))(rows())
+    features = features_of(model, rows())
     assert features.shape == (3, 10, size.embedding_size)
     assert model.readout.shape == (size.vocab, size.embedding_size)
     assert {leaf.dtype for leaf in jax.tree.leaves((model, features))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @every
 def test_a_fresh_model_guesses(name, size):
-    nats, count = catalog.loss(fresh(name, size), rows(batch=6, width=11))
+    nats, count = jax.jit(catalog.loss)(fresh(name, size), rows(batch=6, width=11))
     assert abs(nats / count - np.log(size.vocab)) < 0.8
 
 
 @pytest.mark.slow
 def test_a_head_of_ones_own_is_trained_apart_from_the_embedding():
     model = fresh("llama", replace(SIZE, tied=False))
-    grad = jax.grad(lambda m: catalog.loss(m, rows()).nats)(model)
+    _, grad = loss_and_gradient(model, rows())
     assert np.any(grad.head) and np.any(grad.stem.embedding)
     assert model.readout is model.head
 
@@ -113,13 +118,12 @@ def test_the_stated_count_is_the_real_count(name, size):
     assert catalog.count(name, size) == tree.size(fresh(name, size))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @every
 def test_a_later_token_never_changes_an_earlier_feature(name, size):
     model, tokens = fresh(name, size), rows()
     changed = tokens.at[:, 6].set(4 + (tokens[:, 6] - 3) % 27)
-    features = jax.jit(lambda t: model.features(t))
-    before, after = features(tokens), features(changed)
+    before, after = features_of(model, tokens), features_of(model, changed)
     np.testing.assert_array_equal(before[:, :6], after[:, :6])
     assert np.abs(before[:, 6:] - after[:, 6:]).max() > 1e-6
 
@@ -129,22 +133,20 @@ def test_a_later_token_never_changes_an_earlier_feature(name, size):
 def test_padding_is_inert(name):
     model, tokens = fresh(name, SIZE), rows()
     wide = jnp.pad(tokens, ((0, 2), (0, 3)), constant_values=PAD)
-    value = jax.jit(jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats))
-    (a, grad_a), (b, grad_b) = value(model, tokens), value(model, wide)
+    (a, grad_a), (b, grad_b) = (loss_and_gradient(model, t) for t in (tokens, wide))
     np.testing.assert_allclose(a, b, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(grad_a), jax.tree.leaves(grad_b), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-4 * max(1.0, float(np.abs(x).max())))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @each
-def test_padding_gives_no_gradient_to_any_word(name):
+@pytest.mark.parametrize("batch", [3, 16])  # rows as they are, and packed
+def test_padding_gives_no_gradient_to_any_word(name, batch):
     """An array looked up at -1 gives its last entry: no row of the embedding may notice."""
-    model = fresh(name, SIZE)
-    for batch in (3, 16):  # rows as they are, and packed
-        nothing = jnp.full((batch, 13), PAD).at[:, 0].set(4)
-        grad = jax.jit(jax.grad(lambda m, t: catalog.loss(m, t).nats))(model, nothing)
-        assert all(not np.any(leaf) for leaf in jax.tree.leaves(grad))
+    nothing = jnp.full((batch, 13), PAD).at[:, 0].set(4)
+    _, grad = loss_and_gradient(fresh(name, SIZE), nothing)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grad))
 
 
 @pytest.mark.sample(1)
@@ -189,18 +191,16 @@ def test_leaving_out_what_short_rows_do_not_hold_changes_nothing(name):
             targets = tokens[:, 1:].reshape(-1)
             return plain_cross_entropy(features.reshape(len(targets), -1), model.readout, targets)
 
-        fast = jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
-        for a, b in zip(
-            jax.tree.leaves(fast), jax.tree.leaves(jax.value_and_grad(plain)(model)), strict=True
-        ):
+        both = loss_and_gradient(model, tokens), jax.jit(jax.value_and_grad(plain))(model)
+        for a, b in zip(*map(jax.tree.leaves, both), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @every
 def test_one_token_at_a_time_equals_the_whole_row(name, size):
     model, tokens = fresh(name, size), rows()
-    whole = jax.jit(lambda t: model.features(t))(tokens)
+    whole = features_of(model, tokens)
     state = model.start(3, 16)
     advance = jax.jit(lambda s, t: model.advance(s, t))
     for t in range(tokens.shape[1]):

@@ -44,9 +44,12 @@ def matches(leaf, patterns):
     return any(fnmatch.fnmatch(leaf, p) for p in patterns)
 
 
+logits_of = jax.jit(lambda model, tokens: model.features(tokens) @ model.readout.T)
+loss_and_gradient = jax.jit(jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats))
+
+
 def logits(model):
-    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 9)))
-    return jax.jit(lambda m: m.features(tokens) @ m.readout.T)(model)
+    return logits_of(model, jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 9))))
 
 
 def scaled(model, patterns, parts, rng):
@@ -79,7 +82,7 @@ def test_rescaling_each_part_changes_no_logit(name):
 def test_the_gradient_is_orthogonal_to_each_invariant_part(name):
     model = fresh(name)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 10)))
-    grad = tree.named_leaves(jax.jit(jax.grad(lambda m: catalog.loss(m, tokens).nats))(model))
+    grad = tree.named_leaves(loss_and_gradient(model, tokens)[1])
     for patterns, parts in ALONE[name]:
         along = np.zeros(parts)
         length = 0.0
@@ -118,7 +121,7 @@ def test_degenerate_rows_give_no_nan(name):
     """All weights zero: no gate is positive, no score is, and every norm divides by its floor."""
     model = jax.tree.map(jnp.zeros_like, fresh(name))
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 31, (3, 10)))
-    value, grad = jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))(model)
+    value, grad = loss_and_gradient(model, tokens)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
 

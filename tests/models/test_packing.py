@@ -1,11 +1,15 @@
 """Packed rows: every target has one column, and a stage is as wide as the slots that are left."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedlm.core.types import PAD
-from fedlm.models.packing import FEWEST_COLUMNS, enough, gather, pack, widths
+from fedlm.models import packing as packs
+from fedlm.models.packing import FEWEST_COLUMNS, enough, widths
+
+pack, gather = jax.jit(packs.pack), jax.jit(packs.gather)
 
 
 def rows_of(lengths, seq):

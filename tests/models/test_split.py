@@ -39,6 +39,7 @@ def test_projections_and_names():
     ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("architecture", sorted(catalog.ARCHITECTURES))
 def test_all_is_all_and_none_is_none_of_every_architecture(architecture):
     assert all(split("all", architecture).values())

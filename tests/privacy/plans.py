@@ -35,11 +35,16 @@ CORRELATED = {
     "toeplitz": plan("toeplitz"),
     "toeplitz, wide": plan("toeplitz", bands=6),
     "blt": plan("blt", buffers=2, matrix=BLT),
+    "blt of 3": plan("blt", buffers=2, matrix=BLT, restart_every=3),
+    "banded of 5": plan("banded", restart_every=5, matrix=COLUMN),
 }
 CYCLIC = Sampling(law="cyclic-poisson", population=600, cohort=10, min_separation=2)
+BINS = Sampling(law="balls-in-bins", population=60, cohort=10, min_separation=5)
 PLANS: dict[str, PrivacyPlan] = {
     "gaussian": plan("gaussian"),
     "gaussian, fixed": plan("gaussian", FIXED),
+    "gaussian, bins": plan("gaussian", BINS),
+    "banded, bins": plan("banded", BINS, bands=3, matrix=COLUMN),
     "banded, cyclic": plan("banded", CYCLIC, matrix=COLUMN),
     **CORRELATED,
 }
@@ -96,11 +101,17 @@ def factor(chosen):
         return np.eye(chosen.rounds)
     if chosen.mechanism == "tree":
         return tree_factor(chosen.rounds, chosen.restart_every)
-    return np.linalg.inv(strategy_of(chosen).matrix())
+    return np.linalg.inv(strategy(chosen))
 
 
 def strategy(chosen):
     """What is released, up to noise of the same size everywhere."""
     if chosen.mechanism == "tree":
         return tree_strategy(chosen.rounds, chosen.restart_every)
-    return strategy_of(chosen).matrix()
+    return restarted(strategy_of(chosen).matrix(), chosen.rounds)
+
+
+def restarted(matrix, rounds):
+    """A matrix that begins anew after its own rounds, cut after `rounds`."""
+    times = -(-rounds // len(matrix))
+    return np.kron(np.eye(times), matrix)[:rounds, :rounds]

@@ -43,6 +43,7 @@ def test_a_published_tree():
     assert "squared sensitivity 70.3012: the exact maximum" in " ".join(cost.assumptions)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("noise, epsilon", [(1, "57"), (2, "22"), (4, "9.2"), (7, "4.8")])
 @pytest.mark.parametrize("rounds, apart", [(100, 19), (500, 99)])
 def test_small_trees(rounds, apart, noise, epsilon):
@@ -104,6 +105,7 @@ SLOW = {"gaussian, fixed"}  # to compose
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in PLANS]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EACH)
 def test_more_noise_and_fewer_rounds_cost_less(name):
     chosen = PLANS[name]
@@ -117,6 +119,7 @@ def test_more_noise_and_fewer_rounds_cost_less(name):
     assert loud.epsilon == math.inf
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_noise_for_a_target_is_the_least(name):
@@ -127,6 +130,7 @@ def test_noise_for_a_target_is_the_least(name):
     assert spent(enough, ROUNDS).epsilon <= target < spent(less, ROUNDS).epsilon
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EACH)
 def test_rounds_within_a_budget(name):
     chosen = PLANS[name]

@@ -106,4 +106,4 @@ def test_only_narrow_bands_and_no_limit_of_turns_go_with_coins():
     ):
         with pytest.raises(ConfigError, match=wanted):
             check_plan(refused)
-    assert MECHANISMS["banded"].laws == ("spaced", "cyclic-poisson")
+    assert MECHANISMS["banded"].laws == ("spaced", "cyclic-poisson", "balls-in-bins")

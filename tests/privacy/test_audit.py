@@ -24,6 +24,7 @@ def gaussian_epsilon(mu, delta):
     return scipy.optimize.brentq(over, 0, mu**2 + 20 * mu)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mu", [0.05, 0.3, 1.0, 3.0, 10.0, 30.0])
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-10])
 def test_equal_spreads_are_the_gaussian_mechanism(mu, delta):

@@ -76,7 +76,7 @@ def least_epsilon(plan, rounds):
     if not rounds:
         return 0.0
     noise = plan.noise_multiplier
-    if MECHANISMS[plan.mechanism].independent:
+    if plan.sampling.law in MECHANISMS[plan.mechanism].replay_laws:
         rate = plan.sampling.cohort / plan.sampling.population
         return epsilon_of_sampled(noise, rate, len(rounds), plan.delta)
     if plan.sampling.law != "spaced":  # the chance of staying out helps; its own tests have it

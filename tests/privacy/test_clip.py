@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import Total, Update
+from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, Limit, clip, next_limit
 from fedlm.privacy.sensitivity import of_matrix, of_tree
-from tests.privacy.plans import APART, plan, tree_strategy
+from tests.privacy.plans import APART, BLT, plan, strategy, tree_strategy
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
 LIMITS = st.sampled_from([1e-12, 1e-6, 0.3, 1.0, 1e12])
@@ -58,6 +59,7 @@ def test_nothing_leaves_longer_than_the_limit(values, clip_norm, weight):
         np.testing.assert_allclose(after / clip_norm, before / length, atol=1e-4)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("size", [1, 1000, 300_000])
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
 def test_long_updates_leave_at_the_limit_and_not_far_below(size, scale):
@@ -186,6 +188,58 @@ def test_a_lighter_count_would_cost_more_than_the_plan_says():
     assert of_matrix(joint(chosen, 6, 2), 0, 0) <= claimed
     apart = dataclasses.replace(chosen, sampling=APART)
     assert apart.count_weight == 1 and chosen.sum_multiplier > apart.sum_multiplier > 2.0
+
+
+NARROW = {"bands": 2, "matrix": (0.9, 0.43)}
+MATRICES = {
+    "banded": ("banded", 1, NARROW),
+    "toeplitz": ("toeplitz", 0, {"bands": 2}),
+    "blt": ("blt", 0, {"buffers": 2, "matrix": BLT}),
+}
+
+
+def with_counts(chosen, rounds, weight):
+    """What a restarted matrix and its counts release, with noises of one."""
+    every = chosen.restart_every
+    left = chosen.noise_multiplier**-2 - weight * (2 * chosen.clip_noise) ** -2
+    counts = np.kron(np.eye(rounds // every), np.full((1, every), 0.5 / chosen.clip_noise))
+    counts = np.pad(counts, ((0, 0), (0, rounds - counts.shape[1])))
+    return np.concatenate([left**0.5 * strategy(chosen)[:rounds, :rounds], counts])
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_counts_and_matrices_together_cost_what_the_plan_says(name):
+    """Against every placement of a client, after some numbers of rounds."""
+    mechanism, apart, settings = MATRICES[name]
+    adaptive = {"restart_every": 3, "clip_quantile": 0.5, "clip_noise": 4.0, "rounds": 7}
+    for most in (0, 2):
+        sampling = dataclasses.replace(APART, min_separation=apart, max_participations=most)
+        sampling = dataclasses.replace(sampling, population=200)
+        chosen = plan(mechanism, sampling, **settings, **adaptive)
+        check_plan(chosen)
+        entry, noise = MECHANISMS[mechanism], chosen.noise_multiplier
+        for ran in (2, 3, 5, 6, 7):
+            claimed = entry.sensitivity(chosen, ran)
+            alone = of_matrix(strategy(chosen)[:ran, :ran], apart, most)
+            assert alone <= claimed.value * (1 + 1e-9)
+            if claimed.exact:
+                assert claimed.value == pytest.approx(alone, rel=1e-6)
+            truth = of_matrix(with_counts(chosen, ran, chosen.count_weight), apart, most)
+            assert truth <= claimed.value / noise**2 * (1 + 1e-9)
+        assert chosen.sum_multiplier > noise
+
+
+def test_a_lighter_count_beside_a_matrix_is_found_out():
+    """With columns that do not overlap, as many rounds as a restart holds weigh as many times."""
+    sampling = dataclasses.replace(APART, min_separation=0, population=200)
+    chosen = plan(
+        "banded", sampling, bands=1, matrix=(1.0,), rounds=6, restart_every=3,
+        clip_quantile=0.5, clip_noise=4.0,
+    )  # fmt: skip
+    assert chosen.count_weight == 3
+    claimed = 6 / chosen.noise_multiplier**2
+    assert of_matrix(with_counts(chosen, 6, 3), 0, 0) == pytest.approx(claimed)
+    assert of_matrix(with_counts(chosen, 6, 2), 0, 0) > 1.01 * claimed
 
 
 def test_a_limit_stands_still_until_the_noise_restarts():

@@ -212,6 +212,7 @@ def test_a_digest_needs_the_secret():
 # ---- what it cost ------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", quick_first(PLANS))
 def test_each_round_once_costs_what_the_plan_costs(name):
     chosen = {"": PLANS[name]}
@@ -259,6 +260,7 @@ def rows_of(chosen, released):
     return np.abs(strategy(chosen))[released]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", quick_first(CORRELATED))
 @pytest.mark.parametrize(
     "released",

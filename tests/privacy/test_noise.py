@@ -1,6 +1,7 @@
 """Noise has the stated law, and a wrong law is noticed."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,18 @@ def keys(rounds=ROUNDS, seed=0):
     return [cipher_key_for(seed, "noise", round=r) for r in range(rounds)]
 
 
+compiled = functools.cache(jax.jit)
+
+
+@functools.cache
+def noise_of(name):
+    """The noise of a plan, made once: what adds it is then compiled once for each shape."""
+    return noise_for(PLANS[name])
+
+
 def stream(noise, sums, seed=0):
     """What comes out, round by round, and the memory at the end."""
-    add, memory, out = jax.jit(noise.add), noise.init(sums[0]), []
+    add, memory, out = compiled(noise.add), noise.init(sums[0]), []
     for total, key in zip(sums, keys(len(sums), seed), strict=True):
         noisy, memory = add(total, memory, key)
         out.append(noisy)
@@ -37,7 +47,7 @@ def sizes(memory):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_shapes_types_and_memory_are_kept(name):
-    noise = noise_for(PLANS[name])
+    noise = noise_of(name)
     before = noise.init(LIKE)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(before))
     out, after = stream(noise, [LIKE] * ROUNDS)
@@ -49,7 +59,7 @@ def test_shapes_types_and_memory_are_kept(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_keys_give_the_same_noise(name):
-    noise = noise_for(PLANS[name])
+    noise = noise_of(name)
     one, two, three = (stream(noise, [LIKE] * 3, seed)[0] for seed in (0, 0, 1))
     for a, b, c in zip(one, two, three, strict=True):
         assert (a["w"] == b["w"]).all() and (a["b"] == b["b"]).all()
@@ -64,11 +74,12 @@ def unlike(rows, law):
     return np.abs(seen - np.eye(len(seen))).max() * np.sqrt(rows.shape[1] / 2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
     chosen = PLANS[name]
     zeros = {"a": jnp.zeros((100, 100)), "b": jnp.zeros(10_000)}
-    out, _ = stream(noise_for(chosen), [zeros] * ROUNDS)
+    out, _ = stream(noise_of(name), [zeros] * ROUNDS)
     rows = np.stack([np.concatenate([np.ravel(x) for x in n.values()]) for n in out]).astype(float)
     law = 2.0 * factor(chosen)  # in units of the clip, whatever it is
     assert unlike(rows, law) < 5
@@ -81,17 +92,17 @@ def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
     assert abs(np.corrcoef(rows[:, :10_000].ravel(), rows[:, 10_000:].ravel())[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_no_noise_adds_nothing(name):
-    quiet = plan(PLANS[name].mechanism, PLANS[name].sampling, noise_multiplier=0.0)
-    for noise in (noise_for(quiet), silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS)):
+def test_no_noise_adds_nothing():
+    quiet = [plan(p.mechanism, p.sampling, noise_multiplier=0.0) for p in PLANS.values()]
+    others = (silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS))
+    for noise in (*map(noise_for, quiet), *others):
         for noisy in stream(noise, [LIKE] * 3)[0]:
             assert all((noisy[n] == LIKE[n]).all() for n in LIKE)
 
 
 @pytest.mark.parametrize("name", CORRELATED)
 def test_a_round_that_was_not_planned_is_not_released(name):
-    out, _ = stream(noise_for(CORRELATED[name]), [LIKE] * (ROUNDS + 1))
+    out, _ = stream(noise_of(name), [LIKE] * (ROUNDS + 1))
     assert np.isfinite(out[-2]["w"]).all() and np.isnan(out[-1]["w"]).all()
 
 
@@ -107,16 +118,16 @@ def test_memory_is_a_few_copies_of_the_model():
     assert copies(noise_for(PLANS["blt"])) == 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_noise_is_in_units_of_the_clip_norm(name):
     """`Noise.add` multiplies by the clip norm of the round: the plan's must not count twice."""
     wide = dataclasses.replace(PLANS[name], clip_norm=40.0)
-    for a, b in zip(
-        *(stream(noise_for(p), [LIKE] * 2)[0] for p in (PLANS[name], wide)), strict=True
-    ):
+    own, others = (stream(n, [LIKE] * 2)[0] for n in (noise_of(name), noise_for(wide)))
+    for a, b in zip(own, others, strict=True):
         assert (a["w"] == b["w"]).all()
     by_hand = MECHANISMS[PLANS[name].mechanism].noise(PLANS[name], PLANS[name].sum_multiplier)
-    assert (stream(by_hand, [LIKE])[0][0]["w"] == stream(noise_for(wide), [LIKE])[0][0]["w"]).all()
+    assert (stream(by_hand, [LIKE])[0][0]["w"] == others[0]["w"]).all()
 
 
 def prefix_noise(rounds, restart_every=0):
@@ -140,6 +151,7 @@ def prefix_noise(rounds, restart_every=0):
     return np.array(at)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("restart_every", [0, 5])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_on_increments_is_momentum_on_noisy_prefix_sums(restart_every, nesterov):

@@ -9,7 +9,7 @@ import pytest
 
 from fedlm.core.errors import ConfigError
 from fedlm.privacy.catalog import MECHANISMS, check_plan, with_setting
-from tests.privacy.plans import APART, FIXED, PLANS, POISSON, plan
+from tests.privacy.plans import APART, CYCLIC, FIXED, PLANS, POISSON, plan
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -57,17 +57,24 @@ REFUSED = [
         "privacy.max_participations = 1",
         "at least 2",
     ),
-    (plan("blt", restart_every=4), "privacy.restart_every = 4", "'tree'"),
+    (plan("gaussian", restart_every=4), "privacy.restart_every = 4", "'tree', 'banded'"),
+    (plan("blt", restart_every=-1), "privacy.restart_every = -1", "0 (never)"),
+    (plan("toeplitz", restart_every=4, bands=5), "privacy.bands = 5", "of a matrix, here 4"),
     (plan(restart_every=-1), "privacy.restart_every = -1", "0 (never)"),
     (plan(bands=2), "privacy.bands = 2", "'banded' or 'toeplitz'"),
-    (plan("toeplitz", bands=9), "privacy.bands = 9", "at most server.rounds, here 8"),
+    (plan("toeplitz", bands=9), "privacy.bands = 9", "at most the rounds of a matrix, here 8"),
     (plan("banded", bands=4), "privacy.bands = 4", "at most min_separation + 1, here 3"),
     (plan("blt", buffers=0), "privacy.buffers = 0", "between 1 and 10"),
     (plan("blt", buffers=11), "privacy.buffers = 11", "between 1 and 10"),
     (plan("tree", buffers=5), "privacy.buffers = 5", "3 with privacy.mechanism = 'tree'"),
     (plan(sampling=separated(law="weekly")), "privacy.mechanism = 'tree'", "none has a known cost"),
     (plan(clip_quantile=0.5), "privacy.clip_quantile = 0.5", "restart_every below server.rounds"),
-    (plan("blt", clip_quantile=0.5), "privacy.clip_quantile = 0.5", "'tree'"),
+    (plan("blt", clip_quantile=0.5), "privacy.clip_quantile = 0.5", "until it restarts"),
+    (
+        plan("banded", CYCLIC, restart_every=3, clip_quantile=0.5, clip_noise=9.0),
+        "privacy.clip_quantile = 0.5",
+        "turns whose chances are accounted for one by one",
+    ),
     (
         plan(restart_every=3, clip_quantile=0.5, clip_noise=0.9),
         "privacy.clip_noise = 0.9",

@@ -7,7 +7,13 @@ import pytest
 
 from fedlm.privacy import sensitivity
 from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.sensitivity import of_matrix, of_released_tree, of_strategy, of_tree
+from fedlm.privacy.sensitivity import (
+    of_matrix,
+    of_released_tree,
+    of_restarted,
+    of_strategy,
+    of_tree,
+)
 from tests.privacy.plans import (
     CORRELATED,
     PLANS,
@@ -44,13 +50,19 @@ def test_every_mechanism_against_every_placement(name, most):
             value = found.value
         else:
             released = strategy(chosen)[:rounds, :rounds]
-            value = of_strategy(strategy_of(chosen), rounds, 2, most)
+            found = of_restarted(strategy_of(chosen), rounds, 2, most)
+            value = found.value
+            assert found.exact or chosen.restart_every
+            if not found.exact:
+                assert value * (1 + 1e-9) >= by_trying(released, 2, most)
+                continue
         assert np.isclose(value, by_trying(released, 2, most), rtol=1e-6)
         assert np.isclose(value, of_matrix(released, 2, most), rtol=1e-6)
         if most == 0:
             assert MECHANISMS[chosen.mechanism].sensitivity(chosen, rounds).value == value
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("apart", [0, 1, 3, 5])
 @pytest.mark.parametrize("most", [0, 1, 3])
 @pytest.mark.parametrize("restart_every", [0, 4, 7])
@@ -135,6 +147,7 @@ def test_the_releases_of_a_tree_have_the_covariance_of_its_noise(rounds, restart
     assert (matrix >= 0).all()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("apart", [0, 1, 3, 5])
 @pytest.mark.parametrize("most", [1, 3, 4])
 @pytest.mark.parametrize("restart_every", [0, 4, 7])

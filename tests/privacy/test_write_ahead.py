@@ -1,6 +1,7 @@
 """A private round is on disk before anybody sees it, and is never played twice unless it is paid
 for twice."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,12 +15,18 @@ import time
 import numpy as np
 import pytest
 
-from fedlm.core.errors import RecordError
-from fedlm.privacy.account import spent
+from fedlm import lineage, training
+from fedlm.core.errors import ConfigError, RecordError
+from fedlm.corpus.population import of_paths
+from fedlm.privacy import ledger
+from fedlm.privacy.account import event_of, spent
+from fedlm.privacy.cost import compose, gaussian_event
 from fedlm.privacy.ledger import Ledger
+from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint
 from fedlm.record.journal import Journal
-from fedlm.training import finish
+from fedlm.training import Watcher, finish
+from fedlm.write_ahead import WriteAhead
 from tests.conftest import call
 from tests.privacy.crashes import Killed, go_on, placed, released, runs_of, told
 
@@ -212,6 +219,7 @@ def test_no_run_goes_on_without_its_states_or_its_ledger(tree, tmp_path, monkeyp
         go_on(tree[0], out)
 
 
+@pytest.mark.slow
 def test_gaussian_rounds_whose_states_are_lost_are_paid_for_twice(gaussian, tmp_path, monkeypatch):
     out, said = tmp_path / "run", []
     killed_at(gaussian[0], out, 4, monkeypatch)
@@ -365,3 +373,69 @@ def test_a_process_killed_by_the_system_goes_on_from_what_it_paid_for(
     assert process.wait() == -signal.SIGKILL, "it was to be killed before its end"
     go_on(tree[1], out)
     assert released(out) == list(range(ROUNDS)) and len(told(out)) == ROUNDS
+
+
+# ---- the budget counts what the claim counts -----------------------------------------------------
+
+
+def begun(folder, tmp_path, *changes):
+    """A run on record of which no round was played, and what was said at its beginning."""
+    (run,) = runs_of(folder, *GAUSSIAN, *changes, engines=("mesh",))
+    run, said = placed(run, tmp_path / "run"), []
+    training._begin(run, run.record.claim(dump(run.recipe), resume=False), Watcher(say=said.append))
+    return run, " ".join(said)
+
+
+def test_a_budget_pays_for_noisy_figures_too(folder, tmp_path):
+    plan = runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan
+    figures = ("privacy.evaluation_noise=4.0", "privacy.evaluation_every=2")
+
+    def cost(rounds, reports):
+        events = [event_of(plan, rounds), *[gaussian_event(4.0)] * reports]
+        return compose(events, plan.delta)[0]
+
+    budget = f"privacy.epsilon={cost(4, 2) + 1e-6}"
+    run, said = begun(folder, tmp_path, *figures, budget)
+    assert run.cadence.rounds == ROUNDS, "the rounds alone would fit"
+    assert WriteAhead(run).affordable(0) == 4 and cost(5, 3) > cost(4, 2)
+    assert "holds 4 of 6 rounds, because the vocabulary, the start model and noisy" in said
+    with pytest.raises(ConfigError, match="a budget that holds one round"):
+        least = spent(plan, 1).epsilon + 1e-6
+        begun(folder, tmp_path / "other", *figures, f"privacy.epsilon={least}")
+
+
+def test_a_budget_pays_for_vocabulary_and_start_model_too(folder, tmp_path):
+    plan = runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan
+    run, _ = begun(folder, tmp_path, f"privacy.epsilon={spent(plan, ROUNDS).epsilon + 1e-6}")
+    ahead = WriteAhead(run)
+    assert ahead.affordable(0) == ROUNDS
+    record = lineage.read(run.record.path / lineage.FILE)
+    words = [ledger.begin_entry({}), ledger.gaussian_entry("vocabulary", 5.0)]
+    before = [ledger.begin_entry({"": plan}), ledger.round_entry(0, ledger.UNKNOWN)]
+    parent = lineage.Ancestor(
+        run="0" * 32, name="first", private=True, clients=record.clients, entries=before
+    )
+    for change, events in (
+        ({"vocabulary": (words,)}, [gaussian_event(5.0)]),
+        ({"ancestors": (parent,)}, [event_of(plan, 1)]),
+    ):
+        lineage.write(run.record.path / lineage.FILE, record.model_copy(update=change))
+        left = ahead.affordable(0)
+        budget = run.recipe.privacy.epsilon
+        assert compose([event_of(plan, left), *events], plan.delta)[0] <= budget
+        assert left < ROUNDS
+        assert compose([event_of(plan, left + 1), *events], plan.delta)[0] > budget
+
+
+def test_over_a_network_lost_rounds_are_not_played_again(gaussian, tmp_path, monkeypatch):
+    """Nodes answer each round once, so the server does not say that it will ask again."""
+    out = tmp_path / "run"
+    killed_at(gaussian[0], out, 4, monkeypatch)
+    without_states(out, 4)
+    paths = [("a",), ("b",)] * (gaussian[0].population.size // 2)
+    far = dataclasses.replace(placed(gaussian[0], out), population=of_paths(paths))
+    state = far.round.init(far.start())
+    saved, said = checkpoint.load_newest(out / "checkpoints", state, print), []
+    resumed = WriteAhead(far).resume(saved, said.append)
+    assert resumed.ended and resumed.rounds == 3
+    assert "Nodes answer each round once, so the run ends with the model of round 3" in said[0]

@@ -11,6 +11,9 @@ from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.round import CohortSampler
+from fedlm.privacy import account
+from fedlm.privacy.cost import compose, gaussian_event
+from fedlm.privacy.ledger import Ledger
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import store_settings
 from fedlm.recipe.settings import dump, load, parse
@@ -212,7 +215,6 @@ def test_noisy_figures_are_of_the_training_clients_held_out_text(made):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (("privacy.epsilon=4",), "budget of the rounds alone"),
         (("privacy.evaluation_every=3",), "a multiple of server.evaluate_every, which is 2"),
         (("data.validation=0",), "data.validation above 0"),
         (("privacy.evaluation_noise=0",), "greater than 0"),
@@ -221,6 +223,41 @@ def test_noisy_figures_are_of_the_training_clients_held_out_text(made):
 def test_a_private_evaluation_that_cannot_be_is_refused(made, changes, said):
     with pytest.raises(ConfigError, match=said):
         made(*PRIVATE, *changes)
+
+
+TREE = ("federation.levels=[0]", "federation.pool_clients=false", "server.cohort=2")
+
+
+def test_in_a_tree_each_client_counts_with_the_model_of_its_own_place(made):
+    found = made(*PRIVATE, *TREE, "privacy.evaluation_tokens=20")
+    state = found.round.init(found.start())
+    told = found.private_evaluation.figures(state)
+    flat = made("server.evaluate_rows=0")  # and all places begin alike
+    exact = flat.evaluation.watch(flat.round.init(flat.start()))
+    assert told["perplexity"] == pytest.approx(exact["perplexity"], rel=0.02)
+    places = [node for node in found.round.config.topology.names if node in found.plans]
+    assert len(places) > 1
+
+
+def test_noisy_figures_beside_noise_at_leaves_are_refused(made):
+    leaves = ("federation.levels=[0]", "federation.clip_norm=1", "federation.noise_multiplier=1")
+    with pytest.raises(ConfigError, match=r"without one nothing is clipped|not a whole leaf"):
+        made(*leaves, "privacy.evaluation_noise=1")
+
+
+def test_noise_found_from_a_target_leaves_room_for_figures_and_vocabulary(made):
+    settings = [s for s in PRIVATE if "noise" not in s]
+    alone = made(*settings, "privacy.epsilon=4").plan.noise_multiplier
+    seen = made(*settings, "privacy.epsilon=4", "privacy.evaluation_noise=2.0").plan
+    assert seen.noise_multiplier > alone
+    events = [account.event_of(seen, seen.rounds), gaussian_event(2.0)]
+    assert 3.99 < compose(events, seen.delta)[0] <= 4
+    counted = made(*settings, "privacy.epsilon=30", "data.vocabulary_epsilon=20.0")
+    events = [account.event_of(counted.plan, counted.plan.rounds)]
+    assert compose(events, counted.plan.delta)[0] < 25
+    line = Ledger(counted.store.ledgers[0]).entries()[1]
+    events.append(gaussian_event(line["noise_multiplier"]))
+    assert 29.9 < compose(events, counted.plan.delta, line["delta"])[0] <= 30
 
 
 def test_a_private_evaluation_without_a_plan_is_refused(made):

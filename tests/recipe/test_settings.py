@@ -87,6 +87,7 @@ def test_a_wrong_value_is_refused_with_setting_value_and_what_was_wanted(
     [
         ("server", "optimizer", "fedadm", "Did you mean 'fedadam'?"),
         ("data", "tokenizer", "byte", "Did you mean 'bytes'?"),
+        ("model", "rope_scaling", "llama3 8 4 1 8192", "expected 'linear FACTOR' or"),
         ("model", "name", "cifq", "Did you mean 'cifg'?"),
         ("run", "engine", "zzz", ""),
     ],
@@ -229,6 +230,50 @@ def test_a_file_that_is_not_toml_is_named(tmp_path, text, words):
         load(tmp_path / "bad.toml")
 
 
+LONG = {"400 digits": "9" * 400, "5000 digits": "9" * 5000, "hexadecimal": "0x" + "f" * 400}
+LONG |= {
+    "deep list": "[" * 5000,
+    "closed list": "[" * 300 + "]" * 300,
+    "-400 digits": "-" + "9" * 400,
+}
+
+
+@pytest.mark.parametrize("value", LONG)
+@pytest.mark.parametrize("setting", ["server.rounds", "client.learning_rate", "data.groups"])
+def test_numbers_and_brackets_of_any_length_are_refused_with_a_short_sentence(
+    recipe, setting, value
+):
+    table, key = setting.split(".")
+    for make in (
+        lambda: recipe(f"[{table}]\n{key} = {LONG[value]}\n"),
+        lambda: recipe("", f"{setting}={LONG[value]}"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            make()
+        assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("server = 5", "server = 5: expected a table"),
+        ("[[server]]", "expected a table"),
+        ("[server.rounds]\nx = 1", "server.rounds = {'x': 1}: expected"),
+        ("[server]\nrounds = 2020-01-01", "server.rounds = datetime.date"),
+        ("federation = []", "federation = "),
+    ],
+)
+def test_toml_of_another_shape_is_refused(recipe, text, words):
+    with pytest.raises(ConfigError) as refused:
+        recipe(text)
+    assert words in str(refused.value)
+
+
+def test_a_change_that_is_not_utf8_is_refused(recipe):
+    with pytest.raises(ConfigError, match="expected text in UTF-8"):
+        recipe("", "data.source=\udcff")
+
+
 def test_a_missing_recipe_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml is not readable: No such file or directory"):
         load(tmp_path / "none.toml")
@@ -301,8 +346,15 @@ def values_of(kind, metadata=()):
 PATHS = ("source", "store", "stores", "tokenizer", "init_from")  # made absolute when read
 
 
+WORDED = {  # text in a form of its own
+    "base_sha256": st.from_regex("[0-9a-f]{64}", fullmatch=True),
+    "rope_scaling": st.sampled_from(["linear 2.0", "llama3 8.0 1.0 4.0 8192.0"]),
+}
+
+
 def some(table):
     fields = {n: values(f) for n, f in table.model_fields.items() if n not in PATHS}
+    fields |= {n: made for n, made in WORDED.items() if n in fields}
     needed = {n: fields.pop(n) for n, f in table.model_fields.items() if f.is_required()}
     return st.fixed_dictionaries(needed, optional=fields)
 

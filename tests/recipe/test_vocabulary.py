@@ -6,11 +6,13 @@ import stat
 import pytest
 
 import fedlm
+from fedlm import lineage
 from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.shard import deal
 from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, StoreSettings, vocabulary_like, write
+from fedlm.privacy.cost import compose, gaussian_event
 from fedlm.privacy.ledger import Ledger, spent_of
 
 # Each client writes three words that all share, and two that nobody else writes.
@@ -83,6 +85,27 @@ def test_settings_that_promise_nothing_are_refused(settings, said):
 def test_a_text_whose_words_nobody_shares_is_refused_and_the_cost_is_said():
     with pytest.raises(CorpusError, match="This attempt has cost the same epsilon"):
         fedlm.prepare(CLIENTS[:10], vocabulary_epsilon=0.1)
+
+
+def test_an_attempt_in_which_no_word_passed_is_counted_by_the_next_store(tmp_path):
+    out = tmp_path / "store"
+    for _ in range(2):
+        with pytest.raises(CorpusError, match="which the next store in its place will count"):
+            fedlm.prepare(CLIENTS[:10], out, vocabulary_epsilon=0.1)
+    assert stat.S_IMODE((tmp_path / "store.attempts").stat().st_mode) == 0o700
+    made = fedlm.prepare(CLIENTS[:10], out, tokenizer="bytes")
+    assert not (tmp_path / "store.attempts").exists()
+    entries = [Ledger(path).entries() for path in made.ledgers]
+    lines = [entry for book in entries for entry in book[1:]]
+    assert [line["what"] for line in lines] == ["vocabulary"] * 2
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in made.ledgers)
+    noise, delta = lines[0]["noise_multiplier"], 2 * lines[0]["delta"]
+    alone = compose([gaussian_event(noise)] * 2, 1e-5, delta)[0]
+    assert lineage.spent_on(made, 1e-5).epsilon == pytest.approx(alone)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    vocabulary_like(made).write_ledger(taken)
+    assert len(list(taken.iterdir())) == 2, "they go with a tokenizer that is taken over"
 
 
 def test_prepare_tells_how_many_words_passed_and_what_they_cost(run_cli, tmp_path):

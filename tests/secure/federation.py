@@ -11,7 +11,7 @@ RUN = "5ec0" * 8
 
 
 @functools.cache
-def people(count=5):
+def people(count):
     return made_up_members(count)
 
 

@@ -112,6 +112,28 @@ def test_the_graph_depends_on_all_keys_and_links_go_both_ways():
         assert all(i in found[j] for i in found for j in found[i])
 
 
+def pieces(links, left):
+    """The number of parts into which the nodes that are left fall."""
+    unseen, count = set(left), 0
+    while unseen:
+        count, edge = count + 1, [unseen.pop()]
+        while edge:
+            near = unseen & set(links[edge.pop()])
+            unseen -= near
+            edge += near
+    return count
+
+
+def test_the_graph_stays_in_one_piece_whoever_leaves_and_would_not_with_fewer_links():
+    """Why k > (n - t) + m is checked: four absent nodes cut a circle of four links per node."""
+    links = neighborhoods(session(9, 6, neighbors=4).terms, range(9), bytes(32))
+    for gone, whole in ((3, True), (4, False)):
+        parts = [
+            pieces(links, set(range(9)) - set(out)) for out in itertools.combinations(links, gone)
+        ]
+        assert (max(parts) == 1) == whole
+
+
 # ---- bad input: one sentence each ----------------------------------------------------------------
 
 
@@ -323,6 +345,8 @@ def test_a_vector_that_does_not_fit_the_terms_is_refused(vector, said):
         ({"size": 0}, "secure.size = 0"),
         ({"neighbors": 3}, "an even number"),
         ({"neighbors": 6}, "secure.neighbors = 6"),
+        ({"neighbors": 2}, "0 (all), or more than 2: with 2 nodes absent"),
+        ({"neighbors": 2, "threshold": 5, "colluders": 2}, "more than 3"),
         ({"colluders": -1}, "secure.colluders"),
     ],
 )
@@ -332,7 +356,7 @@ def test_terms_that_promise_nothing_are_refused(change, said):
 
 
 def test_two_members_are_too_few_and_names_and_keys_are_different():
-    members = people()[0]
+    members = people(5)[0]
     for listed in (
         members[:2],
         members[::-1],
@@ -342,6 +366,58 @@ def test_two_members_are_too_few_and_names_and_keys_are_different():
     ):
         with pytest.raises(ConfigError, match=r"secure\.members"):
             Terms(members=tuple(listed), threshold=len(listed), bits=8, size=1)
+
+
+# ---- the threshold, attacked -------------------------------------------------------------------
+
+
+def split_view(threshold):
+    """A server that lies, and node 4 with it: do they learn the vector of node 3 alone?
+
+    Nodes 0 and 3 are shown a list with node 3, nodes 1 and 2 one without it; node 4 signs both and
+    tells all that it knows. The first group reveals shares of node 3's self mask, the second one
+    shares of its mask key.
+    """
+    s, sent, who = session(5, threshold), vectors(), identities()
+    held, _, _ = states(s, "sign", sent=sent)
+    full, short = (0, 1, 2, 3, 4), (0, 1, 2, 4)
+    found: list[dict[int, bytes]] = []
+    for survivors, shown in ((full, (0, 3)), (short, (1, 2))):
+        question = messages.encode_survivors(s, survivors)
+        signatures = {}
+        for i in (*shown, 4):
+            after, answer = node.sign(who[i], held[i], question)
+            signatures[i] = messages.read_signed(s, answer)[1]
+            held[i] = after if i != 4 else held[i]  # node 4 forgets what it signed
+        question = messages.encode_signatures(s, signatures)
+        shares = {i: messages.read_revealed(s, node.reveal(held[i], question)[1]) for i in shown}
+        found.append({i: revealed[3] for i, (_, revealed) in shares.items()})
+    listed = messages.read_key_list(s, held[4].keys)
+    sealed = messages.read_share_list(s, held[4].shares).by_place
+    for shares, own in zip(found, node._opened(held[4], listed[3], sealed[3]), strict=True):
+        shares[4] = own
+    seed, key = (server.shamir.combine(shares) for shares in found)
+    alone = messages.read_masked(s, node.mask(held[3], held[3].shares, sent[3])[1])[1].copy()
+    keys.add_mask(alone, node.self_mask_key(s, 3, seed), subtract=True)
+    # The other ends of node 3's masks, with the opposite sign, cancel its own.
+    flipped = np.zeros_like(alone)
+    for peer in (0, 1, 2, 4):
+        node.add_pair_mask(s, flipped, key, 3, listed[peer])
+    return node.lowest(alone - flipped, 16), sent[3]
+
+
+def test_with_too_low_a_threshold_a_lying_server_and_one_node_learn_a_vector():
+    """Why 2 t > n + m is checked: at t = 3 of 5 one colluder is one too many."""
+    learned, vector = split_view(3)
+    np.testing.assert_array_equal(learned, vector)
+    with pytest.raises(ConfigError, match="expected 4 to 5"):
+        dataclasses.replace(session().terms, colluders=1)
+
+
+def test_with_the_threshold_that_is_asked_for_nobody_reveals_a_share():
+    assert dataclasses.replace(session(5, 4).terms, colluders=1).threshold == 4
+    with pytest.raises(TooFew, match="3 nodes signed the list of survivors"):
+        split_view(4)
 
 
 # ---- bytes from anywhere ---------------------------------------------------------------------

@@ -67,6 +67,17 @@ def test_files_are_for_their_owner_alone(tmp_path):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_no_vector_is_on_a_nodes_disk(tmp_path):
+    """A digest of it is, so that another one is refused: masked vectors can be made again."""
+    sent = vectors(3, size=5000)
+    Nodes(tmp_path).upto("sign", session(3, size=5000), sent)
+    for place in range(3):
+        held = b"".join(path.read_bytes() for path in (tmp_path / str(place)).iterdir())
+        assert len(held) < 5000
+        part = sent[place][:4].tobytes()
+        assert part not in held and part.hex().encode() not in held
+
+
 def test_another_survivor_set_after_a_kill_is_refused(tmp_path):
     nodes, s = Nodes(tmp_path, 5), session(5)
     _, ask = nodes.upto("sign", s)

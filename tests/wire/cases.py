@@ -1,8 +1,10 @@
 """Every codec under test. A new one joins all suites of this folder by a line here."""
 
+import random
+from collections import defaultdict
+
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 
@@ -28,16 +30,41 @@ CODECS = [
     codec("secure", bits=32, clip=2.0, members=3),
 ]
 BY_NAME = {c.name: c for c in CODECS}
-all_codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
-lossy = pytest.mark.parametrize("codec", CODECS[1:], ids=lambda c: c.name)
+
+
+def drawn(codecs, most=2):
+    """A few codecs of each family, by a fixed seed: all tests of the default run take the same
+    ones, so that each is compiled once."""
+    families = defaultdict(list)
+    for c in codecs:
+        families[c.name.split("-")[0], "+" in c.name].append(c.name)
+    rng = random.Random(0)
+    return {
+        name for of in families.values() for name in rng.sample(of, min(len(of) - 1, most) or 1)
+    }
+
+
+DEFAULT = drawn(CODECS)
+
+
+def over(codecs, name="codec", of=lambda c: c):
+    """A test for each codec; those that were not drawn are slow."""
+    marks = [() if c.name in DEFAULT else pytest.mark.slow for c in codecs]
+    cases = [pytest.param(of(c), marks=m, id=c.name) for c, m in zip(codecs, marks, strict=True)]
+    return pytest.mark.parametrize(name, cases)
+
+
+all_codecs = over(CODECS)
+all_names = over(CODECS, "name", lambda c: c.name)
+lossy = over(CODECS[1:])
 
 SHAPES = {"a": (7, 9), "b": (37,), "c": (), "none": (0, 3), "z": (5,)}
 
 
 def update(seed=0):
     """A tree with a matrix, a vector, a number, an empty leaf and a leaf of zeros."""
-    keys = jr.split(jr.key(seed), len(SHAPES))
-    made = {n: jr.normal(k, s) for k, (n, s) in zip(keys, SHAPES.items(), strict=True)}
+    rng = np.random.default_rng(seed)
+    made = {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in SHAPES.items()}
     return made | {"z": jnp.zeros(5)}
 
 

@@ -20,7 +20,18 @@ from fedlm.wire.quantize import uniform
 from fedlm.wire.rotation import drive, hadamard
 from fedlm.wire.ternary import ternary
 from fedlm.wire.top_k import kept, topk
-from tests.wire.cases import BY_NAME, CODECS, all_codecs, filled, length, lossy, same_bits, update
+from tests.wire.cases import (
+    BY_NAME,
+    CODECS,
+    all_codecs,
+    all_names,
+    filled,
+    length,
+    lossy,
+    over,
+    same_bits,
+    update,
+)
 
 RANDOM = [c for c in CODECS if c.name.startswith(("uniform", "ternary", "drive", "secure-12"))]
 HARD = [0.0, -0.0, 1.0, -1.0, 1 + 2**-23, 1e-3, -3e-7, 1e-31, 1e-40, -1e29, 3e38, -3e38, 65519.0]
@@ -65,7 +76,7 @@ def test_so_they_do_without_a_compiled_program(codec):
 
 @given(st.lists(st.sampled_from(HARD), min_size=1, max_size=40), st.integers(0, 99))
 @settings(max_examples=12, deadline=None)
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@all_names
 def test_hard_numbers_arrive_as_simulated_within_the_stated_gain(name, values, seed):
     codec, sent = BY_NAME[name], filled(values)
     found = arrived(codec, sent, jr.key(seed))
@@ -135,6 +146,7 @@ def test_zero_stays_zero(codec):
     assert length(arrived(codec, nothing, jr.key(3))) == 0
 
 
+@pytest.mark.sample(5)
 @all_codecs
 def test_a_tree_without_numbers_is_a_short_frame(codec):
     for nothing in ({}, {"none": jnp.zeros((0, 3))}):
@@ -155,15 +167,15 @@ def test_the_key_decides_everything(codec):
     assert codec.encode(update(), jr.key(4)) == codec.encode(update(), jr.key(4))
 
 
-@pytest.mark.parametrize("codec", RANDOM, ids=lambda c: c.name)
+@over(RANDOM)
 def test_another_key_is_another_draw(codec):
     assert codec.encode(update(), jr.key(4)) != codec.encode(update(), jr.key(5))
 
 
 @lossy
 def test_numbers_that_are_not_finite_count_as_zero(codec):
-    sent = {"x": jnp.asarray([1.0, jnp.nan, -2.0, jnp.inf, 0.5, -jnp.inf, 1e-38, 3e38])}
-    clean = {"x": jnp.asarray([1.0, 0.0, -2.0, 0.0, 0.5, 0.0, 0.0, 2.0**100])}
+    sent = filled([1.0, np.nan, -2.0, np.inf, 0.5, -np.inf, 1e-38, 3e38])
+    clean = filled([1.0, 0.0, -2.0, 0.0, 0.5, 0.0, 0.0, 2.0**100])
     same_bits(arrived(codec, sent, jr.key(0)), arrived(codec, clean, jr.key(0)))
 
 
@@ -184,6 +196,7 @@ def test_the_gain_of_bfloat16_is_reached():
     assert length(arrived(bfloat16(), x, jr.key(0))) / length(x) > (1 + 1 / 257) * (1 - 1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", [1, 2, 5, 8, 9, 15, 16])
 def test_a_uniform_grid_moves_no_value_by_a_step_and_keeps_constants(bits):
     x = {"x": jr.normal(jr.key(bits), (203,)), "c": jnp.full(9, 0.1), "one": jnp.float32(1e-9)}

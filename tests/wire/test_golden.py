@@ -30,6 +30,12 @@ def frames():
 def test_the_bytes_are_those_that_were_kept(name):
     kept = json.loads(PLACE.read_text(encoding="utf-8"))[name]
     assert BY_NAME[name].encode(SENT, jr.key(42)).hex() == kept
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_the_kept_bytes_are_read_as_ever(name):
+    kept = json.loads(PLACE.read_text(encoding="utf-8"))[name]
     like = {k: jnp.zeros_like(v) for k, v in SENT.items()}
     same_bits(
         BY_NAME[name].decode(bytes.fromhex(kept), like), BY_NAME[name].apply(SENT, jr.key(42))

@@ -1,5 +1,6 @@
 """Bytes from anywhere: a typed error or a finite update, never a crash or a large allocation."""
 
+import functools
 import struct
 import tracemalloc
 import zlib
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 
 from fedlm.core.errors import WireError
 from fedlm.wire.frame import MAGIC, open_frame, overhead, seal_frame
-from tests.wire.cases import BY_NAME, CODECS, all_codecs, update
+from tests.wire.cases import BY_NAME, CODECS, DEFAULT, all_codecs, all_names, update
 
 LIKE = update()
-SENT = {c.name: c.encode(LIKE, jr.key(1)) for c in CODECS}
+
+
+@functools.cache
+def sent(name):
+    """A frame of a codec."""
+    return BY_NAME[name].encode(LIKE, jr.key(1))
 
 
 def must_hold(codec, payload):
@@ -33,7 +39,7 @@ def must_hold(codec, payload):
 
 @all_codecs
 def test_a_damaged_payload_is_a_typed_error(codec):
-    payload = SENT[codec.name]
+    payload = sent(codec.name)
     for at in range(0, len(payload), 3):
         hurt = bytearray(payload)
         hurt[at] ^= 0x41
@@ -47,17 +53,16 @@ def test_a_damaged_payload_is_a_typed_error(codec):
 
 @all_codecs
 def test_another_codecs_frame_is_a_typed_error(codec):
-    for name, payload in SENT.items():
-        if name != codec.name:
-            with pytest.raises(WireError, match="made by codec"):
-                codec.decode(payload, LIKE)
+    for name in DEFAULT - {codec.name}:
+        with pytest.raises(WireError, match="made by codec"):
+            codec.decode(sent(name), LIKE)
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@all_names
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_a_body_with_a_right_checksum_may_hold_anything(name, data):
-    codec, body = BY_NAME[name], bytearray(open_frame(SENT[name], name))
+    codec, body = BY_NAME[name], bytearray(open_frame(sent(name), name))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(body) - 1))
         few = data.draw(
@@ -67,7 +72,7 @@ def test_a_body_with_a_right_checksum_may_hold_anything(name, data):
     must_hold(codec, seal_frame(name, bytes(body)))
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@all_names
 @given(st.randoms(use_true_random=False), st.integers(-3, 3))
 @settings(max_examples=15, deadline=None)
 def test_a_body_of_noise_may_be_of_any_length(name, random, more):

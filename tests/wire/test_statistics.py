@@ -10,7 +10,7 @@ from scipy import stats
 
 from fedlm.wire.bitwise import words
 from fedlm.wire.quantize import uniform
-from fedlm.wire.rotation import drive
+from fedlm.wire.rotation import drive, rotated, unrotated
 from fedlm.wire.ternary import ternary
 from fedlm.wire.top_k import topk
 
@@ -36,6 +36,7 @@ def fits(samples, truth):
     return bool(stats.chi2.sf(np.sum(z**2), len(z)) > 1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 64, 1000])
 def test_words_are_threefry(count):
     seed = jnp.asarray([7, 2**31 + 5], jnp.uint32)
@@ -46,6 +47,7 @@ def test_words_are_threefry(count):
 X = jr.normal(jr.key(0), (48,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits, block", [(1, None), (2, None), (5, None), (8, None), (3, 16)])
 def test_uniform_rounding_is_unbiased(bits, block):
     assert fits(drawn(uniform(bits, block), X), X)
@@ -107,3 +109,16 @@ def test_the_error_of_a_code_is_that_of_the_formula():
     found = uniform(4).apply({"x": x}, jr.key(5))["x"]
     step = float(jnp.ptp(x)) / 15
     assert float(jnp.mean((found - x) ** 2)) == pytest.approx(step**2 / 6, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096, 5000])
+def test_a_shared_rotation_keeps_norms_and_sums_and_turns_back(size):
+    seed = jnp.asarray([3, 9], jnp.uint32)
+    x, y = (np.random.default_rng(i).normal(size=size).astype(np.float32) for i in (0, 1))
+    turned = rotated(x, seed)
+    assert float(jnp.linalg.norm(turned)) == pytest.approx(np.linalg.norm(x), rel=1e-5)
+    np.testing.assert_allclose(unrotated(turned, seed, size), x, atol=1e-5)
+    np.testing.assert_allclose(unrotated(turned + rotated(y, seed), seed, size), x + y, atol=1e-5)
+    spike = np.zeros(4096, np.float32)
+    spike[7] = 1.0
+    assert float(jnp.abs(rotated(spike, seed)).max()) == pytest.approx(1 / 64)

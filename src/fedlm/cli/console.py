@@ -18,7 +18,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -31,12 +30,16 @@ talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Node = Annotated[str, typer.Option("--node", help="A node of the run's tree: its own model.")]
 RecipeFile = Annotated[Path, typer.Argument(help="A TOML file.")]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a setting.")
 ]
 OutPath = Annotated[
     Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
+]
+Best = Annotated[
+    bool, typer.Option("--best", help="Take the best model on the way, not the last one.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")]
 
@@ -47,8 +50,12 @@ def emit(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a sentence on stderr without line breaks, as it may hold a command to copy."""
-    talk.print(text, soft_wrap=True)
+    """Print sentences on stderr, on a terminal broken between words.
+
+    A line that begins with a blank is a command to copy: it stays one line.
+    """
+    for line in text.splitlines():
+        talk.print(line, soft_wrap=line.startswith(" ") or not talk.is_terminal)
 
 
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
@@ -82,14 +89,10 @@ def size(number: float) -> str:
 def bar() -> Progress:
     """Return the progress bar of rounds."""
     return Progress(
-        SpinnerColumn(),
         TextColumn("round"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("perplexity {task.fields[perplexity]}"),
-        TextColumn("{task.fields[speed]} clients/s"),
+        BarColumn(bar_width=6),
+        TextColumn("{task.fields[said]}"),
         TimeRemainingColumn(compact=True),
-        TextColumn("left"),
         console=talk,
     )

@@ -7,16 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, emit, show, talk
+from fedlm.cli.console import AsJson, Best, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
 from fedlm.engine.devices import use_devices
+from fedlm.engine.remote_evaluation import ELSEWHERE
 from fedlm.inference import load_params
 from fedlm.privacy import release
 from fedlm.recipe.build import build
+from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
+from fedlm.record.report import facts_of
 from fedlm.run import Run
 from fedlm.training import check_same
 
@@ -24,6 +27,8 @@ from fedlm.training import check_same
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
+    node: Node = "",
+    best: Best = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out text.
@@ -32,7 +37,9 @@ def evaluate(
     """
     if split not in ("test", "validation"):
         raise ConfigError(f"--split = {split!r}: expected test or validation.")
-    directory = RunDirectory.existing(run).finished()
+    directory = RunDirectory.existing(run).of_node(node)
+    weights = directory.weights_to_use(best=best)
+    check_told(directory)
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
@@ -40,7 +47,11 @@ def evaluate(
         check_same(made)
         split = _allowed(made, split)
         models = {
-            name: load_params(recipe.model, made.store.vocabulary, directory.weights_of(name))
+            name: load_params(
+                recipe.model,
+                made.store.vocabulary,
+                directory.weights_of(name) if name else weights,
+            )
             for name in made.round.names
         }
         found: dict[str, Any] = {"run": str(run), "split": split}
@@ -63,8 +74,19 @@ def evaluate(
     if found["clients"]:
         show("perplexity over clients", list(found["clients"]), [found["clients"].values()])
     for depth, groups in enumerate(found["groups"]):
-        rows = [[g, f["perplexity"], f["accuracy"], f["tokens"]] for g, f in groups.items()]
-        show(f"groups, level {depth + 1}", ["group", "perplexity", "accuracy", "tokens"], rows)
+        head = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
+        rows = [[g, *(f.get(name) for name in head)] for g, f in groups.items()]
+        show(f"groups, level {depth + 1}", ["group", *head], rows)
+
+
+def check_told(directory: RunDirectory) -> None:
+    """Raise `ConfigError` for a model of a private tree: the tree's plan says what may be told."""
+    part = facts_of(directory.path).header.get("part_of") or {}
+    if part.get("private"):
+        raise ConfigError(
+            f"{directory.path} is a model of the private run {part.get('run')}: its figures are "
+            "those that the report of that run tells."
+        )
 
 
 def _allowed(run: Run, split: str) -> str:
@@ -85,6 +107,8 @@ def _allowed(run: Run, split: str) -> str:
 
 def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     """Return the run of a directory, with the members at its nodes if it ran over a network."""
+    if names_no_text(recipe.data):
+        raise ConfigError(ELSEWHERE)
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
@@ -95,8 +119,11 @@ def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
 
 def _show_tree(found: dict[str, Any]) -> None:
     """Print the figures of every node on its own text and on the text of every place."""
-    rows = [[n["name"], n["perplexity"], n["parent"]] for n in found["nodes"]]
-    show(f"{found['run']}, {found['split']}", ["node", "perplexity", "parent"], rows)
+    rows = [
+        [n["name"], n["perplexity"], n.get("bits_per_byte"), n["parent"]] for n in found["nodes"]
+    ]
+    head = ["node", "perplexity", "bits per byte", "parent"]
+    show(f"{found['run']}, {found['split']}", head, rows)
     matrix = found["matrix"]
     rows = [[n, *v] for n, v in zip(matrix["nodes"], matrix["perplexity"], strict=True)]
     show("each node on the text of each place", ["node", *matrix["places"]], rows)

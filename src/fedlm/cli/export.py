@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedlm import exporting
-from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
 from fedlm.core.errors import either
 from fedlm.record.directory import RunDirectory
 
@@ -21,6 +21,8 @@ def export(
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
     ] = None,
+    node: Node = "",
+    best: Best = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the model and its tokenizer where other programs can load them.
@@ -29,10 +31,10 @@ def export(
 
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """
-    directory = RunDirectory.existing(run)
+    directory = RunDirectory.existing(run).of_node(node)
     target = folder or directory.path / "export"
     with talk.status("converting"):
-        file = exporting.write(directory, kind, target)
+        file = exporting.write(directory, kind, target, best=best)
     if as_json:
         emit(
             {

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,12 +43,21 @@ def init(
     hosts: Annotated[
         list[str], typer.Option("--host", help="Name or address of the server; may be repeated.")
     ],
-    nodes: Annotated[str, typer.Option(help="Names of the nodes: north,south.")],
+    nodes: Annotated[
+        str,
+        typer.Option(
+            help="Nodes whose keys are made here: north,south. Others make their own "
+            "(fedlm node init)."
+        ),
+    ] = "",
     name: Annotated[str, typer.Option(help="The federation's name.")] = "",
     port: Annotated[int, typer.Option(help="Where the server listens.")] = 9443,
     bind: Annotated[str, typer.Option(help="The address at which it listens.")] = "0.0.0.0",
     quorum: Annotated[float, typer.Option(help="Share of nodes that must answer a round.")] = 0.5,
     deadline: Annotated[float, typer.Option(help="Seconds that a round waits.")] = 3600.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json, which the kits will carry.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a federation: an authority, the server's certificate, a kit for each node.
@@ -60,7 +69,7 @@ def init(
 
     names = [part.strip() for part in nodes.split(",") if part.strip()]
     more = {"bind": bind, "quorum": quorum, "deadline": deadline}
-    made = workspace.init(home, name or home.name, hosts, port, names, **more)
+    made = workspace.init(home, name or home.name, hosts, port, names, tokenizer=tokenizer, **more)
     kits = {node: str(made.kit(node).path) for node in names}
     if as_json:
         emit({"home": str(home), "address": f"{hosts[0]}:{port}", "kits": kits})
@@ -68,7 +77,36 @@ def init(
     out.print(f"federation {made.settings.name} at {hosts[0]}:{port}")
     for node, kit in kits.items():
         out.print(f"  {node}: hand over {kit}; there: fedlm node join KIT --store STORE")
+    if not kits:
+        out.print("  nodes: fedlm node init KIT there, then fedlm federation add-node here")
     note(f"Start it with:\n  {shlex.join(['fedlm', 'federation', 'serve', str(home)])}")
+
+
+@app.command()
+def tokenizer(
+    words: Annotated[list[Path], typer.Argument(help="The files words.json that nodes sent.")],
+    out_path: Annotated[Path, typer.Option("--out", help="The tokenizer's folder; a new one.")],
+    *,
+    vocabulary: Annotated[int, typer.Option(help="Entries, specials included.")] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Make the federation's tokenizer from words that nodes counted with noise.
+
+    Example: fedlm federation tokenizer north/words.json south/words.json --out tokenizer
+    """
+    from fedlm.deploy.word_counts import join_words
+
+    made = join_words(words, out_path, vocabulary)
+    facts = {"tokenizer": str(out_path / "tokenizer.json"), "vocabulary": made.tokenizer.vocabulary}
+    if as_json:
+        emit({**facts, "origin": made.origin})
+        return
+    out.print(f"{facts['tokenizer']}: {facts['vocabulary']:,} entries")
+    note(
+        f"It costs a client epsilon {made.origin['epsilon']:g} at delta "
+        f"{made.origin['delta']:g} at most; kits carry it with\n  fedlm federation init HOME "
+        f"--tokenizer {facts['tokenizer']} ..."
+    )
 
 
 @app.command()
@@ -78,14 +116,165 @@ def serve(home: HOME) -> None:
     Example: fedlm federation serve fed
     """
     needs_flower()
+    from fedlm.deploy.certificates import check_current
     from fedlm.deploy.flower import superlink
     from fedlm.deploy.processes import follow_parent
     from fedlm.deploy.workspace import Workspace
 
     follow_parent()
     found = Workspace.existing(home)
+    for file in (found.authority, found.certificate):
+        check_current(file)
     note(f"{found.settings.name}: listening at {found.settings.bind}:{found.settings.port}")
-    superlink.serve(found)
+    superlink.serve(found, note)
+
+
+NAME = Annotated[str, typer.Argument(help="The node's name.")]
+KEY = Annotated[Path, typer.Option(help="The file node.pub that the node sent.")]
+
+
+@app.command("add-node")
+def add_node(home: HOME, name: NAME, *, key: KEY, as_json: AsJson = False) -> None:
+    """Let a node join that made its own key; its private key stays there.
+
+    Example: fedlm federation add-node fed north --key north.pub
+    """
+    needs_flower()
+    from fedlm.deploy import membership
+    from fedlm.deploy.workspace import Workspace
+
+    found = Workspace.existing(home)
+    _invite(found, name, membership.add_node(found, name, _public(key)), as_json)
+
+
+@app.command("remove-node")
+def remove_node(home: HOME, name: NAME, as_json: AsJson = False) -> None:
+    """Turn a node away from now on, also in a run that is going on.
+
+    Example: fedlm federation remove-node fed north
+    """
+    needs_flower()
+    from fedlm.deploy import membership
+    from fedlm.deploy.workspace import Workspace
+
+    gone = membership.remove_node(Workspace.existing(home), name)
+    if as_json:
+        emit({"home": str(home), "node": name, "kept": str(gone)})
+        return
+    out.print(f"{name} is turned away from now on; what was kept of it is in {gone}")
+
+
+@app.command()
+def renew(
+    home: HOME,
+    name: Annotated[str, typer.Argument(help="A node; left out: the server and all nodes.")] = "",
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="The server's new name or address; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make certificates with a new date: of a node, or of the server and all nodes.
+
+    With --host the server has moved to another name, and nodes accept new invitations.
+
+    Example: fedlm federation renew fed north
+    """
+    needs_flower()
+    from fedlm.deploy import membership
+    from fedlm.deploy.workspace import Workspace
+
+    found = Workspace.existing(home)
+    if name and hosts:
+        raise ConfigError("--host: expected no node beside it: the server moves for all of them.")
+    if not name:
+        membership.renew_server(found, hosts or ())
+    made = {n: membership.renew_node(found, n) for n in ([name] if name else found.nodes())}
+    if as_json:
+        emit({"home": str(home), "invitations": {n: str(file) for n, file in made.items()}})
+        return
+    for node, file in made.items():
+        out.print(f"{node}: send {file}; there: fedlm node accept KIT FILE")
+    if not name:
+        note("The server has a new certificate: start fedlm federation serve again.")
+
+
+@app.command()
+def rotate(
+    home: HOME,
+    name: Annotated[str, typer.Argument(help="A node; left out: the server.")] = "",
+    key: Annotated[
+        Path | None, typer.Option(help="The node's next public key, from fedlm node rotate.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace a key: that of a node, or the server's own and the control key.
+
+    Example: fedlm federation rotate fed north --key north.pub.next
+    """
+    needs_flower()
+    from fedlm.deploy import membership
+    from fedlm.deploy.workspace import Workspace
+
+    found = Workspace.existing(home)
+    if name:
+        if key is None:
+            raise ConfigError(
+                f"--key: expected the next public key of {name}, which fedlm node rotate makes."
+            )
+        _invite(found, name, membership.rotate_node(found, name, _public(key)), as_json)
+        return
+    membership.renew_server(found)
+    membership.rotate_control(found)
+    if as_json:
+        emit({"home": str(home), "rotated": ["cert.key", "control.key"]})
+        return
+    out.print("The server has a new key and control key: start fedlm federation serve again.")
+
+
+@app.command()
+def history(home: HOME, as_json: AsJson = False) -> None:
+    """Who did what to a federation: nodes added and removed, keys, servers, runs.
+
+    Example: fedlm federation history fed
+    """
+    needs_flower()
+    from fedlm.deploy import history as log
+    from fedlm.deploy.workspace import Workspace
+
+    entries = log.read(Workspace.existing(home).history)
+    if as_json:
+        emit({"home": str(home), "history": entries})
+        return
+    named = ("time", "user", "action", "after")
+    rows = [
+        [
+            e["time"],
+            e["user"],
+            e["action"],
+            ", ".join(f"{k} {str(v)[:16]}" for k, v in e.items() if k not in named),
+        ]
+        for e in entries
+    ]
+    show(f"history {home}", ["time", "user", "action", ""], rows)
+
+
+def _public(key: Path) -> bytes:
+    try:
+        return key.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--key = {str(key)!r} is not readable: {error.strerror}.") from None
+
+
+def _invite(found: Any, name: str, file: Path, as_json: bool) -> None:
+    from fedlm.deploy.signing import key_id
+
+    authority = key_id(found.authority.read_bytes())
+    if as_json:
+        emit({"node": name, "invitation": str(file), "authority": authority})
+        return
+    out.print(f"{name}: send {file}; there: fedlm node accept KIT {file.name}")
+    out.print(f"  and tell them on another channel that the authority is {authority[:32]}")
 
 
 @app.command()
@@ -116,6 +305,28 @@ def train(
         loaded.server.rounds,
     )
     end(summary, path, ["federation", "train", str(home)], as_json)
+
+
+@app.command()
+def deliver(
+    home: HOME,
+    run: Annotated[Path, typer.Argument(help="A finished run of this federation.")],
+    node: Annotated[str, typer.Option("--node", help="Only to this node; left out: to all.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Send nodes the models of a finished run: the shared one, and in a tree their own.
+
+    Example: fedlm federation deliver fed runs/first --node north
+    """
+    needs_flower()
+    from fedlm.deploy.server_app import deliver_again
+    from fedlm.deploy.workspace import Workspace
+
+    kept = deliver_again(Workspace.existing(home), run, only=node, stores=STORES, say=note)
+    if as_json:
+        emit({"run": str(run), "nodes": kept})
+        return
+    out.print(f"nodes that have their models: {', '.join(kept) or 'none'}")
 
 
 @app.command()

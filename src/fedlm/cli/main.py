@@ -8,7 +8,9 @@ Not here: what commands do (one file each).
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
@@ -37,6 +39,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedlm {importlib.metadata.version('fedlm')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Train language models on text that may not leave where it was written."""
+
+
 for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate, predict.predict):
     app.command()(command)
 app.command()(report.report)

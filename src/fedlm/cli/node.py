@@ -24,6 +24,69 @@ def _node() -> None:
 
 
 @app.command()
+def init(
+    kit: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    *,
+    name: Annotated[str, typer.Option(help="The node's name in the federation.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make a kit with a key of its own; the operator of a federation gets its public half.
+
+    Example: fedlm node init kits/north --name north
+    """
+    from fedlm.deploy import membership
+
+    made = membership.init_kit(kit, name)
+    if as_json:
+        emit({"kit": str(kit), "name": name, "key": str(made.path / "node.pub")})
+        return
+    out.print(f"send {made.path / 'node.pub'} to the operator, who runs")
+    out.print(f"  fedlm federation add-node HOME {name} --key node.pub")
+    out.print(f"and then: fedlm node accept {kit} invitation.toml")
+
+
+@app.command()
+def accept(
+    kit: Annotated[Path, typer.Argument(help="A kit that was made by fedlm node init.")],
+    invitation: Annotated[Path, typer.Argument(help="What the operator sent: a file or folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Bring an operator's invitation into a kit: first, after a renewal, or with another key.
+
+    Example: fedlm node accept kits/north invitation.toml
+    """
+    from fedlm.deploy import membership
+    from fedlm.deploy.signing import key_id
+
+    taken = membership.accept(membership.made_kit(kit), invitation)
+    authority = key_id(taken.authority.encode())
+    if as_json:
+        emit({"kit": str(kit), "federation": taken.federation, "authority": authority})
+        return
+    out.print(f"{taken.name} of {taken.federation} at {taken.host}:{taken.port}")
+    out.print(f"  authority {authority[:32]}: is this what the operator told you?")
+    out.print(f"join with: fedlm node join {kit} --store STORE")
+
+
+@app.command()
+def rotate(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")], as_json: AsJson = False
+) -> None:
+    """Make the next key of a kit; the one in use counts until the operator takes the next.
+
+    Example: fedlm node rotate kits/north
+    """
+    from fedlm.deploy import membership
+
+    public = membership.rotate_kit(membership.made_kit(kit))
+    if as_json:
+        emit({"kit": str(kit), "key": str(public)})
+        return
+    out.print(f"send {public} to the operator, who runs fedlm federation rotate HOME NAME --key")
+    out.print(f"and then: fedlm node accept {kit} invitation.toml, and join again")
+
+
+@app.command()
 def join(
     kit: Annotated[Path, typer.Argument(help="The folder that the operator handed over.")],
     *,
@@ -52,6 +115,56 @@ def join(
 
     with polite_stop() as stop:
         work(kit, store, policy, whole=whole, base=base, say=note, stop=stop.is_set)
+
+
+@app.command()
+def words(
+    source: Annotated[str, typer.Argument(help="The text, as fedlm prepare takes it.")],
+    folder: Annotated[Path, typer.Option("--out", help="A new folder for words and their ledger.")],
+    *,
+    epsilon: Annotated[float, typer.Option(help="What it may cost a client, at --delta.")],
+    delta: Annotated[float, typer.Option(help="The delta of --epsilon.")] = 1e-7,
+    most: Annotated[
+        int, typer.Option("--words", help="Distinct words of a client that count.")
+    ] = 1000,
+    tokenizer: Annotated[str, typer.Option(help="words or bpe, as the operator says.")] = "bpe",
+    lowercase: Annotated[
+        bool, typer.Option("--lowercase/--no-lowercase", help="Fold case, as the operator says.")
+    ] = True,
+    test_clients: Annotated[float, typer.Option(help="As for fedlm prepare.")] = 0.1,
+    validation: Annotated[float, typer.Option(help="As for fedlm prepare.")] = 0.1,
+    split_seed: Annotated[int, typer.Option(help="As for fedlm prepare.")] = 0,
+    user_field: Annotated[str | None, typer.Option(help="As for fedlm prepare.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the words of this node's text with noise, for a tokenizer of the whole federation.
+
+    Example: fedlm node words letters/ --out words --epsilon 2
+    """
+    from fedlm.corpus import sources
+    from fedlm.corpus.store import StoreSettings
+    from fedlm.deploy.word_counts import count_words
+
+    settings = StoreSettings(
+        tokenizer=tokenizer,
+        vocabulary_epsilon=epsilon,
+        vocabulary_delta=delta,
+        vocabulary_words=most,
+        lowercase=lowercase,
+        test_clients=test_clients,
+        validation=validation,
+        split_seed=split_seed,
+        user_field=user_field,
+    )
+    told = count_words(sources.read(source, user_field), folder, settings)
+    if as_json:
+        emit(told)
+        return
+    out.print(f"{told['words']:,} words passed: hand over {told['file']}")
+    note(
+        f"This cost every client epsilon {epsilon:g} at delta {delta:g}. Keep {folder}: fedlm "
+        f"prepare --words {folder} enters it into the store's ledger."
+    )
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
@@ -26,15 +26,19 @@ def predict(
     ] = 0,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the continuation.")] = 0,
+    node: Node = "",
+    best: Best = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next words after a prompt.
 
     Example: fedlm predict runs/sotu "we must protect the" --length 20
+
+    The model of one node of a tree: fedlm predict runs/world "vi skal" --node Norway
     """
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
-    params, tokenizer = open_model(run)
+    params, tokenizer = open_model(run, node=node, best=best)
 
     def answer(prompt: str) -> dict[str, Any]:
         found: dict[str, Any] = {

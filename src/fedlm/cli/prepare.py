@@ -11,10 +11,10 @@ import typer
 from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
 from fedlm.corpus import sources
-from fedlm.corpus.store import Store, vocabulary_like, write
+from fedlm.corpus.store import LEDGER, Store, ledger_copier, vocabulary_like, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
 from fedlm.corpus.tokenizer import FILE, kind_of
-from fedlm.corpus.vocabulary import Vocabulary
+from fedlm.corpus.vocabulary import Counting, Vocabulary
 from fedlm.privacy import vocabulary as vocabularies
 from fedlm.recipe.parts import given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
@@ -64,7 +64,15 @@ def prepare(
     groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
     like: Annotated[
         Path | None,
-        typer.Option(help="A store: its tokenizer is used, so that tokens mean the same."),
+        typer.Option(
+            help="A store or a tokenizer.json: its tokenizer is used, so that tokens mean the same."
+        ),
+    ] = None,
+    words: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder that fedlm node words made of this text: what it cost is the store's."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +82,7 @@ def prepare(
 
     With a private vocabulary: fedlm prepare letters/ --out store --vocabulary-epsilon 1
 
-    With a tokenizer made elsewhere: fedlm prepare letters/ --out store --tokenizer tokenizer.json
+    With a tokenizer made elsewhere: fedlm prepare letters/ --out store --like tokenizer.json
 
     For tests of scale: fedlm prepare synthetic:stackoverflow --out stores/many --clients 10000
     """
@@ -95,8 +103,13 @@ def prepare(
         "split_seed": split_seed,
         "user_field": user_field,
     }
+    taken = None
+    if like is not None and kind_of(str(like)) == FILE:
+        require(tokenizer == "words", "--tokenizer", tokenizer, "nothing beside --like")
+        asked["tokenizer"] = tokenizer = str(like)
+    elif like is not None:
+        taken = _vocabulary_of(like, asked)
     _only_file(tokenizer, {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos)
-    taken = None if like is None else _vocabulary_of(like, asked)
     data = parse({"data": {k: v for k, v in asked.items() if v is not None}}).data
     given = given_tokenizer(data, bos, eos) if taken is None else None
     settings = store_settings(data, given)
@@ -111,7 +124,7 @@ def prepare(
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
-            made = taken or vocabulary_of(data, given, progress)
+            made = _with_cost(taken or vocabulary_of(data, given, progress), words)
             store = write(sources.read(source, user_field), out, settings, progress, made)
     facts = {"store": str(out), **store.manifest}
     if as_json:
@@ -140,6 +153,22 @@ def _vocabulary_of(like: Path, asked: dict[str, Any]) -> Vocabulary:
     for name in ("tokenizer", "vocabulary", "lowercase"):
         asked[name] = getattr(store.settings, name)
     return vocabulary_like(store)
+
+
+def _with_cost(
+    vocabulary: Vocabulary | Counting | None, words: Path | None
+) -> Vocabulary | Counting | None:
+    """Return the vocabulary with the ledger of the word counts to which this text contributed."""
+    if words is None:
+        return vocabulary
+    require(
+        isinstance(vocabulary, Vocabulary) and (words / LEDGER).is_file(),
+        "--words",
+        str(words),
+        "a folder that fedlm node words made, beside --like TOKENIZER",
+    )
+    assert isinstance(vocabulary, Vocabulary)
+    return vocabulary._replace(write_ledger=ledger_copier(words))
 
 
 def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: str | None) -> None:

@@ -80,7 +80,10 @@ Buffers = Annotated[
 ]
 Restart = Annotated[
     int,
-    typer.Option("--restart-every", help=_help_of("restart_every", "rounds per tree; 0: never.")),
+    typer.Option(
+        "--restart-every",
+        help=_help_of("restart_every", "rounds after which noise begins anew; 0: never."),
+    ),
 ]
 
 
@@ -187,6 +190,8 @@ def audit(
     """
     require(0.5 < confidence < 1, "--confidence", confidence, "between 0.5 and 1")
     directory = RunDirectory.existing(run)
+    # First: accounting for correlated noise uses JAX, and then it is too late for lanes.
+    use_devices(load(directory.recipe).run.devices)
     facts = facts_of(directory.path)
     accounted, _ = spent_of_run(run, facts.header, facts.rounds)
     if not facts.header.get("canaries"):
@@ -204,7 +209,6 @@ def audit(
 def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
     """Return what a run's canaries show, from its recipe, weights and checkpointed secret."""
     recipe = load(directory.recipe)
-    use_devices(recipe.run.devices)
     run = build(recipe, STORES, out=directory.path)
     check_same(run)
     before = run.start()

@@ -35,14 +35,15 @@ def sweep(
         return _select(plan, folder, as_json)
     with polite_stop() as stop:
 
-        def watch(name: str) -> Watcher:
+        def watch(label: str) -> Watcher:
+            note(label)
+
             def on_round(facts: Releasable) -> None:
                 if facts.get("perplexity") is not None:
-                    note(
-                        f"{name}: round {facts['round'] + 1}, perplexity {facts['perplexity']:.1f}"
-                    )
+                    said = f"round {facts['round'] + 1}, perplexity {facts['perplexity']:.1f}"
+                    note(f"{label}, {said}")
 
-            return Watcher(round=on_round, stop=stop.is_set)
+            return Watcher(say=note, round=on_round, stop=stop.is_set)
 
         results = sweeps.carry_out(plan, folder, STORES, watch)
     head, rows = sweeps.sweep_table(plan, results)

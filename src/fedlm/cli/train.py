@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,8 @@ from fedlm.training import train as carry_out
 
 UNSAFE = "is fixed: whoever knows it can subtract the noise. Unsafe for release."
 RUNS, STORES = Path("runs"), Path(".fedlm/stores")
+COMPILING = "compiling, the first round takes longest"
+PLAIN_SECONDS = 10.0  # between two lines of progress in a file
 
 
 def train(
@@ -155,27 +158,64 @@ def _model_words(run: Run) -> str:
 
 def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary | None:
     """Train with a progress bar on stderr; on Ctrl-C, stop after the current round."""
-    progress = bar()
-    task = progress.add_task("", total=rounds, loss="-", perplexity="-", speed="-")
-    latest: dict[str, float] = {"members": 0.0, "seconds": 0.0}
+    if not talk.is_terminal:
+        lines = PlainProgress(rounds)
+        with polite_stop() as stop:
+            return train(Watcher(say=note, begin=lines.begin, round=lines.round, stop=stop.is_set))
+    progress, said = bar(), RoundWords()
+    task = progress.add_task("", total=rounds, said=COMPILING)
 
     def begin(first: int, rounds: int, perplexity: float | None) -> None:
-        shown = "-" if perplexity is None else f"{perplexity:.0f}"
-        progress.update(task, completed=first, perplexity=shown)
+        said.perplexity = perplexity
+        progress.update(task, completed=first)
 
     def on_round(facts: Releasable) -> None:
-        for name in ("members", "seconds"):
-            latest[name] += facts[name]
-        shown: dict[str, Any] = {"loss": f"{facts['loss']:.3f}" if "loss" in facts else "-"}
-        if facts.get("epsilon") is not None:
-            shown["loss"] += f", epsilon {facts['epsilon']:.2f}"
-        if facts.get("perplexity") is not None:
-            shown["perplexity"] = f"{facts['perplexity']:.1f}"
-        speed = latest["members"] / max(latest["seconds"], 1e-9)
-        progress.update(task, completed=facts["round"] + 1, speed=f"{speed:.1f}", **shown)
+        progress.update(task, completed=facts["round"] + 1, said=said.after(facts))
 
     with polite_stop() as stop, progress:
         return train(Watcher(say=note, begin=begin, round=on_round, stop=stop.is_set))
+
+
+class RoundWords:
+    """What is said of a round, in 48 columns."""
+
+    def __init__(self) -> None:
+        self.members = self.seconds = 0.0
+        self.perplexity: float | None = None
+
+    def after(self, facts: Releasable) -> str:
+        """Return loss or epsilon, the latest perplexity and the speed after a round."""
+        self.members += facts["members"]
+        self.seconds += facts["seconds"]
+        if facts.get("perplexity") is not None:
+            self.perplexity = facts["perplexity"]
+        words = [f"loss {facts['loss']:.3f}"] if "loss" in facts else []
+        if facts.get("epsilon") is not None:
+            words = [f"epsilon {facts['epsilon']:.2f}"]
+        words += [] if self.perplexity is None else [f"perplexity {self.perplexity:.1f}"]
+        return ", ".join([*words, f"{self.members / max(self.seconds, 1e-9):.1f} clients/s"])
+
+
+class PlainProgress:
+    """Progress as lines, where the output is a file: one per evaluation, at most one in a while."""
+
+    def __init__(self, rounds: int, seconds: float = PLAIN_SECONDS) -> None:
+        self.rounds, self.every = rounds, seconds
+        self.words, self.told = RoundWords(), time.monotonic()
+
+    def begin(self, first: int, rounds: int, perplexity: float | None) -> None:
+        """Say where the run begins, and why nothing is seen for a while."""
+        self.rounds, self.words.perplexity = rounds, perplexity
+        start = "" if perplexity is None else f", perplexity {perplexity:.1f}"
+        note(f"round {first} of {rounds}{start}; {COMPILING}")
+
+    def round(self, facts: Releasable) -> None:
+        """Say how a round went, if it is time."""
+        said, now = self.words.after(facts), time.monotonic()
+        last = facts["round"] + 1 == self.rounds
+        if last or now - self.told >= self.every:
+            self.told = now
+            note(f"round {facts['round'] + 1} of {self.rounds}: {said}")
 
 
 def _follow(recipe: Recipe) -> Summary | None:
@@ -230,10 +270,16 @@ def print_summary(summary: Summary) -> None:
     accuracy = "" if summary["accuracy"] is None else f"; accuracy {summary['accuracy']:.1%}"
     moved = f"{size(summary['upload_bytes'])} up, {size(summary['download_bytes'])} down"
     learned = "" if summary["tokens"] is None else f", {summary['tokens']:,} tokens"
-    out.print(
-        f"{summary['rounds']} rounds{learned} in {summary['seconds']:.0f} s "
-        f"({summary['clients_per_second']:.1f} clients/s); {moved}{accuracy}"
-    )
+    speed = summary["clients_per_second"]
+    rate = "" if speed is None else f" ({speed:.1f} clients/s)"
+    out.print(f"{summary['rounds']} rounds{learned} in {summary['seconds']:.0f} s{rate};")
+    out.print(f"{moved}{accuracy}")
+    if summary.get("best"):
+        best = summary["best"]
+        out.print(
+            f"best on the way: perplexity {best['perplexity']:.1f} after round {best['round']} "
+            "(--best)"
+        )
     if summary.get("privacy"):
         out.print(f"privacy: {summary['privacy']}")
     for prompt in summary.get("predictions") or []:

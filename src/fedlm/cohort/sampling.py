@@ -105,17 +105,35 @@ def _dealt(population: int) -> np.ndarray:
     return generator_for(0, "deal", member=population).permutation(population).astype(np.int32)
 
 
+def _balls_in_bins(
+    sampling: Sampling, rng: np.random.Generator, round: int, history: History
+) -> Members:
+    """Draw the clients of one bin: by chance in its first round, and the same ones ever after.
+
+    A client falls into each of the min_separation + 1 bins with chance cohort / population. Round
+    by round: of those who are in no earlier bin, each is in this one with that chance over what is
+    left.
+    """
+    bins, rate = sampling.min_separation + 1, sampling.cohort / sampling.population
+    if round >= bins:
+        return np.flatnonzero(history.last == round - bins)
+    free = np.flatnonzero(history.times == 0)
+    return free[rng.random(len(free)) * (1 - round * rate) < rate]
+
+
 class Law(NamedTuple):
     """A law of sampling: its draw, and what the draw depends on."""
 
     draw: Callable[[Sampling, np.random.Generator, int, History], Members]
     looks_back: bool = False  # whether it depends on past participations
     keeps_rests: bool = False  # whether it enforces `min_separation`, which is a plan's
+    by_chance: bool = True  # whether a client may stay out by chance, which an account counts on
 
 
 LAWS: dict[str, Law] = {
     "fixed": Law(_fixed),
     "poisson": Law(_poisson),
-    "spaced": Law(_spaced, looks_back=True, keeps_rests=True),
+    "spaced": Law(_spaced, looks_back=True, keeps_rests=True, by_chance=False),
     "cyclic-poisson": Law(_cyclic_poisson, keeps_rests=True),
+    "balls-in-bins": Law(_balls_in_bins, looks_back=True, keeps_rests=True),
 }

@@ -28,6 +28,7 @@ Purpose = Literal[
     "shuffle",
     "upload",
     "download",
+    "rotation",
     "partial",
     "noise",
     "canary",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-Kind = Literal["header", "round", "final", "reply", "nodes"]
+Kind = Literal["header", "round", "final", "reply", "nodes", "extended", "stopped"]
 _KEY = object()
 
 

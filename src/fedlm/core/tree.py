@@ -10,6 +10,7 @@ Not here: means (`server/aggregate.py`) and clips (`privacy`): they claim someth
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ def where(ok: Bool[Array, ""], a: Tree, b: Tree) -> Tree:
 
 def size(a: Tree) -> int:
     """Count the numbers in a tree; its leaves may also be shapes without values."""
-    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(a))
+    # Not np.prod, which is silent where 64 bits are too few.
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(a))
 
 
 def named_leaves(a: Tree) -> dict[str, Any]:

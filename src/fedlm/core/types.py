@@ -73,8 +73,8 @@ class Sampling:
 
     law: str  # a name in `cohort.sampling.LAWS`
     population: int
-    cohort: int  # exactly (fixed, spaced) or in expectation (poisson, cyclic-poisson)
-    min_separation: int = 0  # spaced, cyclic-poisson: rounds strictly between two participations
+    cohort: int  # exactly (fixed, spaced) or in expectation (the other laws)
+    min_separation: int = 0  # where the law keeps it: rounds strictly between two participations
     max_participations: int = 0  # spaced: per client and run; 0: as many as the separation allows
 
 

@@ -23,6 +23,7 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -44,10 +45,18 @@ from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
 from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.corpus.tokenizer_file import load_library
-from fedlm.corpus.vocabulary import COUNTED, PUBLIC, Counting, Vocabulary, check_origin
+from fedlm.corpus.vocabulary import (
+    COUNTED,
+    PUBLIC,
+    Counting,
+    NoVocabularyError,
+    Vocabulary,
+    check_origin,
+)
 
 FORMAT = 3  # raised when a store written before can no longer be read
 LEDGER = "ledger.jsonl"  # what preparing the store cost its clients
+ATTEMPTS = "ledger-*.jsonl"  # the same of preparations before it in which no word passed
 CLIENTS_A_BATCH = 4096
 UNFINISHED = ".unfinished"  # ends the name of a folder in which a store is being written
 # Arrow's offsets are 32 bits wide: a batch of long clients is closed long before 2**31 tokens.
@@ -111,6 +120,22 @@ def gather_clients(documents: Iterable[Document]) -> list[Document]:
     return kept
 
 
+def _split(
+    clients: list[Document], settings: StoreSettings
+) -> tuple[frozenset[str], list[tuple[str, str]]]:
+    """Return the test clients, and the training and held-out text of each client."""
+    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
+    parts = [
+        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
+    ]
+    return test, parts
+
+
+def training_texts(clients: list[Document], settings: StoreSettings) -> list[str]:
+    """Return the training text of each client that has some."""
+    return [train for train, _ in _split(clients, settings)[1] if train]
+
+
 def write(
     documents: Iterable[Document],
     out: Path,
@@ -124,14 +149,15 @@ def write(
     each client, a tokenizer is fitted to the training text as it is, without noise.
     """
     clients = gather_clients(documents)
-    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
-    parts = [
-        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
-    ]
+    test, parts = _split(clients, settings)
     progress("vocabulary", 0)
     if not isinstance(vocabulary, Vocabulary):
         count = vocabulary or (lambda texts: _counted(texts, settings))
-        vocabulary = count([train for train, _ in parts if train])
+        try:
+            vocabulary = count([train for train, _ in parts if train])
+        except NoVocabularyError as error:
+            _keep_attempt(out, error)
+            raise
     made = vocabulary.tokenizer
     dtype = tok.token_dtype(made.vocabulary)
 
@@ -187,6 +213,8 @@ def write_tokens(
         tokenizer.library.save(str(work / "tokenizer.json"))
         if vocabulary.write_ledger is not None:
             vocabulary.write_ledger(work)
+        for attempt in _attempts_before(out):
+            _copy_ledger(attempt, work / attempt.name)
         manifest = {
             "format": FORMAT,
             "settings": asdict(settings),
@@ -200,6 +228,7 @@ def write_tokens(
         (work / "store.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         os.chmod(work, 0o755)
         work.rename(out)
+        shutil.rmtree(_attempts_of(out), ignore_errors=True)  # they are in the store now
     except OSError as error:
         raise CorpusError(f"store {out} could not be written: {error}.") from None
     finally:
@@ -222,6 +251,31 @@ def _sweep(out: Path) -> None:
             lock = _lock(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+
+
+def _attempts_of(out: Path) -> Path:
+    """Return the folder for ledgers of preparations of a store in which no word passed."""
+    return out.with_name(f"{out.name}.attempts")
+
+
+def _attempts_before(out: Path) -> list[Path]:
+    return sorted(_attempts_of(out).glob(ATTEMPTS))
+
+
+def _keep_attempt(out: Path, failed: NoVocabularyError) -> None:
+    """Write down what a preparation cost in which no word passed; the next store counts it."""
+    folder = _attempts_of(out)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        failed.write_ledger(folder)
+        os.rename(folder / LEDGER, folder / ATTEMPTS.replace("*", secrets.token_hex(8)))
+    except OSError as error:
+        raise CorpusError(f"{failed} It could not be written down in {folder}: {error}.") from None
+
+
+def _copy_ledger(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    os.chmod(target, 0o600)
 
 
 def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: Any) -> dict[str, int]:
@@ -426,14 +480,15 @@ class Store:
     def ledgers(self) -> tuple[Path, ...]:
         """The files that say what preparing this store cost its clients; none: nothing."""
         file, origin = self.path / LEDGER, self.manifest["tokenizer_from"]
+        attempts = tuple(sorted(self.path.glob(ATTEMPTS)))
         if file.is_file():
-            return (file,)
+            return (file, *attempts)
         if "private" in (origin["kind"], origin.get("of", {}).get("kind")):
             raise CorpusError(
                 f"store {self.path} has no {LEDGER}: what its vocabulary cost the clients is not "
                 "known. Bring the file back."
             )
-        return ()
+        return attempts
 
     def _column(self, number: int, column: str) -> pa.Scalar:
         batch = bisect.bisect_right(self._starts, number) - 1
@@ -475,7 +530,7 @@ class Store:
     def test_clients(self) -> np.ndarray:
         """The numbers of the clients whose whole text is held out."""
         flags = [b.column("test").to_numpy(zero_copy_only=False) for b in self._batches]
-        return np.flatnonzero(np.concatenate(flags))
+        return np.flatnonzero(np.concatenate([np.zeros(0, bool), *flags]))
 
     def _lengths(self, column: str) -> np.ndarray:
         """Count the tokens per client from the offsets alone."""
@@ -485,7 +540,7 @@ class Store:
             np.frombuffer(b.column(column).buffers()[1], np.int32, b.num_rows + 1)
             for b in self._batches
         ]
-        return np.concatenate([np.diff(ends) for ends in offsets])
+        return np.concatenate([np.zeros(0, np.int32), *(np.diff(ends) for ends in offsets)])
 
     def verify(self) -> None:
         """Compare the clients with the hash in the manifest, which reads the whole file.
@@ -517,12 +572,15 @@ def vocabulary_like(store: Store) -> Vocabulary:
 
 
 def _copier(store: Store) -> Callable[[Path], None] | None:
-    """Return a function that copies a store's ledger, identifier included, to another folder."""
-    if not store.ledgers:
-        return None
+    """Return a function that copies a store's ledgers, identifiers included, to another folder."""
+    return ledger_copier(store.path) if store.ledgers else None
+
+
+def ledger_copier(source: Path) -> Callable[[Path], None]:
+    """Return a function that copies the ledgers in a folder to another folder."""
 
     def copy(folder: Path) -> None:
-        shutil.copyfile(store.path / LEDGER, folder / LEDGER)
-        os.chmod(folder / LEDGER, 0o600)
+        for file in (*source.glob(LEDGER), *source.glob(ATTEMPTS)):
+            _copy_ledger(file, folder / file.name)
 
     return copy

@@ -69,6 +69,15 @@ def load_library(path: Path) -> Tokenizer:
     return library
 
 
+def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> Path:
+    """Write `tokenizer.json` and the names of its special tokens beside it; return the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "tokenizer.json"
+    tokenizer.library.save(str(file))
+    (folder / SIBLINGS[1]).write_bytes(special_tokens_map(tokenizer))
+    return file
+
+
 def special_tokens_map(tokenizer: TextTokenizer) -> bytes:
     """Return the special tokens as Hugging Face's JSON, to be kept beside the tokenizer file."""
     special = tokenizer.special

@@ -34,6 +34,14 @@ class Vocabulary(NamedTuple):
     write_ledger: Callable[[Path], None] | None = None
 
 
+class NoVocabularyError(CorpusError):
+    """No word passed the threshold, which has cost the clients as much as if some had."""
+
+    def __init__(self, message: str, write_ledger: Callable[[Path], None]) -> None:
+        super().__init__(message)
+        self.write_ledger = write_ledger  # writes `ledger.jsonl` into a folder
+
+
 # Makes a vocabulary from the training text of each training client.
 Counting = Callable[[Sequence[str]], Vocabulary]
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedlm.core.errors import ConfigError, require
 
-AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
+AUTHORITY_DAYS, SERVER_DAYS, NODE_DAYS = 3650, 825, 825
 # Clocks differ: a certificate that begins today must hold on a machine that is a little behind.
 SLACK = dt.timedelta(hours=1)
 
@@ -40,7 +41,7 @@ def authority(federation: str) -> Signed:
     """Return a new certificate authority for one federation."""
     key = ec.generate_private_key(ec.SECP384R1())
     name = _name(f"{federation} authority")
-    made = _begin(name, name, key, AUTHORITY_DAYS)
+    made = _begin(name, name, key.public_key(), AUTHORITY_DAYS)
     made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     made = made.add_extension(_usage(signs_certificates=True), critical=True)
     made = made.add_extension(
@@ -55,7 +56,7 @@ def server(issuer: Signed, names: Sequence[str]) -> Signed:
     above = x509.load_pem_x509_certificate(issuer.certificate)
     signer = load_private(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
-    made = _begin(_name(names[0]), above.subject, key, SERVER_DAYS)
+    made = _begin(_name(names[0]), above.subject, key.public_key(), SERVER_DAYS)
     alternatives = x509.SubjectAlternativeName([_general(name) for name in names])
     made = made.add_extension(alternatives, critical=False)
     made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -68,10 +69,69 @@ def server(issuer: Signed, names: Sequence[str]) -> Signed:
     return Signed(_pem(made.sign(signer, hashes.SHA384())), private_pem(key))
 
 
+def node(issuer: Signed, name: str, public: bytes) -> bytes:
+    """Return a certificate in which the authority signs a node's public key, for a time."""
+    above = x509.load_pem_x509_certificate(issuer.certificate)
+    made = _begin(_name(name), above.subject, check_public(public), NODE_DAYS)
+    made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    made = made.add_extension(_usage(signs_certificates=False), critical=True)
+    purpose = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+    made = made.add_extension(purpose, critical=False)
+    return _pem(made.sign(load_private(issuer.key), hashes.SHA384()))
+
+
+def check_public(pem: bytes) -> ec.EllipticCurvePublicKey:
+    """Read a node's public key, PEM; raise `ConfigError` if it is none."""
+    try:
+        key = serialization.load_pem_public_key(pem)
+    except (ValueError, TypeError):
+        raise ConfigError("--key: expected the file node.pub of a node's kit.") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+        raise ConfigError("--key: the key is of another kind than fedlm node init makes.")
+    return key
+
+
+def public_of(certificate: bytes) -> bytes:
+    """Return the public key of a certificate, PEM."""
+    return (
+        x509.load_pem_x509_certificate(certificate)
+        .public_key()
+        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+
+
+def check_pair(certificate: bytes, authority: bytes, where: str) -> None:
+    """Raise `ConfigError` unless an authority signed a certificate, and both can be read."""
+    try:
+        good = signed_by(certificate, authority)
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"{where}: the certificate in it is not signed by the authority in it.")
+
+
 def node_key() -> tuple[bytes, bytes]:
     """Return a new private and public key of a node, which signs all its messages."""
     key = ec.generate_private_key(ec.SECP384R1())
     return private_pem(key), public_pem(key)
+
+
+def check_current(file: Path) -> None:
+    """Raise `ConfigError` unless a file holds a certificate that is valid today."""
+    try:
+        found = x509.load_pem_x509_certificate(file.read_bytes())
+        first, last = found.not_valid_before_utc, found.not_valid_after_utc
+    except OSError as error:
+        raise ConfigError(f"{file} is not readable: {error.strerror}.") from None
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{file} is not a certificate: {str(error)[:200]}.") from None
+    now = dt.datetime.now(dt.UTC)
+    if not first <= now <= last:
+        raise ConfigError(
+            f"{file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and today is "
+            f"{now:%Y-%m-%d}: nodes would refuse it. Look at this machine's clock, or make a new "
+            "certificate."
+        )
 
 
 def names_of(certificate: bytes) -> list[str]:
@@ -99,7 +159,7 @@ def load_private(pem: bytes) -> ec.EllipticCurvePrivateKey:
     """Read an elliptic-curve private key from PEM."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"the private key is not readable: {error}.") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError("the private key is of another kind: expected an elliptic curve.")
@@ -128,14 +188,14 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def _begin(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key.public_key())
+        .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SLACK)
         .not_valid_after(now + dt.timedelta(days=days))

@@ -19,11 +19,12 @@ from fedlm.core.errors import require
 from fedlm.corpus.population import of_store
 from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store, StoreSettings
+from fedlm.corpus.tokenizer_file import write_tokenizer
 from fedlm.deploy import server_app, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import NODE_NAME
-from fedlm.federation.topology import Topology
+from fedlm.federation.topology import Topology, feed
 from fedlm.inference import load_params
 from fedlm.recipe.build import build
 from fedlm.recipe.federation import FederationTable, NodeTable, topology_of
@@ -71,7 +72,8 @@ def demo(
         network = _dealt(whole, folder / "stores", as_tree=as_tree)
     else:
         asked, network = _places(asked, whole, folder / "stores", as_tree=as_tree)
-    watcher.say("text dealt to nodes; the server keeps held-out clients only")
+    watcher.say("text dealt to nodes; the server keeps a tokenizer")
+    write_tokenizer(whole.tokenizer, folder / "tokenizer")
     networked = _train(folder, asked, network, devices=devices, watcher=watcher)
     watcher.say("the same recipe in simulation")
     run = build(asked, folder / "text", out=folder / "simulated")
@@ -95,7 +97,7 @@ def _train(
 
         return server_app.train(
             _start(folder, "world", network, start),
-            _with_store(asked, folder / "stores" / "server"),
+            _with_tokenizer(asked, folder / "tokenizer" / "tokenizer.json"),
             folder / "networked",
             resume=False,
             watcher=watcher,
@@ -106,10 +108,11 @@ def _train(
 def _dealt(whole: Store, out: Path, *, as_tree: bool) -> Network:
     """Deal the clients of a flat recipe to nodes in equal parts, and return the network."""
     if not as_tree:
-        deal(whole, NODES, out)
+        deal(whole, NODES, out, held=None)
         return {name: out / name for name in NODES}
     # Members are numbered by relay, then by node: the text is dealt in that order.
-    deal(whole, [f"{relay}-{name}" for relay, names in TREE.items() for name in names], out)
+    below = [f"{relay}-{name}" for relay, names in TREE.items() for name in names]
+    deal(whole, below, out, held=None)
     return {
         relay: {name: out / f"{relay}-{name}" for name in names} for relay, names in TREE.items()
     }
@@ -123,6 +126,8 @@ def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[R
     settings, training = settings_of(asked), training_clients(asked, whole)
     people = of_store(whole, training)
     topology, parts = topology_of(settings, people.group_paths()), {}
+    test = whole.test_clients
+    held_out = feed(topology.places, [whole.groups(int(n)) for n in test])
     for place in topology.with_text:
         fed, held = topology.places[place].groups, list(topology.clients[place])
         require(
@@ -132,10 +137,12 @@ def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[R
             "one group per place, whose name can be that of a node: small letters, digits, dots "
             "and hyphens",
         )
-        parts[fed[0]] = training[held]
-    left = people.size - sum(map(len, parts.values()))
+        parts[fed[0]] = np.sort(
+            np.concatenate([training[held], test[np.asarray(held_out[place], int)]])
+        )
+    left = people.size - sum(len(topology.clients[place]) for place in topology.with_text)
     require(left == 0, "federation.node", f"{left} clients left out", "a place for every client")
-    deal_parts(whole, parts, out)
+    deal_parts(whole, parts, out, held=None)
     network = _below(topology, 0, out) if as_tree else {name: out / name for name in parts}
     return asked.model_copy(update={"federation": _written(settings, topology)}), network
 
@@ -170,6 +177,15 @@ def _with_store(asked: Recipe, path: Path) -> Recipe:
     for name in ("source", "stores", *vars(StoreSettings())):  # the store decides its own settings
         data.pop(name, None)
     return asked.model_copy(update={"data": type(asked.data)(**data)})
+
+
+def _with_tokenizer(asked: Recipe, file: Path) -> Recipe:
+    """Return a recipe whose text is elsewhere."""
+    told = asked.data.model_dump(exclude_none=True)
+    for name in ("source", "store", "stores", *vars(StoreSettings())):
+        told.pop(name, None)
+    data = type(asked.data)(**told, tokenizer=str(file))
+    return asked.model_copy(update={"data": data})
 
 
 def _start(folder: Path, name: str, network: Network, start: StartProcess) -> Workspace:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime as dt
 import email.utils
+import http.client
+import shutil
 import socket
 import ssl
 import stat
@@ -20,10 +22,15 @@ from typing import NamedTuple
 
 from cryptography import x509
 
-from fedlm.deploy import certificates
+from fedlm.core.documents import json_value, read_json
+from fedlm.core.errors import RecordError, WireError
+from fedlm.deploy import certificates, history, signing
 from fedlm.deploy.workspace import Kit, Workspace
+from fedlm.engine.messages import COMPATIBLE, printable
 
 FLOWER = "1.41."
+EXPIRING_DAYS = 30
+LEAST_FREE = 2 << 30  # bytes of disk
 # Flower refuses signatures that are further ahead of its clock; it tolerates more behind it.
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 TIMEOUT = 5.0
@@ -44,6 +51,8 @@ def examine(path: Path) -> list[DoctorCheck]:
         kit = Kit.existing(path)
         settings = kit.settings
         checks = [*_kit(kit), *_reach(settings.host, settings.port, kit.authority)]
+        if checks[-1].well:  # the server was reached, and is the right one
+            checks += registered(kit)
     else:
         workspace = Workspace.existing(path)
         settings_ = workspace.settings
@@ -71,6 +80,55 @@ def _kit(kit: Kit) -> Iterator[DoctorCheck]:
     )
     yield DoctorCheck("node key", fits, "pair" if fits else "no pair", "ask for the kit again")
     yield _lifetime("authority", kit.authority)
+    certificate = kit.path / "node.pem"
+    if certificate.is_file():
+        yield _lifetime("certificate", certificate.read_bytes(), "fedlm federation renew HOME NAME")
+    yield disk(kit.path)
+
+
+def registered(kit: Kit) -> Iterator[DoctorCheck]:
+    """Check that the server knows the kit's key, and runs a fedlm that fits."""
+    private = certificates.load_private(kit.key)
+    public = certificates.public_pem(private)
+    signed = signing.sign(private, public, "GET", signing.WHO_AM_I, b"", signing.new_process())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=kit.authority.decode("ascii"))
+    settings = kit.settings
+    line = http.client.HTTPSConnection(
+        settings.host, settings.port, timeout=TIMEOUT, context=context
+    )
+    try:
+        line.request("GET", signing.WHO_AM_I, headers=signed)
+        answer = line.getresponse()
+        told = json_value(answer.read(1 << 14), "the answer", WireError)
+        if answer.status != 200:
+            raise WireError(printable(str(told["reason"]))[:200])
+        theirs, protocol = printable(str(told["fedlm"]))[:40], int(told["protocol"])
+    except (OSError, http.client.HTTPException, WireError, KeyError, TypeError, ValueError) as e:
+        yield DoctorCheck("registration", False, str(e), _remedy(str(e), kit))
+        return
+    finally:
+        line.close()
+    yield DoctorCheck("registration", True, f"known as {printable(str(told['name']))[:64]}")
+    own = version("fedlm")
+    fits = protocol in COMPATIBLE
+    yield DoctorCheck(
+        "version",
+        fits,
+        f"fedlm {own} here, {theirs} at the server; messages of version {protocol}",
+        "install the same fedlm at the server and at all nodes",
+    )
+
+
+def _remedy(reason: str, kit: Kit) -> str:
+    if "clock" in reason:
+        return "set the clock, by NTP if possible"
+    if "expired" in reason:
+        return "the operator: fedlm federation renew HOME NAME; then fedlm node accept here"
+    return (
+        f"send {kit.path / 'node.pub'} to the operator: fedlm federation add-node HOME NAME --key; "
+        "or, if there is another kit of this node, use that"
+    )
 
 
 def _workspace(workspace: Workspace) -> Iterator[DoctorCheck]:
@@ -90,6 +148,45 @@ def _workspace(workspace: Workspace) -> Iterator[DoctorCheck]:
     way_out = "the authority was changed: make the federation anew"
     yield DoctorCheck("signature", signed, "by the authority" if signed else "by another", way_out)
     yield checked_names(certificate, workspace.settings.host)
+    for name in workspace.nodes():
+        file = workspace.kit(name).path / "node.pem"
+        if file.is_file():
+            way_out = f"fedlm federation renew {workspace.path} {name}"
+            yield _lifetime(f"certificate of {name}", file.read_bytes(), way_out)
+    yield _used_twice(workspace)
+    yield _history(workspace)
+    yield disk(workspace.database.parent)
+
+
+def _used_twice(workspace: Workspace) -> DoctorCheck:
+    """Check that no kit was seen in use by two processes at a time."""
+    found = {}
+    if workspace.sightings.is_file():
+        found = read_json(workspace.sightings, str(workspace.sightings), RecordError)
+    names = ", ".join(sorted(found)) if isinstance(found, dict) else "unreadable"
+    way_out = (
+        f"two processes used the kit of {names}: find the copy, give the node another key (fedlm "
+        f"federation rotate), and remove {workspace.sightings}"
+    )
+    return DoctorCheck("kits", not names, names or "each used by one process", way_out)
+
+
+def _history(workspace: Workspace) -> DoctorCheck:
+    try:
+        found = f"{len(history.read(workspace.history))} actions on record"
+        return DoctorCheck("history", True, found)
+    except RecordError as error:
+        return DoctorCheck(
+            "history", False, str(error), "find out who changed it, and bring it back"
+        )
+
+
+def disk(path: Path) -> DoctorCheck:
+    """Check that there is room for messages and records."""
+    free = shutil.disk_usage(path).free
+    return DoctorCheck(
+        "disk", free >= LEAST_FREE, f"{free / 1e9:.1f} GB free", f"make room where {path} is"
+    )
 
 
 def checked_names(certificate: bytes, host: str) -> DoctorCheck:
@@ -109,12 +206,15 @@ def _private(path: Path) -> DoctorCheck:
     )
 
 
-def _lifetime(what: str, pem: bytes) -> DoctorCheck:
+def _lifetime(what: str, pem: bytes, renew: str = "fedlm federation renew HOME") -> DoctorCheck:
     found = x509.load_pem_x509_certificate(pem)
     now = dt.datetime.now(dt.UTC)
     well = found.not_valid_before_utc <= now <= found.not_valid_after_utc
     until = f"{found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d}"
-    return DoctorCheck(f"{what} dates", well, until, "set this machine's clock, or make it anew")
+    left = (found.not_valid_after_utc - now).days
+    if well and left < EXPIRING_DAYS:
+        return DoctorCheck(f"{what} dates", False, f"{until}: it ends in {left} days", renew)
+    return DoctorCheck(f"{what} dates", well, until, f"set this machine's clock, or {renew}")
 
 
 # ---- over the network ----------------------------------------------------------------------

@@ -21,7 +21,8 @@ from fedlm.deploy.lifetime import Release, lifetime
 from fedlm.deploy.limits import within
 from fedlm.deploy.node_ledger import NodeLedger, about
 from fedlm.deploy.policy import Policy, Refusal, believed
-from fedlm.deploy.question import Asked, check_question, most_turns
+from fedlm.deploy.question import Asked, check_evaluation, check_question, most_turns
+from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
 from fedlm.privacy import ledger as run_ledger
 from fedlm.privacy.catalog import with_matrix
@@ -45,7 +46,7 @@ class Guard:
     others: tuple[Release, ...] = ()  # what preparing the store cost its clients
 
     @contextmanager
-    def recording(self, request: TrainRequest) -> Iterator[None]:
+    def recording(self, request: TrainRequest | EvaluateRequest) -> Iterator[None]:
         """Enter into the ledger whatever is refused in a block of code.
 
         Not where the ledger is an older copy: its counter must not grow until somebody confirms.
@@ -101,6 +102,28 @@ class Guard:
             return None
         self._check_lifetime(run, known, clients)
         return Entry(known)
+
+    def admit_evaluation(
+        self,
+        request: EvaluateRequest,
+        recipe: Recipe,
+        plan: PrivacyPlan | None,
+        asked: Asked | None = None,
+    ) -> None:
+        """Raise `Refusal`, or enter the answer to a question about held-out text.
+
+        Under a plan a round has one such answer per phase and text, as it has one update.
+        """
+        check_evaluation(self.policy, request, recipe, plan, asked or self.asked)
+        same = about(request.recipe, request.first, request.population, request.text)
+        self.ledger.evaluate(
+            request.run,
+            same,
+            request.round,
+            f"{request.phase} {' '.join(sorted(set(request.splits)))}",
+            request.digest,
+            once=plan is not None,
+        )
 
     def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
         """Return a plan as far as it is believed here, as it was when the run began."""

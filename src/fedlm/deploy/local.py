@@ -11,7 +11,9 @@ Not here: whether the node allows it (`policy.py`), messages (`node_worker.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,10 +21,14 @@ import jax
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
+from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
 from fedlm.engine.bounds import MOST_GUESSES, MOST_STEPS, Bounds
+from fedlm.evaluate.held_out import HeldOutText
+from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
+from fedlm.models import catalog
 from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
@@ -43,7 +49,10 @@ class NodeWork:
     engine: Engine
     rows_of: Rows
     batches: BatchSpec
-    sent_like: Any  # the shapes of what the server sends down
+    sent_like: Any  # the shapes of what the server sends down to be trained
+    model_like: Any  # the shapes of what it sends down to be scored: without a part held still
+    held_out: Mapping[str, HeldOutText]  # the node's own, by split
+    evaluator: Callable[[], Evaluator]
     seed: int
     parameters: int
     leaf: bool  # all text of the node is one leaf of a tree
@@ -73,6 +82,8 @@ def members_work(
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=_sent_like(recipe, algorithm, spec.shapes()),
+        model_like=_trained(recipe, spec.shapes()),
+        **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=False,
@@ -81,25 +92,43 @@ def members_work(
 
 def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
     """Return the shapes of the parameters that the server sends: all, or the trained part."""
-    keep, server = trained_leaves(recipe, shapes), algorithm.server
-    trained = shapes if keep is None else tree.split(shapes, keep)[0]
+    trained, server = _trained(recipe, shapes), algorithm.server
     return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
 
 
+def _trained(recipe: Recipe, shapes: Params) -> Params:
+    keep = trained_leaves(recipe, shapes)
+    return shapes if keep is None else tree.split(shapes, keep)[0]
+
+
+def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any]:
+    """Return the parts by which a node scores models on its own held-out text."""
+    owners = parts.owners_of(recipe, store, rows.clients)
+    return {
+        "held_out": {s: parts.held_out_text(recipe, rows, o) for s, o in owners.items()},
+        "evaluator": cache(lambda: Evaluator(catalog.score, store.special)),
+    }
+
+
 def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
-    """Return the work of training on all text of this store as one leaf of any tree."""
+    """Return the work of training on all text of this store as one leaf of any tree.
+
+    The engine takes decoded parameters and returns updates before they are encoded.
+    """
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)
     alone = Sampling(law="fixed", population=1, cohort=1)
     algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
-    rows_of = parts.pooled_rows(rows)
+    rows_of, bare = parts.pooled_rows(rows), replace(algorithm, upload=dense(), download=dense())
     return NodeWork(
         recipe=recipe,
         algorithm=algorithm,
-        engine=parts.engine_of(recipe, algorithm, rows_of),
+        engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=spec.shapes(),
+        model_like=spec.shapes(),
+        **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=True,
@@ -131,9 +160,8 @@ def check_deployable(recipe: Recipe) -> None:
 def _check_tree(tree: FederationTable) -> None:
     """Raise `ConfigError` for tree settings that do not work over a network.
 
-    There the root holds the models of all places, and nodes keep nothing.
+    There the root holds the models of all places.
     """
-    simulate = "Or simulate it, with fedlm train."
     require(
         tree.pool_clients,
         "federation.pool_clients",
@@ -142,25 +170,11 @@ def _check_tree(tree: FederationTable) -> None:
         "For clients as members leave [federation] out, and let relays make the tree.",
     )
     require(
-        tree.weight == "uniform",
-        "federation.weight",
-        tree.weight,
-        "'uniform' over a network: nodes do not tell how much text they have",
-        "federation.node.weight says how much a place counts.",
-    )
-    require(
         tree.clip_norm == 0 and tree.noise_multiplier == 0,
         "federation.clip_norm",
         tree.clip_norm,
         "neither clip nor noise over a network: the root holds the places' models as they are",
-        simulate,
-    )
-    require(
-        not tree.keep_optimizer,
-        "federation.keep_optimizer",
-        tree.keep_optimizer,
-        "false over a network: nodes keep nothing between rounds",
-        simulate,
+        "Or simulate it, with fedlm train.",
     )
 
 

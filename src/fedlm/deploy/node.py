@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from fedlm.corpus.store import Store
+from fedlm.deploy.delivery import MODELS
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.node_ledger import NodeLedger
@@ -44,13 +45,16 @@ def work(
     store.verify()
     warn(policy, say)
     with closing(NodeLedger(kit.ledger)) as ledger:
+        memory = NodeMemory(kit.memory)
         worker = Worker(
             store,
             policy,
             whole=whole,
             say=say,
             ledger=ledger,
-            memory=NodeMemory(kit.memory),
+            memory=memory,
+            models=kit.path / MODELS,
+            name=kit.settings.name,
             base=base,
         )
         serve(SuperNode(kit, say), worker, say=say, stop=stop)

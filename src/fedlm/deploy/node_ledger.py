@@ -45,6 +45,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "begin": {"salt": str},
     "run": {"run": str, "plan": (dict, type(None)), "about": str},
     "answer": {"run": str, "round": int, "clients": list, "question": str},
+    "evaluation": {"run": str, "about": str, "round": int, "what": str, "question": str},
     "refusal": {"run": str, "round": int, "reason": str},
     "lost": {"since": int},
 }
@@ -75,6 +76,8 @@ class NodeLedger:
         """
         self.path, self.counter, self.salt = path, -1, ""
         self.runs: dict[str, RunEntry] = {}
+        self.evaluations: dict[tuple[str, int, str], str] = {}  # fingerprints of questions
+        self._abouts: dict[str, str] = {}  # of runs that asked for figures
         self.refusals: list[dict[str, Any]] = []
         self.lost: list[tuple[int, int]] = []  # counters between which lines are missing
         self._file = -1
@@ -127,14 +130,10 @@ class NodeLedger:
           clients: who is asked, by their names in this ledger.
           most: rounds that one client can take part in.
         """
+        self._check_about(run, about)
         entry = self.runs.get(run)
         if entry is None:
             return True
-        if entry.about != about:
-            raise Refusal(
-                f"run {run[:8]} began here with another recipe, population or place: a run keeps "
-                "its own. Begin another run."
-            )
         if entry.plan is None:  # nothing is promised: an answer is entered, so that it shows
             return entry.questions.get(round) != question
         if round in entry.questions:
@@ -161,6 +160,34 @@ class NodeLedger:
         self._append(
             {"kind": "answer", "run": run, "round": round, "clients": who, "question": question}
         )
+
+    def evaluate(
+        self, run: str, about: str, round: int, what: str, question: str, *, once: bool
+    ) -> None:
+        """Enter the answer to a question about held-out text before it leaves.
+
+        Raises `Refusal` if it must be answered `once` and was, to another question.
+        """
+        self._check_about(run, about)
+        known = self.evaluations.get((run, round, what))
+        if once and known not in (None, question):
+            raise Refusal(
+                f"{what} after round {round} of run {run[:8]} was answered, to another question: "
+                "under a plan it is answered once. Begin another run."
+            )
+        if known != question:
+            facts = {"about": about, "round": round, "what": what, "question": question}
+            self._append({"kind": "evaluation", "run": run, **facts})
+
+    def _check_about(self, run: str, about: str) -> None:
+        """Raise `Refusal` if a run has another recipe, population or place than before."""
+        entry = self.runs.get(run)
+        known = self._abouts.get(run, about) if entry is None else entry.about
+        if known != about:
+            raise Refusal(
+                f"run {run[:8]} began here with another recipe, population or place: a run keeps "
+                "its own. Begin another run."
+            )
 
     def refuse(self, run: str, round: int, reason: str) -> None:
         """Enter a refusal, unless there are very many."""
@@ -204,6 +231,9 @@ class NodeLedger:
             run.questions[entry["round"]] = entry["question"]
             for client in entry["clients"]:
                 run.turns.setdefault(client, []).append(entry["round"])
+        elif kind == "evaluation":
+            self.evaluations[entry["run"], entry["round"], entry["what"]] = entry["question"]
+            self._abouts[entry["run"]] = entry["about"]
         elif kind == "refusal":
             self.refusals.append({name: entry[name] for name in _FIELDS["refusal"]})
         else:

@@ -1,7 +1,7 @@
-"""What a node does with a request: check it, train its members, reply with frames.
+"""What a node does with a request: check it, train its members or score models, reply.
 
 In:       a payload from the server, the node's store and policy.
-Out:      a payload: frames of updates, or the sentence why not.
+Out:      a payload: frames of updates, sums over held-out text, or the sentence why not.
 Promise:  a recipe is carried out only if it is well-formed, fits this store and is allowed by the
           policy, and a question is answered only if its recipe leads to it and the node's ledger
           has room for it; the ledger has an answer before it leaves; text never leaves: a reply
@@ -28,13 +28,23 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
+from fedlm.deploy.delivery import keep_models
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.limits import cost_of, memory_here, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
+from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.question import Asked
+from fedlm.engine.evaluate_messages import (
+    EVALUATE_REQUEST,
+    EvaluateReply,
+    EvaluateRequest,
+    encode_reply,
+    read_request,
+)
+from fedlm.engine.evaluate_messages import SUMS as EVALUATION_SUMS
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
 from fedlm.engine.payload_size import kept_leaves
 from fedlm.federation.member import left_out, start_of
@@ -60,14 +70,18 @@ class Worker:
         say: Callable[[str], None] = lambda text: None,
         ledger: NodeLedger | None = None,
         memory: NodeMemory | None = None,
+        models: Path | None = None,
+        name: str = "",
         base: Path | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
         Without a `ledger` and a `memory` it remembers its answers, and its members what methods
-        have them remember, only as long as it lives. `base` is the model on which it lets adapters
-        be trained.
+        have them remember, only as long as it lives. What it is given at the end of a run goes to
+        the folder `models`, its own model under its `name`. `base` is the model on which
+        it lets adapters be trained.
         """
+        self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self.base = base
         self.ledger = NodeLedger() if ledger is None else ledger
@@ -85,12 +99,20 @@ class Worker:
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
-        return respond(payload, hello=self.hello, train=self.train, say=self.say)
+        others = {EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p)))}
+        return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 
     def hello(self) -> Hello:
         """Return the facts that the server may know of this node before it asks for work."""
         facts = (self.clients, self.text, self.store.tokens_sha256, version("fedlm"))
-        return Hello(*facts, counter=self.ledger.counter)
+        return Hello(*facts, counter=self.ledger.counter, tokens=self.tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """How many tokens this node trains on, if its policy lets it tell; otherwise nothing."""
+        if not self.policy.tell_tokens:
+            return ()
+        return (sum(len(self.store.train(int(n))) for n in self.store.training_clients),)
 
     @property
     def text(self) -> str:
@@ -114,6 +136,42 @@ class Worker:
         reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
         return replace(reply, counter=self.ledger.counter)
 
+    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Score models on this node's held-out text, and reply with sums."""
+        if request.text != self.text:
+            raise WireError("the text of this node is not the one that the run began with.")
+        if set(request.members) != {request.first}:
+            raise WireError("this node was asked for the text of others.")
+        with self.guard.recording(request):
+            work = within(self.policy.longest_seconds, lambda: self._work(request))
+            self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
+        if request.phase == "keep":
+            return self._keep(work, request)
+        self.say(f"evaluation after round {request.round}")
+        least = self.policy.least_evaluated
+        sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least))
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=tuple(range(len(sums))),
+            sums=sums,
+            counter=self.ledger.counter,
+        )
+
+    def _keep(self, work: NodeWork, request: EvaluateRequest) -> EvaluateReply:
+        """Keep the models that a request carries."""
+        if self.models is None:
+            raise Refusal("this node has no folder for models.")
+        for path in keep_models(self.models, self.name, work.recipe, self.store, request):
+            self.say(f"a model of run {request.run[:8]} after {request.round} rounds is in {path}")
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=tuple(range(len(request.members))),
+            sums=(dict.fromkeys(EVALUATION_SUMS, 0.0),) * len(request.members),
+            counter=self.ledger.counter,
+        )
+
     def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
         """Return the clients of a request by their names in the ledger."""
         if leaf or self.whole:
@@ -122,8 +180,8 @@ class Worker:
         clients = (int(numbers[member - request.first]) for member in request.members)
         return [self.ledger.client(self.store.client(number)) for number in clients]
 
-    def _work(self, request: TrainRequest) -> NodeWork:
-        """Return the work of a request, checked once and then kept with its compiled programs."""
+    def _work(self, request: TrainRequest | EvaluateRequest) -> NodeWork:
+        """Return the work of a recipe, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
             recipe = parse_recipe(request.recipe)
@@ -136,17 +194,17 @@ class Worker:
             self._check_cost(self._kept[address].recipe, request)
         return self._kept[address]
 
-    def _check_cost(self, recipe: Recipe, request: TrainRequest) -> None:
+    def _check_cost(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> None:
         """Raise `Refusal` if a request would take more steps or memory than is allowed."""
         numbers = [int(number) for number in self.store.training_clients]
-        members = [[numbers[member - request.first]] for member in request.members]
+        members = [[numbers[member - request.first]] for member in sorted(set(request.members))]
         if self.whole or recipe.federation is not None:
             members = [numbers]
         spec = parts.model_spec(recipe, self.store.vocabulary)
         steps, memory = cost_of(recipe, spec, self.store, members)
         policies.check_cost(self.policy, steps, memory, memory_here())
 
-    def _check(self, recipe: Recipe, request: TrainRequest) -> NodeWork:
+    def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
         check_deployable(recipe)
         base = recipe.model.base_sha256
         recipe = self._on_own_base(recipe)
@@ -254,8 +312,7 @@ def _train_leaf(work: NodeWork, request: TrainRequest, memories: MemberMemories)
     cohort = Cohort(request.round, np.asarray(request.numbers))
     begun = Start(start, client_state=memories.before(start))
     found = work.engine.updates([start_of(begun, 0)], cohort)
-    named = (one._replace(member=request.members[0]) for one in found)
-    return _each(work, request, named, memories, begun)
+    return _each(work, request, found, memories, begun)
 
 
 def _each(
@@ -267,14 +324,13 @@ def _each(
 ) -> TrainReply:
     """Return a reply with a frame per member's update, in the order of members."""
     frames, sums, algorithm = {}, {}, work.algorithm
+    numbers = request.numbers or request.members  # under which they train
     for member, update, *_ in updates:
-        address = {"round": request.round, "member": member}
-        key = key_for(work.seed, "upload", **address)
-        keep = kept_leaves(update.mask)
+        key = key_for(work.seed, "upload", round=request.round, member=member)
+        keep, place = kept_leaves(update.mask), numbers.index(int(member))
         frame = algorithm.upload.encode(update.delta, key, keep)
-        frames[int(member)], sums[int(member)] = frame, _sums(algorithm.plan, update)
+        frames[place], sums[place] = frame, _sums(algorithm.plan, update)
         if algorithm.remembers:
-            place = request.members.index(int(member))
             memory = update.client_state
             if algorithm.feedback:  # the engine here sends plain numbers, and leaves nothing out
                 arrived = algorithm.upload.decode(frame, update.delta)
@@ -284,8 +340,8 @@ def _each(
     return TrainReply(
         round=request.round,
         members=request.members,
-        frames=tuple(frames[m] for m in request.members),
-        sums=tuple(sums[m] for m in request.members),
+        frames=tuple(frames[place] for place in range(len(numbers))),
+        sums=tuple(sums[place] for place in range(len(numbers))),
     )
 
 

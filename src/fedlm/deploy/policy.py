@@ -30,6 +30,8 @@ POLICY = """\
 # smallest_cohort = 10           # members of a round, over the whole federation
 # single_updates = false         # may the update of one client leave this node by itself? Left out:
 #                                # only if smallest_cohort is left out or 1
+# smallest_evaluation = 5        # held-out clients behind a figure of this node's text; left out:
+#                                # as many as smallest_cohort
 # require_privacy = true         # a differential privacy mechanism with noise
 # largest_epsilon = 8.0          # what one run may spend on one client; implies the above
 # largest_lifetime_epsilon = 20.0  # what all runs together may, by this node's own ledger
@@ -42,6 +44,8 @@ POLICY = """\
 # largest_steps = 200            # local steps of one client in one round; left out: 100000
 # largest_memory = 4.0           # GB, by an estimate; left out: the memory of this machine
 # longest_seconds = 600.0        # for one question; left out: an hour
+# tell_tokens = true             # tell the server how many tokens this node trains on, which a tree
+#                                # with federation.weight = "tokens" needs; left out: no
 """
 
 
@@ -54,6 +58,7 @@ class Policy(Table):
 
     smallest_cohort: Annotated[int, Field(ge=1)] | None = None
     single_updates: bool | None = None
+    smallest_evaluation: Annotated[int, Field(ge=1)] | None = None
     require_privacy: bool = False
     largest_epsilon: Annotated[float, Field(gt=0)] | None = None
     largest_lifetime_epsilon: Annotated[float, Field(gt=0)] | None = None
@@ -65,6 +70,7 @@ class Policy(Table):
     largest_steps: Annotated[int, Field(ge=1)] = 100_000  # of a client in a round
     largest_memory: Annotated[float, Field(gt=0)] | None = None  # GB
     longest_seconds: Annotated[float, Field(gt=0, le=1e7)] = 3600.0
+    tell_tokens: bool = False
 
     @property
     def limits_epsilon(self) -> bool:
@@ -77,6 +83,11 @@ class Policy(Table):
         if self.single_updates is None:
             return (self.smallest_cohort or 1) == 1
         return self.single_updates
+
+    @property
+    def least_evaluated(self) -> int:
+        """The least number of held-out clients behind a figure that leaves the node."""
+        return self.smallest_evaluation or self.smallest_cohort or 1
 
 
 def load_policy(path: Path | None) -> Policy:
@@ -112,7 +123,7 @@ def believed(policy: Policy, plan: PrivacyPlan, clients: int) -> PrivacyPlan:
     the node's own clients.
     """
     sampling = plan.sampling
-    if LAWS[sampling.law].looks_back:  # then who may join is counted, not how likely it is
+    if not LAWS[sampling.law].by_chance:  # who may join is counted, not how likely it is
         return plan
     least = sampling.cohort * (sampling.min_separation + 1)
     most = max(policy.largest_population or clients, least)

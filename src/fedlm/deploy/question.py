@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from fedlm.cohort.sampling import LAWS
 from fedlm.deploy.policy import Policy, Refusal
+from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
 from fedlm.models.partial import TRAINABLE
+from fedlm.privacy import release
 from fedlm.privacy.clip import LONGEST, SHORTEST
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
@@ -51,14 +53,38 @@ def check_question(
         _check_count(plan, request, asked)
 
 
+def check_evaluation(
+    policy: Policy,
+    request: EvaluateRequest,
+    recipe: Recipe,
+    plan: PrivacyPlan | None,
+    asked: Asked,
+) -> None:
+    """Raise `Refusal` if a question about held-out text is none that its recipe leads to."""
+    rounds = recipe.server.rounds
+    if request.round > rounds:
+        raise Refusal(f"figures after round {request.round}: the recipe has {rounds} rounds.")
+    _check_population(policy, request, asked)
+    if request.phase == "keep":
+        return  # nothing is told: the node gets a model
+    told = release.splits(plan, request.splits)
+    if set(told) != set(request.splits):
+        raise Refusal(
+            "figures of training clients are asked for: under a privacy plan without "
+            "privacy.reveal this node tells those of held-out clients only."
+        )
+
+
 def most_turns(plan: PrivacyPlan | None) -> float:
     """Return in how many rounds one client can take part."""
     if plan is None:
         return math.inf
-    if LAWS[plan.sampling.law].looks_back:
+    law = LAWS[plan.sampling.law]
+    if not law.by_chance:
         return plan.sampling.max_participations or math.inf
-    # By chance, anew in each round in which it may be its turn.
-    return _most_of(-(-plan.rounds // (plan.sampling.min_separation + 1)), _share(plan))
+    turns = -(-plan.rounds // (plan.sampling.min_separation + 1))
+    # By chance anew in each round in which it may be its turn, or once for all of them.
+    return turns if law.looks_back else _most_of(turns, _share(plan))
 
 
 def needs_single_updates(recipe: Recipe) -> bool:
@@ -67,7 +93,9 @@ def needs_single_updates(recipe: Recipe) -> bool:
     return coded or TRAINABLE[recipe.wire.trainable].by_member or recipe.federation is not None
 
 
-def _check_population(policy: Policy, request: TrainRequest, asked: Asked) -> None:
+def _check_population(
+    policy: Policy, request: TrainRequest | EvaluateRequest, asked: Asked
+) -> None:
     told, least = request.population, policy.smallest_population
     if least is not None and told < least:
         raise Refusal(f"the federation has {told} clients: this node wants at least {least}.")

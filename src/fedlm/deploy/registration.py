@@ -28,6 +28,8 @@ from fedlm.engine.messages import (
     encode_hello_request,
     read_hello,
 )
+from fedlm.engine.remote_evaluation import Survey
+from fedlm.evaluate.held_out import Held
 from fedlm.record.checkpoint import write_atomically
 
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
@@ -118,7 +120,8 @@ def hello_of(name: str, payload: Payload) -> Hello:
 def _number(hellos: list[tuple[str, Hello]]) -> tuple[Assignment, ...]:
     first, assignments = 0, []
     for name, hello in hellos:
-        assignments.append(Assignment(name, first, hello.clients, hello.text, hello.leaves))
+        about = (hello.clients, hello.text, hello.leaves, hello.tokens)
+        assignments.append(Assignment(name, first, *about))
         first += hello.clients
     return tuple(assignments)
 
@@ -134,6 +137,11 @@ def leaves_below(assignments: Sequence[Assignment]) -> tuple[tuple[str, int], ..
         deeper = [(f"{node.name}/{path}", clients) for path, clients in node.leaves]
         below += deeper or [(node.name, node.clients)]
     return tuple(below)
+
+
+def tokens_below(assignments: Sequence[Assignment]) -> tuple[int, ...]:
+    """Return the tokens of the nodes of `leaves_below`, 0 where a node does not tell."""
+    return tuple(n for a in assignments for n in a.tokens or (0,) * max(1, len(a.leaves)))
 
 
 def same_tokenizer(wanted: str, where: str) -> HelloCheck:
@@ -183,13 +191,40 @@ def load_assignments(file: Path) -> tuple[Assignment, ...] | None:
 
 
 def _assignment(
-    name: str, first: int, clients: int, text: str = "", leaves: Sequence[Sequence[Any]] = ()
+    name: str,
+    first: int,
+    clients: int,
+    text: str = "",
+    leaves: Sequence[Sequence[Any]] = (),
+    tokens: Sequence[int] = (),
 ) -> Assignment:
     """Return an assignment that was read from a file, or raise `ValueError`."""
     found = tuple((path, count) for path, count in leaves)
-    words, counts = [name, text, *(p for p, _ in found)], [first, clients, *(n for _, n in found)]
+    words = [name, text, *(p for p, _ in found)]
+    counts = [first, clients, *(n for _, n in found), *tokens]
     if not all(isinstance(word, str) for word in words):
         raise ValueError("a name is no text")
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("a number of members makes no sense")
-    return Assignment(name, first, clients, text, found)
+    return Assignment(name, first, clients, text, found, tuple(tokens))
+
+
+def save_survey(file: Path, survey: Survey) -> None:
+    """Write how much held-out text nodes announced to a file."""
+    write_atomically(file, json.dumps(survey).encode())
+
+
+def load_survey(file: Path) -> Survey | None:
+    """Read what nodes announced when a run began; return None if the file is missing."""
+    if not file.is_file():
+        return None
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            str(split): {int(place): Held(*map(int, held)) for place, held in of.items()}
+            for split, of in told.items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{file} is damaged: {error}. Remove it: nodes are asked again."
+        ) from None

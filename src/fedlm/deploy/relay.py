@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,8 +34,25 @@ from fedlm.deploy.policy import Policy
 from fedlm.deploy.question import Asked
 from fedlm.engine.bounds import LARGEST_NORM, SLACK
 from fedlm.engine.counters import Counters
-from fedlm.engine.dispatch import Assignment, Dispatch, Quorum, RoundStats, Transport
+from fedlm.engine.dispatch import (
+    TRAINING,
+    Assignment,
+    Dispatch,
+    Exchange,
+    Quorum,
+    RoundStats,
+    Transport,
+)
+from fedlm.engine.evaluate_messages import (
+    EVALUATE_REQUEST,
+    EVALUATION,
+    EvaluateReply,
+    EvaluateRequest,
+    encode_reply,
+    read_request,
+)
 from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
+from fedlm.evaluate.held_out import NO_MODEL
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
 from fedlm.recipe import privacy_plan
@@ -48,6 +65,7 @@ ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this 
 COUNTERS = "counters.json"
 ROUNDS_KEPT = 2
 MOST_WORDS = 1 << 24  # of any vocabulary; a relay does not know that of its nodes
+Reply = TypeVar("Reply", TrainReply, EvaluateReply)
 
 
 class Relay:
@@ -78,7 +96,8 @@ class Relay:
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
-        return respond(payload, hello=self.hello, train=self.train, say=self.say)
+        others = {EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p)))}
+        return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 
     # ---- who is below ------------------------------------------------------------------
 
@@ -103,10 +122,11 @@ class Relay:
             tokenizer=tokenizers.pop(),
             version=next(iter(heard.values())).version,
             leaves=registration.leaves_below(below),
+            tokens=registration.tokens_below(below),
             counter=self.ledger.counter,
         )
 
-    def _assignments(self, request: TrainRequest) -> tuple[Assignment, ...]:
+    def _assignments(self, request: TrainRequest | EvaluateRequest) -> tuple[Assignment, ...]:
         below = registration.load_assignments(self.folder / ASSIGNMENTS)
         if below is None or _fingerprint(below) != request.text:
             raise EngineError("the nodes below are not those that the run began with.")
@@ -124,25 +144,91 @@ class Relay:
         handover = Handover(self.folder / "handover", request)
         missing = {name: below for name, below in requests.items() if name not in handover}
         if missing:
-            self._dispatch(missing, handover, of=len(requests), plan=plan)
+            self._dispatch(missing, handover, of=len(requests), plan=plan, exchange=TRAINING)
         answered = [name for name in requests if name in handover]
         # Who was asked tells of the draw, which a plan keeps secret.
         told = "" if hides(plan) else f": {len(answered)} of {len(requests)} nodes answered"
         self.say(f"round {request.round}{told}")
-        reply = join(request, (handover.read(name, requests[name]) for name in answered))
+        reply = join(request, (handover.read(name, TrainReply) for name in answered))
         return replace(reply, counter=self.ledger.counter)
+
+    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Pass a question about held-out text on to the nodes below, and join their sums."""
+        with self.guard.recording(request):
+            below = self._evaluations(request)
+            if not below:
+                raise WireError("none of the nodes asked for is here.")
+            recipe, plan, members = self._allowed(request)
+            self.guard.admit_evaluation(request, recipe, plan, Asked(members))
+        requests = {name: asked for name, (asked, _) in below.items()}
+        handover = Handover(self.folder / "evaluations", request)
+        missing = {name: asked for name, asked in requests.items() if name not in handover}
+        if missing:
+            self._dispatch(missing, handover, of=len(requests), plan=plan, exchange=EVALUATION)
+        sums: dict[int, Any] = {}
+        for name, (_, places) in below.items():
+            if name in handover:
+                reply = handover.read(name, EvaluateReply)
+                sums |= {places[at]: part for at, part in zip(reply.asks, reply.sums, strict=True)}
+        asks = tuple(sorted(sums))
+        return EvaluateReply(
+            round=request.round,
+            phase=request.phase,
+            asks=asks,
+            sums=tuple(sums[at] for at in asks),
+            counter=self.ledger.counter,
+        )
+
+    def _evaluations(
+        self, request: EvaluateRequest
+    ) -> dict[str, tuple[EvaluateRequest, list[int]]]:
+        """Return the request per node below, with the places of its asks in the whole request."""
+        made = {}
+        for node in self._assignments(request):
+            first = request.first + node.first
+            here = [i for i, m in enumerate(request.members) if first <= m < first + node.clients]
+            if here:
+                made[node.name] = self._part(request, node, first, here), here
+        return made
+
+    def _part(
+        self, request: EvaluateRequest, node: Assignment, first: int, here: list[int]
+    ) -> EvaluateRequest:
+        """Return a copy of a request with some of its asks and the models that they need."""
+        used = sorted({request.models[i] for i in here} - {NO_MODEL})
+        number = {NO_MODEL: NO_MODEL, **{model: at for at, model in enumerate(used)}}
+        names = ("members", "numbers", "splits", "rows", "offsets")
+        columns: dict[str, Any] = {
+            name: tuple(getattr(request, name)[i] for i in here) for name in names
+        }
+        return replace(
+            request,
+            first=first,
+            text=node.text,
+            counter=self.counters.of(node.name),
+            frames=tuple(request.frames[model] for model in used),
+            models=tuple(number[request.models[i]] for i in here),
+            **columns,
+        )
 
     def _admit(self, request: TrainRequest) -> PrivacyPlan | None:
         """Check a request as a node does, but for the size of a model that is not known here."""
+        recipe, plan, members = self._allowed(request)
+        names = [self.ledger.client(str(member - request.first)) for member in request.members]
+        self.guard.admit(request, recipe, plan, names, Asked(members))
+        return plan
+
+    def _allowed(
+        self, request: TrainRequest | EvaluateRequest
+    ) -> tuple[Recipe, PrivacyPlan | None, int]:
+        """Return a recipe that the policy allows, its plan, and how many members are below."""
         recipe = parse_recipe(request.recipe)
         check_deployable(recipe)
         seconds = self.policy.longest_seconds
         plan = within(seconds, lambda: _plan(recipe, request.population))
         members = sum(node.clients for node in self._assignments(request))
         policies.check_policy(self.policy, recipe, plan, 0, members)
-        names = [self.ledger.client(str(member - request.first)) for member in request.members]
-        self.guard.admit(request, recipe, plan, names, Asked(members))
-        return plan
+        return recipe, plan, members
 
     def _requests(self, request: TrainRequest) -> dict[str, TrainRequest]:
         """Return the request per node below: a copy with the members of that node."""
@@ -163,11 +249,12 @@ class Relay:
 
     def _dispatch(
         self,
-        missing: dict[str, TrainRequest],
+        missing: Mapping[str, Any],
         handover: Handover,
         *,
         of: int,
         plan: PrivacyPlan | None,
+        exchange: Exchange,
     ) -> None:
         """Ask the nodes whose replies are missing, and write each reply to disk."""
         least = max(1.0, self.quorum.quorum * of - (of - len(missing)))
@@ -175,11 +262,18 @@ class Relay:
         stats = RoundStats(next(iter(missing.values())).round)
         # Replies go to disk in order of arrival; `join` reads them in order of nodes.
         dispatch = Dispatch(
-            self.transport, quorum, missing, stats, in_order=False, say=self._waiting(plan)
+            self.transport,
+            quorum,
+            missing,
+            stats,
+            in_order=False,
+            exchange=exchange,
+            say=self._waiting(plan),
         )
         for name, reply in dispatch.replies():
             try:
-                check_reply(missing[name], reply)
+                if exchange == TRAINING:  # sums of an evaluation were checked when they were read
+                    check_reply(missing[name], reply)
             except WireError as error:
                 stats.garbage[name] = str(error)
                 continue
@@ -257,7 +351,7 @@ def add_frame(total: np.ndarray | None, frame: bytes) -> np.ndarray:
 class Handover:
     """The replies of the nodes below to one request, with a file per frame, written atomically."""
 
-    def __init__(self, folder: Path, request: TrainRequest) -> None:
+    def __init__(self, folder: Path, request: TrainRequest | EvaluateRequest) -> None:
         self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
         self._forget(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # replies hold exact updates
@@ -274,23 +368,22 @@ class Handover:
     def __contains__(self, name: str) -> bool:
         return (self.path / f"{name}.json").is_file()
 
-    def write(self, name: str, reply: TrainReply) -> None:
+    def write(self, name: str, reply: TrainReply | EvaluateReply) -> None:
         """Write a reply, its facts last: a reply counts as present once its facts are."""
         for i, frame in enumerate(reply.frames):
             write_atomically(self.path / f"{name}.{i}", frame, private=True)
-        facts = {"members": reply.members, "sums": [dict(part) for part in reply.sums]}
+        facts = {f.name: getattr(reply, f.name) for f in fields(reply) if f.name != "frames"}
+        facts |= {"sums": [dict(part) for part in reply.sums], "frames": len(reply.frames)}
         write_atomically(self.path / f"{name}.json", json.dumps(facts).encode(), private=True)
 
-    def read(self, name: str, request: TrainRequest) -> TrainReply:
+    def read(self, name: str, kind: type[Reply]) -> Reply:
+        """Return the reply of a node, as it came."""
         file = self.path / f"{name}.json"
         facts = read_json(file, str(file), RecordError)
-        frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(len(facts["sums"])))
-        return TrainReply(
-            round=request.round,
-            members=tuple(facts["members"]),
-            frames=frames,
-            sums=tuple(facts["sums"]),
-        )
+        frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(facts["frames"]))
+        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
+        told["frames"] = frames
+        return kind(**told)
 
 
 def _fingerprint(assignments: tuple[Assignment, ...]) -> str:

@@ -15,26 +15,32 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.errors import ConfigError
 from fedlm.core.types import Engine
 from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
-from fedlm.deploy import registration
+from fedlm.deploy import history, registration
+from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.remote import RemoteEngine
+from fedlm.engine.evaluate_messages import SPLITS
+from fedlm.engine.remote import RemoteEngine, leaves_of
+from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
 from fedlm.federation.algorithm import Algorithm
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
+from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
-from fedlm.recipe.settings import Recipe, dump
+from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
@@ -50,6 +56,7 @@ PRIVATE_TALLIES = "private/nodes.jsonl"
 RUN_ID = "run.id"
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
+SURVEY = "held_out.json"  # how much held-out text nodes announced
 
 
 def train(
@@ -61,7 +68,9 @@ def train(
     directory = RunDirectory(path)
     with open_transport(home) as transport, directory.locked():
         check_deployable(recipe)
-        store = parts.open_store(recipe.data, stores)
+        history.note(home.history, "train", run=str(path), resume=resume)
+        recipe = with_tokenizer(recipe, home)
+        store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
         counters = Counters(home.counters)
@@ -97,12 +106,46 @@ def train(
                 f"Which nodes are asked stays secret under the plan: it is in {PRIVATE_TALLIES} of "
                 f"{directory.path}, for you alone, and fedlm federation status --run shows it."
             )
-        return carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
+        summary = carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
+        if summary is not None:
+            kept = deliver(
+                run,
+                assignments,
+                transport,
+                run_id=run_id(directory),
+                counters=counters,
+                deadline=settings.deadline,
+                say=watcher.say,
+            )
+            watcher.say(f"nodes that have their models: {', '.join(kept) or 'none'}")
+        return summary
+
+
+def deliver_again(
+    home: Workspace, path: Path, *, only: str, stores: Path, say: Callable[[str], None]
+) -> list[str]:
+    """Send the models of a finished run to its nodes once more; return who keeps them."""
+    directory = RunDirectory.existing(path).finished()
+    assignments = registration.load_assignments(directory.path / ASSIGNMENTS)
+    if assignments is None:
+        raise ConfigError(f"{path} has no {ASSIGNMENTS}: it is no run over a federation's nodes.")
+    run = again(load(directory.recipe), directory, stores)
+    with open_transport(home) as transport:
+        return deliver(
+            run,
+            assignments,
+            transport,
+            run_id=run_id(directory),
+            counters=Counters(home.counters),
+            deadline=home.settings.deadline,
+            only=only,
+            say=say,
+        )
 
 
 def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
     """Return the run of a directory for inspection, without contacting nodes."""
-    store = parts.open_store(recipe.data, stores)
+    store = server_store(recipe, stores)
     assignments = registration.load_assignments(directory.path / ASSIGNMENTS) or ()
     return networked_run(parts.resolve(recipe, store), store, assignments, directory.path)
 
@@ -120,23 +163,38 @@ def networked_run(
     counters: Counters | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Run:
-    """Return a run whose members live at nodes; the local store is only for evaluation.
+    """Return a run whose members live at nodes.
 
-    Nodes tell runs apart by `run_id`; without one the run gets a new one.
+    It is evaluated on held-out text of the local store, or by the nodes if that has none. Nodes
+    tell runs apart by `run_id`; without one the run gets a new one.
     """
     options: dict[str, Any] = {
-        "seed": recipe.run.seed,
         "exact": dense(),
         "quorum": quorum,
-        "on_stats": on_stats,
         "run": run_id or secrets.token_hex(16),
-        "counters": counters,
-        "bounds": bounds_of(recipe, store.vocabulary),
+        "counters": counters or Counters(),
         "say": say,
+    }
+    held_out: dict[str, Any] | None = None
+    if not len(store):
+        held_out = {**options, "transport": transport}
+        if path != Path():
+            held_out["load"] = partial(registration.load_survey, path / SURVEY)
+            held_out["save"] = partial(registration.save_survey, path / SURVEY)
+    options |= {
+        "seed": recipe.run.seed,
+        "on_stats": on_stats,
+        "bounds": bounds_of(recipe, store.vocabulary),
     }
     if recipe.federation is not None:
         return networked_tree(
-            recipe, store, assignments, path, transport=transport, options=options
+            recipe,
+            store,
+            assignments,
+            path,
+            transport=transport,
+            options=options,
+            held_out=held_out,
         )
 
     def engine(algorithm: Algorithm) -> Engine:
@@ -151,7 +209,47 @@ def networked_run(
     members = of_paths(
         [(assignment.name,) for assignment in assignments for _ in range(assignment.clients)]
     )
-    return flat_run(recipe, store, out=path, members=members, engine=engine)
+
+    def evaluation(plan: PrivacyPlan | None) -> NodeEvaluation:
+        assert held_out is not None
+        text = HeldOutAtNodes(
+            places=dict(enumerate(leaves_of(assignments))),
+            in_tree=False,
+            recipe=redacted(recipe, None if plan is None else plan.noise_multiplier),
+            population=members.size,
+            splits=release_splits(plan, SPLITS),
+            **held_out,
+        )
+        return NodeEvaluation(
+            held_out=text, params=lambda state: state.params, watch_split=("validation", "test")
+        )
+
+    return flat_run(
+        recipe,
+        store,
+        out=path,
+        members=members,
+        engine=engine,
+        evaluation=None if held_out is None else evaluation,
+    )
+
+
+def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:
+    """Return a recipe that names neither text nor tokenizer with the federation's tokenizer."""
+    data = recipe.data
+    named = not parts.names_no_text(data) or "tokenizer" in data.model_fields_set
+    if named or not home.tokenizer.is_file():
+        return recipe
+    said = {name: value for name, value in data if name in data.model_fields_set}
+    told = type(data)(**{**said, "tokenizer": str(home.tokenizer.resolve())})
+    return recipe.model_copy(update={"data": told})
+
+
+def server_store(recipe: Recipe, stores: Path) -> Store:
+    """Return the server's store: the one its recipe names, or one of a tokenizer without text."""
+    data = recipe.data
+    opened = parts.tokenizer_store if parts.names_no_text(data) else parts.open_store
+    return opened(data, stores)
 
 
 def run_id(directory: RunDirectory) -> str:

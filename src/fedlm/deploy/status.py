@@ -77,10 +77,10 @@ def read_rounds(file: Path) -> list[dict[str, Any]]:
         raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
     rounds: dict[int, dict[str, Any]] = {}
     try:
-        text = file.read_text(encoding="utf-8")
+        lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise RecordError(f"{file} is not readable: {error.strerror}.") from None
-    for line in text.splitlines():
+    for line in lines:
         try:
             entry = json_value(line, "", RecordError)
             rounds[int(entry["round"])] = entry

@@ -12,6 +12,7 @@ is reached: `groups = ["oslo"]` names the node oslo, and `levels` grows the tree
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedlm.deploy.local import redacted
 from fedlm.engine.dispatch import Assignment
 from fedlm.engine.messages import MOST_MEMBERS
 from fedlm.engine.remote import Leaf, RemoteEngine, leaves_of
+from fedlm.engine.remote_evaluation import HeldOutAtNodes
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.topology import EVERYBODY, Topology
 from fedlm.recipe.settings import Recipe
@@ -38,8 +40,13 @@ def networked_tree(
     *,
     transport: Any,
     options: dict[str, Any],
+    held_out: dict[str, Any] | None = None,
 ) -> Run:
-    """Return the run of a tree whose text is at nodes; the local store is only for evaluation."""
+    """Return the run of a tree whose text is at nodes.
+
+    It is evaluated on held-out text of the local store; with `held_out`, the parts of a
+    `HeldOutAtNodes`, every node scores models on its own.
+    """
     leaves = leaves_of(assignments)
     members = _members(recipe, leaves)
 
@@ -49,9 +56,27 @@ def networked_tree(
             algorithm, transport, assignments, homes=homes, recipe=redacted(recipe), **options
         )
 
-    def nothing_held(topology: Topology, held: dict[str, Any]) -> str:
+    def text(topology: Topology) -> HeldOutAtNodes:
+        assert held_out is not None
+        homes = homes_of(topology, leaves, members.size)
+        order = sorted(homes, key=lambda number: homes[number].first)
+        return HeldOutAtNodes(
+            places={number - members.size: homes[number] for number in order},
+            in_tree=True,
+            recipe=redacted(recipe),
+            population=members.size,
+            **held_out,
+        )
+
+    def nothing_held(topology: Topology, held: Mapping[str, Any]) -> str:
         found = set().union(*(rows.keys() for rows in held.values()))
         missing = [topology.names[n] for n in topology.with_text if n not in found]
+        if held_out is not None:
+            return (
+                f"the nodes of {', '.join(missing) or 'every place in one split'} hold out no "
+                "text that they may tell figures of: prepare their stores with a larger "
+                "--validation or --test-clients, or lower smallest_evaluation in their policies."
+            )
         return (
             f"the server's store {store.path} has no held-out text of "
             f"{', '.join(missing) or 'every node in one split'}: a held-out client belongs to the "
@@ -59,7 +84,14 @@ def networked_tree(
         )
 
     return tree_run(
-        recipe, store, out=path, members=members, engine=engine, nothing_held=nothing_held
+        recipe,
+        store,
+        out=path,
+        members=members,
+        engine=engine,
+        text=None if held_out is None else text,
+        nothing_held=nothing_held,
+        tokens=_tokens(leaves) if settings_of(recipe).weight == "tokens" else None,
     )
 
 
@@ -80,6 +112,19 @@ def _members(recipe: Recipe, leaves: tuple[Leaf, ...]) -> Population:
             "that a node counts as one."
         )
     return of_paths([leaf.path for leaf in leaves for _ in range(leaf.clients)])
+
+
+def _tokens(leaves: tuple[Leaf, ...]) -> Callable[[int], int]:
+    """Return a function from client to tokens: all those of a node are its first client's."""
+    silent = ["/".join(leaf.path) for leaf in leaves if not leaf.tokens]
+    if silent:
+        raise ConfigError(
+            "federation.weight = 'tokens': expected nodes that tell how many tokens they have, and "
+            f"{', '.join(silent)} did not when the run began: tell_tokens = true in their "
+            "policy.toml allows it. Or give places a weight, with federation.node.weight."
+        )
+    held = {leaf.first: leaf.tokens for leaf in leaves}
+    return lambda client: held.get(client, 0)
 
 
 def homes_of(topology: Topology, leaves: tuple[Leaf, ...], population: int) -> dict[int, Leaf]:

@@ -10,14 +10,21 @@ Not here: making certificates (`certificates.py`).
     WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
     WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's),
                                  counters.json (how far nodes' ledgers had come)
-    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, policy.toml; at the
-                                 node also ledger.jsonl, what it answered
+    WORKSPACE/tokenizer/         tokenizer.json and what belongs to it, if the federation has one
+    WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, node.pem (the public
+                                 key, signed by the authority), policy.toml, tokenizer/; at the
+                                 node also ledger.jsonl, what it answered. Of a node that made its
+                                 own key: its public files and invitation.toml
+    WORKSPACE/history.jsonl      who did what
+    WORKSPACE/removed/           nodes that were removed, and older certificates
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +33,16 @@ from typing import Annotated
 from pydantic import Field
 
 from fedlm.core.errors import ConfigError, require
-from fedlm.deploy import certificates
+from fedlm.corpus.tokenizer_file import load_tokenizer, write_tokenizer
+from fedlm.deploy import certificates, history
 from fedlm.deploy.policy import POLICY
+from fedlm.deploy.signing import key_id
 from fedlm.deploy.tables import check_table, read_table, write_table
 from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
+from fedlm.recipe.vocabulary import ORIGIN
+
+TOKENIZER = "tokenizer"  # the folder of a tokenizer in a workspace and in a kit
 
 
 class WorkspaceSettings(Table):
@@ -40,10 +52,10 @@ class WorkspaceSettings(Table):
     host: str  # the name by which nodes reach the server
     port: Annotated[int, Field(ge=1, le=65535)]
     bind: str = "0.0.0.0"  # the address at which the server listens
+    connections_per_address: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    quota_gigabytes: Annotated[float, Field(gt=0, le=1e6)] = 8.0  # that a node may leave unfetched
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of a round's nodes that must answer
-    deadline: Annotated[float, Field(gt=0, le=1e9)] = (
-        3600.0  # seconds that a round waits for a node
-    )
+    deadline: Annotated[float, Field(gt=0, le=1e9)] = 3600.0  # seconds: how long a node may take
 
 
 class KitSettings(Table):
@@ -86,14 +98,32 @@ class Workspace:
         return self.path / "server" / "link.db"
 
     @property
+    def history(self) -> Path:
+        return self.path / history.NAME
+
+    @property
+    def sightings(self) -> Path:
+        return self.path / "server" / "sightings.json"
+
+    @property
     def counters(self) -> Path:
         return self.path / "server" / "counters.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the federation, if it has one: its kits carry the same."""
+        return self.path / TOKENIZER / "tokenizer.json"
 
     def nodes(self) -> dict[str, bytes]:
         """Return the public keys of the nodes that may join, by name."""
         folder = self.path / "nodes"
         kits = sorted(folder.iterdir()) if folder.is_dir() else []
-        return {k.name: (k / "node.pub").read_bytes() for k in kits if (k / "node.pub").is_file()}
+        found = {}
+        for kit in kits:
+            if NODE_NAME.fullmatch(kit.name):  # else it is one that is being made
+                with contextlib.suppress(OSError):
+                    found[kit.name] = (kit / "node.pub").read_bytes()
+        return found
 
     def kit(self, name: str) -> Kit:
         return Kit(self.path / "nodes" / name)
@@ -153,29 +183,35 @@ class Kit:
         if not (kit.path / "node.toml").is_file():
             raise ConfigError(
                 f"{path} is not a node's kit: it has no node.toml. Ask whoever runs the "
-                "federation for the folder HOME/nodes/NAME."
+                "federation for an invitation, and bring it in with fedlm node accept."
             )
         return kit
 
 
 def init(
-    path: Path, name: str, hosts: Sequence[str], port: int, nodes: Sequence[str], **more: object
+    path: Path,
+    name: str,
+    hosts: Sequence[str],
+    port: int,
+    nodes: Sequence[str],
+    *,
+    tokenizer: Path | None = None,
+    **more: object,
 ) -> Workspace:
-    """Create a federation: its authority, its server's certificate and a kit per node."""
+    """Create a federation: its authority, its server's certificate and a kit per node.
+
+    With `tokenizer`, the path of a `tokenizer.json`, the kits carry it.
+    """
     require(not path.exists(), "HOME", str(path), "a folder that does not exist yet")
-    require(len(set(nodes)) == len(nodes) > 0, "--nodes", ",".join(nodes), "different names")
+    require(len(set(nodes)) == len(nodes), "--nodes", ",".join(nodes), "different names")
     for node in nodes:
-        require(
-            NODE_NAME.fullmatch(node) is not None,
-            "--nodes",
-            node,
-            "names of small letters, digits, dots and hyphens",
-        )
+        check_name(node, "--nodes")
     settings = check_table(
         WorkspaceSettings, {"name": name, "host": hosts[0], "port": port, **more}, "init"
     )
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
     top = certificates.authority(name)
-    own = certificates.server(top, [*hosts, *_loopback(hosts)])
+    own = certificates.server(top, [*hosts, *loopback(hosts)])
     (path / "authority").mkdir(parents=True)
     (path / "server").mkdir()
     path.chmod(0o700)
@@ -185,28 +221,49 @@ def init(
     workspace.certificate.write_bytes(own.certificate)
     certificates.write_private(workspace.certificate_key, own.key)
     certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
+    history.note(workspace.history, "init", federation=name, hosts=list(hosts))
+    if given is not None and tokenizer is not None:
+        write_tokenizer(given, workspace.tokenizer.parent)
+        origin = tokenizer.parent / ORIGIN
+        if origin.is_file():
+            shutil.copyfile(origin, workspace.tokenizer.parent / ORIGIN)
     for node in nodes:
-        add_node(workspace, settings, node)
+        _make_kit(workspace, settings, node, top)
     write_table(path / "federation.toml", settings)  # last: it makes the folder a federation
     return workspace
 
 
-def add_node(workspace: Workspace, settings: WorkspaceSettings, name: str) -> Kit:
-    """Create the kit of one more node."""
+def check_name(name: str, setting: str) -> None:
+    """Raise `ConfigError` if a node cannot have this name."""
+    require(
+        NODE_NAME.fullmatch(name) is not None,
+        setting,
+        name,
+        "names of small letters, digits, dots and hyphens",
+    )
+
+
+def _make_kit(
+    workspace: Workspace, settings: WorkspaceSettings, name: str, issuer: certificates.Signed
+) -> Kit:
+    """Create the whole kit of a node, with a private key that is made here."""
     kit = workspace.kit(name)
-    require(not kit.path.exists(), "--nodes", name, "a name that is not taken")
     kit.path.mkdir(parents=True)
     private, public = certificates.node_key()
+    history.note(workspace.history, "add-node", node=name, key=key_id(public), made_here=True)
+    (kit.path / "node.pem").write_bytes(certificates.node(issuer, name, public))
     (kit.path / "ca.pem").write_bytes(workspace.authority.read_bytes())
     certificates.write_private(kit.path / "node.key", private)
     (kit.path / "node.pub").write_bytes(public)
     kit.policy.write_text(POLICY, encoding="utf-8")
+    if workspace.tokenizer.is_file():
+        shutil.copytree(workspace.tokenizer.parent, kit.path / TOKENIZER)
     reach = KitSettings(federation=settings.name, name=name, host=settings.host, port=settings.port)
     write_table(kit.path / "node.toml", reach)
     return kit
 
 
-def _loopback(hosts: Sequence[str]) -> list[str]:
+def loopback(hosts: Sequence[str]) -> list[str]:
     """Return the loopback names to certify, so that the operator can connect locally."""
     return [name for name in ("localhost", "127.0.0.1") if name not in hosts]
 

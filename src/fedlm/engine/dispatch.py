@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.engine.messages import (
     Payload,
     Refused,
-    TrainReply,
-    TrainRequest,
     encode_request,
     printable,
     read_reply,
@@ -50,6 +48,7 @@ class Assignment(NamedTuple):
     clients: int
     text: str = ""  # a fingerprint
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
+    tokens: tuple[int, ...] = ()  # as in a hello
 
 
 class Undelivered(Exception):
@@ -76,6 +75,14 @@ class Transport(Protocol):
         ...
 
 
+class Exchange(NamedTuple):
+    """How a kind of request becomes a payload, and a payload the reply to it."""
+
+    encode: Callable[[Any], Payload]
+    read: Callable[[Payload, Any], Any]
+
+
+TRAINING = Exchange(encode_request, read_reply)
 Frames = Callable[[Sequence[str]], Iterable[tuple[str, tuple[bytes, ...]]]]
 """Node names to the frames of their requests, encoded as they are sent, so that none is kept."""
 
@@ -120,21 +127,22 @@ class Dispatch:
         self,
         transport: Transport,
         quorum: Quorum,
-        requests: dict[str, TrainRequest],
+        requests: Mapping[str, Any],
         stats: RoundStats,
         *,
         in_order: bool = True,
         frames: Frames | None = None,
         say: Callable[[Sequence[str], float], None] = lambda names, seconds: None,
+        exchange: Exchange = TRAINING,
     ) -> None:
         """Take requests by node name; without `frames` the requests hold their own.
 
         `say` is told now and then who is waited for, and since how many seconds.
         """
-        self.transport, self.requests = transport, requests
+        self.transport, self.requests, self.exchange = transport, requests, exchange
         self.stats, self.in_order = stats, in_order
         self.frames = frames or (lambda names: ((name, requests[name].frames) for name in names))
-        self.buffered: dict[str, TrainReply] = {}
+        self.buffered: dict[str, Any] = {}
         self.pending = list(requests)
         self.sent: dict[str, list[str]] = {}  # message ids by node: the first reply counts
         self.since: dict[str, str] = {}  # each node's `Presence.since` when it was last asked
@@ -144,7 +152,7 @@ class Dispatch:
         self._nodes: dict[str, Presence] = {}
         self._looked = -math.inf
 
-    def replies(self) -> Iterator[tuple[str, TrainReply]]:
+    def replies(self) -> Iterator[tuple[str, Any]]:
         """Yield well-formed replies by node, and count everything else."""
         nap = SHORTEST_NAP
         self._send(self.pending)
@@ -162,7 +170,7 @@ class Dispatch:
             (self.stats.late if self._online(name) else self.stats.away).append(name)
         yield from self._release(over=True)
 
-    def _release(self, *, over: bool) -> Iterator[tuple[str, TrainReply]]:
+    def _release(self, *, over: bool) -> Iterator[tuple[str, Any]]:
         """Yield buffered replies in the order of the assignments, up to the first pending node."""
         for name in self.requests:
             if name in self.buffered:
@@ -190,7 +198,7 @@ class Dispatch:
             payload = self._fetch(name, request.max_reply_bytes)
             if payload is None:
                 return False
-            reply = read_reply(payload, request)
+            reply = self.exchange.read(payload, request)
         except Refused as refusal:
             self.stats.refused[name] = str(refusal)
         except WireError as error:
@@ -223,7 +231,9 @@ class Dispatch:
             if name in self.sent:
                 self.stats.asked_again.append(name)
             request = replace(self.requests[name], frames=frames)
-            message_id = self.transport.send(node.node_id, encode_request(request), request.round)
+            message_id = self.transport.send(
+                node.node_id, self.exchange.encode(request), request.round
+            )
             self.stats.down_bytes += sum(map(len, frames))
             if message_id:
                 self.sent.setdefault(name, []).append(message_id)

@@ -471,9 +471,8 @@ class MeshEngine:
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
             tokens = stream.tokens[at].astype(jnp.int32)
-            batch: Batch = tokens
-            if stream.features is not None:
-                batch = Precomputed(tokens, stream.features[at])
+            kept = stream.features
+            batch: Batch = tokens if kept is None else Precomputed(tokens, kept[at])
             return at + 1, local.step(shared, carry, batch)
 
         def segment(i, state):  # type: ignore[no-untyped-def]

@@ -17,14 +17,23 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import FedlmError, WireError
 
-VERSION = 5
+VERSION = 5  # raised whenever a kind of message, its facts or what they mean change
+COMPATIBLE = (VERSION - 1, VERSION)
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
 REFUSAL = "refusal"  # may reply to either request
+# What a version added: facts of a kind, with what their absence means; None: the kind itself. Kept
+# for the newest version alone, because messages are one version apart at most.
+ADDED: dict[str, dict[str, Any] | None] = {
+    TRAIN_REQUEST: {"remembered": []},
+    "evaluate_request": None,
+    "evaluate_reply": None,
+}
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
@@ -36,6 +45,7 @@ MOST_MEMBERS = 1 << 20
 MOST_CLIENTS = 1 << 40
 MOST_ROUNDS = 1 << 31
 MOST_COUNTER = 1 << 53
+MOST_TOKENS = 1 << 53
 MOST_HELLO_BYTES = 1 << 22
 MOST_LEAVES, LONGEST_PATH, LONGEST_FINGERPRINT = 1 << 14, 1000, 200
 # Of a reply, beside its frames: names, identities of objects, and seven numbers per member.
@@ -71,6 +81,7 @@ _HELLO_FACTS: dict[str, type] = {
     "counter": int,
     "leaves": list,
     "counts": list,
+    "tokens": list,
 }
 
 
@@ -156,6 +167,9 @@ class Hello(NamedTuple):
     version: str  # of fedlm
     leaves: tuple[tuple[str, int], ...] = ()  # of a relay: the nodes below, and their clients
     counter: int = 0  # of the node's ledger
+    # How many tokens the node trains on, of a relay each node below, 0 if one does not tell; empty
+    # if none does.
+    tokens: tuple[int, ...] = ()
 
 
 def respond(
@@ -164,23 +178,61 @@ def respond(
     hello: Callable[[], Hello],
     train: Callable[[TrainRequest], TrainReply],
     say: Callable[[str], None],
+    others: Mapping[str, Callable[[Payload], Payload]] = MappingProxyType({}),
 ) -> Payload:
-    """Return a node's reply to a payload; anything that goes wrong becomes a refusal."""
-    what = "a message"
+    """Return a node's reply to a payload; anything that goes wrong becomes a refusal.
+
+    `others` answer payloads of other kinds than hello and training, by kind.
+    """
+    what, asked = "a message", payload.facts.get("version")
+    version = asked if type(asked) is int and asked in COMPATIBLE else VERSION
     try:
+        payload = at_version(payload, VERSION)
         if payload.kind == HELLO_REQUEST:
-            _facts(payload, HELLO_REQUEST, {})
-            _check_frames(payload, 0)
-            return encode_hello(hello())
-        request = read_request(payload)
-        what = f"round {request.round}"
-        return encode_reply(train(request))
+            check_facts(payload, HELLO_REQUEST, {})
+            check_frames(payload, 0)
+            reply = encode_hello(hello())
+        elif payload.kind in others:
+            what = payload.kind.replace("_", " ")
+            reply = others[payload.kind](payload)
+        else:
+            request = read_request(payload)
+            what = f"round {request.round}"
+            reply = encode_reply(train(request))
+        return at_version(reply, version)  # whoever asked understands its own version
     except FedlmError as error:
         say(f"refused {what}: {error}")
-        return encode_refusal(str(error))
+        reply = encode_refusal(str(error))
     except Exception as error:  # whatever a message makes go wrong, the node lives
         say(f"refused {what}: {type(error).__name__}: {printable(str(error))[:LONGEST_REASON]}")
-        return encode_refusal(f"this node cannot do this: {type(error).__name__}.")
+        reply = encode_refusal(f"this node cannot do this: {type(error).__name__}.")
+    return at_version(reply, version)
+
+
+# ---- versions ------------------------------------------------------------------------------
+
+
+def at_version(payload: Payload, version: int) -> Payload:
+    """Return a message as another version writes it, or raise `WireError` if that cannot say it."""
+    facts = dict(payload.facts)
+    written = facts.get("version")
+    if type(written) is not int or written not in COMPATIBLE or version not in COMPATIBLE:
+        raise WireError(
+            f"message has version {str(written)[:40]!r}: expected "
+            f"{' or '.join(map(str, COMPATIBLE))}. Install the same fedlm at the server and at all "
+            "nodes."
+        )
+    if written == version:
+        return payload
+    added = ADDED.get(payload.kind, {})
+    if added is None:
+        raise WireError(f"version {version} of fedlm's messages has no {payload.kind[:40]!r}.")
+    for name, absent in added.items():
+        if version == VERSION:
+            facts.setdefault(name, absent)
+        elif facts.pop(name, absent) != absent:
+            raise WireError(f"version {version} of fedlm's messages cannot say {name!r}.")
+    return Payload(payload.kind, {**facts, "version": version}, payload.frames)
 
 
 # ---- training ------------------------------------------------------------------------------
@@ -195,15 +247,15 @@ def encode_request(request: TrainRequest) -> Payload:
 
 def read_request(payload: Payload) -> TrainRequest:
     """Convert a payload to a request, or raise `WireError`."""
-    facts = _facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
+    facts = check_facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
     for name, most in _MOST.items():
         if not 0 <= facts[name] <= most:
             raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
-    facts["members"] = _numbers(facts["members"], "members", rising=True)
-    facts["numbers"] = _numbers(facts["numbers"], "numbers", rising=False)
-    facts["remembered"] = _numbers(facts["remembered"], "remembered", rising=False)
+    facts["members"] = check_numbers(facts["members"], "members", rising=True)
+    facts["numbers"] = check_numbers(facts["numbers"], "numbers", rising=False)
+    facts["remembered"] = check_numbers(facts["remembered"], "remembered", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
-    _check_frames(payload, len(request.numbers) or 1)
+    check_frames(payload, len(request.numbers) or 1)
     if not RUN_NAME.fullmatch(request.run):
         raise WireError("request does not name its run by 32 hexadecimal digits.")
     if len(request.recipe) > LONGEST_RECIPE:
@@ -245,19 +297,19 @@ def encode_reply(reply: TrainReply) -> Payload:
 
 def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
     """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
-    _check_refusal(payload)
-    facts = _facts(payload, TRAIN_REPLY, _REPLY_FACTS)
-    members = _numbers(facts["members"], "members", rising=True)
+    check_refusal(payload)
+    facts = check_facts(payload, TRAIN_REPLY, _REPLY_FACTS)
+    members = check_numbers(facts["members"], "members", rising=True)
     known = members and set(members) <= set(request.members)
     if facts["round"] != request.round or not known:
         raise WireError("reply is to another request.")
-    _check_counter(facts["counter"])
+    check_counter(facts["counter"])
     wanted = len(members) if request.each else 1
-    _check_frames(payload, wanted)
+    check_frames(payload, wanted)
     if max(map(len, payload.frames)) > request.longest:
         raise WireError(f"reply holds a frame of more than {request.longest} bytes.")
     for name in SUMS:
-        _check_sizes(facts[name], name, wanted)
+        check_sizes(facts[name], name, wanted)
     sums = tuple({name: facts[name][i] for name in SUMS} for i in range(wanted))
     return TrainReply(
         round=request.round,
@@ -287,24 +339,29 @@ def encode_hello(hello: Hello) -> Payload:
         "counter": hello.counter,
         "leaves": [path for path, _ in hello.leaves],
         "counts": [clients for _, clients in hello.leaves],
+        "tokens": list(hello.tokens),
     }
     return Payload(HELLO_REPLY, facts)
 
 
 def read_hello(payload: Payload) -> Hello:
     """Convert a payload to a node's description of itself, or raise `Refused` or `WireError`."""
-    _check_refusal(payload)
-    facts = _facts(payload, HELLO_REPLY, _HELLO_FACTS)
-    _check_frames(payload, 0)
+    check_refusal(payload)
+    facts = check_facts(payload, HELLO_REPLY, _HELLO_FACTS)
+    check_frames(payload, 0)
     clients = facts["clients"]
     if not 1 <= clients <= MOST_CLIENTS:
         raise WireError(f"it says that it has {clients} clients.")
     texts = (facts["text"], facts["tokenizer"], facts["fedlm"])
     if max(map(len, texts)) > LONGEST_FINGERPRINT:
         raise WireError("its fingerprints are too long.")
-    _check_counter(facts["counter"])
+    check_counter(facts["counter"])
     leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
-    return Hello(clients, *texts, leaves, facts["counter"])
+    tokens = check_numbers(facts["tokens"], "tokens", rising=False)
+    known = len(tokens) in (0, max(1, len(leaves)))
+    if not known or not all(0 <= n <= MOST_TOKENS for n in tokens):
+        raise WireError("it does not say how many tokens each of its nodes has.")
+    return Hello(clients, *texts, leaves, facts["counter"], tokens)
 
 
 def _read_leaves(paths: list[Any], counts: list[Any], clients: int) -> tuple[Any, ...]:
@@ -327,11 +384,11 @@ def encode_refusal(reason: str) -> Payload:
     return Payload(REFUSAL, {"version": VERSION, "reason": reason[:LONGEST_REASON]})
 
 
-def _check_refusal(payload: Payload) -> None:
+def check_refusal(payload: Payload) -> None:
     """Raise `Refused` if a payload is a refusal."""
     if payload.kind == REFUSAL:
-        reason = _facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
-        _check_frames(payload, 0)
+        reason = check_facts(payload, REFUSAL, {"reason": str})["reason"][:LONGEST_REASON]
+        check_frames(payload, 0)
         raise Refused(printable(reason))
 
 
@@ -347,7 +404,7 @@ def printable(text: str) -> str:
 # ---- checks --------------------------------------------------------------------------------
 
 
-def _facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, Any]:
+def check_facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, Any]:
     """Return the facts of a payload without its version, if names and types are as expected."""
     facts = dict(payload.facts)
     version = facts.pop("version", None)
@@ -366,12 +423,12 @@ def _facts(payload: Payload, kind: str, types: Mapping[str, type]) -> dict[str, 
     return facts
 
 
-def _check_frames(payload: Payload, wanted: int) -> None:
+def check_frames(payload: Payload, wanted: int) -> None:
     if len(payload.frames) != wanted:
         raise WireError(f"message does not hold exactly {wanted} frames.")
 
 
-def _numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
+def check_numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
     if len(values) > MOST_MEMBERS or not all(type(v) is int for v in values):
         raise WireError(f"message has no list {name!r} of numbers.")
     if rising and not all(a < b for a, b in itertools.pairwise(values)):
@@ -379,12 +436,12 @@ def _numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _check_counter(value: int) -> None:
+def check_counter(value: int) -> None:
     if not 0 <= value <= MOST_COUNTER:
         raise WireError(f"its ledger's counter is {str(value)[:40]}.")
 
 
-def _check_sizes(values: list[Any], name: str, wanted: int) -> None:
+def check_sizes(values: list[Any], name: str, wanted: int) -> None:
     if len(values) != wanted:
         raise WireError(f"message does not hold {wanted} values of {name!r}.")
     if not all(type(v) is float and math.isfinite(v) and v >= 0 for v in values):

@@ -47,7 +47,7 @@ from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.offenders import Offenders
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
-from fedlm.federation.member import clip_again, model_like
+from fedlm.federation.member import ClientState, clip_again, model_like
 
 
 class Answered(NamedTuple):
@@ -65,6 +65,7 @@ class Leaf(NamedTuple):
     assignment: Assignment  # through which it is asked
     first: int  # the number of its first client
     clients: int
+    tokens: int = 0  # that it trains on; 0 where it does not tell
 
 
 def leaves_of(assignments: Sequence[Assignment]) -> tuple[Leaf, ...]:
@@ -75,10 +76,11 @@ def leaves_of(assignments: Sequence[Assignment]) -> tuple[Leaf, ...]:
     """
     found = []
     for assignment in assignments:
-        at = assignment.first
-        for path, clients in assignment.leaves or (("", assignment.clients),):
+        at, here = assignment.first, assignment.leaves or (("", assignment.clients),)
+        told = assignment.tokens or (0,) * len(here)
+        for (path, clients), tokens in zip(here, told, strict=True):
             below = tuple(path.split("/")) if path else ()
-            found.append(Leaf((assignment.name, *below), assignment, at, clients))
+            found.append(Leaf((assignment.name, *below), assignment, at, clients, tokens))
             at += clients
     return tuple(found)
 
@@ -150,8 +152,12 @@ class RemoteEngine:
             by_member = {a.members[0]: a for a in answered}
             answered = (by_member.pop(m) for m in map(int, cohort.members) if m in by_member)
         for (member,), update, upload in answered:
-            if update is not None:
-                yield Arrived(member, update, upload, download)
+            if update is None:
+                continue
+            if self.algorithm.memory_at_nodes:  # what is remembered stays there; it counted now
+                last = ClientState(np.asarray(cohort.round, np.int32), None)
+                update = replace(update, client_state=last)
+            yield Arrived(member, update, upload, download)
 
     def _like(self, starts: Starts, round: int) -> Update:
         return update_like(self.algorithm, model_like(starts), round)
@@ -193,6 +199,7 @@ class RemoteEngine:
     ) -> tuple[dict[str, TrainRequest], Frames]:
         """Return a request per assignment, and a way to make its frames, one per member."""
         start_of = dict(zip(map(int, cohort.members), starts, strict=True))
+        remembers = self.algorithm.memory_at_nodes
         by_assignment: dict[Assignment, list[int]] = {}
         for number in sorted(start_of, key=lambda n: self.homes[n].first):
             by_assignment.setdefault(self.homes[number].assignment, []).append(number)
@@ -205,6 +212,7 @@ class RemoteEngine:
                 clip_norm=float(min(start_of[n].clip_norm for n in here)),
                 each=True,
                 numbers=tuple(here),
+                remembered=tuple(_last_turn(start_of[n]) for n in here) if remembers else (),
             )
             for assignment, here in by_assignment.items()
         }
@@ -354,6 +362,11 @@ class Sum:
         delta = jax.tree.unflatten(self.structure, [jnp.asarray(leaf) for leaf in self.leaves])
         shares = None if self.shares is None else jnp.asarray(self.shares)
         return Total(delta=delta, shares=shares, **jax.tree.map(jnp.asarray, self.sums))
+
+
+def _last_turn(start: Start) -> int:
+    """Return the round in which the answer of a tree's node last counted."""
+    return int(start.client_state.own)
 
 
 def _last_counted(before: Any, cohort: Cohort, counted: set[int]) -> np.ndarray:

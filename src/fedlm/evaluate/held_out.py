@@ -1,7 +1,8 @@
 """Figures of one model on held-out text, during training and at its end.
 
 In:       rows of held-out text by split, with the client of each row; a way to score rows.
-Out:      figures: together, over clients, per group; what counted n-grams reach on the same rows.
+Out:      figures: together, over clients, per group; what counted n-grams reach on the same rows;
+          sums per place, where models differ from place to place.
 Promise:  the figures on the way are of one fixed sample of rows; only splits that were handed in
           are ever scored.
 Not here: which splits may be told (`privacy/release.py`), trees (`federation/tree_evaluation.py`).
@@ -9,19 +10,76 @@ Not here: which splits may be told (`privacy/release.py`), trees (`federation/tr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import GroupPath, Params, ScoreFn, SpecialTokens
+from fedlm.core.types import PAD, GroupPath, Params, ScoreFn, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
-from fedlm.evaluate.perplexity import Evaluator, figures
+from fedlm.evaluate.perplexity import (
+    Evaluator,
+    Sums,
+    bits_per_byte,
+    figures,
+    total,
+)
+
+Phase = Literal["survey", "watch", "final", "keep"]
+NO_MODEL = -1
+
+
+class Held(NamedTuple):
+    """How much held-out text somebody has."""
+
+    rows: int
+    tokens: int  # targets
+    bytes: int  # 0 if some bytes of the text are in no target
+    clients: int
+
+
+class Ask(NamedTuple):
+    """One model on the text of one place."""
+
+    place: int
+    model: int = NO_MODEL  # by its place among the models of a question; NO_MODEL: a survey
+    rows: int = 0  # only so many of the first rows; 0: all
+
+
+class TextByPlace(Protocol):
+    """Held-out text that belongs to places, here or elsewhere."""
+
+    @property
+    def survey(self) -> Mapping[str, Mapping[int, Held]]:
+        """How much text each place has, by split."""
+
+    def scores(
+        self, round: int, phase: Phase, split: str, models: Sequence[Params], asks: Sequence[Ask]
+    ) -> list[Sums]:
+        """Return the sums of models on the text of places; zeros where nobody answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextHere:
+    """The held-out text of places, in this process."""
+
+    evaluator: Callable[[], Evaluator]
+    rows: Mapping[str, Mapping[int, np.ndarray]]  # by split and place
+    survey: Mapping[str, Mapping[int, Held]]
+
+    def scores(
+        self, round: int, phase: Phase, split: str, models: Sequence[Params], asks: Sequence[Ask]
+    ) -> list[Sums]:
+        """Score the rows of each ask."""
+        found = []
+        for place, model, most in asks:
+            rows = self.rows[split][place]
+            found.append(total(self.evaluator()(models[model], rows[: most or None])))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +89,14 @@ class HeldOutText:
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]  # number of context tokens -> rows, owners
     groups: Callable[[int], GroupPath]  # the group path of an owner
     bytes: int | None = None  # None if some bytes of the text are in no target
+    bytes_of: Callable[[int], int] = lambda owner: 0  # the share of an owner
+
+    @cached_property
+    def size(self) -> Held:
+        """How much text it is."""
+        rows, owners = self.rows(1)
+        tokens = int(np.count_nonzero(rows[:, 1:] != PAD))
+        return Held(len(rows), tokens, self.bytes or 0, len(np.unique(owners)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +151,34 @@ class HeldOutEvaluation:
         groups = [paths[int(n)] for n in owners]
         deepest = max((len(p) for p in paths.values()), default=0)
         found: dict[str, Any] = dict(figures(sums))
-        # Comparable between tokenizers, unless unknown tokens hide some bytes.
-        if text.bytes and np.array_equal(sums.known, sums.tokens):
-            found["bits_per_byte"] = float(np.sum(sums.nats)) / math.log(2) / text.bytes
+        found |= bits_per_byte(sums, found["tokens"], text.bytes or 0)
         return {
             **found,
             "clients": client_figures(sums, owners),
-            "groups": [group_figures(sums, groups, depth) for depth in range(deepest)],
+            "groups": [
+                self._with_bits(group_figures(sums, groups, depth), text, sums, owners, depth)
+                for depth in range(deepest)
+            ],
         }
+
+    def _with_bits(
+        self,
+        found: dict[str, dict[str, float]],
+        text: HeldOutText,
+        sums: Sums,
+        owners: np.ndarray,
+        depth: int,
+    ) -> dict[str, dict[str, float]]:
+        """Add bits per byte, comparable between languages, to the figures of groups."""
+        if not text.bytes:
+            return found
+        kinds = {int(n): _at(text.groups(int(n)), depth) for n in np.unique(owners)}
+        names = np.array([kinds[int(n)] for n in owners])
+        for name, figure in found.items():
+            size = sum(text.bytes_of(owner) for owner, kind in kinds.items() if kind == name)
+            own = Sums(*(column[names == name] for column in sums))
+            figure |= bits_per_byte(own, figure["tokens"], size)
+        return found
 
     def baselines(self, splits: list[str]) -> dict[str, Any]:
         """Return n-gram perplexities on the same targets, counted on the same training tokens."""
@@ -100,3 +186,7 @@ class HeldOutEvaluation:
             return {}
         counts = NGrams(iter(self.training()), self.vocabulary, self.special)
         return {split: counts.perplexities(self.text[split].rows(2)[0]) for split in splits}
+
+
+def _at(path: GroupPath, depth: int) -> str:
+    return path[depth] if len(path) > depth else "(none)"

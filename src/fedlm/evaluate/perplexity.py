@@ -20,10 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from fedlm.core.types import PAD, Params, ScoreFn, SpecialTokens
 
-"""A function of parameters and rows.
-
-It returns the nats of each target, and whether the target was the most likely token.
-"""
+# Nats per token from which on a perplexity counts as infinite.
+MOST_NATS = 700.0
 
 
 class Sums(NamedTuple):
@@ -105,7 +103,7 @@ def perplexity_of(nats: float, tokens: float) -> float:
     """Return `exp(nats / tokens)`, infinity on overflow, or NaN without tokens."""
     if tokens <= 0:
         return math.nan
-    return math.exp(nats / tokens) if nats / tokens < 700 else math.inf
+    return math.exp(nats / tokens) if nats / tokens < MOST_NATS else math.inf
 
 
 def figures(sums: Sums) -> dict[str, float]:
@@ -118,3 +116,16 @@ def figures(sums: Sums) -> dict[str, float]:
         "accuracy_no_oov_eos": s.correct_words / s.words if s.words else math.nan,
         "tokens": s.tokens,
     }
+
+
+def bits_per_byte(sums: Sums, tokens: float, size: float) -> dict[str, float]:
+    """Return the bits that a model needs per byte of a text, under that name; nothing if unknown.
+
+    It is comparable between tokenizers and languages. `tokens` and `size` are of the whole text:
+    bits per token are those of the rows that were scored, tokens per byte those of all text.
+    Unknown tokens hide bytes, so that with them there is no figure.
+    """
+    s = total(sums)
+    if not size or not s.tokens or s.known != s.tokens:
+        return {}
+    return {"bits_per_byte": s.nats / s.tokens / math.log(2) * tokens / size}

@@ -57,7 +57,7 @@ def look(
     turns = canary_turns(algorithm, state, rounds)
     population = algorithm.sampling.population
     numbers = np.arange(population - algorithm.canaries, population)
-    if LAWS[algorithm.sampling.law].looks_back:
+    if not LAWS[algorithm.sampling.law].by_chance:
         # The account of such a law assumes that every client joins. Other laws account for the
         # chance of staying out, so canaries that stayed out count there too.
         numbers = numbers[turns > 0]

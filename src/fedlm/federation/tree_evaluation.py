@@ -1,24 +1,24 @@
 """How well every node of a tree predicts every leaf's text.
 
-In:       a `TreeState`, and the held-out rows of the nodes that hold text.
+In:       a `TreeState`, and the held-out text of the nodes that hold some, here or elsewhere.
 Out:      perplexities by node: of the model as received from the federation, and after a node's
           own steps; a matrix of nodes and leaves in the end.
 Promise:  a node is judged on text that no one learned from; all methods on the same rows.
-Not here: scoring (`evaluate`), training (`tree_round.py`), which splits may be told
+Not here: scoring (`evaluate`, or nodes), training (`tree_round.py`), which splits may be told
           (`privacy/release.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fedlm.core.types import Params, ScoreFn, SpecialTokens
-from fedlm.evaluate.perplexity import Evaluator, Sums, figures, perplexity_of, total
+from fedlm.core.types import Params
+from fedlm.evaluate.held_out import Ask, TextByPlace
+from fedlm.evaluate.perplexity import Sums, bits_per_byte, figures, perplexity_of
 from fedlm.federation.tree_round import TreeConfig, TreeState, received, shown
 
 # Rows of each leaf in the matrix of all nodes and all leaves.
@@ -29,19 +29,12 @@ MATRIX_ROWS = 16
 class TreeEvaluation:
     """Evaluation of every node of a tree on the held-out text below it."""
 
-    score: ScoreFn
-    special: SpecialTokens
     config: TreeConfig
-    split: (
-        str | None
-    )  # the first in which every leaf has held-out text; None where none may be told
-    held: Mapping[int, np.ndarray]  # rows of each node that holds text
+    # The first in which every leaf has held-out text; None where none may be told.
+    split: str | None
+    text: TextByPlace  # of each node that holds text, by its number in the topology
     own_models_stay: bool = False  # leaves are scored as others know them, not by their own models
     _seen: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        return Evaluator(self.score, self.special)
 
     def splits(self) -> list[str]:
         """The one split that every leaf has, if its figures may be released."""
@@ -54,66 +47,92 @@ class TreeEvaluation:
         now = int(state.round)
         if now not in self._seen:  # the last state is asked for twice
             self._seen.clear()
-            self._seen[now] = self._watch(state)
+            self._seen[now] = self._watch(state, self.split)
         return dict(self._seen[now])
 
-    def _watch(self, state: TreeState) -> dict[str, Any]:
-        models, topology = self._models(state), self.config.topology
+    def _watch(self, state: TreeState, split: str) -> dict[str, Any]:
+        topology, came = self.config.topology, self._models(state)
         names, leaves = topology.names, topology.with_text
-        came = {n: self._own_text(models[n], n) for n in leaves}
-        found: dict[str, Any] = {
-            name: _mean([f[name] for f in came.values()]) for name in ("perplexity", "accuracy")
+        models = [came[n] for n in leaves]
+        if not self.own_models_stay:
+            models += [state.nodes[n].params for n in leaves]
+        asks = [Ask(leaves[i % len(leaves)], i) for i in range(len(models))]
+        scores = self.text.scores(int(state.round), "watch", split, models, asks)
+        found = [figures(_column([sums])) for sums in scores]
+        first, second = found[: len(leaves)], found[len(leaves) :]
+        means: dict[str, Any] = {
+            name: _mean([f[name] for f in first]) for name in ("perplexity", "accuracy")
         }
-        if self.own_models_stay:
-            return {**found, "places": {names[n]: [came[n]["perplexity"], None] for n in leaves}}
-        trained = {n: self._own_text(state.nodes[n].params, n) for n in leaves}
-        return {
-            **found,
-            "personal_perplexity": _mean([f["perplexity"] for f in trained.values()]),
-            "places": {names[n]: [came[n]["perplexity"], trained[n]["perplexity"]] for n in leaves},
-        }
+        if second:
+            means["personal_perplexity"] = _mean([f["perplexity"] for f in second])
+        nothing: list[Any] = [{"perplexity": None}] * len(leaves)
+        own = second or nothing
+        pairs = zip(leaves, first, own, strict=True)
+        places = {names[n]: [_some(a["perplexity"]), _some(b["perplexity"])] for n, a, b in pairs}
+        return {**means, "places": places}
 
     def _models(self, state: TreeState) -> list[Params]:
         return (shown if self.own_models_stay else received)(self.config, state)
-
-    def _own_text(self, params: Params, node: int) -> dict[str, float]:
-        return figures(self.evaluator(params, self.held[node]))
 
     def final(self, state: TreeState, split: str) -> dict[str, Any]:
         """Return the figures so far, those of every node above the leaves, and the matrix."""
         seen, names = self.watch(state), self.config.topology.names
         models = dict(zip(names, self._models(state), strict=True))
-        found = self.of_models(models, split)
+        found = self._of_models(models, split, int(state.round))
         for node in found["nodes"]:
             node["personal"] = seen["places"].get(node["name"], (None, None))[1]
         return {"personal_perplexity": seen.get("personal_perplexity"), **found}
 
     def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
         """Score every node on the text of the leaves below it and on its own."""
-        topology, nodes, leaves = self.config.topology, [], []
-        for node, name in enumerate(topology.names):
-            below = [n for n in topology.with_text if n in topology.below(node)]
-            sums = [total(self.evaluator(models[name], self.held[n])) for n in below]
-            found = figures(Sums(*([float(np.sum(column))] for column in zip(*sums, strict=True))))
-            parent = topology.places[node].parent
-            nodes.append({"name": name, "perplexity": found["perplexity"], "parent": parent})
-            if node in topology.with_text:
-                leaves.append(self._own_text(models[name], node))
-        means = {k: _mean([f[k] for f in leaves]) for k in ("perplexity", "accuracy")}
-        return {**means, "nodes": nodes, "matrix": self._matrix(models)}
+        return self._of_models(models, split, 0)
 
-    def _matrix(self, models: Mapping[str, Params]) -> dict[str, Any]:
-        """Score each node on a few rows of every leaf."""
+    def _of_models(self, models: Mapping[str, Params], split: str, round: int) -> dict[str, Any]:
+        topology, leaves = self.config.topology, self.config.topology.with_text
+        below = [[n for n in leaves if n in topology.below(node)] for node in range(len(topology))]
+        on_text = [Ask(n, node) for node, own in enumerate(below) for n in own]
+        in_matrix = [Ask(n, node, MATRIX_ROWS) for node in range(len(topology)) for n in leaves]
+        ordered, asks = [models[name] for name in topology.names], [*on_text, *in_matrix]
+        found = self.text.scores(round, "final", split, ordered, asks)
+        scores = dict(zip(asks, found, strict=True))
+        nodes = [
+            {
+                "name": topology.names[node],
+                **self._figures(split, node, below[node], scores),
+                "parent": topology.places[node].parent,
+            }
+            for node in range(len(topology))
+        ]
+        at_leaves = [figures(_column([scores[Ask(n, n)]])) for n in leaves]
+        means: dict[str, Any] = {
+            k: _mean([f[k] for f in at_leaves]) for k in ("perplexity", "accuracy")
+        }
+        bits = [self._figures(split, n, [n], scores).get("bits_per_byte") for n in leaves]
+        if all(value is not None for value in bits):
+            means["bits_per_byte"] = _mean(bits)
+        return {**means, "nodes": nodes, "matrix": self._matrix(scores)}
+
+    def _figures(
+        self, split: str, node: int, leaves: Sequence[int], scores: Mapping[Ask, Sums]
+    ) -> dict[str, Any]:
+        """Return perplexity and bits per byte of a node on the text of some leaves."""
+        sums = _column([scores[Ask(n, node)] for n in leaves])
+        held = [self.text.survey[split][n] for n in leaves]
+        found: dict[str, Any] = {"perplexity": _some(figures(sums)["perplexity"])}
+        if all(text.bytes for text in held):
+            tokens, size = sum(text.tokens for text in held), sum(text.bytes for text in held)
+            found |= bits_per_byte(sums, tokens, size)
+        return found
+
+    def _matrix(self, scores: Mapping[Ask, Sums]) -> dict[str, Any]:
+        """Return the perplexity of each node on a few rows of every leaf."""
         leaves, names = self.config.topology.with_text, self.config.topology.names
-        rows = np.concatenate([self.held[n][:MATRIX_ROWS] for n in leaves])
-        ends = np.cumsum([min(len(self.held[n]), MATRIX_ROWS) for n in leaves])
-        table = []
-        for name in names:
-            sums = self.evaluator(models[name], rows)
-            parts = zip(
-                np.split(sums.nats, ends[:-1]), np.split(sums.tokens, ends[:-1]), strict=True
-            )
-            table.append([perplexity_of(float(n.sum()), float(t.sum())) for n, t in parts])
+
+        def one(node: int, leaf: int) -> float | None:
+            sums = scores[Ask(leaf, node, MATRIX_ROWS)]
+            return _some(perplexity_of(sums.nats, sums.tokens))
+
+        table = [[one(node, leaf) for leaf in leaves] for node in range(len(names))]
         return {"nodes": list(names), "places": [names[n] for n in leaves], "perplexity": table}
 
     def baselines(self, splits: list[str]) -> dict[str, Any]:
@@ -121,5 +140,16 @@ class TreeEvaluation:
         return {}
 
 
-def _mean(values: list[float]) -> float:
-    return float(np.mean(values))
+def _column(parts: Sequence[Sums]) -> Sums:
+    """Return the sums over several texts, as columns of one row."""
+    return Sums(*([float(np.sum(column))] for column in zip(*parts, strict=True)))
+
+
+def _some(value: float | None) -> float | None:
+    """Return None for the figure of a place that nobody scored."""
+    return None if value is None or np.isnan(value) else value
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and not np.isnan(value)]
+    return float(np.mean(known)) if known else None

@@ -96,6 +96,8 @@ class TreeConfig:
     clip_norm: float  # the longest change that leaves a leaf; 0 is any
     noise_multiplier: float  # on what leaves a leaf, in multiples of the clip norm
     edge_bytes: Callable[[Any], int]
+    # Whether what pooled text is sent and sends counts: with codecs it is somewhere else.
+    counts_frames: bool = False
 
     @property
     def layers_stay(self) -> bool:
@@ -363,7 +365,7 @@ class Trained(NamedTuple):
     change: float | None = None  # the L2 norm of the change; of pooled text alone
     training_memory: Any = None
     federation: NodeState | None = None
-    upload_bytes: int = 0  # between the node and clients that are its members
+    upload_bytes: int = 0  # between the node and its text, or clients that are its members
     download_bytes: int = 0
 
 
@@ -378,10 +380,12 @@ def train(
         return {}
     cohort = Cohort(int(state.round), np.asarray([config.clients + node for node in nodes]))
     starts, made = [_start(state.nodes[node], received[node]) for node in nodes], {}
-    # The engine's bytes do not count: a node is where its text is.
-    for member, update, *_ in engine.updates(starts, cohort):
+    for member, update, upload, download in engine.updates(starts, cohort):
         node = member - config.clients
-        made[node] = _trained(config, state, node, received[node], update)
+        trained = _trained(config, state, node, received[node], update)
+        if config.counts_frames:  # otherwise a node is where its text is
+            trained = trained._replace(upload_bytes=upload, download_bytes=download)
+        made[node] = trained
     return made
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.types import Sampling
 from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
-from fedlm.privacy.cost import MOST_NOISE, DpEvent
+from fedlm.privacy.cost import MOST_NOISE, DpEvent, compose
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
 from fedlm.privacy.mechanism import Cost
 from fedlm.privacy.plan import PrivacyPlan
@@ -95,10 +95,17 @@ def event_of(plan: PrivacyPlan, rounds: int) -> DpEvent:
     return MECHANISMS[plan.mechanism].event(plan, rounds)
 
 
-def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
+def calibrate(
+    plan: PrivacyPlan,
+    target_epsilon: float,
+    others: Sequence[DpEvent] = (),
+    extra_delta: float = 0.0,
+) -> float:
     """Find the smallest noise multiplier with which all planned rounds keep to the target.
 
     The result has four correct digits and is rounded up: its epsilon never exceeds the target.
+    `others` are further releases about the same clients that the target must hold too, and
+    `extra_delta` the chance that one of them is not covered by its noise.
     """
     import scipy.optimize  # here, because loading it takes half a second
 
@@ -108,7 +115,12 @@ def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
     @functools.cache
     def over(log_noise: float) -> float:
         trial = dataclasses.replace(plan, noise_multiplier=math.exp(log_noise))
-        ratio = _epsilon(trial, plan.rounds) / target_epsilon
+        if others:
+            events = [event_of(trial, plan.rounds), *others]
+            epsilon = compose(events, plan.delta, extra_delta)[0]
+        else:
+            epsilon = _epsilon(trial, plan.rounds)
+        ratio = epsilon / target_epsilon
         return math.log(min(max(ratio, 1e-30), 1e30))
 
     guess = MECHANISMS[plan.mechanism].first_guess(plan, target_epsilon)
@@ -116,8 +128,9 @@ def calibrate(plan: PrivacyPlan, target_epsilon: float) -> float:
     if over(high) > 0:
         raise ConfigError(
             f"privacy.epsilon = {target_epsilon!r}: expected a target that some noise can meet in "
-            f"{plan.rounds} rounds at privacy.delta = {plan.delta!r}. Raise one of them, or lower "
-            "server.rounds."
+            f"{plan.rounds} rounds at privacy.delta = {plan.delta!r}"
+            f"{', beside the vocabulary and noisy figures' if others else ''}. Raise one of them, "
+            "or lower server.rounds."
         )
     if over(low) <= 0:
         return math.exp(low)

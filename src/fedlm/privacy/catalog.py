@@ -54,7 +54,7 @@ def _same_matrix(plan: PrivacyPlan) -> tuple[Any, ...]:
     """Return all that the best matrix depends on."""
     sampling = plan.sampling
     joins = (sampling.law, sampling.min_separation, sampling.max_participations)
-    return (plan.mechanism, plan.rounds, plan.bands, plan.buffers, *joins)
+    return (plan.mechanism, plan.rounds, plan.restart_every, plan.bands, plan.buffers, *joins)
 
 
 def check_plan(plan: PrivacyPlan) -> None:
@@ -133,12 +133,13 @@ def _check_adaptive(plan: PrivacyPlan, mechanism: Mechanism) -> None:
         "0 (a fixed clip) or a share of updates below 1",
     )
     require(
-        mechanism.clip_moves != "never",
+        mechanism.independent or plan.sampling.law not in mechanism.chance_laws,
         "privacy.clip_quantile",
         plan.clip_quantile,
-        f"0 with privacy.mechanism = {plan.mechanism!r}, because its noise is correlated over all "
-        "rounds and made for one clip",
-        "Set privacy.mechanism = 'tree' and privacy.restart_every: between two trees it may move.",
+        f"0 with privacy.mechanism = {plan.mechanism!r} and server.sampling = "
+        f"{plan.sampling.law!r}: a count over a restart adds up turns whose chances are accounted "
+        "for one by one",
+        "Or set server.sampling = 'spaced'.",
     )
     require(
         mechanism.clip_moves == "every round" or 0 < plan.restart_every < plan.rounds,

@@ -32,6 +32,11 @@ matrix M (`sensitivity.released_tree`), which is less. The same w serves: the ru
 of a restart is computed from the releases, a client moves it by n_k and its variance is at most b,
 so n_k^2 <= b R_k; and M has no negative entry and ones or more on its diagonal, so that each of the
 n_k rounds adds at least one to R_k and n_k^2 <= p n_k <= p R_k.
+
+Noise that a matrix makes: R_k = |M u|^2 again, and w = p. The matrices of toeplitz and blt have no
+negative entry and ones on their diagonal, as above. Columns of banded noise have length one and
+those of one client do not overlap, so that R_k = n_k. A count is released when its restart is
+complete, so no column of it is cut.
 """
 
 from __future__ import annotations

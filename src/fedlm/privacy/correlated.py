@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from fedlm.core.chacha import CipherKey
+from fedlm.core.tree import where
 from fedlm.core.types import Params
 from fedlm.privacy.noise import Noise
 from fedlm.privacy.normal import standard_normal
@@ -64,17 +65,26 @@ def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
 
 
 def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
-    """Make noise from the rows of M^-1 Z, which jax_privacy streams with the strategy's buffers."""
+    """Make noise from the rows of M^-1 Z, which jax_privacy streams with the strategy's buffers.
+
+    After the rounds of the strategy it begins anew, with nothing remembered.
+    """
     inverse = _inverse(chosen)
 
-    def init(params: Params) -> Memory:
+    def empty(params: Params) -> Any:
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x)), params)
-        return {"round": jnp.int32(0), "buffers": inverse.init_multiply(wide)}
+        return inverse.init_multiply(wide)
+
+    def init(params: Params) -> Memory:
+        return {"round": jnp.int32(0), "buffers": empty(params)}
 
     def draw(like: Params, memory: Memory, key: CipherKey) -> tuple[Params, Memory]:
+        buffers = memory["buffers"]
+        if chosen.rounds < rounds:
+            buffers = where(memory["round"] % chosen.rounds == 0, empty(like), buffers)
         # Accelerators would round the products; the library lets ranks broadcast.
         with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-            row, buffers = inverse.multiply_next(standard_normal(key, like), memory["buffers"])
+            row, buffers = inverse.multiply_next(standard_normal(key, like), buffers)
         row = _planned(row, memory["round"], rounds)
         return row, {"round": memory["round"] + 1, "buffers": buffers}
 

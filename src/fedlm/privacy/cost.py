@@ -12,6 +12,7 @@ dp_accounting is imported inside functions: it costs over a second, and training
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from fedlm.privacy import fixed_size
+from fedlm.privacy import balls_in_bins, fixed_size
+from fedlm.privacy.balls_in_bins import BallsInBinsEvent
 
 # An event of dp_accounting: what was released, with how much noise, on which sample.
 DpEvent = Any
@@ -97,6 +99,20 @@ def fixed_size_event(noise_multiplier: float, cohort: int, population: int, roun
     return dp_accounting.SelfComposedDpEvent(drawn, rounds)
 
 
+def balls_in_bins_event(
+    noise_multiplier: float, rounds: int, bins: int, bands: int, share: float
+) -> DpEvent:
+    """Return the event of rounds with normal noise of so many bands on balls-in-bins cohorts.
+
+    A client is in one of the bins with chance `share`, and otherwise in none.
+    """
+    import dp_accounting
+
+    if rounds == 0:
+        return dp_accounting.NoOpDpEvent()
+    return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share)
+
+
 def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:
     """Return the epsilon of several releases about the same clients, and its accountant.
 
@@ -114,7 +130,7 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
     if left <= 0 or any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e, _ in leaves):
         return math.inf, "no finite epsilon"
     bounds = [
-        _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(leaves, left),
+        _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(_known_bins(leaves), left),
         _by_profile(_without_draws(leaves), left),
     ]
     return min(bound for bound in bounds if bound)
@@ -162,22 +178,27 @@ def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
 
 def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
     """Compose privacy loss distributions, which round up; None if an event has none."""
-    from dp_accounting.pld import privacy_loss_distribution
-
-    noises = [_noise_of(event) for event, _ in leaves]
-    if not all(noises):
+    if not all(_noise_of(event) for event, _ in leaves):
         return None
+    return _epsilon_by_pld(tuple(leaves), delta), "PLD"
+
+
+@functools.lru_cache(maxsize=256)  # journal, claim, store and summary ask for the same
+def _epsilon_by_pld(leaves: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
+    """Return the epsilon of releases that all have a loss distribution."""
+    noises = [_noise_of(event) for event, _ in leaves]
     step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
-    whole = privacy_loss_distribution.identity(value_discretization_interval=step)
-    for event, count in leaves:
-        whole = whole.compose(_loss_of(event, count, step))
-    return float(whole.get_epsilon_for_delta(delta)), "PLD"
+    losses = (_loss_of(event, count, step) for event, count in leaves)
+    whole = functools.reduce(lambda one, other: one.compose(other), losses)
+    return float(whole.get_epsilon_for_delta(delta))
 
 
 def _noise_of(event: DpEvent) -> float | None:
     """Return the noise multiplier of an event that has a loss distribution, None of others."""
     import dp_accounting
 
+    if isinstance(event, BallsInBinsEvent):
+        return event.noise_multiplier / math.sqrt(event.most_turns)
     kinds = (dp_accounting.PoissonSampledDpEvent, dp_accounting.SampledWithoutReplacementDpEvent)
     bare = event.event if isinstance(event, kinds) else event
     good = isinstance(bare, dp_accounting.GaussianDpEvent)
@@ -192,6 +213,9 @@ def _loss_of(event: DpEvent, count: int, step: float) -> Any:
     if isinstance(event, dp_accounting.GaussianDpEvent):
         noise = event.noise_multiplier / math.sqrt(count)
         return from_gaussian_mechanism(noise, value_discretization_interval=step)
+    if isinstance(event, BallsInBinsEvent):
+        once = balls_in_bins.loss_distribution(event, step)
+        return once if count == 1 else once.self_compose(count)
     noise = event.event.noise_multiplier
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         rate = event.sampling_probability
@@ -203,13 +227,23 @@ def _loss_of(event: DpEvent, count: int, step: float) -> Any:
 
 
 def _without_draws(leaves: Leaves) -> Leaves:
-    """Return the releases as if every client joined every round of a cohort of fixed size."""
+    """Return the releases as if every client joined each fixed-size cohort, or told its bin."""
     import dp_accounting
 
     drawn = dp_accounting.SampledWithoutReplacementDpEvent
     return [
         (dp_accounting.GaussianDpEvent(2 * event.event.noise_multiplier), count)
         if isinstance(event, drawn) and _noise_of(event)
+        else (event, count)
+        for event, count in _known_bins(leaves)
+    ]
+
+
+def _known_bins(leaves: Leaves) -> Leaves:
+    """Return the releases as if it were known in which bin a client is: that with most turns."""
+    return [
+        (gaussian_event(event.noise_multiplier, event.most_turns), count)
+        if isinstance(event, BallsInBinsEvent)
         else (event, count)
         for event, count in leaves
     ]

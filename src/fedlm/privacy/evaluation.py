@@ -66,7 +66,21 @@ class ScheduledEvaluation:
 
     def due(self, played: int, rounds: int) -> bool:
         """Return whether figures are released after `played` of all `rounds`."""
-        return played == rounds or (self.every > 0 and played % self.every == 0)
+        return is_due(self.every, played, rounds)
+
+
+def is_due(every: int, played: int, rounds: int) -> bool:
+    """Return whether figures are released after `played` of all `rounds`."""
+    return played == rounds or (every > 0 and played % every == 0)
+
+
+def releases(rounds: int, every: int) -> int:
+    """Return how many times a run of so many rounds releases figures.
+
+    >>> releases(7, 3), releases(6, 3), releases(6, 0)
+    (3, 2, 1)
+    """
+    return sum(is_due(every, played, rounds) for played in range(1, rounds + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,11 +57,15 @@ TAIL = 1e-18
 
 def loss_distribution(noise_multiplier: float, rate: float, step: float) -> Any:
     """Return the privacy loss distribution of one round, on multiples of `step`."""
-    # Imported here: it costs over a second, and training does not need it.
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
-
     forth = _on_grid(lambda epsilons: forward(epsilons, noise_multiplier, rate), step)
     back = _on_grid(lambda epsilons: backward(epsilons, noise_multiplier, rate), step)
+    return distribution_of(forth, back, step)
+
+
+def distribution_of(forth: Vector, back: Vector, step: float) -> Any:
+    """Return the loss distribution of two profiles, each at the epsilons 0, step, 2 step, ..."""
+    # Imported here: it costs over a second, and training does not need it.
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
     def mass(above: Vector, below: Vector) -> Any:
         """Return the distribution with these deltas for positive and for negative epsilons."""

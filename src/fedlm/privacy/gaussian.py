@@ -1,6 +1,6 @@
 """Independent Gaussian noise, whose cost counts on the chance of staying out of a round.
 
-In:       a plan with Poisson cohorts, or with cohorts of a fixed size.
+In:       a plan with Poisson, balls-in-bins or fixed-size cohorts.
 Out:      the registry entry: noise, cost, checks.
 Promise:  the cost is that of the sampling law that the plan names.
 Not here: how dp_accounting computes it (`cost.py`), correlated noise (`spaced.py`).
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 from fedlm.core.errors import require
-from fedlm.privacy import cost
+from fedlm.privacy import balls_in_bins, cost
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise, gaussian
-from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.plan import PrivacyPlan, check_bins
 
 
 def _noise(plan: PrivacyPlan, stddev: float) -> Noise:
@@ -22,7 +22,9 @@ def _noise(plan: PrivacyPlan, stddev: float) -> Noise:
 
 
 def _check(plan: PrivacyPlan) -> None:
-    """Refuse a minimum separation: these sampling laws do not keep it."""
+    """Refuse a minimum separation where the sampling law does not keep it."""
+    if plan.sampling.law == balls_in_bins.LAW:
+        return check_bins(plan.sampling, plan.rounds)
     for name in ("min_separation", "max_participations"):
         value = getattr(plan.sampling, name)
         require(
@@ -45,6 +47,9 @@ def _cost(plan: PrivacyPlan, rounds: int) -> Cost:
             f"every client joins each round by its own coin, with probability {sampling.cohort} in "
             f"{sampling.population}, and who joined stays secret"
         )
+    elif sampling.law == balls_in_bins.LAW:
+        name = f"{accountant} of Gaussian noise on balls-in-bins cohorts"
+        drawn = in_bins(plan)
     else:
         name = f"{accountant} of Gaussian noise on fixed-size cohorts"
         drawn = (
@@ -75,8 +80,32 @@ def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
         return cost.gaussian_event(plan.noise_multiplier / 2, rounds)
     if sampling.law == "poisson":
         return cost.sampled_event(plan.noise_multiplier, _rate(plan), rounds)
+    if sampling.law == balls_in_bins.LAW:
+        return bins_event(plan, rounds, bands=1)
     return cost.fixed_size_event(
         plan.noise_multiplier, sampling.cohort, sampling.population, rounds
+    )
+
+
+def bins_event(plan: PrivacyPlan, rounds: int, bands: int) -> cost.DpEvent:
+    """Return what rounds release about a client whose bin is secret."""
+    bins, share = plan.sampling.min_separation + 1, bin_share(plan)
+    return cost.balls_in_bins_event(plan.noise_multiplier, rounds, bins, bands, share)
+
+
+def bin_share(plan: PrivacyPlan) -> float:
+    """Return the chance that a client is in a bin at all."""
+    sampling = plan.sampling
+    return sampling.cohort * (sampling.min_separation + 1) / sampling.population
+
+
+def in_bins(plan: PrivacyPlan) -> str:
+    """Say how balls-in-bins cohorts are drawn."""
+    bins, out = plan.sampling.min_separation + 1, 1 - bin_share(plan)
+    none = f", or with probability {out:.3g} into none," if out > 1e-9 else ""
+    return (
+        f"before the first round each client falls into one of {bins} bins by chance{none} and "
+        f"joins every {bins}th round, that of its bin; who is in which bin stays secret"
     )
 
 
@@ -106,12 +135,13 @@ GAUSSIAN = Mechanism(
     cost=_cost,
     event=_event,
     check=_check,
-    laws=("poisson", "fixed"),
+    laws=("poisson", "fixed", balls_in_bins.LAW),
     reason="because the cost of gaussian noise is computed from the chance of joining a round and "
     "a separation leaves no such chance",
     way_out="Or set server.sampling = 'poisson'.",
     clip_moves="every round",
     independent=True,
-    chance_laws=("poisson", "fixed"),
+    replay_laws=("poisson", "fixed"),
+    chance_laws=("poisson", "fixed", balls_in_bins.LAW),
     first_guess=_first_guess,
 )

@@ -3,9 +3,9 @@
 In:       a secret seed and an address (purpose, round).
 Out:      standard normal numbers in 64-bit floating point, or numbers rounded to a grid.
 Promise:  who does not know the seed cannot tell the numbers from chance: they are made of the
-          output of SHAKE-256, not of a statistical generator; the same address gives the same
-          numbers.
-Not here: noise on sums of updates (`noise.py`), which is drawn on the device.
+          stream of ChaCha20 under the address's key of 256 bits, as all noise is; the same address
+          gives the same numbers.
+Not here: the cipher (`core/chacha.py`), noise on sums of updates (`noise.py`).
 
 Uniform numbers of 53 bits become normal ones by Box and Muller's formula, so that none is larger
 than 8.7; the probability beyond is below 1e-17.
@@ -13,13 +13,14 @@ than 8.7; the probability beyond is below 1e-17.
 
 from __future__ import annotations
 
-import hashlib
-
+import jax
 import numpy as np
 
-from fedlm.core.keys import Purpose, digest_for
+from fedlm.core import chacha
+from fedlm.core.keys import Purpose, cipher_key_for
 
 STEPS = 1 << 10  # per unit of a released number
+AT_ONCE = 1 << 10  # blocks of the cipher, so that one compiled program serves all
 
 
 def standard_normal(seed: int, purpose: Purpose, count: int, *, round: int = 0) -> np.ndarray:
@@ -29,11 +30,26 @@ def standard_normal(seed: int, purpose: Purpose, count: int, *, round: int = 0) 
     (3,)
     """
     half = -(-count // 2)
-    stream = hashlib.shake_256(digest_for(seed, purpose, round=round)).digest(16 * half)
-    bits = np.frombuffer(stream, "<u8").reshape(2, half) >> np.uint64(11)
+    bits = _words(seed, purpose, round, 2 * half).reshape(2, half) >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((bits[0] + 0.5) * 2.0**-53))
     angle = 2 * np.pi * bits[1] * 2.0**-53
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+def _words(seed: int, purpose: Purpose, round: int, count: int) -> np.ndarray:
+    """Return the first words of 64 bits of the stream of an address."""
+    key = cipher_key_for(seed, purpose, round=round)
+    each = AT_ONCE * chacha.BLOCK // 2
+    parts = [
+        np.asarray(_blocks(key, first * AT_ONCE)).T.astype("<u4").tobytes()
+        for first in range(-(-count // each))
+    ]
+    return np.frombuffer(b"".join(parts), "<u8")[:count]
+
+
+@jax.jit
+def _blocks(key: chacha.CipherKey, first: int) -> jax.Array:
+    return chacha.blocks(key, 0, first, AT_ONCE)
 
 
 def on_grid(values: np.ndarray) -> np.ndarray:

@@ -193,7 +193,8 @@ class Ledger:
             for number, line in enumerate(lines, start=1)
             if not line.endswith(CUT.encode())
         ]
-        with contextlib.suppress(ValueError):  # cut short, unless only its end of line is missing
+        # Cut short, unless only its end of line is missing.
+        with contextlib.suppress(ValueError, RecursionError):
             json.loads(last)
             found.append(_parsed(last, f"{self.path}, its last line"))
         if not found or found[0]["kind"] != "begin":
@@ -226,7 +227,7 @@ class Ledger:
         tail = os.pread(file, MOST_LINE, max(0, size - MOST_LINE)).rpartition(b"\n")[2]
         try:
             json.loads(tail)
-        except ValueError:
+        except (ValueError, RecursionError):
             return CUT.encode() + b"\n"
         return b"\n"
 
@@ -432,16 +433,16 @@ def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
 def _as_one_run(plan: PrivacyPlan, rounds: Sequence[int]) -> tuple[PrivacyPlan, int]:
     """Return a plan, and how many of its rounds, that cost at least what the releases cost.
 
-    Independent noise: every release costs one round, because members and noise of a round that is
-    played again are drawn anew (`federation/round.py`). Correlated noise: each release of round t
+    Independent noise and draws: every release costs one round, because members and noise of a round
+    that is played again are drawn anew (`federation/round.py`). Otherwise each release of round t
     gives row t of the strategy matrix C, applied to what was summed until then, with fresh noise.
     No row adds up entries of different signs (they are positive, or a client meets one of them),
     so one client moves row t by at most |C u|_t, where u marks its rounds, which the sampler draws
     alike every time. With no round released more than k times the squared sum is at most k times
-    the largest |C u|^2: that of k runs.
+    the largest |C u|^2: that of k runs. Where turns are secret the same holds for every u.
     """
     count = 1 + max(rounds, default=-1)  # a lost line in the middle must not lower the cost
-    if MECHANISMS[plan.mechanism].independent:
+    if plan.sampling.law in MECHANISMS[plan.mechanism].replay_laws:
         return plan, count + extra_releases(rounds)
     noise = plan.noise_multiplier / math.sqrt(max(Counter(rounds).values(), default=1))
     return dataclasses.replace(plan, noise_multiplier=noise), count

@@ -42,8 +42,11 @@ class Mechanism:
     reason: str  # why any other law is refused
     way_out: str  # what to set instead
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
-    clip_moves: Literal["never", "at restarts", "every round"] = "never"  # under its noise
-    independent: bool = False  # whether noise is fresh in every round, so that rounds cost alike
+    clip_moves: Literal["at restarts", "every round"] = "at restarts"  # under its noise
+    independent: bool = False  # whether noise is fresh in every round
+    # Laws under which members and noise of a round are drawn anew if it is played again, so that
+    # it costs what any other round costs.
+    replay_laws: tuple[str, ...] = ()
     # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
     chance_laws: tuple[str, ...] = ()
     first_guess: Callable[[PrivacyPlan, float], float] = lambda plan, epsilon: 1.0  # of the noise

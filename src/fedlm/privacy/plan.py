@@ -39,7 +39,7 @@ class PrivacyPlan:
     clip_norm: float
     noise_multiplier: float  # noise stddev in units of clip_norm
     delta: float
-    restart_every: int = 0  # tree: rounds per tree; 0 is one tree over all rounds
+    restart_every: int = 0  # correlated noise begins anew after so many rounds; 0: never
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
     # banded: the first column; blt: decays, then scales. Found once, when a run begins, and read
@@ -74,7 +74,7 @@ class PrivacyPlan:
         """The factor by which a client's count may cost more than its sums (`clip.py`)."""
         sampling, every = self.sampling, self.clip_every
         most = participations(every, sampling.min_separation, sampling.max_participations)
-        return min(every.bit_count(), most)
+        return min(every.bit_count(), most) if self.mechanism == "tree" else most
 
     @property
     def denominator(self) -> float:
@@ -127,6 +127,18 @@ def check_population(sampling: Sampling) -> None:
         sampling.cohort,
         f"between 1 and the {sampling.population} training clients",
     )
+
+
+def check_bins(sampling: Sampling, rounds: int) -> None:
+    """Refuse more bins than the population can fill, and a limit that bins do not keep."""
+    most = sampling.max_participations
+    require(
+        most == 0,
+        "privacy.max_participations",
+        most,
+        f"0 when server.sampling = {sampling.law!r}, which does not enforce it",
+    )
+    check_separation(sampling, rounds)
 
 
 def check_separation(sampling: Sampling, rounds: int) -> None:

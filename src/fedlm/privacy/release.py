@@ -74,6 +74,7 @@ HEADER = frozenset(
         "canaries",
         "unsafe_seed",
         "custom",
+        "part_of",
         "tree",
         "start",
         "start_sha256",
@@ -82,6 +83,8 @@ HEADER = frozenset(
 )
 # Of the last line: figures of held-out clients, words of the noisy model, the claim.
 FINAL = frozenset({"test", "predictions", "privacy", "releases"})
+# Of what happened to a run: settings, and rounds chosen by released figures.
+HISTORY = frozenset({"before", "rounds", "round", "patience", "best_round"})
 # Of the store in the header: its tokenizer, which leaves with the model, and a hash of the text
 # under a salt that stays. Exact counts of tokens and plain hashes would tell whether a client is in
 # the text.
@@ -126,6 +129,8 @@ def release(
             }
     elif kind == "final" and hides(plan):
         facts = {name: value for name, value in facts.items() if name in FINAL}
+    elif kind in ("extended", "stopped") and hides(plan):
+        facts = {name: value for name, value in facts.items() if name in HISTORY}
     elif kind in ("reply", "nodes") and hides(plan):
         kept = REPLY if kind == "reply" else NODES
         facts = {name: value for name, value in facts.items() if name in kept} | dict(expected())

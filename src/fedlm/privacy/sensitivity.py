@@ -124,6 +124,46 @@ def of_strategy(
         return float(toeplitz.minsep_sensitivity_squared(column, apart, most, n=rounds))
 
 
+def of_restarted(
+    chosen: Strategy, rounds: int, min_separation: int, max_participations: int
+) -> Squared:
+    """Return the squared sensitivity of a strategy that begins anew after its own rounds.
+
+    The releases of two restarts have nothing in common, so squared lengths add up. If columns do
+    not overlap at the separation, one dynamic programme over all rounds finds the worst. Otherwise
+    the worst of every restart is taken, over all ways to divide the participations among them,
+    whatever the rest between two restarts; that is a bound, and the maximum where the closest
+    placement begins every restart.
+    """
+    apart, length = min_separation + 1, chosen.rounds
+    if rounds <= length:
+        return Squared(of_strategy(chosen, rounds, min_separation, max_participations))
+    lengths = [length] * (rounds // length) + [rounds % length] * (rounds % length > 0)
+    most = participations(rounds, min_separation, max_participations)
+    if len(chosen.coefficients) <= apart:
+        from jax_privacy.matrix_factorization import sensitivity  # dear to import, as above
+
+        squares = np.concatenate([chosen.column_norms(part) ** 2 for part in lengths])
+        with exact():
+            found = sensitivity.max_participation_for_linear_fn(jnp.asarray(squares), apart, most)
+        return Squared(float(found))
+    tables = {
+        part: [0.0, *(of_strategy(chosen, part, min_separation, c) for c in range(1, fit + 1))]
+        for part, fit in ((part, participations(part, min_separation, most)) for part in lengths)
+    }
+    best = np.zeros(most + 1)  # by the number of participations so far, at most
+    for part in lengths:
+        table = tables[part]
+        best = np.array(
+            [
+                max(best[n - c] + table[c] for c in range(min(n, len(table) - 1) + 1))
+                for n in range(most + 1)
+            ]
+        )
+    free = max_participations == 0 or most == participations(rounds, min_separation, 0)
+    return Squared(float(best[-1]), exact=length % apart == 0 and free)
+
+
 def of_matrix(
     matrix: Float[np.ndarray, "out rounds"], min_separation: int, max_participations: int
 ) -> float:

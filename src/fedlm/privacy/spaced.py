@@ -15,7 +15,7 @@ its column, of length at most one, if its coin for that round says so, and not a
 other clients' contributions inside a block depend on what was released before, as in any adaptive
 use of normal noise. So each block costs one round of Gaussian noise on a Poisson cohort with chance
 cohort * b / population, and there are at most ceil(rounds / b) of them. Neither the deal into
-groups nor the other clients' coins are counted on.
+groups nor the other clients' coins are counted on. Balls-in-bins cohorts: `balls_in_bins.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import math
 from collections.abc import Callable
 
 from fedlm.core.errors import require
-from fedlm.privacy import correlated, cost, sensitivity, strategy
+from fedlm.privacy import balls_in_bins, correlated, cost, sensitivity, strategy
+from fedlm.privacy.gaussian import bins_event, in_bins
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise
-from fedlm.privacy.plan import PrivacyPlan, check_separation
+from fedlm.privacy.plan import PrivacyPlan, check_bins, check_separation
 from fedlm.privacy.sensitivity import Squared
 from fedlm.privacy.strategy import Strategy
 
@@ -53,6 +54,7 @@ def spaced(
 
     def check_all(plan: PrivacyPlan) -> None:
         check_separation(plan.sampling, plan.rounds)
+        _check_restart(plan)
         check(plan)
 
     return Mechanism(
@@ -65,7 +67,7 @@ def spaced(
         "join, and that law bounds neither",
         way_out="Or set server.sampling = 'spaced' and privacy.min_separation.",
         settings=settings,
-        clip_moves="at restarts" if "restart_every" in settings else "never",
+        clip_moves="at restarts",
         sensitivity=squared,
         strategy=strategy_of,
         find_matrix=find,
@@ -88,7 +90,7 @@ def matrix(
 
     def squared(plan: PrivacyPlan, rounds: int) -> Squared:
         apart, most = plan.sampling.min_separation, plan.sampling.max_participations
-        return Squared(sensitivity.of_strategy(strategy_of(plan), rounds, apart, most))
+        return sensitivity.of_restarted(strategy_of(plan), rounds, apart, most)
 
     return spaced(noise, squared, check, settings, strategy_of, find)
 
@@ -167,7 +169,7 @@ def _released_tree(plan: PrivacyPlan, rounds: int) -> Squared:
     return sensitivity.of_released_tree(rounds, apart, most, restart_every=plan.restart_every)
 
 
-def _check_tree(plan: PrivacyPlan) -> None:
+def _check_restart(plan: PrivacyPlan) -> None:
     require(
         plan.restart_every >= 0,
         "privacy.restart_every",
@@ -179,9 +181,14 @@ def _check_tree(plan: PrivacyPlan) -> None:
 # ---- matrices ----------------------------------------------------------------------------
 
 
+def _length(plan: PrivacyPlan) -> int:
+    """Return the rounds that one matrix is for: those of a restart, or all."""
+    return min(plan.restart_every or plan.rounds, plan.rounds)
+
+
 def _bands(plan: PrivacyPlan) -> int:
     """Return how many bands the matrix really has."""
-    return min(plan.bands or plan.sampling.min_separation + 1, plan.rounds)
+    return min(plan.bands or plan.sampling.min_separation + 1, _length(plan))
 
 
 def _check_bands(plan: PrivacyPlan) -> None:
@@ -192,10 +199,10 @@ def _check_bands(plan: PrivacyPlan) -> None:
         "0 (min_separation + 1) or a positive number",
     )
     require(
-        plan.bands <= plan.rounds,
+        plan.bands <= _length(plan),
         "privacy.bands",
         plan.bands,
-        f"at most server.rounds, here {plan.rounds}",
+        f"at most the rounds of a matrix, here {_length(plan)}",
     )
 
 
@@ -212,11 +219,11 @@ def _check_narrow(plan: PrivacyPlan) -> None:
 
 
 def _find_banded(plan: PrivacyPlan) -> tuple[float, ...]:
-    return strategy.find_banded(plan.rounds, _bands(plan))
+    return strategy.find_banded(_length(plan), _bands(plan))
 
 
 def _banded(plan: PrivacyPlan) -> Strategy:
-    return strategy.banded(plan.rounds, plan.matrix or _find_banded(plan))
+    return strategy.banded(_length(plan), plan.matrix or _find_banded(plan))
 
 
 def _check_banded(plan: PrivacyPlan) -> None:
@@ -238,16 +245,16 @@ def _check_matrix(plan: PrivacyPlan, good: bool, wanted: str) -> None:
 
 
 def _toeplitz(plan: PrivacyPlan) -> Strategy:
-    return strategy.toeplitz(plan.rounds, _bands(plan))
+    return strategy.toeplitz(_length(plan), _bands(plan))
 
 
 def _find_blt(plan: PrivacyPlan) -> tuple[float, ...]:
     apart, most = plan.sampling.min_separation, plan.sampling.max_participations
-    return strategy.find_blt(plan.rounds, apart, most, plan.buffers)
+    return strategy.find_blt(_length(plan), apart, most, plan.buffers)
 
 
 def _blt(plan: PrivacyPlan) -> Strategy:
-    return strategy.blt(plan.rounds, plan.matrix or _find_blt(plan))
+    return strategy.blt(_length(plan), plan.matrix or _find_blt(plan))
 
 
 def _check_blt(plan: PrivacyPlan) -> None:
@@ -275,42 +282,65 @@ def _check_buffers(plan: PrivacyPlan) -> None:
     )
 
 
-# ---- banded noise on cyclic Poisson cohorts ------------------------------------------------
+# ---- banded noise on cyclic Poisson and on balls-in-bins cohorts ---------------------------
 
 
 CYCLIC = "cyclic-poisson"
 
 
 def _amplified(entry: Mechanism) -> Mechanism:
-    """Let a mechanism with narrow bands and columns of length one take cyclic Poisson cohorts."""
+    """Let a mechanism with narrow bands and columns of length one take secret cohorts too."""
+    events = {CYCLIC: _cyclic_event, balls_in_bins.LAW: _bins_event}
+    costs = {CYCLIC: _cyclic_cost, balls_in_bins.LAW: _bins_cost}
+    secret = (CYCLIC, balls_in_bins.LAW)
 
     def check(plan: PrivacyPlan) -> None:
         entry.check(plan)
-        most = plan.sampling.max_participations
-        require(
-            plan.sampling.law != CYCLIC or most == 0,
-            "privacy.max_participations",
-            most,
-            f"0 when server.sampling = {CYCLIC!r}, which does not enforce it",
-        )
+        if plan.sampling.law in secret:
+            check_bins(plan.sampling, plan.rounds)
+        if plan.sampling.law == balls_in_bins.LAW:
+            _check_divides(plan)
 
     def event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
-        cyclic = plan.sampling.law == CYCLIC
-        return (_cyclic_event if cyclic else entry.event)(plan, rounds)
+        return events.get(plan.sampling.law, entry.event)(plan, rounds)
 
     def cost_of(plan: PrivacyPlan, rounds: int) -> Cost:
-        cyclic = plan.sampling.law == CYCLIC
-        return (_cyclic_cost if cyclic else entry.cost)(plan, rounds)
+        return costs.get(plan.sampling.law, entry.cost)(plan, rounds)
 
     return dataclasses.replace(
         entry,
         check=check,
         event=event,
         cost=cost_of,
-        laws=(*entry.laws, CYCLIC),
-        chance_laws=(CYCLIC,),
-        way_out=f"Or set server.sampling = 'spaced' or {CYCLIC!r}, and privacy.min_separation.",
+        laws=(*entry.laws, *secret),
+        chance_laws=secret,
+        way_out=f"Or set server.sampling = 'spaced', {CYCLIC!r} or {balls_in_bins.LAW!r}, and "
+        "privacy.min_separation.",
     )
+
+
+def _check_divides(plan: PrivacyPlan) -> None:
+    bins, bands = plan.sampling.min_separation + 1, plan.bands or plan.sampling.min_separation + 1
+    require(
+        bins % bands == 0,
+        "privacy.bands",
+        bands,
+        f"a divisor of min_separation + 1, here {bins}, when server.sampling = "
+        f"{plan.sampling.law!r}: the account tells bins apart that do not overlap",
+        "Change either of them.",
+    )
+
+
+def _bins_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
+    """Return what rounds release about a client whose bin is known only modulo the bands."""
+    _check_planned(plan, rounds)
+    return bins_event(plan, rounds, plan.bands or plan.sampling.min_separation + 1)
+
+
+def _bins_cost(plan: PrivacyPlan, rounds: int) -> Cost:
+    epsilon, accountant = cost.compose([_bins_event(plan, rounds)], plan.delta)
+    name = f"{accountant} of {plan.mechanism} noise on balls-in-bins cohorts"
+    return Cost(epsilon, name, (in_bins(plan),))
 
 
 def _cyclic_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
@@ -340,9 +370,10 @@ def _cyclic_cost(plan: PrivacyPlan, rounds: int) -> Cost:
     )
 
 
+RESTARTS = "restart_every"
 TREE = spaced(
-    _tree_noise, _tree_sensitivity, _check_tree, ("restart_every",), released=_released_tree
+    _tree_noise, _tree_sensitivity, lambda plan: None, (RESTARTS,), released=_released_tree
 )
-BANDED = _amplified(matrix(_banded, _check_banded, ("bands",), _find_banded))
-TOEPLITZ = matrix(_toeplitz, _check_bands, ("bands",))
-BLT = matrix(_blt, _check_blt, ("buffers",), _find_blt)
+BANDED = _amplified(matrix(_banded, _check_banded, (RESTARTS, "bands"), _find_banded))
+TOEPLITZ = matrix(_toeplitz, _check_bands, (RESTARTS, "bands"))
+BLT = matrix(_blt, _check_blt, (RESTARTS, "buffers"), _find_blt)

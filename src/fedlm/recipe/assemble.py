@@ -34,6 +34,7 @@ from fedlm.methods.optimizers import (
 from fedlm.models import catalog
 from fedlm.models.partial import TRAINABLE, PartKind, PartOptions
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.secure_sums import check_sums
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
@@ -200,6 +201,7 @@ def check_recipe(recipe: Recipe, like: Params, clients: int) -> None:
     check_method_settings(method, related_to_method(recipe))
     _check_wire(recipe)
     _check_mode(recipe)
+    check_sums(recipe)
     if recipe.privacy.mechanism is not None:
         _check_private(recipe)
     feedback = recipe.wire.error_feedback

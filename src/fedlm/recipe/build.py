@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedlm.cohort.delays import Delays
+from fedlm.core.errors import ConfigError
 from fedlm.core.types import Engine
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
@@ -21,8 +23,10 @@ from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
+from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
     check_base,
     client_rows,
@@ -40,10 +44,11 @@ from fedlm.recipe.private_evaluation import (
     private_evaluation_of,
     refuse_private_evaluation,
 )
+from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.record.directory import RunDirectory
-from fedlm.run import Run
+from fedlm.run import Evaluation, Run
 
 
 def build(
@@ -57,6 +62,7 @@ def build(
     """Open the recipe's store and return its run; with `pooled`, a run of central training."""
     store = open_store(recipe.data, cache, progress)
     resolved = resolve(recipe, store)
+    check_memory(resolved, model_spec(resolved, store.vocabulary))
     if pooled:
         return pretraining(resolved, store, out=out)
     kind = flat_run if resolved.federation is None else tree_run
@@ -71,19 +77,24 @@ def flat_run(
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
     waiting: Callable[[Engine, Buffer], Waiting] | None = None,
+    evaluation: Callable[[PrivacyPlan | None], Evaluation] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
-    `waiting` makes what waits for their answers in buffered rounds.
+    `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
+    held-out text, or by `evaluation` of its plan.
     """
     if members is not None:
         refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
+        check_sums(recipe, network=True)
     rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
     people = members or population.of_store(store, rows.clients)
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
-    participation = privacy_plan.participation_of(recipe, people.size, out)
+    # Over a network nodes make the same plan, and they do not know this store.
+    ledgers = store.ledgers if members is None else ()
+    participation = privacy_plan.participation_of(recipe, people.size, out, ledgers)
     kept = None if members is None else 0  # at nodes, what their clients remember stays there
     algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
     if members is not None and algorithm.remembers:
@@ -92,7 +103,11 @@ def flat_run(
     made = (
         engine(algorithm)
         if engine
-        else engine_of(recipe, algorithm, rows.train, RunDirectory(out).frozen)
+        else engine_for(
+            recipe,
+            algorithm,
+            lambda trained: engine_of(recipe, trained, rows.train, RunDirectory(out).frozen),
+        )
     )
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)
@@ -101,11 +116,31 @@ def flat_run(
         algorithm=algorithm,
         engine=made,
         round=round,
-        evaluation=evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
+        evaluation=evaluation(algorithm.plan)
+        if evaluation
+        else evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
         start=start,
         private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),
     )
+
+
+def run_to_look_at(recipe: Recipe, store: Store, population_size: int, *, out: Path) -> Run:
+    """Return the run of a model whose text is elsewhere: it can be asked, and not trained."""
+    alone = recipe.model_copy(update={"federation": None})
+    size = max(population_size, recipe.server.cohort)
+    members = population.of_paths([("elsewhere",)] * size)
+    return flat_run(
+        alone,
+        store,
+        out=out,
+        members=members,
+        engine=lambda algorithm: engine_of(alone, algorithm, _no_rows),
+    )
+
+
+def _no_rows(member: int) -> Any:
+    raise ConfigError("the text of this run is elsewhere: it cannot be trained here.")
 
 
 def pretraining(recipe: Recipe, store: Store, *, out: Path) -> Run:

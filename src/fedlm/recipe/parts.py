@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
+from tokenizers.models import WordLevel
 
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
@@ -28,9 +29,10 @@ from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
-from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write
-from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of
+from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write, write_tokens
+from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of, token_dtype
 from fedlm.corpus.tokenizer_file import load_library
+from fedlm.corpus.vocabulary import Vocabulary
 from fedlm.engine.catalog import ENGINES
 from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
@@ -43,7 +45,7 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
-from fedlm.recipe.settings import Data, Model, Recipe
+from fedlm.recipe.settings import Data, Model, Recipe, Server
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
@@ -126,6 +128,42 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)  # another process made the same store meanwhile
 
 
+def recipe_to_look_at(recipe: Recipe, clients: int) -> Recipe:
+    """Return a recipe for a model that was trained, on the text of `[data]`.
+
+    How it was trained is left out, and with it what would be promised for training.
+    """
+    server = Server(cohort=max(1, min(Server().cohort, clients)), rounds=recipe.server.rounds)
+    model = recipe.model.model_copy(update={"base_dtype": "float32", "init_from": None})
+    return Recipe(data=recipe.data, model=model, run=recipe.run, server=server)
+
+
+def names_no_text(data: Data) -> bool:
+    """Return whether `[data]` leaves all text to nodes, and names at most a tokenizer."""
+    return not (data.source or data.store or data.stores)
+
+
+def tokenizer_store(data: Data, cache: Path) -> Store:
+    """Return a store that has a tokenizer and no text, for a server whose text is at nodes."""
+    given = given_tokenizer(data)
+    if given is None:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer!r}: without data.store a server needs the path of "
+            "the tokenizer.json that all nodes prepared their text with."
+        )
+    settings = store_settings(data, given)
+    path = cache / f"tokenizer-{_identity('', settings, given)}"
+    if not path.exists():
+        vocabulary, dtype = vocabulary_of(data, given), token_dtype(given.vocabulary)
+        assert isinstance(vocabulary, Vocabulary)
+        try:
+            return write_tokens((), path, vocabulary, settings, dtype, learns=False)
+        except CorpusError:
+            if not path.exists():
+                raise  # else another process made the same store meanwhile
+    return Store(path)
+
+
 def _check_store(store: Store, data: Data) -> None:
     """Raise `ConfigError` if a given setting differs from the one the store was made with."""
     for name, made in vars(store.settings).items():
@@ -164,7 +202,7 @@ def resolve(recipe: Recipe, store: Store) -> Recipe:
     if size.vocab == store.vocabulary:
         del sizes["vocab"]  # the store decides it
     data, decided = recipe.data, vars(store.settings)
-    if data.source is not None:
+    if data.source is not None or not len(store):
         decided = {**decided, "tokenizer": data.tokenizer}  # a path, where the store says "file"
     data = data.model_copy(update=decided)
     return recipe.model_copy(
@@ -481,10 +519,11 @@ def held_out_text(recipe: Recipe, rows: ClientRows, owners: np.ndarray) -> HeldO
         sizes = [len(part) for part in parts]
         return np.concatenate(parts), np.repeat(owners, sizes)
 
-    whole = data.tokenizer != "words" and data.layout == "windows"
+    whole = not isinstance(store.tokenizer.library.model, WordLevel) and data.layout == "windows"
     return HeldOutText(
         rows=cut,
         groups=lambda owner: store.groups(owner),
+        bytes_of=store.held_bytes,
         bytes=sum(store.held_bytes(int(n)) for n in owners) if whole else None,
     )
 

@@ -10,7 +10,7 @@ Not here: which plans are sound (`privacy/catalog.py`), what they cost (`privacy
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from fedlm.cohort.sampling import LAWS
 from fedlm.cohort.sampling import check_cohort as check_cohort
 from fedlm.core.errors import RecordError, require
 from fedlm.core.types import Sampling
-from fedlm.privacy import account
+from fedlm.privacy import account, evaluation
 from fedlm.privacy.catalog import check_plan, own_settings, with_matrix
+from fedlm.privacy.cost import gaussian_event
+from fedlm.privacy.ledger import Entry, Ledger, gaussian_entry
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Client, Privacy, Recipe
 from fedlm.record.directory import RunDirectory
@@ -41,18 +43,20 @@ def sampling_of(recipe: Recipe, clients: int) -> Sampling:
 
 
 def participation_of(
-    recipe: Recipe, clients: int, out: Path | None = None
+    recipe: Recipe, clients: int, out: Path | None = None, ledgers: Sequence[Path] = ()
 ) -> Sampling | PrivacyPlan:
     """Return the privacy plan, or the sampling law if the recipe has no plan.
 
     With `out`, the directory of its run, the plan has the numbers of its matrix: those with which
-    the run began, or new ones.
+    the run began, or new ones. `ledgers` tell what preparing the text has cost the clients.
     """
     sampling = sampling_of(recipe, clients)
-    return plan_of(recipe, sampling, out) or sampling
+    return plan_of(recipe, sampling, out, ledgers) or sampling
 
 
-def plan_of(recipe: Recipe, sampling: Sampling, out: Path | None = None) -> PrivacyPlan | None:
+def plan_of(
+    recipe: Recipe, sampling: Sampling, out: Path | None = None, ledgers: Sequence[Path] = ()
+) -> PrivacyPlan | None:
     """Return the privacy plan; noise that is not given is found from the target epsilon."""
     asked = recipe.privacy
     if asked.mechanism is None:
@@ -87,9 +91,23 @@ def plan_of(recipe: Recipe, sampling: Sampling, out: Path | None = None) -> Priv
         plan = with_matrix(plan, _begun(out))
     if asked.noise_multiplier is None:
         assert asked.epsilon is not None
-        plan = replace(plan, noise_multiplier=account.calibrate(plan, asked.epsilon))
+        others = _others(recipe, ledgers)
+        events = [gaussian_event(entry["noise_multiplier"]) for entry in others]
+        extra = sum(entry["delta"] for entry in others)
+        noise = account.calibrate(plan, asked.epsilon, events, extra)
+        plan = replace(plan, noise_multiplier=noise)
     check_plan(plan)
     return plan
+
+
+def _others(recipe: Recipe, ledgers: Sequence[Path]) -> list[Entry]:
+    """Return the releases besides rounds that the target epsilon of a run must hold."""
+    found = [e for path in ledgers for e in Ledger(path).entries() if e["kind"] == "gaussian"]
+    asked, rounds = recipe.privacy, recipe.server.rounds
+    if asked.evaluation_noise is not None:
+        due = evaluation.releases(rounds, asked.evaluation_every)
+        found += [gaussian_entry("evaluation", asked.evaluation_noise)] * due
+    return found
 
 
 def _begun(out: Path) -> PrivacyPlan | None:

@@ -1,4 +1,4 @@
-"""Private evaluation of a flat run: `[privacy]` to noisy figures of training clients.
+"""Private evaluation: `[privacy]` to noisy figures of training clients.
 
 In:       a recipe with `privacy.evaluation_noise`, the rows of the clients, a plan.
 Out:      a `ScheduledEvaluation`, or None if nothing is asked for or nothing has to be hidden.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -39,12 +39,19 @@ def private_evaluation_of(
     models: Callable[[Any], Mapping[str, Params]],
     *,
     score: ScoreFn = catalog.score,
+    places: Mapping[str, Sequence[int]] | None = None,
 ) -> ScheduledEvaluation | None:
-    """Return the noisy evaluation of training clients' held-out text that a recipe asks for."""
+    """Return the noisy evaluation of training clients' held-out text that a recipe asks for.
+
+    In a tree, `places` are the positions of each place's clients among the training clients. A
+    client counts with the model of its own place, once, so one release costs what it costs in a
+    flat run.
+    """
     asked = recipe.privacy
     if asked.evaluation_noise is None or not release.hides(plan):
         return None
-    _check(recipe)
+    _check(recipe, plan)
+    of = {"": range(len(rows.clients))} if places is None else places
     made = PrivateEvaluation(
         noise_multiplier=asked.evaluation_noise,
         tokens=asked.evaluation_tokens,
@@ -53,13 +60,17 @@ def private_evaluation_of(
     evaluator = cache(lambda: Evaluator(score, rows.store.special))
 
     @cache
-    def text() -> tuple[np.ndarray, np.ndarray]:
-        parts = [rows.held(int(number)) for number in rows.clients]
-        return np.concatenate(parts), np.repeat(rows.clients, [len(part) for part in parts])
+    def text(place: str) -> tuple[np.ndarray, np.ndarray]:
+        clients = rows.clients[np.asarray(of[place], int)]
+        parts = [rows.held(int(number)) for number in clients]
+        return np.concatenate(parts), np.repeat(clients, [len(part) for part in parts])
 
     def figures(state: Any) -> dict[str, Any]:
-        held, owners = text()
-        each = list(by_owner(evaluator()(models(state)[""], held), owners).values())
+        each: list[Any] = []
+        of_places = models(state)
+        for place in of:
+            held, owners = text(place)
+            each += by_owner(evaluator()(of_places[place], held), owners).values()
         nats, tokens, right = np.array([(s.nats, s.tokens, s.correct) for s in each]).T
         return made.release(nats, tokens, right, os.urandom(16))
 
@@ -74,14 +85,13 @@ def refuse_private_evaluation(recipe: Recipe, where: str) -> None:
     require(noise is None, "privacy.evaluation_noise", noise, f"nothing {where}")
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: Recipe, plan: PrivacyPlan | None) -> None:
     asked, every = recipe.privacy, recipe.server.evaluate_every
     require(
-        asked.epsilon is None,
+        plan is not None and plan.unit == "client",
         "privacy.evaluation_noise",
         asked.evaluation_noise,
-        "nothing beside privacy.epsilon, which is the budget of the rounds alone",
-        "Set privacy.noise_multiplier in its place; fedlm privacy epsilon RUN counts both.",
+        "nothing beside federation.noise_multiplier: its noise hides a client, not a whole leaf",
     )
     require(
         asked.evaluation_every % every == 0,

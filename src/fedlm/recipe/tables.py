@@ -44,6 +44,7 @@ from fedlm.recipe.federation import (
     Size,
 )
 from fedlm.record.trackers import TRACKERS
+from fedlm.server.robust import RULES
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -358,15 +359,17 @@ class Server(Table):
     )
     cohort: Size = Field(
         default=20,
-        description="Members per round; with `poisson` or `cyclic-poisson` sampling, the expected "
-        "number.",
+        description="Members per round; with other `sampling` than `fixed` and `spaced`, the "
+        "expected number.",
     )
     sampling: Annotated[str, one_of(LAWS)] = Field(
         default="fixed",
         description="How members are drawn: a `fixed` number without replacement; `poisson`, each "
         "client by its own coin; `spaced`, after a turn a client rests for "
         "`privacy.min_separation` rounds; `cyclic-poisson`, groups of clients take turns, with as "
-        "many rounds in between, and each client of the group joins by its own coin.",
+        "many rounds in between, and each client of the group joins by its own coin; "
+        "`balls-in-bins`, each client falls by chance into one of `privacy.min_separation` + 1 "
+        "bins, which take turns.",
     )
     mode: Literal["synchronous", "buffered"] = Field(
         default="synchronous",
@@ -393,7 +396,27 @@ class Server(Table):
         description="`buffered`: how long the server still waits for others once `buffer` answers "
         "are in.",
     )
+    aggregate: Annotated[str, one_of(RULES)] = Field(
+        default="mean",
+        description="How updates become one change: their `mean`; or, where single updates may be "
+        "looked at, a centre that few liars cannot move: `median` of each value, `trimmed-mean`, "
+        "`geometric-median`.",
+    )
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.1, description="`trimmed-mean`: the part of values that is cut on each side."
+    )
+    update_norm: Positive | None = Field(
+        default=None,
+        description="The longest update, as an L2 norm, that counts in full without a privacy "
+        "plan; longer ones are shortened to it. Not set: no bound.",
+    )
     evaluate_every: Count = Field(default=10, description="Rounds between two evaluations.")
+    patience: Natural = Field(
+        default=0,
+        description="Early stopping: end the run after so many evaluations without a lower "
+        "perplexity on held-out text, of those figures that may be told; 0 never does. The best "
+        "model on the way is kept, as with `run.keep_best`.",
+    )
     evaluate_rows: Natural = Field(
         default=2_000, description="Held-out rows scored on the way; 0 is all."
     )
@@ -408,8 +431,9 @@ class Privacy(Table):
 
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
-        description="The noise on each sum: `gaussian` with `server.sampling` `poisson` or "
-        "`fixed`; the others with `spaced`, `banded` also with `cyclic-poisson`.",
+        description="The noise on each sum: `gaussian` with `server.sampling` `poisson`, "
+        "`fixed` or `balls-in-bins`; the others with `spaced`, `banded` also with `cyclic-poisson` "
+        "or `balls-in-bins`.",
     )
     clip_norm: Positive = Field(
         default=1.0, description="The longest update that one client may send, as an L2 norm."
@@ -431,7 +455,8 @@ class Privacy(Table):
     )
     min_separation: Natural = Field(
         default=0,
-        description="`spaced`, `cyclic-poisson`: rounds strictly between two turns of a client.",
+        description="`spaced`, `cyclic-poisson`, `balls-in-bins`: rounds strictly between two "
+        "turns of a client.",
     )
     max_participations: Natural = Field(
         default=0,
@@ -439,7 +464,8 @@ class Privacy(Table):
         "allows.",
     )
     restart_every: Natural = Field(
-        default=0, description="`tree`: rounds per tree; 0 is one tree over all rounds."
+        default=0,
+        description="All but `gaussian`: rounds after which the noise begins anew; 0 is never.",
     )
     bands: Natural = Field(
         default=0,
@@ -451,20 +477,20 @@ class Privacy(Table):
     )
     clip_quantile: Share = Field(
         default=0.0,
-        description="`gaussian`, and `tree` with `restart_every`: the fraction of updates that an "
-        "adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
+        description="`gaussian`, and the others with `restart_every`: the fraction of updates that "
+        "an adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
     )
     clip_rate: Positive = Field(
         default=0.2,
-        description="How fast an adaptive clip norm moves: after each round, or with `tree` "
-        "after each restart, it is multiplied by "
+        description="How fast an adaptive clip norm moves: after each round, or with "
+        "`restart_every` after each restart, it is multiplied by "
         "exp(-clip_rate × (unclipped fraction - clip_quantile)).",
     )
     clip_noise: NotNegative | None = Field(
         default=None,
         description="Standard deviation of the noise on how many updates were unclipped in a "
-        "round, or with `tree` in a restart; it spends a part of the same budget. Not set: a "
-        "twentieth of `server.cohort`, times the rounds of a restart.",
+        "round, or with `restart_every` in a restart; it spends a part of the same budget. Not "
+        "set: a twentieth of `server.cohort`, times the rounds of a restart.",
     )
     evaluation_noise: Positive | None = Field(
         default=None,
@@ -537,6 +563,23 @@ class Wire(Table):
         description="`lora`, `lora-both`: only so many blocks have adapters, from the end; blocks "
         "before them need no backward pass. 0 is all blocks.",
     )
+    secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="In a simulation: how many nodes share the clients and add up their updates in "
+        "a secure sum, of which the server sees the sum alone; 0 is none. Needs a codec that adds "
+        "up, such as `secure-20-clip1-members100`.",
+    )
+    secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
+        "thirds of them.",
+    )
+    secure_rotation: bool = Field(
+        default=False,
+        description="`secure_nodes`: whether updates are rotated before they are rounded, all of a "
+        "round in the same way: values become alike, so that the codec's `clip` may be much "
+        "smaller than an update's norm.",
+    )
     error_feedback: bool = Field(
         default=False,
         description="Whether members add what the codec left out to their next update; it is kept "
@@ -568,6 +611,11 @@ class RunTable(Table):
     )
     keep_checkpoints: Count = Field(
         default=3, description="How many of the newest checkpoints are kept."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Whether the model with the lowest perplexity on held-out text on the way is "
+        "kept too, for `--best` of `fedlm predict`, `evaluate` and `export`; of a tree none is.",
     )
     trackers: tuple[Annotated[str, one_of(TRACKERS)], ...] = Field(
         default=("tensorboard",), description="Programs that get a copy of each round's figures."

@@ -9,8 +9,9 @@ Not here: what the settings may be (`federation.py`), the round (`federation/tre
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
+from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
+from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.topology import Topology, feed
+from fedlm.federation.topology import EVERYBODY, Topology, feed
 from fedlm.federation.tree_evaluation import TreeEvaluation
 from fedlm.federation.tree_round import TreeConfig
 from fedlm.federation.tree_rounds import TreeRound
@@ -38,7 +41,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
-from fedlm.recipe.private_evaluation import refuse_private_evaluation
+from fedlm.recipe.private_evaluation import private_evaluation_of, refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
@@ -57,46 +60,84 @@ def tree_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm, Topology], Engine] | None = None,
-    nothing_held: Callable[[Topology, dict[str, Any]], str] = lambda topology, held: NOTHING_HELD,
+    text: Callable[[Topology], TextByPlace] | None = None,
+    nothing_held: Callable[[Topology, Mapping[str, Any]], str] = lambda topology, held: (
+        NOTHING_HELD
+    ),
+    tokens: Callable[[int], int] | None = None,
 ) -> Run:
     """Return the run of a tree.
 
-    Its members are the store's clients, or `members`, which `engine` reaches elsewhere.
-    `nothing_held` words the error for a tree without held-out text.
+    Its members are the store's clients, or `members`, which `engine` reaches elsewhere; `tokens`
+    tells how many each of these trains on. It is evaluated on the store's held-out text, or on
+    `text` elsewhere. `nothing_held` words the error for a tree without held-out text.
     """
-    refuse_private_evaluation(recipe, "in a tree of federations: it is for flat runs")
+    if members is not None:
+        refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
     settings = settings_of(recipe)
     clients = parts.training_clients(recipe, store, needed=members is None)
     rows = parts.client_rows(recipe, store, clients)
     people = members or population.of_store(store, rows.clients)
     topology = topology_of(settings, people.group_paths())
-    algorithm = tree_algorithm(recipe, store, topology, out)
+    # Over a network nodes make the same plan, and they do not know this store.
+    ledgers = store.ledgers if members is None else ()
+    algorithm = tree_algorithm(recipe, store, topology, out, ledgers)
+    if members is not None and algorithm.remembers:
+        algorithm = replace(algorithm, memory_at_nodes=True)
     made = (
         engine(algorithm, topology)
         if engine
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
-    config = config_of(recipe, store, algorithm, topology, people, out)
+    counts = tokens or people.tokens
+    config = config_of(recipe, store, algorithm, topology, people.size, counts, out, ledgers)
     plans = _plans(config, leaf_plan(recipe, topology))
     plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
+    round = TreeRound(
+        config=config,
+        engine=made,
+        algorithm=algorithm,
+        model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
+        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+        leaf_secret=lambda: _leaf_secret(settings),
+        plan=plan,
+    )
     return Run(
         population=people,
         algorithm=algorithm,
         engine=made,
-        round=TreeRound(
-            config=config,
-            engine=made,
-            algorithm=algorithm,
-            model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
-            secret=lambda: privacy_plan.secret_of(recipe.privacy),
-            leaf_secret=lambda: _leaf_secret(settings),
-            plan=plan,
+        round=round,
+        evaluation=_evaluation(recipe, rows, config, plan, text, nothing_held),
+        private_evaluation=private_evaluation_of(
+            recipe, rows, plan, round.models, places=_places(topology)
         ),
-        evaluation=_evaluation(recipe, rows, config, plan, nothing_held),
+        node_recipes={
+            name: node_recipe(recipe, topology, node, here=members is None)
+            for node, name in enumerate(topology.names)
+        },
         start=parts.start_maker(recipe, store),
         **parts.shared_parts(recipe, store, plans, out),
     )
+
+
+def node_recipe(recipe: Recipe, topology: Topology, node: int, *, here: bool) -> Recipe:
+    """Return the recipe under which a node's model is judged by itself: on the text below it.
+
+    If the text is not `here`, the recipe names none. It is a recipe for looking at a model: it has
+    no plan, because the plan is that of the whole tree.
+    """
+    below = topology.below(node)
+    groups = sorted({group for n in below for group in topology.places[n].groups})
+    clients = sum(len(topology.clients[n]) for n in below)
+    told = () if not here or EVERYBODY in groups else tuple(groups)
+    data = recipe.data.model_copy(update={"groups": told})
+    return parts.recipe_to_look_at(recipe.model_copy(update={"data": data}), clients)
+
+
+def _places(topology: Topology) -> dict[str, tuple[int, ...]]:
+    """Return the clients of every place that has text, by the name of its model."""
+    return {topology.names[node]: topology.clients[node] for node in topology.with_text}
 
 
 def settings_of(recipe: Recipe) -> FederationTable:
@@ -123,7 +164,9 @@ def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
 # ---- the algorithm and the rules of a round ------------------------------------------------
 
 
-def tree_algorithm(recipe: Recipe, store: Any, topology: Topology, out: Path) -> Algorithm:
+def tree_algorithm(
+    recipe: Recipe, store: Any, topology: Topology, out: Path, ledgers: Sequence[Path]
+) -> Algorithm:
     """Return the algorithm of a tree's members, after checking that its settings fit a tree."""
     settings, privacy = settings_of(recipe), recipe.privacy
     require(
@@ -135,7 +178,7 @@ def tree_algorithm(recipe: Recipe, store: Any, topology: Topology, out: Path) ->
     )
     require(privacy.canaries == 0, "privacy.canaries", privacy.canaries, "0 in a tree")
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
-    return leaf_algorithm(recipe, _participation(recipe, topology, out), shapes)
+    return leaf_algorithm(recipe, _participation(recipe, topology, out, ledgers), shapes)
 
 
 def leaf_algorithm(
@@ -154,11 +197,13 @@ def leaf_algorithm(
         )
     if not settings.pool_clients:
         return made
+    codecs = {name: getattr(recipe.wire, name) for name in ("upload", "download")}
     require(
-        recipe.wire == type(recipe.wire)() and client.method == "fedavg",
+        recipe.wire == type(recipe.wire)(**codecs) and client.method == "fedavg",
         "federation.pool_clients",
         True,
-        "no [wire] and no client.method beside it: nodes send each other whole parts of models",
+        "of [wire] the codecs alone, and no client.method beside it: nodes send each other whole "
+        "parts of models",
     )
     rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
     inner, weigh = inner_of(recipe, rate), WEIGHTS[client.weight]
@@ -166,7 +211,9 @@ def leaf_algorithm(
     return replace(made, local=local)
 
 
-def _participation(recipe: Recipe, topology: Topology, out: Path) -> Sampling | PrivacyPlan:
+def _participation(
+    recipe: Recipe, topology: Topology, out: Path, ledgers: Sequence[Path]
+) -> Sampling | PrivacyPlan:
     """Return the plan or sampling law of the smallest federation of clients in the tree.
 
     A client is drawn most often there. Where text is pooled, all nodes join every round.
@@ -175,13 +222,15 @@ def _participation(recipe: Recipe, topology: Topology, out: Path) -> Sampling | 
         nodes = len(topology.with_text)
         return Sampling(law="fixed", population=nodes, cohort=nodes)
     held = min(len(topology.clients[n]) for n in topology.with_text)
-    return _participation_of(recipe, held, recipe.server.cohort, out)
+    return _participation_of(recipe, held, recipe.server.cohort, out, ledgers)
 
 
-def _participation_of(recipe: Recipe, held: int, cohort: int, out: Path) -> Sampling | PrivacyPlan:
+def _participation_of(
+    recipe: Recipe, held: int, cohort: int, out: Path, ledgers: Sequence[Path]
+) -> Sampling | PrivacyPlan:
     server = recipe.server.model_copy(update={"cohort": min(cohort, held)})
     alone = recipe.model_copy(update={"server": server})
-    return privacy_plan.participation_of(alone, held, out)
+    return privacy_plan.participation_of(alone, held, out, ledgers)
 
 
 def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyPlan]:
@@ -198,8 +247,10 @@ def config_of(
     store: Any,
     algorithm: Algorithm,
     topology: Topology,
-    people: Population,
+    clients: int,
+    tokens: Callable[[int], int] | None,
     out: Path,
+    ledgers: Sequence[Path],
 ) -> TreeConfig:
     """Return the configuration of the tree's rounds."""
     settings = settings_of(recipe)
@@ -222,15 +273,16 @@ def config_of(
         sync_every=settings.sync_every,
         order=settings.order,
         servers=tuple(_outer(recipe, topology, node) for node in nodes),
-        weights=tuple(_weight(settings, topology, people, node) for node in nodes),
+        weights=tuple(_weight(settings, topology, tokens, node) for node in nodes),
         pool_clients=settings.pool_clients,
-        init_memory=algorithm.local.init_memory,
+        init_memory=_never if algorithm.memory_at_nodes else algorithm.local.init_memory,
         rest=rest,
-        clients=people.size,
-        algorithms=tuple(_inner(recipe, topology, shapes, node, out) for node in nodes),
+        clients=clients,
+        algorithms=tuple(_inner(recipe, topology, shapes, node, out, ledgers) for node in nodes),
         clip_norm=settings.clip_norm,
         noise_multiplier=settings.noise_multiplier,
         edge_bytes=dense().encoded_bytes,
+        counts_frames=settings.pool_clients and recipe.wire != type(recipe.wire)(),
     )
 
 
@@ -253,18 +305,33 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
     )
 
 
-def _weight(settings: FederationTable, topology: Topology, people: Population, node: int) -> float:
+def _never(params: Params) -> np.ndarray:
+    """Return the round of the last turn of a node that keeps its optimiser itself: none yet."""
+    return np.asarray(-1, np.int32)
+
+
+def _weight(
+    settings: FederationTable,
+    topology: Topology,
+    tokens: Callable[[int], int] | None,
+    node: int,
+) -> float:
     """Return the weight of a node in the mean at its parent."""
     weight = 1.0
     if settings.weight == "tokens":
-        assert people.tokens is not None  # refused where members live elsewhere
+        assert tokens is not None
         below = topology.below(node)
-        weight = float(sum(people.tokens(c) for n in below for c in topology.clients[n]))
+        weight = float(sum(tokens(c) for n in below for c in topology.clients[n]))
     return float(topology.places[node].setting("weight", weight))
 
 
 def _inner(
-    recipe: Recipe, topology: Topology, shapes: Params, node: int, out: Path
+    recipe: Recipe,
+    topology: Topology,
+    shapes: Params,
+    node: int,
+    out: Path,
+    ledgers: Sequence[Path],
 ) -> Algorithm | None:
     """Return the algorithm of a node's own clients; None if it has none or pools their text.
 
@@ -274,7 +341,7 @@ def _inner(
     if not held or settings_of(recipe).pool_clients:
         return None
     cohort = topology.places[node].setting("cohort", recipe.server.cohort)
-    return algorithm_of(recipe, _participation_of(recipe, held, cohort, out), shapes)
+    return algorithm_of(recipe, _participation_of(recipe, held, cohort, out, ledgers), shapes)
 
 
 # ---- noise on what leaves a leaf -----------------------------------------------------------
@@ -349,42 +416,47 @@ def _evaluation(
     rows: ClientRows,
     config: TreeConfig,
     plan: PrivacyPlan | None,
-    nothing_held: Callable[[Topology, dict[str, Any]], str],
+    elsewhere: Callable[[Topology], TextByPlace] | None,
+    nothing_held: Callable[[Topology, Mapping[str, Any]], str],
 ) -> TreeEvaluation:
     """Return the evaluation of a tree.
 
     It uses the first split that the plan allows and in which every node with text holds some out.
     """
     topology = config.topology
-    owners = parts.owners_of(recipe, rows.store, rows.clients)
-    held = {split: _held(recipe, rows, topology, found) for split, found in owners.items()}
-    told = release.splits(plan, list(held))
-    whole = [split for split in told if set(topology.with_text) <= set(held[split])]
+    text = _text_here(recipe, rows, topology) if elsewhere is None else elsewhere(topology)
+    told = release.splits(plan, list(text.survey))
+    whole = [split for split in told if set(topology.with_text) <= set(text.survey[split])]
     if not whole and not release.hides(plan):
-        raise ConfigError(nothing_held(topology, held))
-    split = whole[0] if whole else None
+        raise ConfigError(nothing_held(topology, text.survey))
     return TreeEvaluation(
-        score=catalog.score,
-        special=rows.store.special,
         config=config,
-        split=split,
-        held={} if split is None else held[split],
+        split=whole[0] if whole else None,
+        text=text,
         own_models_stay=release.own_models_stay(plan),
     )
 
 
-def _held(
-    recipe: Recipe, rows: ClientRows, topology: Topology, owners: np.ndarray
-) -> dict[int, np.ndarray]:
-    """Return the held-out rows per node with text, at most `server.evaluate_rows` each."""
-    most, found = recipe.server.evaluate_rows, {}
-    fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
-    for node in topology.with_text:
-        parts = [rows.held(int(owners[c])) for c in fed[node]]
-        here = np.concatenate(parts) if parts else np.zeros((0, 1), np.int16)
-        if most and len(here) > most:
-            rng = generator_for(0, "evaluate", member=node)
-            here = here[np.sort(rng.choice(len(here), most, replace=False))]
-        if len(here):
-            found[node] = here
-    return found
+def _text_here(recipe: Recipe, rows: ClientRows, topology: Topology) -> TextHere:
+    """Return the held-out text of each node with text, from this process's store."""
+    found: dict[str, dict[int, np.ndarray]] = {}
+    survey: dict[str, dict[int, Held]] = {}
+    for split, owners in parts.owners_of(recipe, rows.store, rows.clients).items():
+        fed = feed(topology.places, [rows.store.groups(int(n)) for n in owners])
+        found[split], survey[split] = {}, {}
+        for node in topology.with_text:
+            text = parts.held_out_text(recipe, rows, owners[np.asarray(fed[node], int)])
+            here = sampled_rows(recipe, text.rows(1)[0], node)
+            if len(here):
+                found[split][node], survey[split][node] = here, text.size
+    evaluator = cache(lambda: Evaluator(catalog.score, rows.store.special))
+    return TextHere(evaluator=evaluator, rows=found, survey=survey)
+
+
+def sampled_rows(recipe: Recipe, rows: np.ndarray, node: int) -> np.ndarray:
+    """Return the held-out rows on which a node is scored, at most `server.evaluate_rows`."""
+    most = recipe.server.evaluate_rows
+    if not most or len(rows) <= most:
+        return rows
+    rng = generator_for(0, "evaluate", member=node)
+    return rows[np.sort(rng.choice(len(rows), most, replace=False))]

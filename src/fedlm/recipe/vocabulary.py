@@ -10,6 +10,9 @@ Not here: the noisy counts (`privacy/vocabulary.py`), reading a tokenizer file (
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +20,19 @@ from pathlib import Path
 from fedlm.core.errors import CorpusError, require
 from fedlm.corpus.store import LEDGER, Progress
 from fedlm.corpus.tokenizer import TextTokenizer, from_counts, word_finder
-from fedlm.corpus.vocabulary import Counting, Vocabulary, from_file
+from fedlm.corpus.vocabulary import (
+    Counting,
+    NoVocabularyError,
+    Origin,
+    Vocabulary,
+    check_origin,
+    from_file,
+)
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry
-from fedlm.privacy.vocabulary import assumptions, select_words, word_selection
+from fedlm.privacy.vocabulary import WordSelection, assumptions, select_words, word_selection
 from fedlm.recipe.settings import Data
 
+ORIGIN = "tokenizer_from.json"  # beside a tokenizer.json that a federation made
 COUNTED_WITH_NOISE = ("words", "bpe")  # kinds of tokenizers that are fitted to words
 
 
@@ -34,7 +45,7 @@ def vocabulary_of(
     """
     check_vocabulary(data)
     if given is not None:
-        return from_file(given, Path(data.tokenizer))
+        return _given(given, Path(data.tokenizer))
     return None if data.vocabulary_epsilon is None else _private(data, progress)
 
 
@@ -74,30 +85,72 @@ def _private(data: Data, progress: Progress) -> Counting:
             os.urandom(16),
             lambda done: progress("words of client", done),
         )
-        if not words:
-            raise CorpusError(
-                f"data.vocabulary_epsilon = {selection.epsilon:g}: no word is shared by enough "
-                "clients to be seen above the noise. Raise it, or take data.tokenizer = 'bytes', "
-                "which counts no text. This attempt has cost the same epsilon."
-            )
-        made = from_counts(words, data.tokenizer, data.vocabulary, data.lowercase)
-        origin = {
-            "kind": "private",
-            "epsilon": selection.epsilon,
-            "delta": selection.delta,
-            "words_per_client": selection.words,
-            "noise_multiplier": selection.noise_multiplier,
-            "threshold": selection.threshold,
-            "words_passed": len(words),
-        }
+        origin = private_origin(selection, len(words))
 
         def write_ledger(folder: Path) -> None:
-            said = assumptions({"store": {"tokenizer_from": origin}})
-            ledger = Ledger(folder / LEDGER)
-            ledger.begin(begin_entry({}, tokenizer=origin, assumes=said))
-            noise, delta = selection.noise_multiplier, selection.threshold_delta
-            ledger.append(gaussian_entry("vocabulary", noise, delta))
+            write_vocabulary_ledger(folder, origin)
 
+        if not words:
+            raise NoVocabularyError(
+                f"data.vocabulary_epsilon = {selection.epsilon:g}: no word is shared by enough "
+                "clients to be seen above the noise. Raise it, or take data.tokenizer = 'bytes', "
+                "which counts no text. This attempt has cost the same epsilon, which the next "
+                "store in its place will count.",
+                write_ledger,
+            )
+        made = from_counts(words, data.tokenizer, data.vocabulary, data.lowercase)
         return Vocabulary(made, origin, write_ledger)
 
     return count
+
+
+def private_origin(selection: WordSelection, passed: int) -> Origin:
+    """Return the origin of a vocabulary that was counted with noise."""
+    return {
+        "kind": "private",
+        "epsilon": selection.epsilon,
+        "delta": selection.delta,
+        "words_per_client": selection.words,
+        "noise_multiplier": selection.noise_multiplier,
+        "threshold": selection.threshold,
+        "threshold_delta": selection.threshold_delta,
+        "words_passed": passed,
+    }
+
+
+def write_vocabulary_ledger(folder: Path, origin: Origin) -> None:
+    """Write the ledger of a vocabulary that was counted with noise into a folder."""
+    said = assumptions({"store": {"tokenizer_from": origin}})
+    ledger = Ledger(folder / LEDGER)
+    ledger.begin(begin_entry({}, tokenizer=origin, assumes=said))
+    noise, delta = origin["noise_multiplier"], origin["threshold_delta"]
+    ledger.append(gaussian_entry("vocabulary", noise, delta))
+
+
+# ---- a tokenizer file that says where it came from -----------------------------------------------
+
+
+def write_origin(file: Path, origin: Origin) -> None:
+    """Write down, beside a tokenizer file, where it came from."""
+    told = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "origin": origin}
+    (file.parent / ORIGIN).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _given(tokenizer: TextTokenizer, file: Path) -> Vocabulary:
+    """Return the vocabulary of a tokenizer file, with the origin that stands beside it."""
+    beside = file.parent / ORIGIN
+    if not beside.is_file():
+        return from_file(tokenizer, file)
+    try:
+        told = json.loads(beside.read_text(encoding="utf-8"))
+        origin = check_origin(told["origin"])
+        same = told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        costs = [float(origin[n]) for n in ("epsilon", "noise_multiplier", "threshold_delta")]
+        if not same or origin["kind"] != "private" or not all(0 < c < math.inf for c in costs):
+            raise ValueError("it is of another tokenizer, or of no private one")
+    except (OSError, ValueError, KeyError, TypeError, CorpusError, RecursionError) as error:
+        raise CorpusError(
+            f"{beside} does not say where {file.name} came from ({str(error)[:200]}). Take both "
+            "files as they were made, or remove it: the tokenizer then counts as public."
+        ) from None
+    return Vocabulary(tokenizer, origin, lambda folder: write_vocabulary_ledger(folder, origin))

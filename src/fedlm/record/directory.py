@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from fedlm.core.documents import read_toml
-from fedlm.core.errors import RecordError, shown
+from fedlm.core.errors import RecordError, nearest, shown
 from fedlm.record.checkpoint import sweep, write_atomically
 
 LOCK = ".lock"
@@ -64,13 +64,31 @@ class RunDirectory:
 
     def weights_of(self, node: str) -> Path:
         """Return the path of a node's model, or of the federation's model if the name is empty."""
-        # Node names come from the corpus: a slash in a name must not lead to another folder.
-        file = f"{quote(node, safe=' ')}.safetensors"
-        return self.path / "nodes" / file if node else self.weights
+        return self.node(node).weights if node else self.weights
+
+    def node(self, name: str) -> RunDirectory:
+        """Return the directory of one node of a tree, which is a run of its own."""
+        return RunDirectory(self.path / "nodes" / _folder(name))
+
+    def of_node(self, name: str) -> RunDirectory:
+        """Return the directory of a node that is there, or this one if the name is empty."""
+        if not name:
+            return self
+        found = self.node(name)
+        if not found.weights.is_file():
+            known = sorted(
+                unquote(path.parent.name) for path in self.path.glob("nodes/*/recipe.toml")
+            )
+            raise RecordError(
+                f"--node {name}: {self.path} has no model of that node. {nearest(name, known)}"
+                if known
+                else f"--node {name}: {self.path} is the run of a single model, without nodes."
+            )
+        return found
 
     def own_weights_of(self, node: str) -> Path:
         """Return the path of the model that a leaf keeps to itself, for its owner's eyes alone."""
-        return self.path / "private" / self.weights_of(node).name
+        return self.path / "private" / f"{_folder(node)}.safetensors"
 
     @property
     def frozen(self) -> Path:
@@ -80,6 +98,22 @@ class RunDirectory:
     def forget_frozen(self) -> None:
         """Remove what frozen blocks gave: it tells of text, and a finished run needs it no more."""
         shutil.rmtree(self.frozen, ignore_errors=True)
+
+    @property
+    def best(self) -> Path:
+        """The model with the lowest perplexity on the way, of runs that keep it."""
+        return self.path / "best.safetensors"
+
+    def weights_to_use(self, *, best: bool) -> Path:
+        """Return the path of the last model, or the best one; refuse if it is not there."""
+        if not best:
+            return self.finished().weights
+        if not self.best.is_file():
+            raise RecordError(
+                f"{self.path} keeps no best model: train with --set run.keep_best=true, or with "
+                "server.patience."
+            )
+        return self.best
 
     @property
     def tokenizer(self) -> Path:
@@ -146,7 +180,7 @@ class RunDirectory:
         where = self.path.resolve()
         _HELD[where] = threading.get_ident()
         try:
-            for folder in (self.path, self.checkpoints, self.path / "nodes"):
+            for folder in (self.path, self.checkpoints, *self.path.glob("nodes/*/")):
                 sweep(folder)
             yield
         finally:
@@ -190,7 +224,7 @@ class RunDirectory:
             self._begin(recipe)
             return False
         self._check_free()
-        there = self._read_recipe()
+        there = self.read_recipe()
         if there != tomllib.loads(recipe):
             raise RecordError(
                 f"{self.path} holds another recipe ({difference(there, tomllib.loads(recipe))}): "
@@ -206,7 +240,8 @@ class RunDirectory:
         """Tell whether the directory is empty, or holds only leftovers of a killed first write."""
         return all(e.name == LOCK or e.name.endswith(".part") for e in self.path.iterdir())
 
-    def _read_recipe(self) -> dict[str, Any]:
+    def read_recipe(self) -> dict[str, Any]:
+        """Return the tables of the saved recipe."""
         try:
             return read_toml(self.recipe, str(self.recipe), RecordError)
         except RecordError as error:
@@ -231,6 +266,18 @@ class RunDirectory:
         if not found.recipe.is_file():
             raise RecordError(f"{path} is not a run directory: it has no recipe.toml.")
         return found
+
+
+def _folder(name: str) -> str:
+    """Return the folder's name of a node.
+
+    Names come from the corpus: neither a slash nor two dots may lead to another folder.
+
+    >>> _folder("North/South"), _folder("..")
+    ('North%2FSouth', '%2E%2E')
+    """
+    quoted = quote(name, safe=" ")
+    return quoted.replace(".", "%2E") if not quoted.strip(".") else quoted
 
 
 def adapter_beside(weights: Path) -> Path:

@@ -49,6 +49,7 @@ def _is_start(value: Any) -> bool:
 # The types of the fields that others count on; a field may be missing.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "round": _is_count,
+    "rounds": _is_count,
     "members": _is_number,
     "seconds": _is_number,
     "upload_bytes": _is_number,
@@ -104,8 +105,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path}, line {number}: {name} = {shown(entry[name], 80)} makes no sense; the "
                     "journal is damaged."
                 )
-        if entry["kind"] == "round" and "round" not in entry:
-            raise RecordError(f"{path}, line {number}: a round without its number.")
+        needed = {"round": "round", "stopped": "round", "extended": "rounds"}.get(entry["kind"])
+        if needed is not None and needed not in entry:
+            raise RecordError(f"{path}, line {number}: no {needed}; the journal is damaged.")
         yield entry
 
 
@@ -143,7 +145,7 @@ class Journal:
             entry
             for entry in read(self.path)
             if entry["kind"] != "final"
-            and not (entry["kind"] == "round" and entry["round"] >= round)
+            and not (entry["kind"] in ("round", "stopped") and entry["round"] >= round)
         ]
         text = "".join(dumps(entry) + "\n" for entry in kept)
         write_atomically(self.path, text.encode())

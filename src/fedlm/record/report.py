@@ -50,6 +50,20 @@ class Facts:
     header: dict[str, Any]
     rounds: list[dict[str, Any]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)  # extended or stopped early
+
+    @property
+    def rounds_planned(self) -> int | None:
+        """How many rounds the run was extended to last; None if it never was."""
+        found = [entry["rounds"] for entry in self.history if entry["kind"] == "extended"]
+        return found[-1] if found else None
+
+    @property
+    def stopped_after(self) -> int | None:
+        """After how many rounds the run stopped early; None if it did not."""
+        if not self.history or self.history[-1]["kind"] != "stopped":
+            return None
+        return int(self.history[-1]["round"]) + 1
 
     @property
     def evaluated(self) -> list[dict[str, Any]]:
@@ -103,6 +117,8 @@ def facts_of(path: Path) -> Facts:
             facts.rounds.append(entry)
         elif entry["kind"] == "final":
             facts.final = entry
+        elif entry["kind"] in ("extended", "stopped"):
+            facts.history.append(entry)
     return facts
 
 
@@ -150,6 +166,7 @@ def table(head: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def _overview(runs: list[Facts]) -> str:
     head = ["run", "rounds", "test perplexity", "test accuracy", "validation perplexity"]
+    head += ["bits per byte"]
     head += ["epsilon", "tokens", "MB up", "MB down", "seconds", "parameters"]
 
     def row(run: Facts) -> list[Any]:
@@ -162,6 +179,7 @@ def _overview(runs: list[Facts]) -> str:
             test.get("perplexity"),
             test.get("accuracy"),
             validation.get("perplexity") or watched,
+            test.get("bits_per_byte") or validation.get("bits_per_byte"),
             (run.final.get("privacy") or {}).get("epsilon"),
             run.tokens,
             last.get("upload_bytes", 0) / 1e6,
@@ -295,9 +313,15 @@ def _one_run(run: Facts) -> list[str]:
             parts.append(f"<h2>Perplexity by group, level {depth + 1}</h2>")
             values = [g["perplexity"] for g in groups.values()]
             parts.append(plots.bars(list(groups), values, y="perplexity"))
+            bits = [g.get("bits_per_byte") for g in groups.values()]
+            if all(value is not None for value in bits):  # comparable between languages
+                parts.append(plots.bars(list(groups), bits, y="bits per byte"))
     for prompt in run.final.get("predictions") or []:
         said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
         parts.append(f"<p><b>{html.escape(prompt['prompt'])}</b> … {html.escape(said)}</p>")
+    if run.history:
+        said = "".join(f"<li>{html.escape(_event(entry))}</li>" for entry in run.history)
+        parts.append(f"<h2>History</h2><ul>{said}</ul>")
     parts.append("<h2>How to repeat it</h2>")
     parts.append(f"<pre>{html.escape(run.header.get('command', ''))}</pre>")
     parts.append("<h2>Settings</h2>")
@@ -306,6 +330,15 @@ def _one_run(run: Facts) -> list[str]:
     parts.append("<h2>Made with</h2>")
     parts.append(table(["what", "version"], [[k, str(v)] for k, v in versions.items()]))
     return parts
+
+
+def _event(entry: dict[str, Any]) -> str:
+    if entry["kind"] == "extended":
+        return f"Extended from {entry.get('before')} to {entry['rounds']} rounds."
+    return (
+        f"Stopped early after round {entry['round'] + 1}: no better perplexity in "
+        f"{entry.get('patience')} evaluations."
+    )
 
 
 def _settings(run: Facts) -> str:

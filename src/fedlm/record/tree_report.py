@@ -60,6 +60,8 @@ def picture(tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str,
         told = [f"{before}{mark}{names[node]}"]
         if score.get("perplexity") is not None:
             told.append(f"perplexity {score['perplexity']:.1f}")
+        if score.get("bits_per_byte") is not None:
+            told.append(f"{score['bits_per_byte']:.3f} bits per byte")
         if score.get("personal") is not None:
             told.append(f"after own steps {score['personal']:.1f}")
         if node:
@@ -112,7 +114,8 @@ def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
 
 
 def _curves(rounds: list[dict[str, Any]]) -> list[str]:
-    seen = [r for r in rounds if r.get("places")]
+    scored = (r for r in rounds if r.get("places"))  # without rounds in which a leaf was away
+    seen = [r for r in scored if all(p[0] is not None for p in r["places"].values())]
     if not seen:
         return []
     steps = [float(r["round"] + 1) for r in seen]

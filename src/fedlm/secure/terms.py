@@ -17,12 +17,14 @@ opens one. Of n members let m work together with the server.
 
 Graph. Each node agrees on masks with all others, or (`neighbors` = k) with k of them: the present
 nodes are put in a circle in an order drawn from the digest of their keys, and each is linked to k/2
-on either side (a Harary graph; Bell et al. 2020). What one node sends then costs k, not n. It needs
-more faith. Lists of survivors are still signed by t of all nodes; but k/2 + 1 shares open a mask:
-a node is exposed if so many of its neighbors are in league with the server, and the sum of a set of
-nodes is exposed if all their links to other honest survivors ended. With a part s of the nodes in
-league or absent, the second happens to one node with a probability near s^k; who may choose keys
-last can try several circles. Choose k so that both chances are negligible for your n.
+on either side (a Harary graph, as in Bell et al. 2020). One node's work then grows with k, not n.
+What is opened is the sum of each part of the graph that honest survivors form; a server that lies
+chooses who is absent, and could cut the circle at two places. So the graph must hold together by
+itself: a Harary graph stays in one piece while fewer than k nodes are taken out, hence
+k > (n - t) + m is checked. k/2 + 1 shares open a mask, honest nodes reveal one kind, and m <= k/2
+keeps the colluders from opening the other kind alone: checked too. So the claim is that of the full
+graph and rests on no chance. The price: a round is also lost if more than k/2 of one node's
+neighbors are absent.
 """
 
 from __future__ import annotations
@@ -113,6 +115,14 @@ class Terms:
             "secure.neighbors",
             k,
             f"0 (all) or an even number from 2 to {n - 1}",
+        )
+        require(
+            k == 0 or (k > n - t + m and 2 * m <= k),
+            "secure.neighbors",
+            k,
+            f"0 (all), or more than {max(n - t + m, 2 * m - 1)}: with {n - t} nodes absent and {m} "
+            "in league with the server, it could cut off some of the others and learn their sum",
+            "Raise it, or raise secure.threshold.",
         )
 
     @functools.cached_property

@@ -32,6 +32,7 @@ every program, and an update that was decoded gives back its codes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,17 @@ class FixedPoint:
 
     # ---- integers of updates -----------------------------------------------------------------
 
+    def rounded(self, values: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+        """Round numbers to integers by uniform draws from 0 to 1, without bias.
+
+        Numbers beyond `clip` are cut to it; an update with a number that is not finite is zero.
+        """
+        if not np.isfinite(values).all():
+            return np.zeros(len(values), np.int64)
+        u = np.clip(np.asarray(values, np.float64), -self.clip, self.clip) / self.step
+        floor = np.floor(u)
+        return (floor + (uniform < u - floor)).astype(np.int64)
+
     def integers(self, update: Params) -> np.ndarray:
         """Return the codes of an update that the codec rounded, all leaves in one vector."""
         leaves = [np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(update)]
@@ -158,6 +170,14 @@ def _at_most(clip: float, most: int, step: float) -> bool:
     above, below = clip.as_integer_ratio()
     top, bottom = step.as_integer_ratio()
     return above * bottom <= most * below * top
+
+
+def grid_of(codec: Codec) -> FixedPoint:
+    """Return the grid of a codec that `secure` made, from its name."""
+    found = re.fullmatch(r"secure-(\d+)-clip([\d.]+)-members(\d+)", codec.name)
+    if found is None:
+        raise ValueError(f"{codec.name} has no grid")
+    return FixedPoint(bits=int(found[1]), clip=float(found[2]), members=int(found[3]))
 
 
 def check_additive(setting: str, codec: Codec) -> None:

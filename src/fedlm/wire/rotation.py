@@ -28,6 +28,7 @@ usual. A private run takes "mse".
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -130,6 +131,38 @@ def _cut(x: Float[Array, " n"], block: int) -> Iterator[RowMatrix]:
         part = x[at : at + count * d]
         yield jnp.pad(part, (0, count * d - len(part))).reshape(count, d)
         at += count * d
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def rotated(
+    x: Float[Array, " n"], seed: UInt32[Array, "2"], block: int = 4096
+) -> Float[Array, " m"]:
+    """Return R x with R = H D / sqrt(d) in each block; the last block is filled up with zeros.
+
+    All who know the seed have the same R, so that a sum of rotated vectors can be turned back.
+    """
+    flipped = jnp.where(_flips(seed, len(x)), -x, x)
+    parts = [(hadamard(rows) * rows.shape[1] ** -0.5).reshape(-1) for rows in _cut(flipped, block)]
+    return jnp.concatenate([*parts, jnp.zeros(0)])
+
+
+@functools.partial(jax.jit, static_argnames=("total", "block"))
+def unrotated(
+    y: Float[Array, " m"], seed: UInt32[Array, "2"], total: int, block: int = 4096
+) -> Float[Array, " n"]:
+    """Return the `total` values that `rotated` turned into y."""
+    x = _turned_back(y, total, block)[:total]
+    return jnp.where(_flips(seed, total), -x, x)
+
+
+def _turned_back(y: Float[Array, " m"], total: int, block: int) -> Float[Array, " m"]:
+    """Return H y / sqrt(d) in each block: H is its own inverse up to d."""
+    parts, at = [], 0
+    for count, d in layout(total, block):
+        rows = y[at : at + count * d].reshape(count, d)
+        parts.append((hadamard(rows) * d**-0.5).reshape(-1))
+        at += count * d
+    return jnp.concatenate([*parts, jnp.zeros(0)])
 
 
 def _squeeze(vectors: Vectors, key: PRNGKeyArray, scale: Scale, block: int) -> Rotated:

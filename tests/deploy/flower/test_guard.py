@@ -1,64 +1,169 @@
 """The guard before the server: who may come in."""
 
 import asyncio
+import base64
+import json
+import time
 
 import pytest
 from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, Metadata
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import Metadata
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 
+from fedlm.deploy import certificates, signing
+from fedlm.deploy.flower import superlink
 from fedlm.deploy.flower.client import CONTROL_HEADER
 from fedlm.deploy.flower.superlink import LARGEST_REQUEST, Guard
+from fedlm.deploy.signing import WHO_AM_I, Identity, Verifier, key_id
 
 KEY = {CONTROL_HEADER: "secret"}
+PRIVATE, PUBLIC = certificates.node_key()
+OTHER_PRIVATE, OTHER_PUBLIC = certificates.node_key()
+PULL, PUSH, OBJECT = (f"/v1/fleet/{p}" for p in ("pull-messages", "push-messages", "push-object"))
+KNOWN = {key_id(PUBLIC): Identity("north", PUBLIC, time.time() + 1000)}
 
 
-def status(path, headers=None, body=b""):
-    sent, seen = [], []
-
-    async def receive():
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def app(scope, receive, send):
-        seen.append((await receive())["body"])
+def guard_of(app=None, **more):
+    async def nothing(scope, receive, send):
+        await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    return Guard(app or nothing, "secret", Verifier(lambda: KNOWN), **more)
+
+
+def signed(path, body=b"", private=PRIVATE, public=PUBLIC, process="0" * 32, method="POST"):
+    headers = signing.sign(certificates.load_private(private), public, method, path, body, process)
+    shown = base64.b64encode(public).decode()
+    return {**headers, FLEET_HTTP_PUBLIC_KEY_HEADER: shown, "content-length": len(body)}
+
+
+def ask(guard, path, headers=None, body=b"", method="POST", receive=None):
+    """Return the status, the answer's body, and how many parts of the request were read."""
+    sent, read = [], []
+
+    async def whole():
+        read.append(body)
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message):
         sent.append(message)
 
-    raw = [(k.encode(), str(v).encode()) for k, v in (headers or {}).items()]
-    scope = {"type": "http", "path": path, "headers": raw}
-    asyncio.run(Guard(app, "secret")(scope, receive, send))
-    assert seen in ([], [body])  # behind the guard it is read as it was
-    return sent[0]["status"]
+    raw = [(k.lower().encode(), str(v).encode()) for k, v in (headers or {}).items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b""}
+    asyncio.run(guard(scope, receive or whole, send))
+    return sent[0]["status"], sent[-1].get("body", b""), len(read)
 
 
 @pytest.mark.parametrize(
     "path, headers, wanted",
     [
-        ("/v1/fleet/pull-messages", {}, 200),
-        ("/v1/fleet/push-object", {"content-length": LARGEST_REQUEST}, 200),
-        ("/v1/fleet/push-object", {"content-length": LARGEST_REQUEST + 1}, 413),
-        ("/v1/fleet/push-object", {"content-length": "many"}, 411),
-        ("/v1/fleet/push-object", {"transfer-encoding": "chunked"}, 411),
+        (PULL, {}, 401),
+        (PULL, {"content-length": 0}, 401),
+        (OBJECT, {"content-length": LARGEST_REQUEST}, 401),
+        (OBJECT, {"content-length": LARGEST_REQUEST + 1}, 413),
+        (OBJECT, {"content-length": "9" * 5000}, 411),
+        (OBJECT, {"content-length": "many"}, 411),
+        (OBJECT, {"transfer-encoding": "chunked"}, 411),
         ("/v1/control/register-node", {}, 403),
         ("/v1/control/start-run", {CONTROL_HEADER: "guess"}, 403),
         ("/v1/control/start-run", KEY, 200),
         ("/v1/runtime/acquire-task", {}, 403),
         ("/v1/runtime/pull-messages", KEY, 200),
-        ("/v1/fleet/../control/start-run", {}, 200),  # no such route behind the guard
+        ("/v1/fleet/../control/start-run", {}, 401),
         ("/docs", {}, 403),
     ],
 )
-def test_only_the_fleet_is_open_and_only_so_wide(path, headers, wanted):
-    assert status(path, headers) == wanted
+def test_nobody_comes_in_unknown_and_nothing_of_theirs_is_read(path, headers, wanted):
+    status, _, read = ask(guard_of(), path, headers)
+    assert status == wanted
+    assert read == (wanted == 200)
+
+
+def test_a_registered_node_comes_in_and_its_body_arrives():
+    arrived = []
+
+    async def app(scope, receive, send):
+        arrived.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    assert ask(guard_of(app), PULL, signed(PULL, b"abc"), b"abc")[0] == 200
+    assert arrived == [b"abc"]
+
+
+@pytest.mark.parametrize(
+    "path, headers, body, words",
+    [
+        (PULL, signed(PUSH, b"abc"), b"abc", "not of this request"),
+        (PULL, signed(PULL, b"abc", method="GET"), b"abc", "not of this request"),
+        (PULL, signed(PULL, b"abc"), b"abd", "not the one that was signed"),
+        (PULL, {**signed(PULL, b"abc"), "content-length": 4}, b"abcd", "not of this request"),
+        (PULL, {**signed(PULL), "fedlm-nonce": "0" * 32}, b"", "not of this request"),
+        (PULL, {**signed(PULL), "fedlm-time": f"{time.time() + 2:.3f}"}, b"", "not of this"),
+        (PULL, {**signed(PULL), "fedlm-time": f"{time.time() - 400:.3f}"}, b"", "clock"),
+        (PULL, {**signed(PULL), "fedlm-time": "1e999"}, b"", "fedlm-time"),
+        (PULL, {**signed(PULL), "fedlm-signature": "AAAAAAAA"}, b"", "not of this request"),
+        (PULL, {**signed(PULL), "fedlm-scheme": "fedlm-0"}, b"", "install the same fedlm"),
+        (PULL, signed(PULL, private=OTHER_PRIVATE, public=OTHER_PUBLIC), b"", "not registered"),
+        (PULL, signed(PULL, private=OTHER_PRIVATE), b"", "not of this request"),
+        (PULL, {**signed(PULL), FLEET_HTTP_PUBLIC_KEY_HEADER: "eA=="}, b"", "another key"),
+    ],
+)
+def test_a_signature_covers_all_of_a_request(path, headers, body, words):
+    status, answer, _ = ask(guard_of(), path, headers, body)
+    assert status == 401 and words in json.loads(answer)["reason"]
+
+
+def test_a_signature_counts_once():
+    guard, headers = guard_of(), signed(PULL)
+    assert ask(guard, PULL, headers)[0] == 200
+    status, answer, _ = ask(guard, PULL, headers)
+    assert status == 401 and "used before" in json.loads(answer)["reason"]
+    assert ask(guard, PULL, signed(PULL))[0] == 200
+
+
+def test_nonces_are_forgotten_with_their_time():
+    now = [time.time()]
+    verifier = Verifier(lambda: KNOWN, lambda: now[0])
+    headers = {k.lower().encode(): str(v).encode() for k, v in signed(PULL).items()}
+    verifier.check("POST", PULL, headers, 0)
+    now[0] += 1000
+    with pytest.raises(signing.Unsigned, match="clock"):
+        verifier.check("POST", PULL, headers, 0)
+    verifier._count(key_id(PUBLIC), "1" * 32, now[0], now[0])
+    assert list(verifier._seen[key_id(PUBLIC)]) == ["1" * 32]
+
+
+def test_an_expired_certificate_is_turned_away():
+    verifier = Verifier(lambda: {key_id(PUBLIC): Identity("north", PUBLIC, time.time() - 1)})
+    headers = {k.lower().encode(): str(v).encode() for k, v in signed(PULL).items()}
+    with pytest.raises(signing.Unsigned, match="expired"):
+        verifier.check("POST", PULL, headers, 0)
+
+
+def test_a_body_that_never_comes_is_given_up(monkeypatch):
+    monkeypatch.setattr(superlink, "PART_SECONDS", 0.05)
+
+    async def silent():
+        await asyncio.sleep(30)
+
+    status, answer, _ = ask(guard_of(), PULL, signed(PULL, b"abc"), receive=silent)
+    assert status == 408 and b"slowly" in answer
+
+
+def test_a_node_makes_few_requests_at_once():
+    guard = guard_of()
+    guard._at_once["north"] = superlink.MOST_AT_ONCE
+    assert ask(guard, PULL, signed(PULL))[0] == 429
+    guard._at_once["north"] = 0
+    assert ask(guard, PULL, signed(PULL))[0] == 200 and guard._at_once["north"] == 0
 
 
 def pushed(node, *heads):
     request = PushMessagesRequest(node=Node(node_id=node))
     for sender, answers in heads:
-        head = Metadata(src_node_id=sender, reply_to_message_id=answers)
+        head = Metadata(src_node_id=sender, reply_to_message_id=answers, message_id="reply")
         request.messages_list.append(ProtoMessage(metadata=head))
     return request.SerializeToString()
 
@@ -77,4 +182,49 @@ def pushed(node, *heads):
     ids=["own", "other", "both", "server", "question", "nothing", "garbage"],
 )
 def test_a_node_answers_for_itself_alone(body, wanted):
-    assert status("/v1/fleet/push-messages", {"content-length": len(body)}, body) == wanted
+    assert ask(guard_of(), PUSH, signed(PUSH, body), body)[0] == wanted
+
+
+def test_a_node_leaves_no_more_than_its_quota():
+    guard, answer, chunk = guard_of(quota=1000), pushed(7, (7, "question")), b"x" * 400
+    assert ask(guard, PUSH, signed(PUSH, answer), answer)[0] == 200
+    push = lambda: ask(guard, OBJECT, signed(OBJECT, chunk), chunk)[0]  # noqa: E731
+    assert [push() for _ in range(3)] == [200, 200, 507]
+    confirm = ConfirmMessageReceivedRequest(message_object_id="reply").SerializeToString()
+    headers = {**KEY, "content-length": len(confirm)}
+    assert ask(guard, superlink.CONFIRMED, headers, confirm)[0] == 200
+    assert [push() for _ in range(3)] == [200, 200, 507]
+    assert ask(guard, "/v1/control/start-run", KEY)[0] == 200
+    assert push() == 200
+
+
+def test_a_full_disk_stays_usable(tmp_path, monkeypatch):
+    monkeypatch.setattr(superlink, "LEAST_FREE", 1 << 60)
+    guard = guard_of(folder=tmp_path)
+    assert ask(guard, OBJECT, signed(OBJECT, b"x"), b"x")[0] == 507
+    assert ask(guard, PULL, signed(PULL))[0] == 200
+
+
+def test_a_kit_that_two_processes_use_is_noticed(tmp_path):
+    said, file = [], tmp_path / "sightings.json"
+    guard = guard_of(say=said.append, sightings=file)
+    for process in "0001111":  # it was started again
+        assert ask(guard, PULL, signed(PULL, process=process * 32))[0] == 200
+    assert not said and not file.exists()
+    for process in "01":
+        ask(guard, PULL, signed(PULL, process=process * 32))
+    assert len(said) == 1 and "kit of north" in said[0]
+    assert list(json.loads(file.read_text())) == ["north"]
+
+
+def test_a_node_may_ask_who_it_is():
+    status, answer, _ = ask(guard_of(), WHO_AM_I, signed(WHO_AM_I, method="GET"), method="GET")
+    assert status == 200 and json.loads(answer)["name"] == "north"
+
+
+def test_who_is_turned_away_is_told_now_and_then():
+    said = []
+    guard = guard_of(say=said.append)
+    for _ in range(5):
+        ask(guard, PULL)
+    assert len(said) == 1 and "turned away" in said[0]

@@ -35,6 +35,7 @@ def change(folder, edit):
     save_file(arrays, folder / hf.WEIGHTS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_read_to_the_bit(tmp_path, name):
     size, params = write(tmp_path, name)
@@ -57,6 +58,12 @@ def test_what_is_written_is_read_to_the_bit(tmp_path, name):
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
          "has no 'low_freq_factor'"),
         ("llama", {"rope_parameters": {"factor": 2.0}}, "factor = '2.0': fedlm does not know"),
+        ("llama", {"rope_parameters": {"rope_type": [1]}}, "rope scaling of type [1]"),
+        ("llama", {"rope_parameters": 3}, "rope_parameters = 3: expected a table"),
+        ("qwen2", {"layer_types": 7}, "layer_types = 7 is not supported"),
+        ("mpt", {"attn_config": "alibi"}, "attn_config = 'alibi': expected a table"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": "x"}},
+         "partial_rotary_factor = 'x': expected a positive number"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias = True is not supported"),
         ("llama", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = '30.0'"),

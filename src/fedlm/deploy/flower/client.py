@@ -51,6 +51,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from fedlm.core.errors import EngineError
 from fedlm.deploy.flower.records import Sender
 from fedlm.deploy.flower.transport import LastingTransport, RunTransport, presence_of
+from fedlm.deploy.versions import VersionedTransport
 from fedlm.deploy.workspace import Workspace, address
 from fedlm.engine.dispatch import Presence
 
@@ -204,13 +205,13 @@ class SuperLinkClient:
 
 
 @contextmanager
-def open_transport(workspace: Workspace) -> Iterator[LastingTransport]:
+def open_transport(workspace: Workspace) -> Iterator[VersionedTransport]:
     """Yield a transport to a federation's nodes; explain connection errors in plain words."""
     _return_freed_memory()
     with _locked(workspace), _network_errors(), closing(SuperLinkClient(workspace)) as client:
         client.register()
         with LastingTransport(client.run) as transport:
-            yield transport
+            yield VersionedTransport(transport)
 
 
 def _return_freed_memory() -> None:

@@ -21,10 +21,15 @@ from flwr.app.message import make_message
 from flwr.common.serde_utils import metadata_from_proto, metadata_to_proto
 
 from fedlm.core.errors import WireError
+from fedlm.engine.evaluate_messages import EVALUATE_REQUEST
 from fedlm.engine.messages import HELLO_REQUEST, TRAIN_REQUEST, Payload
 
 # Flower knows three categories of requests; the part after the dot is fedlm's.
-MESSAGE_TYPES = {TRAIN_REQUEST: "train.fedlm", HELLO_REQUEST: "query.fedlm"}
+MESSAGE_TYPES = {
+    TRAIN_REQUEST: "train.fedlm",
+    EVALUATE_REQUEST: "evaluate.fedlm",
+    HELLO_REQUEST: "query.fedlm",
+}
 FRAMES = "frames"
 FRAME_TYPE = "fedlm.frame"
 SCALARS = (str, int, float, bool)

@@ -4,13 +4,16 @@ In:       a federation's workspace.
 Out:      a server that nodes and the operator reach over TLS on one port.
 Promise:  only nodes whose keys are registered may fetch work and answer, each for itself alone;
           only who holds the federation's control key may register nodes, start runs or see them;
-          a request larger than a chunk is refused before it is read; no code that is sent here is
-          ever run.
-Not here: rounds (`server_app.py`), the operator's side (`client.py`), the nodes' (`supernode.py`).
+          nothing of a request is read before it is known who sent it, and then no more than was
+          announced and signed; what a node may leave lying is bounded; no code that is sent here
+          is ever run.
+Not here: rounds (`server_app.py`), the operator's side (`client.py`), the nodes' (`supernode.py`),
+          signatures (`signing.py`), connections (`connections.py`).
 
 Flower serves its three interfaces on one port, and the one for operators asks nobody who they are.
 So the SuperLink is started from here, with a guard before it: `/v1/fleet` is for nodes, which sign
-what they send, and everything else needs the control key. A SuperLink compares the key of a request
+all that they send (Flower's own signature covers a time alone), and everything else needs the
+control key. A SuperLink compares the key of a request
 with the node that the request names, but not with the sender that its messages name: the guard
 does. Written for flwr 1.41, with its application factory (`flwr.superlink.main`); can go once the
 SuperLink authenticates operators and checks the senders of messages itself.
@@ -18,83 +21,304 @@ SuperLink authenticates operators and checks the senders of messages itself.
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import contextlib
+import hashlib
 import hmac
+import json
 import logging
+import math
+import shutil
 import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import uvicorn
 from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
+from fedlm.core.errors import EngineError
+from fedlm.deploy import connections, history
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
+from fedlm.deploy.flower.database import make_ready
+from fedlm.deploy.membership import Identities
+from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
+from fedlm.engine.messages import VERSION
+from fedlm.record.checkpoint import write_atomically
 
 # Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
 LARGEST_REQUEST = 48 << 20
-REPLIES = "/v1/fleet/push-messages"
+FLEET, REPLIES, OBJECTS = "/v1/fleet/", "/v1/fleet/push-messages", "/v1/fleet/push-object"
+CONFIRMED = "/v1/runtime/confirm-message-received"
+RUNS = ("/v1/control/start-run", "/v1/control/stop-run")
 START_TIMEOUT = 120.0  # seconds until the server listens
+MOST_AT_ONCE = 4  # requests of one node: it makes one, and beats beside it
+PART_SECONDS = 30.0  # until the next part of a body is there
+SLOWEST = 16 << 10  # bytes a second, over a whole body
+REQUEST_SECONDS = 600.0  # for Flower to answer, and for a node to read it
+LEAST_FREE = 1 << 30  # bytes of disk that nodes leave to the server
+MESSAGE_SECONDS = 43_200.0  # Flower forgets a message after so long
+REGISTER_SECONDS = 1.0  # between two looks at the nodes of the workspace
+TOLD_SECONDS = 60.0  # between two lines about the same refusal
+MOST_TOLD = 1000
+
+
+class Turned(Exception):
+    """A request that is turned away, with a status and a reason for who sent it."""
+
+    def __init__(self, status: int, reason: str = "") -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
 
 
 class Guard:
     """An ASGI application that passes only authorised requests on to another."""
 
-    def __init__(self, app: Any, secret: str) -> None:
-        self.app, self.secret = app, secret.encode()
+    def __init__(
+        self,
+        app: Any,
+        secret: str,
+        verifier: Verifier,
+        *,
+        quota: float = math.inf,
+        folder: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        sightings: Path | None = None,
+    ) -> None:
+        """Guard an application.
+
+        Args:
+          app: the application.
+          secret: the control key.
+          verifier: checks nodes' signatures.
+          quota: bytes that a node may leave lying, until the server has fetched them.
+          folder: where they lie; nodes leave it some room.
+          say: is told who was turned away, and why.
+          sightings: a file about the processes that use each node's key.
+        """
+        self.app, self.secret, self.verifier = app, secret.encode(), verifier
+        self.stored, self.folder, self.say = Stored(quota), folder, say
+        self.seen = Sightings(sightings, say)
+        self._at_once: Counter[str] = Counter()
+        self._told: dict[str, float] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            status = self._verdict(scope)
-            if status is not None:
-                await _refuse(send, status)
-                return
-            if scope["path"].rstrip("/") == REPLIES:
-                body = await _read(receive)
-                if body is None or not is_own_reply(body):
-                    await _refuse(send, 403)
-                    return
-                receive = _replay(body, receive)
-        elif scope["type"] != "lifespan":
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        if scope["type"] != "http":
             return
+        try:
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            length = _length(headers)
+            if scope["path"].startswith(FLEET) or scope["path"] == WHO_AM_I:
+                await self._of_node(scope, headers, length, receive, send)
+            else:
+                await self._of_operator(scope, headers, receive, send)
+        except Turned as turned:
+            self._tell(scope, turned)
+            await _refuse(send, turned)
+
+    # ---- nodes -------------------------------------------------------------------------
+
+    async def _of_node(
+        self, scope: Any, headers: dict[bytes, bytes], length: int, receive: Any, send: Any
+    ) -> None:
+        """Pass on what a registered node signed; the body is read only after that is known."""
+        if scope.get("query_string"):
+            raise Turned(400, "the request has a query")
+        try:
+            signer = self.verifier.check(scope["method"], scope["path"], headers, length)
+        except Unsigned as unsigned:
+            raise Turned(401, str(unsigned)) from None
+        name = signer.identity.name
+        if self._at_once[name] >= MOST_AT_ONCE:
+            raise Turned(429, "the node makes too many requests at once")
+        self._at_once[name] += 1
+        try:
+            body = await _read(receive, length)
+            if hashlib.sha256(body).hexdigest() != signer.body:
+                raise Turned(401, "the body is not the one that was signed")
+            self.seen.see(name, signer.process)
+            if scope["path"] == WHO_AM_I:
+                await _answer(send, {"name": name, **_about(), "until": signer.identity.until})
+                return
+            self._check(scope["path"], headers, signer.identity, body)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await self.app(scope, _replay(body, receive), send)
+        finally:
+            self._at_once[name] -= 1
+
+    def _check(self, path: str, headers: Any, identity: Identity, body: bytes) -> None:
+        """Raise unless a node speaks for itself alone and leaves no more than it may."""
+        shown = headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode(), b"")
+        if shown != base64.b64encode(identity.public):
+            raise Turned(401, "the request shows another key than the one that signed it")
+        path = path.rstrip("/")
+        if path == REPLIES:
+            replies = own_replies(body)
+            if not replies:
+                raise Turned(403, "a node answers questions, and for itself alone")
+            self.stored.announce(identity.name, replies)
+        elif path == OBJECTS:
+            if self.folder is not None and shutil.disk_usage(self.folder).free < LEAST_FREE:
+                raise Turned(507, "the server's disk is full")
+            self.stored.add(identity.name, len(body))
+
+    # ---- the operator ------------------------------------------------------------------
+
+    async def _of_operator(
+        self, scope: Any, headers: dict[bytes, bytes], receive: Any, send: Any
+    ) -> None:
+        shown = headers.get(CONTROL_HEADER.encode(), b"")
+        if not hmac.compare_digest(shown, self.secret):
+            raise Turned(403, "the control key of the federation is wanted")
+        path = scope["path"].rstrip("/")
+        if path == CONFIRMED:
+            body = await _read(receive, _length(headers))
+            receive = _replay(body, receive)
+            with contextlib.suppress(Exception):  # Flower says what is wrong with it
+                self.stored.fetched(
+                    ConfirmMessageReceivedRequest.FromString(body).message_object_id
+                )
+        elif path in RUNS:
+            self.stored.clear()
         await self.app(scope, receive, send)
 
-    def _verdict(self, scope: Any) -> int | None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        size = headers.get(b"content-length", b"")
-        if b"transfer-encoding" in headers or not (size == b"" or size.isdigit()):
-            return 411
-        if int(size or 0) > LARGEST_REQUEST:
-            return 413
-        if scope["path"].startswith("/v1/fleet/"):
-            return None  # signed by the node's key, checked behind this guard
-        shown = headers.get(CONTROL_HEADER.encode(), b"")
-        return None if hmac.compare_digest(shown, self.secret) else 403
+    def _tell(self, scope: Any, turned: Turned) -> None:
+        """Say who was turned away, each address and reason once in a while."""
+        address = (scope.get("client") or ("somebody",))[0]
+        text, now = f"turned away {address}: {turned.reason}", time.monotonic()
+        if turned.reason and now - self._told.get(text, -TOLD_SECONDS) >= TOLD_SECONDS:
+            if len(self._told) >= MOST_TOLD:
+                self._told.clear()
+            self._told[text] = now
+            self.say(text)
 
 
-def is_own_reply(body: bytes) -> bool:
-    """Tell whether all messages in a request are replies by the node that the request names."""
+class Stored:
+    """The bytes that nodes left at the server and that nobody has fetched yet.
+
+    >>> stored = Stored(100)
+    >>> stored.announce("north", ["message"])
+    >>> stored.add("north", 90)
+    >>> stored.fetched("message")
+    >>> stored.add("north", 90)
+    >>> stored.add("north", 90)
+    Traceback (most recent call last):
+    fedlm.deploy.flower.superlink.Turned: the node leaves more than its quota of 0 MB
+    """
+
+    def __init__(self, quota: float) -> None:
+        self.quota = quota
+        self._messages: dict[str, dict[str, list[float]]] = {}  # by node: when, and bytes
+
+    def announce(self, node: str, messages: Iterable[str]) -> None:
+        """Count what a node sends from now on to these messages."""
+        held, now = self._messages.setdefault(node, {}), time.monotonic()
+        for message in messages:
+            held[message] = held.pop(message, [now, 0.0])  # it is the newest
+        for message, (since, _) in list(held.items()):
+            if now - since > MESSAGE_SECONDS:
+                del held[message]
+
+    def add(self, node: str, size: int) -> None:
+        """Count bytes to the newest message of a node, or raise `Turned`."""
+        held = self._messages.setdefault(node, {"": [time.monotonic(), 0.0]})
+        if sum(bytes_ for _, bytes_ in held.values()) + size > self.quota:
+            megabytes = self.quota / 1e6
+            raise Turned(507, f"the node leaves more than its quota of {megabytes:.0f} MB")
+        newest = next(reversed(held), "")
+        held.setdefault(newest, [time.monotonic(), 0.0])[1] += size
+
+    def fetched(self, message: str) -> None:
+        """Forget a message that Flower has deleted."""
+        for held in self._messages.values():
+            held.pop(message, None)
+
+    def clear(self) -> None:
+        """Forget everything: with a run, Flower deletes its messages."""
+        self._messages.clear()
+
+
+class Sightings:
+    """The processes that use each node's key: two at a time are a kit that was copied."""
+
+    def __init__(self, file: Path | None, say: Callable[[str], None]) -> None:
+        self.file, self.say = file, say
+        self._known: dict[str, list[str]] = {}  # by node: processes, the newest last
+        self._twice: dict[str, float] = {}
+
+    def see(self, node: str, process: str) -> None:
+        """Take a request of a process; one that another has followed must not come back."""
+        known = self._known.setdefault(node, [])
+        if known and known[-1] == process:
+            return
+        if process in known:
+            known.remove(process)
+            self._tell(node)
+        known.append(process)
+        del known[:-MOST_PROCESSES]
+
+    def _tell(self, node: str) -> None:
+        now = time.time()
+        if now - self._twice.get(node, 0.0) > TOLD_SECONDS:
+            self._twice[node] = now
+            self.say(f"two processes use the kit of {node} at the same time: was it copied?")
+            if self.file is not None:
+                write_atomically(self.file, json.dumps(self._twice).encode(), private=True)
+
+
+MOST_PROCESSES = 16
+
+
+def own_replies(body: bytes) -> list[str]:
+    """Return the ids of the messages in a request, if all are replies by the node it names."""
     try:
         request = PushMessagesRequest.FromString(body)
     except Exception:  # the library declares none; after any error the body is no request
-        return False
+        return []
     heads = [message.metadata for message in request.messages_list]
     own = request.node.node_id
-    return bool(heads) and all(h.src_node_id == own and h.reply_to_message_id for h in heads)
+    if not all(h.src_node_id == own and h.reply_to_message_id for h in heads):
+        return []
+    return [head.message_id for head in heads]
 
 
-async def _read(receive: Any) -> bytes | None:
-    """Read the body of a request of checked length; return None if the sender went away."""
+def _length(headers: dict[bytes, bytes]) -> int:
+    """Return the announced length of a body, or raise `Turned`."""
+    size = headers.get(b"content-length", b"")
+    if b"transfer-encoding" in headers or not (size == b"" or (size.isdigit() and len(size) < 12)):
+        raise Turned(411, "the length of the body is not told")
+    if int(size or 0) > LARGEST_REQUEST:
+        raise Turned(413, "the body is too long")
+    return int(size or 0)
+
+
+async def _read(receive: Any, length: int) -> bytes:
+    """Read a body of announced length, part by part and not too slowly."""
     body, more = bytearray(), True
-    while more:
-        part = await receive()
-        if part["type"] != "http.request" or len(body) > LARGEST_REQUEST:
-            return None
-        body += part.get("body", b"")
-        more = part.get("more_body", False)
+    try:
+        async with asyncio.timeout(PART_SECONDS + length / SLOWEST):
+            while more:
+                async with asyncio.timeout(PART_SECONDS):
+                    part = await receive()
+                if part["type"] != "http.request" or len(body) > length:
+                    raise Turned(400)
+                body += part.get("body", b"")
+                more = part.get("more_body", False)
+    except TimeoutError:
+        raise Turned(408, "the body comes too slowly") from None
     return bytes(body)
 
 
@@ -108,12 +332,23 @@ def _replay(body: bytes, receive: Any) -> Any:
     return give
 
 
-async def _refuse(send: Any, status: int) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+def _about() -> dict[str, Any]:
+    """Return what a server tells a node of itself."""
+    return {"fedlm": version("fedlm"), "protocol": VERSION, "time": time.time()}
 
 
-def application(workspace: Workspace) -> Any:
+async def _answer(send: Any, facts: dict[str, Any], status: int = 200) -> None:
+    body = json.dumps(facts).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse(send: Any, turned: Turned) -> None:
+    await _answer(send, {"reason": turned.reason}, turned.status)
+
+
+def application(workspace: Workspace, say: Callable[[str], None]) -> Any:
     """Return the guarded SuperLink of a federation."""
     settings = workspace.settings
     files = (workspace.authority, workspace.certificate, workspace.certificate_key)
@@ -142,28 +377,37 @@ def application(workspace: Workspace) -> Any:
         isolation="process",
         runtime_dependency_install=False,
     )
-    inner = create_app(config, SuperLinkLifespan)
-    return Guard(inner, workspace.control_key.read_text(encoding="ascii"))
+    return Guard(
+        create_app(config, SuperLinkLifespan),
+        workspace.control_key.read_text(encoding="ascii"),
+        Verifier(Identities(workspace)),
+        quota=settings.quota_gigabytes * 1e9,
+        folder=workspace.database.parent,
+        say=say,
+        sightings=workspace.sightings,
+    )
 
 
 def _register(workspace: Workspace) -> None:
-    """Wait until the server listens, then allow the nodes of the workspace to join."""
+    """Wait until the server listens, then keep its nodes those of the workspace."""
     with closing(SuperLinkClient(workspace, timeout=START_TIMEOUT)) as client:
         client.register()
+        known = workspace.nodes()
+        while True:
+            time.sleep(REGISTER_SECONDS)
+            with contextlib.suppress(EngineError):  # it is tried again
+                if workspace.nodes() != known:
+                    client.register()
+                    known = workspace.nodes()
 
 
-def serve(workspace: Workspace) -> None:
+def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     """Serve a federation's SuperLink until the process ends."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    threading.Thread(target=_register, args=[workspace], daemon=True).start()
+    make_ready(workspace.database, say)
     settings = workspace.settings
-    uvicorn.run(
-        application(workspace),
-        host=settings.bind,
-        port=settings.port,
-        ssl_certfile=str(workspace.certificate),
-        ssl_keyfile=str(workspace.certificate_key),
-        log_level="warning",
-        access_log=False,
-        workers=1,
-    )
+    listener = connections.listen(settings.bind, settings.port, settings.connections_per_address)
+    history.note(workspace.history, "serve", version=version("fedlm"))
+    threading.Thread(target=_register, args=[workspace], daemon=True).start()
+    guarded = application(workspace, say)
+    connections.run(guarded, listener, str(workspace.certificate), str(workspace.certificate_key))

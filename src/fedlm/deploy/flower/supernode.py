@@ -40,12 +40,12 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.core.types import Say
-from fedlm.deploy import certificates
+from fedlm.deploy import certificates, signing
 from fedlm.deploy.flower.pull import Missing, assemble, object_puller
 from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
 from fedlm.deploy.flower.records import from_records, reply_message, with_message_id
 from fedlm.deploy.workspace import Kit, address
-from fedlm.engine.messages import LONGEST_FRAME, Payload, encode_refusal
+from fedlm.engine.messages import LONGEST_FRAME, Payload, encode_refusal, printable
 
 LEASE_SECONDS = 10.0  # Flower's minimum; a node counts as away after two leases without a beat
 LONGEST_WAIT = 5.0  # seconds between two attempts to reach a server that is not there
@@ -100,6 +100,26 @@ def _reply_to_all(node: SuperNode, respond: Callable[[Payload], Payload], stop: 
         time.sleep(BUSY_NAP if time.monotonic() - last < IDLE_SECONDS else IDLE_NAP)
 
 
+class _Signature:
+    """An interceptor that signs all of a request; Flower's own signs a time alone."""
+
+    def __init__(self, private: Any, public: bytes) -> None:
+        self.private, self.public, self.process = private, public, signing.new_process()
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        request = context.request
+        signed = signing.sign(
+            self.private,
+            self.public,
+            request.method,
+            request.url.path,
+            request.content,
+            self.process,
+        )
+        request.headers.update(signed)
+        return call_next(context)
+
+
 class SuperNode:
     """A node's connection to the SuperLink, made again whenever it breaks."""
 
@@ -115,6 +135,7 @@ class SuperNode:
             interceptors=[
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
                 NodeAuthHttpInterceptor(private, private.public_key()),
+                _Signature(private, self._public),
             ],
         )
         self._file = kit.path / "node.id"
@@ -259,6 +280,9 @@ class SuperNode:
                     raise Lost(f"lost the connection to {self.address}: {error}.") from None
                 time.sleep(wait)
             except httpx.HTTPStatusError as error:
+                if error.response.status_code == 429 and wait is not None:
+                    time.sleep(wait)
+                    continue
                 if error.response.status_code in (401, 404):
                     raise Lost(f"the server at {self.address} does not know this node.") from None
                 raise Stale(f"{verb}: {error.response.status_code}") from None
@@ -275,9 +299,18 @@ def _read_id(file: Path) -> int:
 
 def _rejected(where: str, error: httpx.HTTPStatusError) -> Exception:
     code = error.response.status_code
-    if code in (502, 503, 504):
+    if code in (429, 502, 503, 504):
         return Lost(f"the server at {where} is not ready.")
+    reason = reason_of(error.response) or "its key is not registered there, or the clocks differ"
     return Rejected(
-        f"the server at {where} refused this node ({code}): its key is not registered there, or "
-        "the clocks differ. fedlm federation doctor says more."
+        f"the server at {where} refused this node ({code}): {reason}. fedlm federation doctor says "
+        "more."
     )
+
+
+def reason_of(response: httpx.Response) -> str:
+    """Return the reason in a server's refusal, without what could control a terminal."""
+    try:
+        return printable(str(response.json()["reason"]))[:200]
+    except (ValueError, KeyError, TypeError, httpx.ResponseNotRead):
+        return ""

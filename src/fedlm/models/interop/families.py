@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedlm.core.errors import ConfigError
+from fedlm.core.errors import ConfigError, shown
 from fedlm.models.catalog import Dimensions
 from fedlm.models.interop.settings import Settings
 from fedlm.models.interop.tensors import Tensor
@@ -122,20 +122,25 @@ def _read_rope(settings: Settings, *, partial: bool) -> Sizes:
     """
     told = settings.value("rope_parameters", None) or settings.value("rope_scaling", None) or {}
     settings.ignore(("rope_parameters", "rope_scaling"))
-    if not isinstance(told, dict):
-        raise ConfigError(f"{settings.where}: rope_parameters = {told!r}: expected a table.")
-    inner = Settings(f"{settings.where}: rope_parameters", told)
+    inner = _inner(settings.where, "rope_parameters", told)
     sizes: Sizes = {"rope_scaling": _read_scaling(settings.where, inner)}
     theta = settings.number("rotary_emb_base", 10_000.0) if partial else 10_000.0
     sizes["rope_theta"] = inner.number("rope_theta", settings.number("rope_theta", theta))
     part = inner.value("partial_rotary_factor", None)
     inner.finish()
     if partial:
-        told_part = settings.number("rotary_pct", 0.25)
-        sizes["rotary_fraction"] = told_part if part is None else float(part)
+        older = settings.number("rotary_pct", 0.25)
+        sizes["rotary_fraction"] = older if part is None else inner.number("partial_rotary_factor")
     elif part not in (None, 1.0):
-        raise ConfigError(f"{settings.where}: partial_rotary_factor = {part!r}: expected 1.")
+        raise ConfigError(f"{settings.where}: partial_rotary_factor = {shown(part)}: expected 1.")
     return sizes
+
+
+def _inner(where: str, name: str, told: Any) -> Settings:
+    """Return the settings of a table within a `config.json`."""
+    if not isinstance(told, dict):
+        raise ConfigError(f"{where}: {name} = {shown(told)}: expected a table.")
+    return Settings(f"{where}: {name}", told)
 
 
 def _read_scaling(where: str, inner: Settings) -> str | None:
@@ -144,9 +149,9 @@ def _read_scaling(where: str, inner: Settings) -> str | None:
     inner.ignore(("rope_type", "type"))
     if kind == "default":
         return None
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(
-            f"{where}: rope scaling of type {kind!r} is not supported: expected none, "
+            f"{where}: rope scaling of type {shown(kind)} is not supported: expected none, "
             f"{', '.join(map(repr, SCALINGS))}."
         )
     return " ".join([kind, *(repr(inner.number(name)) for name in SCALINGS[kind])])
@@ -296,9 +301,9 @@ def _qwen2(settings: Settings) -> None:
     _gated_by_silu(settings)
     settings.expect(use_sliding_window=False)
     kinds = settings.value("layer_types", [])
-    if any(kind != NO_WINDOW for kind in kinds):
+    if not isinstance(kinds, list) or any(kind != NO_WINDOW for kind in kinds):
         raise ConfigError(
-            f"{settings.where}: layer_types = {kinds!r} is not supported: expected "
+            f"{settings.where}: layer_types = {shown(kinds)} is not supported: expected "
             f"{NO_WINDOW!r} in every layer."
         )
     settings.values.pop("sliding_window", None)  # a window that is switched off
@@ -309,7 +314,7 @@ def _qwen2(settings: Settings) -> None:
 
 def _mpt(settings: Settings) -> None:
     settings.choice("norm_type", {"low_precision_layernorm": 1, "layernorm": 1}, "layernorm")
-    attention = Settings(f"{settings.where}: attn_config", settings.value("attn_config", {}))
+    attention = _inner(settings.where, "attn_config", settings.value("attn_config", {}))
     attention.expect(
         alibi=True,
         alibi_bias_max=8,

@@ -10,7 +10,6 @@ Not here: families (`families.py`), GGUF files (`gguf.py`), adapters (`peft.py`)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_tensors
 
+from fedlm.core.documents import json_value
 from fedlm.core.errors import ConfigError, either
 from fedlm.core.types import Params
 from fedlm.models import catalog
@@ -90,11 +90,9 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST_JSON:
             raise ConfigError(f"{file} is larger than {LARGEST_JSON >> 20} MiB.")
-        told = json.loads(file.read_bytes())
+        told = json_value(file.read_bytes(), str(file), ConfigError)
     except OSError as error:
         raise ConfigError(f"{file} is not readable: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not JSON ({error}).") from None
     if not isinstance(told, dict):
         raise ConfigError(f"{file}: expected a JSON object.")
     return told

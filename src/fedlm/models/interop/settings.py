@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from fedlm.core.errors import ConfigError, either
+from fedlm.core.errors import ConfigError, either, shown
 
+MOST = 1e30  # far inside float32
 _MISSING: Any = object()
 
 
@@ -35,22 +36,25 @@ class Settings:
     def number(self, name: str, default: Any = _MISSING) -> float:
         """Return a setting that is a positive number."""
         found = self.value(name, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
-            raise ConfigError(f"{self.where}: {name} = {found!r}: expected a positive number.")
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < MOST:
+            told = shown(found)
+            raise ConfigError(f"{self.where}: {name} = {told}: expected a positive number.")
         return float(found)
 
     def count(self, name: str, default: Any = _MISSING) -> int:
         """Return a setting that is a positive integer."""
         found = self.number(name, default)
         if found != int(found) or found > 1 << 31:
-            raise ConfigError(f"{self.where}: {name} = {found!r}: expected a positive integer.")
+            raise ConfigError(
+                f"{self.where}: {name} = {shown(found)}: expected a positive integer."
+            )
         return int(found)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a setting that is true or false."""
         found = self.value(name, default)
         if not isinstance(found, bool):
-            raise ConfigError(f"{self.where}: {name} = {found!r}: expected true or false.")
+            raise ConfigError(f"{self.where}: {name} = {shown(found)}: expected true or false.")
         return found
 
     def choice(self, name: str, known: Mapping[Any, Any], default: Any = _MISSING) -> Any:
@@ -59,7 +63,7 @@ class Settings:
         if not isinstance(found, str | int | float) or found not in known:
             wanted = either(map(repr, known))
             raise ConfigError(
-                f"{self.where}: {name} = {found!r} is not supported: expected {wanted}."
+                f"{self.where}: {name} = {shown(found)} is not supported: expected {wanted}."
             )
         return known[found]
 
@@ -72,7 +76,7 @@ class Settings:
                 found != wanted or isinstance(found, bool) != _is_bool(wanted)
             ):
                 raise ConfigError(
-                    f"{self.where}: {name} = {found!r} is not supported: expected {wanted!r}."
+                    f"{self.where}: {name} = {shown(found)} is not supported: expected {wanted!r}."
                 )
 
     def ignore(self, names: Iterable[str]) -> None:

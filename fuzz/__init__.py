@@ -1,0 +1,1 @@
+"""Fuzz targets for everything that reads what others wrote."""

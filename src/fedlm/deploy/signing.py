@@ -1,0 +1,169 @@
+"""Signed requests: a node's key covers all of a request, and each signature counts once.
+
+In:       a node's private key and a request; at the server, the keys that are registered.
+Out:      headers; the name of the node that signed, or the reason why not.
+Promise:  a signature covers method, path, time, nonce, process, length and hash of the body, so
+          that no part of a request can be changed or used again; it is checked from the headers
+          alone, before any of the body is read; a key that is removed from the workspace counts no
+          more.
+Not here: what a request may ask (`flower/superlink.py`), keys and certificates (`certificates.py`).
+
+Nonces are kept in memory for as long as a signature's time is accepted: after a restart of the
+server, whoever broke the TLS before could repeat a request of the last five minutes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
+# Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
+WHO_AM_I = "/fedlm/who-am-i"  # where a server tells a node what it knows of it
+AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
+MOST_NONCES = 200_000  # of one node in that time: 600 requests a second
+NAMES = ("scheme", "key", "time", "nonce", "process", "body", "signature")
+HEADERS = {name: f"fedlm-{name}" for name in NAMES}
+_FORMS = {
+    "key": re.compile(r"[0-9a-f]{64}"),
+    "time": re.compile(r"[0-9]{1,12}\.[0-9]{3}"),
+    "nonce": re.compile(r"[0-9a-f]{32}"),
+    "process": re.compile(r"[0-9a-f]{32}"),
+    "body": re.compile(r"[0-9a-f]{64}"),
+    "signature": re.compile(r"[A-Za-z0-9+/=]{8,200}"),
+}
+
+
+class Unsigned(Exception):
+    """A request that no registered node signed, with the reason."""
+
+
+class Identity(NamedTuple):
+    """A node that may sign: its public key, and the end of its certificate."""
+
+    name: str
+    public: bytes  # PEM
+    until: float  # seconds since 1970
+
+
+class Signer(NamedTuple):
+    """Who signed a request, and the hash that its body must have."""
+
+    identity: Identity
+    process: str
+    body: str
+
+
+def key_id(public: bytes) -> str:
+    """Return the name of a public key, PEM, in headers and logs: its SHA-256."""
+    return hashlib.sha256(public).hexdigest()
+
+
+def new_process() -> str:
+    """Return a name for this process, by which a server notices a key that two processes use."""
+    return secrets.token_hex(16)
+
+
+def _signed(facts: Mapping[str, str], method: str, path: str, length: int) -> bytes:
+    parts = (facts["key"], facts["time"], facts["nonce"], facts["process"], facts["body"])
+    return "\n".join((SCHEME, method, path, *parts, str(length))).encode()
+
+
+def sign(
+    private: ec.EllipticCurvePrivateKey,
+    public: bytes,
+    method: str,
+    path: str,
+    body: bytes,
+    process: str,
+) -> dict[str, str]:
+    """Return the headers that sign a request."""
+    facts = {
+        "scheme": SCHEME,
+        "key": key_id(public),
+        "time": f"{time.time():.3f}",
+        "nonce": secrets.token_hex(16),
+        "process": process,
+        "body": hashlib.sha256(body).hexdigest(),
+    }
+    text = _signed(facts, method, path, len(body))
+    made = private.sign(text, ec.ECDSA(hashes.SHA256()))
+    facts["signature"] = base64.b64encode(made).decode("ascii")
+    return {HEADERS[name]: value for name, value in facts.items()}
+
+
+class Verifier:
+    """Checks signatures against the keys that are registered now."""
+
+    def __init__(
+        self, identities: Callable[[], Mapping[str, Identity]], now: Callable[[], float] = time.time
+    ) -> None:
+        """Take a function that returns the registered identities by the id of their key."""
+        self.identities, self.now = identities, now
+        self._seen: dict[str, dict[str, float]] = {}  # times of nonces by key
+
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes], length: int) -> Signer:
+        """Return who signed a request, or raise `Unsigned`; the body is not needed yet."""
+        facts = _facts(headers)
+        identity = self.identities().get(facts["key"])
+        if identity is None:
+            raise Unsigned("the key is not registered here")
+        signed_at, now = float(facts["time"]), self.now()
+        if not -AHEAD_SECONDS < now - signed_at < BEHIND_SECONDS:
+            raise Unsigned(f"the clock of the node differs by {signed_at - now:.0f} seconds")
+        if now > identity.until:
+            raise Unsigned("the certificate of the node has expired")
+        try:
+            key = serialization.load_pem_public_key(identity.public)
+            assert isinstance(key, ec.EllipticCurvePublicKey)
+            signature = base64.b64decode(facts["signature"], validate=True)
+            text = _signed(facts, method, path, length)
+            key.verify(signature, text, ec.ECDSA(hashes.SHA256()))
+        except (InvalidSignature, binascii.Error, ValueError, AssertionError):
+            raise Unsigned("the signature is not of this request") from None
+        self._count(facts["key"], facts["nonce"], signed_at, now)
+        return Signer(identity, facts["process"], facts["body"])
+
+    def _count(self, key: str, nonce: str, signed_at: float, now: float) -> None:
+        """Raise `Unsigned` if a signature was used before; remember it as long as it is valid."""
+        seen = self._seen.setdefault(key, {})
+        for old, at in list(seen.items())[:16]:  # the oldest come first
+            if now - at > BEHIND_SECONDS + AHEAD_SECONDS:
+                del seen[old]
+        if nonce in seen:
+            raise Unsigned("the signature was used before")
+        if len(seen) >= MOST_NONCES:
+            raise Unsigned("the node makes too many requests")
+        seen[nonce] = signed_at
+
+
+def _facts(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    found = {}
+    for name, header in HEADERS.items():
+        value = headers.get(header.encode(), b"").decode("latin-1")
+        if name == "scheme":
+            if value != SCHEME:
+                raise Unsigned(
+                    "the request is not signed as this server wants it: install the same fedlm at "
+                    "the server and at all nodes"
+                )
+        elif not _FORMS[name].fullmatch(value):
+            raise Unsigned(f"the request has no {header}")
+        found[name] = value
+    return found
+
+
+def until(certificate: bytes) -> float:
+    """Return the end of a certificate's time, in seconds since 1970."""
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()

@@ -1,0 +1,108 @@
+"""A model and what belongs to it as a run directory of its own.
+
+In:       a model, the recipe under which it can be judged, where its tokenizer is, facts.
+Out:      a directory that `predict`, `evaluate`, `export` and `fedlm.load_run` take.
+Promise:  the recipe is written last, so that the directory is a run only once it is whole; it
+          claims nothing of its own: a privacy claim is that of the run which made the model.
+Not here: runs that are trained in their directory (`training.py`), sending models to nodes
+          (`deploy`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedlm.core import tree
+from fedlm.core.types import Params
+from fedlm.corpus.store import Store
+from fedlm.corpus.tokenizer_file import special_tokens_map
+from fedlm.models.adapters import factors, merged, without_adapters
+from fedlm.models.partial import TRAINABLE
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import release
+from fedlm.recipe import parts
+from fedlm.recipe.settings import Recipe, dump
+from fedlm.record import checkpoint
+from fedlm.record.directory import RunDirectory, adapter_beside
+from fedlm.record.journal import Journal, dumps
+
+NOTHING_TOLD = {"perplexity": None, "accuracy": None}
+
+
+def write_weights(
+    path: Path, params: Params, recipe: Recipe, vocabulary: int, *, private: bool = False
+) -> None:
+    """Write a model as safetensors by leaf name, with its settings in the metadata.
+
+    Adapters are merged into the model, and written once more alone, beside it.
+    """
+    model = recipe.model.model_dump_json()
+    data = checkpoint.to_bytes(merged(params), model=model, vocabulary=vocabulary)
+    checkpoint.write_atomically(path, data, private=private)
+    alone = factors(params)
+    if alone and not TRAINABLE[recipe.wire.trainable].exact_mean:  # or the base moved too
+        base = tree.sha256(without_adapters(params))
+        data = checkpoint.to_bytes(alone, base=base)
+        checkpoint.write_atomically(adapter_beside(path), data, private=private)
+
+
+def write_run(
+    directory: RunDirectory,
+    params: Params,
+    recipe: Recipe,
+    store: Store,
+    *,
+    rounds: int,
+    final: Mapping[str, Any],
+    part_of: Mapping[str, Any],
+    plan: PrivacyPlan | None = None,
+) -> None:
+    """Write a model as a finished run.
+
+    Args:
+      directory: where to; what an earlier call left there is replaced.
+      params: the model.
+      recipe: the resolved recipe by which the directory is opened.
+      store: the tokenizer, and the text that the recipe names.
+      rounds: how many were played.
+      final: the figures of the end, by split.
+      part_of: what the run which made the model is called, and whether it had a privacy plan.
+      plan: that plan, where what is written here may be told.
+    """
+    directory.path.mkdir(parents=True, exist_ok=True)
+    directory.recipe.unlink(missing_ok=True)
+    write_weights(directory.weights, params, recipe, store.vocabulary)
+    tokenizer = (store.path / "tokenizer.json").read_bytes()
+    checkpoint.write_atomically(directory.tokenizer, tokenizer)
+    checkpoint.write_atomically(directory.special_tokens, special_tokens_map(store.tokenizer))
+    directory.journal.unlink(missing_ok=True)
+    journal = Journal(directory.journal)
+    header = {
+        "command": f"fedlm evaluate {directory.path}",
+        "recipe": recipe.model_dump(mode="json", exclude_none=True),
+        "store": {k: v for k, v in store.manifest.items() if k != "settings"},
+        "parameters": parts.model_spec(recipe, store.vocabulary).parameters,
+        "start": NOTHING_TOLD,
+        "part_of": dict(part_of),
+        "versions": {"python": platform.python_version(), "fedlm": version("fedlm")},
+    }
+    journal.append(release(plan, "header", header))
+    journal.append(release(plan, "final", dict(final)))
+    journal.sync()
+    told = dict(release(plan, "final", dict(final)))
+    headline = told.get("test") or told.get("validation") or {}
+    summary = {
+        "run": str(directory.path),
+        "rounds": rounds,
+        "perplexity": headline.get("perplexity"),
+        "accuracy": headline.get("accuracy"),
+        "bits_per_byte": headline.get("bits_per_byte"),
+        "params_sha256": tree.sha256(merged(params)),
+        "part_of": dict(part_of),
+    }
+    checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    checkpoint.write_atomically(directory.recipe, dump(recipe).encode())

@@ -1,0 +1,258 @@
+"""How a round's updates become one change: a plain sum, a secure sum, or a robust centre.
+
+In:       a recipe, the engine that trains its members.
+Out:      that engine, or one around it; or a refusal of settings that exclude each other.
+Promise:  under a privacy plan the integers of an update are no longer than the plan's clip, so
+          that its noise on the sum is enough.
+Not here: the engines (`engine/secure.py`, `engine/robust.py`), the rules (`server/robust.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedlm.core import tree
+from fedlm.core.errors import require
+from fedlm.core.keys import digest_for, generator_for, key_for
+from fedlm.core.types import Engine
+from fedlm.engine.robust import RobustEngine, flattened, like_model
+from fedlm.engine.secure import Nodes, SecureEngine
+from fedlm.federation.algorithm import Algorithm
+from fedlm.methods.catalog import METHODS
+from fedlm.models.partial import TRAINABLE
+from fedlm.privacy.distributed import DistributedNoise
+from fedlm.recipe.settings import Recipe
+from fedlm.server.robust import RULES, bounded
+from fedlm.wire.bitwise import seed_of
+from fedlm.wire.catalog import named
+from fedlm.wire.dense import dense
+from fedlm.wire.fixed_point import FixedPoint, check_additive, grid_of
+from fedlm.wire.rotation import rotated, unrotated
+
+
+@dataclass(frozen=True)
+class UpdateIntegers:
+    """The integers of updates: bounded value by value, and by their norm under a plan."""
+
+    grid: FixedPoint
+    seed: int
+    private: bool
+    rotate: bool = False  # by a rotation that all members of a round share
+
+    @property
+    def bits(self) -> int:
+        """Sums are modulo 2^bits."""
+        return self.grid.bits
+
+    @property
+    def members(self) -> int:
+        """The most updates of a sum."""
+        return self.grid.members
+
+    def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
+        """Return the integers of one update, drawn by its own address."""
+        flat = flattened(delta)
+        if self.rotate:
+            flat = np.asarray(rotated(flat.astype(np.float32), self._rotation(round)), np.float64)
+        if not self.private:
+            rng = generator_for(self.seed, "upload", round=round, member=member)
+            return self.grid.rounded(flat, rng.random(len(flat)))
+        seed = digest_for(self.seed, "upload", round=round, member=member)
+        within = norm_before_rounding(clip_norm, self.grid.step, len(flat))
+        rounding = DistributedNoise(clip=within, size=len(flat), variance=1, honest=1)
+        inside = np.clip(flat, -self.grid.clip, self.grid.clip)
+        return rounding.rounded(inside / self.grid.step, seed)
+
+    def _rotation(self, round: int) -> Any:
+        return seed_of(key_for(self.seed, "rotation", round=round))
+
+    def wrapped(self, total: np.ndarray) -> np.ndarray:
+        """Return signed integers as words modulo 2^bits."""
+        return self.grid.wrapped(total)
+
+    def values(self, words: np.ndarray, like: Any, round: int) -> Any:
+        """Return the numbers of a sum in the shapes of a model."""
+        if not self.rotate:
+            return self.grid.values(words, like)
+        turned = (self.grid.signed(words) * self.grid.step).astype(np.float32)
+        return like_model(
+            np.asarray(unrotated(turned, self._rotation(round), tree.size(like))), like
+        )
+
+
+def norm_before_rounding(clip_norm: float, step: float, size: int) -> float:
+    """Return the norm, in steps, to which an update is shortened so that rounded it fits the clip.
+
+    It is the largest c whose bound after conditional rounding (`privacy/distributed.py`) is at most
+    the clip. Refuses a grid so coarse that rounding alone would fill the clip.
+    """
+    most = (clip_norm / step) ** 2 - 1  # the bound is rounded up to a whole number
+    root = 0.25 + most - size / 4 - math.sqrt(size) / 2
+    by_chance = -0.5 + math.sqrt(root) if root > 0.25 else 0.0
+    by_worst = math.sqrt(max(most, 0.0)) - math.sqrt(size)
+    within = max(by_chance, by_worst)
+    require(
+        within > 0.5 * clip_norm / step,
+        "wire.upload",
+        f"a step of {step:g}",
+        f"a finer one: rounding {size} values would take more than half of the clip "
+        f"norm {clip_norm:g}",
+        "Give the codec more bits or fewer members.",
+    )
+    return within
+
+
+def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm], Engine]) -> Engine:
+    """Return the engine of a flat simulation; `make` returns the one that trains its members."""
+    server, wire = recipe.server, recipe.wire
+    if wire.secure_nodes:
+        grid = grid_of(algorithm.upload)
+        exact = dataclasses.replace(algorithm, upload=dense())
+        private = algorithm.plan is not None
+        integers = UpdateIntegers(grid, recipe.run.seed, private, wire.secure_rotation)
+        if algorithm.plan is not None:
+            require(
+                algorithm.plan.clip_norm <= grid.clip or wire.secure_rotation,
+                "privacy.clip_norm",
+                algorithm.plan.clip_norm,
+                f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
+                "Or set wire.secure_rotation, which spreads an update over all values.",
+            )
+        nodes = Nodes(count=wire.secure_nodes, threshold=threshold_of(recipe))
+        return SecureEngine(make(exact), algorithm, integers, nodes, recipe.run.seed)
+    inner = make(algorithm)
+    if server.aggregate == "mean" and server.update_norm is None:
+        return inner
+    norm = math.inf if server.update_norm is None else server.update_norm
+    return RobustEngine(
+        inner,
+        algorithm,
+        functools.partial(_centre, server.aggregate, server.trim),
+        functools.partial(bounded, norm=norm),
+    )
+
+
+def _centre(rule: str, trim: float, updates: np.ndarray) -> np.ndarray:
+    return RULES[rule](updates, trim)
+
+
+def threshold_of(recipe: Recipe) -> int:
+    """Return how many nodes must stay: the setting, or two thirds."""
+    n = recipe.wire.secure_nodes
+    return recipe.wire.secure_threshold or max(n // 2 + 1, -(-2 * n // 3))
+
+
+def check_sums(recipe: Recipe, *, network: bool = False) -> None:
+    """Refuse settings of secure sums and robust rules that exclude each other."""
+    server, wire = recipe.server, recipe.wire
+    private, secure = recipe.privacy.mechanism is not None, bool(wire.secure_nodes)
+    robust = {
+        "server.aggregate": server.aggregate if server.aggregate != "mean" else None,
+        "server.update_norm": server.update_norm,
+    }
+    for name, value in robust.items():
+        if value is None:
+            continue
+        plain = "'mean'" if name == "server.aggregate" else "nothing"
+        require(
+            not private,
+            name,
+            value,
+            f"{plain} under a privacy plan, whose claim is about sums of updates",
+            "privacy.clip_norm bounds updates there.",
+        )
+        require(
+            not secure,
+            name,
+            value,
+            f"{plain} with wire.secure_nodes: secure sums hide the updates it looks at",
+        )
+    require(
+        server.aggregate == "trimmed-mean" or server.trim == 0.1,
+        "server.trim",
+        server.trim,
+        "0.1, its default, unless server.aggregate = 'trimmed-mean'",
+    )
+    for name, given in (
+        *((name, value is not None) for name, value in robust.items()),
+        ("wire.secure_nodes", secure),
+    ):
+        if not given:
+            continue
+        require(
+            recipe.federation is None, name, True, "nothing beside [federation]: flat runs only"
+        )
+        require(
+            not network,
+            name,
+            True,
+            "nothing over a network yet: it is for simulations on one machine",
+        )
+        require(server.mode == "synchronous", name, True, "nothing with server.mode = 'buffered'")
+        require(
+            not TRAINABLE[wire.trainable].by_member,
+            "wire.trainable",
+            wire.trainable,
+            f"a part that all members of a round train alike, with {name}",
+        )
+    if secure:
+        _check_secure(recipe)
+    else:
+        for name in ("secure_threshold", "secure_rotation"):
+            value = getattr(wire, name)
+            only = f"{type(value)()} without wire.secure_nodes"
+            require(not value, f"wire.{name}", value, only)
+
+
+def _check_secure(recipe: Recipe) -> None:
+    wire, n = recipe.wire, recipe.wire.secure_nodes
+    codec = named("wire.upload", wire.upload)
+    check_additive("wire.upload", codec)
+    require(n >= 3, "wire.secure_nodes", n, "0 or at least 3: of two, each knows the other's part")
+    threshold = threshold_of(recipe)
+    require(
+        n // 2 < threshold <= n,
+        "wire.secure_threshold",
+        threshold,
+        f"{n // 2 + 1} to {n}, more than half of wire.secure_nodes",
+    )
+    require(
+        recipe.privacy.mechanism is not None or recipe.client.weight == "uniform",
+        "client.weight",
+        recipe.client.weight,
+        "'uniform' with wire.secure_nodes: weights would need a range of their own",
+    )
+    require(
+        not METHODS[recipe.client.method].keeps_client_state,
+        "client.method",
+        recipe.client.method,
+        "a method whose clients remember nothing, with wire.secure_nodes",
+    )
+    require(
+        not wire.error_feedback,
+        "wire.error_feedback",
+        True,
+        "off with wire.secure_nodes: rounding leaves nothing behind on average",
+    )
+    require(
+        recipe.privacy.clip_quantile == 0,
+        "privacy.clip_quantile",
+        recipe.privacy.clip_quantile,
+        "0 with wire.secure_nodes: the range of the sum is fixed before the first round",
+    )
+    most = grid_of(codec).members
+    fixed = recipe.server.sampling in ("fixed", "spaced")
+    require(
+        recipe.server.cohort <= most,
+        "server.cohort",
+        recipe.server.cohort,
+        f"at most {most}, the members of wire.upload = {wire.upload!r}",
+        "" if fixed else "Leave room: this sampling law draws cohorts of different sizes.",
+    )

@@ -1,0 +1,33 @@
+"""Every parser meets a few damaged inputs whenever the tests run; `make fuzz` makes many."""
+
+import random
+
+import pytest
+
+from fuzz.run import mutated
+from fuzz.targets import TARGETS
+
+NASTY = [b"", b"\0", b"\xff\xfe", b"[" * 50_000, b"{" * 50_000, b'{"a":' * 9_000, b"9" * 400]
+NASTY += [b"9" * 5_000, b"x = " + b"9" * 400, b"x = " + b"9" * 5_000, b"x = " + b"[" * 3_000]
+NASTY += [b"null", b"[]", b"{}", b"[[a]]\n", b"[server]\nrounds = " + b"9" * 400, b'{"kind": []}']
+SEVERAL = 10  # mutations in a default run
+
+
+# Codecs compile, and have tests of their own.
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n == "frames" else n for n in TARGETS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seeds_are_accepted_and_nothing_else_is_unhandled(name):
+    target, rng = TARGETS[name](), random.Random(name)
+    accepted = [target.try_one(seed) for seed in target.seeds]
+    assert any(accepted) or name == "federation-file"
+    for data in [*NASTY, *(mutated(rng, target.seeds) for _ in range(SEVERAL))]:
+        target.try_one(data)
+
+
+def test_an_unexpected_exception_is_not_swallowed():
+    target = TARGETS["seats"]()
+    broken = type(target)(lambda data: {}["missing"], target.seeds)
+    with pytest.raises(KeyError):
+        broken.try_one(b"")
