@@ -72,6 +72,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
         ("client", "learning_rate", True, "number"),
         ("data", "lowercase", 1, "boolean"),
         ("data", "source", 3, "string"),
+        ("model", "rope_scaling", "llama3 8 4 1 8192", "'linear FACTOR' or 'llama3 FACTOR"),
     ],
 )
 def test_a_wrong_value_is_refused_with_setting_value_and_what_was_wanted(
@@ -87,7 +88,6 @@ def test_a_wrong_value_is_refused_with_setting_value_and_what_was_wanted(
     [
         ("server", "optimizer", "fedadm", "Did you mean 'fedadam'?"),
         ("data", "tokenizer", "byte", "Did you mean 'bytes'?"),
-        ("model", "rope_scaling", "llama3 8 4 1 8192", "expected 'linear FACTOR' or"),
         ("model", "name", "cifq", "Did you mean 'cifg'?"),
         ("run", "engine", "zzz", ""),
     ],
