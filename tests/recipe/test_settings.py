@@ -72,6 +72,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
         ("client", "learning_rate", True, "number"),
         ("data", "lowercase", 1, "boolean"),
         ("data", "source", 3, "string"),
+        ("model", "rope_scaling", "llama3 8 4 1 8192", "'linear FACTOR' or 'llama3 FACTOR"),
     ],
 )
 def test_a_wrong_value_is_refused_with_setting_value_and_what_was_wanted(
@@ -347,8 +348,15 @@ def values_of(kind, metadata=()):
 PATHS = ("source", "store", "stores", "tokenizer", "init_from")  # made absolute when read
 
 
+WORDED = {  # text in a form of its own
+    "base_sha256": st.from_regex("[0-9a-f]{64}", fullmatch=True),
+    "rope_scaling": st.sampled_from(["linear 2.0", "llama3 8.0 1.0 4.0 8192.0"]),
+}
+
+
 def some(table):
     fields = {n: values(f) for n, f in table.model_fields.items() if n not in PATHS}
+    fields |= {n: made for n, made in WORDED.items() if n in fields}
     needed = {n: fields.pop(n) for n, f in table.model_fields.items() if f.is_required()}
     return st.fixed_dictionaries(needed, optional=fields)
 
