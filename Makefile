@@ -91,7 +91,7 @@ $(VENV)/.llm: $(VENV)/.installed
 # Its own environment: two gigabytes that nothing but these tests needs.
 .oracle/.installed: pyproject.toml
 	$(PYTHON) -m venv .oracle
-	.oracle/bin/python -m pip install --quiet --disable-pip-version-check -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
+	.oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
 	@touch $@
 
 oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, Transformers and PEFT
