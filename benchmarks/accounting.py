@@ -44,7 +44,7 @@ CORRELATED += [("banded", 500, 99, 5, 2.0), ("toeplitz", 2000, 313, 6, 4.0)]
 FIXED = [(1.0, 100, 10_000, 1000), (2.0, 100, 10_000, 1000), (4.0, 100, 10_000, 1000)]
 FIXED += [(1.0, 10, 100, 32)]
 BANDS = (2, 4, 8, 16, 32)
-BIN_BANDS = (1, 4, 10, 20, 40)
+BIN_BANDS = (1, 10, 20)
 
 
 def plan_of(mechanism: str, sampling: Sampling, rounds: int, noise: float, **more: Any) -> Any:
@@ -230,14 +230,18 @@ def bins_noise(
     samples: int = bin_samples.AT_ONCE,
     guess: float = 0.0,
 ) -> float:
-    """The noise that bins need, never too little: to four percent, or to one beside a guess."""
+    """The noise that bins need, never too little: to eight percent, or to two beside a guess."""
     usual, bin_samples.SAMPLES = bin_samples.SAMPLES, samples
     overlap = bin_samples.overlap_of(column_of(rounds, bands), rounds, rounds, bins)
-    low, high = (0.85 * guess, guess) if guess else (0.4, 12.0)
-    while high / low > (1.01 if guess else 1.04):
+    low, high = (0.85 * guess, guess) if guess else (0.6, 12.0)
+    while high / low > (1.02 if guess else 1.08):
         middle = math.sqrt(low * high)
-        event = balls_in_bins.event_of(middle, rounds, bins, bands, share, overlap)
-        fits = compose([event], DELTA)[0] <= epsilon
+        if overlap is None:
+            event = balls_in_bins.event_of(middle, rounds, bins, bands, share)
+            fits = compose([event], DELTA)[0] <= epsilon
+        else:  # the sampled bound alone, which is quicker
+            ways = bin_samples.deltas(overlap, middle, share, 2 * epsilon)
+            fits = max(way.at(np.array([epsilon]))[0] for way in ways) <= DELTA
         low, high = (low, middle) if fits else (middle, high)
     bin_samples.SAMPLES = usual
     return high
