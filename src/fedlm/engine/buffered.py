@@ -132,9 +132,9 @@ class RemoteWaiting:
     def _request(self, one: Flying) -> Asked:
         """Return the requests to the nodes of members that were asked in one round."""
         engine, cohort = self.engine, Cohort(one.began, one.members)
-        like = engine._like(one.start, one.began).delta
-        made, frames = engine._to_clients(one.start, cohort, engine.by_member, like)
-        frame = engine._encoded(one.start, one.began)
+        like = engine.like_of(one.start, one.began).delta
+        made, frames = engine.to_clients(one.start, cohort, engine.by_member, like)
+        frame = engine.encoded(one.start, one.began)
         replies = self.spool.replies(one.began, hashlib.sha256(frame).hexdigest())
         missing = {name: request for name, request in made.items() if name not in replies}
         missing = engine.offenders.to_ask(missing, one.began)
@@ -177,7 +177,7 @@ class RemoteWaiting:
                 break
             if now - began > said:
                 said *= 2
-                self.engine._waiting(sorted({name for _, name in waiting}), now - began)
+                self.engine.tell_waiting(sorted({name for _, name in waiting}), now - began)
             time.sleep(nap)
             nap = min(LONGEST_NAP, 1.5 * nap)
         if not outcome.landed and (waiting or stats.refused):
@@ -225,14 +225,14 @@ class RemoteWaiting:
         names = [n for n in asked.requests if (began, n) in outcome.landed]
         if not names:
             return None
-        like = engine._like(asked.flying.start, began)
+        like = engine.like_of(asked.flying.start, began)
         total, upload = Sum(like), 0
         came: list[int] = []
         for name in names:
             request = asked.requests[name]
             reply = asked.replies.read(name, TrainReply)
             upload += sum(map(len, reply.frames))
-            for members, update, _ in engine._answered(name, request, reply, like.delta, stats):
+            for members, update, _ in engine.answers_in(name, request, reply, like.delta, stats):
                 total.add(members, update, weighted=engine.by_member)
                 came += members
                 del update
