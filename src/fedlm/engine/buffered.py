@@ -23,6 +23,7 @@ import numpy as np
 from fedlm.core.errors import EngineError
 from fedlm.core.types import Cohort, Gathered
 from fedlm.engine.dispatch import (
+    FIRST_TOLD,
     LONGEST_NAP,
     PRESENCE_SECONDS,
     SHORTEST_NAP,
@@ -162,7 +163,7 @@ class RemoteWaiting:
         stats: RoundStats,
     ) -> Outcome:
         """Wait until enough members have answered and the grace is over, or nobody is left."""
-        began, full, nap, said = time.monotonic(), math.inf, SHORTEST_NAP, 1.0
+        began, full, nap, said = time.monotonic(), math.inf, SHORTEST_NAP, FIRST_TOLD
         while True:
             self._look(asked)
             now = time.monotonic()
@@ -176,7 +177,7 @@ class RemoteWaiting:
             if have < enough and self._enough_by_quorum(waiting, have, enough, now - began):
                 break
             if now - began > said:
-                said *= 2
+                said = 2 * (now - began)
                 self.engine.tell_waiting(sorted({name for _, name in waiting}), now - began)
             time.sleep(nap)
             nap = min(LONGEST_NAP, 1.5 * nap)
