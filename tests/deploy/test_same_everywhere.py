@@ -85,3 +85,28 @@ def test_a_tree_of_places_over_relays(tmp_path):
     for here, there in zip(*nodes, strict=True):  # scored at nodes, and in one place
         assert here["name"] == there["name"]
         assert here["perplexity"] == pytest.approx(there["perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(("client.method=scaffold", "wire.upload=uniform-8"), id="scaffold"),
+        pytest.param(("server.mode=buffered", "wire.upload=uniform-8"), id="waiting for all"),
+    ],
+)
+def test_what_is_remembered_or_waited_for_over_tls(tmp_path, changes):
+    """To the bit of the simulation: clients' memories at nodes; answers that wait on disk."""
+    recipe = load(write_tiny(tmp_path), (*SMALL, "server.cohort=9", "run.engine=loop", *changes))
+    shown = demo(tmp_path / "demo", recipe, as_tree=False, devices=1, watcher=Watcher())
+    assert shown["networked"]["params_sha256"] == shown["simulated"]["params_sha256"]
+
+
+def test_a_buffered_run_over_tls(tmp_path):
+    changes = ("server.mode=buffered", "server.buffer=2", "server.rounds=4", "server.cohort=9")
+    recipe = load(write_tiny(tmp_path), (*SMALL, *changes))
+    shown = demo(tmp_path / "demo", recipe, as_tree=False, devices=1, watcher=Watcher())
+    journal = tmp_path / "demo" / "networked" / "journal.jsonl"
+    rounds = [json.loads(line) for line in journal.read_text().splitlines()[1:-1]]
+    assert shown["networked"]["rounds"] == 4 == len(rounds)
+    assert all(facts["members"] >= 2 for facts in rounds)
+    assert all(int(began) <= facts["round"] for facts in rounds for began in facts["answers"])
