@@ -8,6 +8,7 @@ import pytest
 from benchmarks.fedavg import fedavg
 from benchmarks.peers import agreement, run, turns, workload
 from benchmarks.peers.contenders import HERE, Contender, PeerError, Worker
+from fedlm.cohort.packing import batches_of
 from fedlm.corpus.store import StoreSettings, write
 from fedlm.engine.loop import LoopEngine
 
@@ -58,7 +59,8 @@ def test_the_batches_are_those_of_the_engine(folder):
     engine = LoopEngine(algorithm, rows.__getitem__, TINY.shape, TINY.seed)
     made = engine.prepare(0, np.array(sorted(rows))).batches
     with np.load(folder / "batches.npz") as file:
-        for name, (_, batches) in zip(sorted(file.files), made, strict=True):
+        for name, member, (_, order) in zip(sorted(file.files), sorted(rows), made, strict=True):
+            batches = np.asarray(list(batches_of(rows[member], order)))
             np.testing.assert_array_equal(file[name], np.maximum(batches, 0))
 
 
