@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 WORDS = {
     "english": "the cat sat on a mat and dog ran home when rain fell over small green hills",
-    "norsk": "katten satt på matten og hunden løp hjem da regnet falt over små grønne åser",
-    "suomi": "kissa istui matolla ja koira juoksi kotiin kun sade putosi vihreiden kukkuloiden yli",
+    "norsk": "katten satt på matten og hunden løp hjem da regnet kom over små grønne åser",
+    "suomi": "kissa istui matolla ja koira juoksi kotiin kun vesi putosi vihreiden kukkuloiden yli",
 }
 CLIENTS = 20
 RECIPE = """
