@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -32,9 +33,9 @@ import dp_accounting
 import numpy as np
 
 from fedlm.core.types import Sampling
-from fedlm.privacy import account, balls_in_bins, strategy
+from fedlm.privacy import account, balls_in_bins, bin_samples, strategy
 from fedlm.privacy.catalog import MECHANISMS, with_matrix
-from fedlm.privacy.cost import poisson_by_rdp, quiet
+from fedlm.privacy.cost import compose, poisson_by_rdp, quiet
 from fedlm.privacy.plan import PrivacyPlan
 
 DELTA = 1e-6
@@ -193,30 +194,46 @@ def in_bins(population: int, cohort: int, rounds: int, epsilon: float) -> Privac
         bins = population // cohort // bands * bands
         if not bins:
             continue
-        drawn = Sampling(
-            law=balls_in_bins.LAW, population=population, cohort=cohort, min_separation=bins - 1
-        )
-        column = column_of(rounds, bands)
-        made = plan_of("banded", drawn, rounds, 1.0, matrix=column, bands=bands)
-        made = dataclasses.replace(made, noise_multiplier=bins_guess(made, epsilon))
+        noise = bins_noise(bins, bands, bins * cohort / population, rounds, epsilon, 3_000)
+        made = bins_plan(population, cohort, bins, bands, rounds, noise)
         found = errors(made)[0]
         if best is None or found < best[0]:
             best = found, made
-    return None if best is None else calibrated(best[1], epsilon)
+    if best is None:
+        return None
+    bins, bands = best[1].sampling.min_separation + 1, best[1].bands
+    noise = bins_noise(
+        bins, bands, bins * cohort / population, rounds, epsilon, bin_samples.SAMPLES
+    )
+    return bins_plan(population, cohort, bins, bands, rounds, noise)
 
 
-def bins_guess(plan: PrivacyPlan, epsilon: float) -> float:
-    """Quickly, on a coarse grid: the noise that a plan needs, to choose among numbers of bands."""
-    fine, balls_in_bins.POINTS = balls_in_bins.POINTS, 150
-    low, high = 0.2, 30.0
-    while high / low > 1.03:
+def bins_plan(
+    population: int, cohort: int, bins: int, bands: int, rounds: int, noise: float
+) -> PrivacyPlan:
+    """A plan of banded noise on balls-in-bins cohorts."""
+    drawn = Sampling(
+        law=balls_in_bins.LAW, population=population, cohort=cohort, min_separation=bins - 1
+    )
+    column = column_of(rounds, bands)
+    made: PrivacyPlan = plan_of("banded", drawn, rounds, noise, matrix=column, bands=bands)
+    return made
+
+
+@functools.cache
+def bins_noise(
+    bins: int, bands: int, share: float, rounds: int, epsilon: float, samples: int
+) -> float:
+    """The noise that bins need, to one percent and never too little, by so many samples."""
+    usual, bin_samples.SAMPLES = bin_samples.SAMPLES, max(samples, bin_samples.AT_ONCE)
+    overlap = bin_samples.overlap_of(column_of(rounds, bands), rounds, rounds, bins)
+    low, high = 0.2, 20.0
+    while high / low > 1.01:
         middle = math.sqrt(low * high)
-        trial = dataclasses.replace(plan, noise_multiplier=middle)
-        fits = account.spent(trial, plan.rounds).epsilon <= epsilon
+        event = balls_in_bins.event_of(middle, rounds, bins, bands, share, overlap)
+        fits = compose([event], DELTA)[0] <= epsilon
         low, high = (low, middle) if fits else (middle, high)
-    balls_in_bins.POINTS = fine
-    balls_in_bins._ratio.cache_clear()
-    account._cost.cache_clear()
+    bin_samples.SAMPLES = usual
     return high
 
 

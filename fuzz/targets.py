@@ -66,6 +66,15 @@ from fedlm.recipe.settings import dump, load
 from fedlm.recipe.settings import parse as parse_tables
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
+from fedlm.secure import node as secure_node
+from fedlm.secure import server as secure_server
+from fedlm.secure.local import made_up_members, terms_for
+from fedlm.secure.members import encode as encode_members
+from fedlm.secure.members import first as first_members
+from fedlm.secure.members import read as read_members
+from fedlm.secure.messages import HEAD
+from fedlm.secure.store import NodeStore
+from fedlm.secure.terms import Session
 from fedlm.wire.catalog import CODECS, named
 from fedlm.wire.frame import open_frame, seal_frame
 
@@ -518,6 +527,89 @@ def certificates() -> Target:
     return Target(read, [made.certificate, made.key])
 
 
+# ---- secure sums -----------------------------------------------------------------------------
+
+
+def secure_sums() -> Target:
+    """Give any bytes, also behind a right head, to every step of a node and of the server."""
+    members, identities = made_up_members(3)
+    session = Session(terms_for(members, 4, 8), "5ec05ec0", 0, 0)
+    states = {i: secure_node.begin(session, identities[i]) for i in range(3)}
+    steps: list[Callable[[bytes], Any]] = []
+    seeds: list[bytes] = []
+
+    def all_answer(ask: Callable[[int], tuple[Any, bytes]]) -> dict[int, bytes]:
+        answers = {}
+        for place in states:
+            states[place], answers[place] = ask(place)
+        seeds.append(answers[0])
+        return answers
+
+    def enter(take: Callable[..., Any], answers: dict[int, bytes], *before: Any) -> Any:
+        steps.append(lambda data: take(*before, {**answers, 0: data}.items()))
+        return take(*before, answers.items())
+
+    vector = np.arange(4, dtype=np.uint32)
+    answers = {i: secure_node.keys(identities[i], states[i]) for i in states}
+    at, question = enter(secure_server.take_keys, answers, session)
+    first = dict(states)
+    steps.append(lambda data: secure_node.share(first[0], data))
+    seeds += [answers[0], question]
+    answers = all_answer(lambda i: secure_node.share(states[i], question))
+    at, each = enter(secure_server.take_shares, answers, at)
+    second = dict(states)
+    steps.append(lambda data: secure_node.mask(second[0], data, vector))
+    answers = all_answer(lambda i: secure_node.mask(states[i], each[i], vector))
+    at, survivors = enter(secure_server.take_masked, answers, at)
+    third = dict(states)
+    steps.append(lambda data: secure_node.sign(identities[0], third[0], data))
+    answers = all_answer(lambda i: secure_node.sign(identities[i], states[i], survivors))
+    at, signatures = enter(secure_server.take_signatures, answers, at)
+    fourth = dict(states)
+    steps.append(lambda data: secure_node.reveal(fourth[0], data))
+    answers = all_answer(lambda i: secure_node.reveal(states[i], signatures))
+    enter(secure_server.take_revealed, answers, at)
+    seeds += [each[0], survivors, signatures]
+    heads = [bytes(seed[:HEAD]) for seed in seeds]
+
+    def read(data: bytes) -> None:
+        for step in steps:
+            with contextlib.suppress(*EXPECTED):
+                step(data)
+        for head in heads:
+            for step in steps:
+                with contextlib.suppress(*EXPECTED):
+                    step(head + data)
+
+    return Target(read, [*seeds, *(seed[HEAD:] for seed in seeds)])
+
+
+def secure_state() -> Target:
+    """Read any file as a node's state of its secure sums."""
+    files = Files()
+    members, identities = made_up_members(3)
+    session = Session(terms_for(members, 4, 8), "5ec05ec0", 0, 0)
+    store = NodeStore(files.path, identities[0])
+    store.keys(session)
+    seed = (files.path / "5ec05ec0.json").read_bytes()
+
+    def read(data: bytes) -> None:
+        files.put("5ec05ec0.json", data)
+        store.keys(session)
+
+    return Target(read, [seed])
+
+
+def member_list() -> Target:
+    """Read any bytes as a federation's list of members."""
+    members, identities = made_up_members(3)
+    listed = first_members(members)
+    return Target(
+        read_members,
+        [encode_members(listed), encode_members(listed.approved("node-0", identities[0]))],
+    )
+
+
 # ---- models made elsewhere -------------------------------------------------------------------
 
 LLAMA = {
@@ -571,6 +663,9 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "frames": frames,
     "certificates": certificates,
     "config": config,
+    "secure-sums": secure_sums,
+    "secure-state": secure_state,
+    "member-list": member_list,
 }
 
 

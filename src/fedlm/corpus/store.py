@@ -39,7 +39,7 @@ from typing_extensions import TypedDict
 
 from fedlm.core.documents import read_json
 from fedlm.core.errors import CorpusError
-from fedlm.core.types import SpecialTokens
+from fedlm.core.types import Say, SpecialTokens
 from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.sources import Document
 from fedlm.corpus.split import cut_tail, held_out_clients
@@ -78,6 +78,8 @@ class StoreSettings:
     validation: float = 0.1
     split_seed: int = 0
     user_field: str | None = None  # the field of the source that names the person; None: `client`
+    text_field: str | None = None  # the field of the source with text; None: `text`
+    groups_field: str | None = None  # the field of the source with groups; None: `groups`
 
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -104,8 +106,11 @@ class Manifest(TypedDict):
 _MANIFEST = TypeAdapter(Manifest)
 
 
-def gather_clients(documents: Iterable[Document]) -> list[Document]:
-    """Join the documents of each client into one, in order of first appearance."""
+def gather_clients(documents: Iterable[Document], say: Say = lambda text: None) -> list[Document]:
+    """Join the documents of each client into one, in order of first appearance.
+
+    `say` is told how many clients had several documents, and how many have the text of another.
+    """
     texts: dict[str, list[str]] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for client, group, text in documents:
@@ -117,6 +122,15 @@ def gather_clients(documents: Iterable[Document]) -> list[Document]:
     kept = [c for c in clients if c.text.strip()]
     if not kept:
         raise CorpusError(f"none of the {len(clients)} clients of the source has any text.")
+    joined = sum(len(parts) > 1 for parts in texts.values())
+    if joined:
+        say(f"{joined:,} clients have several documents each, which were joined.")
+    copies = len(kept) - len({c.text for c in kept})
+    if copies:
+        say(
+            f"{copies:,} clients have exactly the text of another one: copies of a person count "
+            "as several people, also in a privacy claim."
+        )
     return kept
 
 
@@ -142,13 +156,14 @@ def write(
     settings: StoreSettings,
     progress: Progress = lambda stage, done: None,
     vocabulary: Vocabulary | Counting | None = None,
+    say: Say = lambda text: None,
 ) -> Store:
-    """Prepare a store and open it.
+    """Prepare a store and open it; `say` is told what a user may not expect of the text.
 
     Without a given vocabulary, and without a function that makes one from the training text of
     each client, a tokenizer is fitted to the training text as it is, without noise.
     """
-    clients = gather_clients(documents)
+    clients = gather_clients(documents, say)
     test, parts = _split(clients, settings)
     progress("vocabulary", 0)
     if not isinstance(vocabulary, Vocabulary):
@@ -158,6 +173,9 @@ def write(
         except NoVocabularyError as error:
             _keep_attempt(out, error)
             raise
+        found, asked = vocabulary.tokenizer.vocabulary, settings.vocabulary
+        if found < asked and settings.tokenizer != "bytes":
+            say(f"The vocabulary has {found:,} entries, not {asked:,}: the text gives no more.")
     made = vocabulary.tokenizer
     dtype = tok.token_dtype(made.vocabulary)
 

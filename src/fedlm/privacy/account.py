@@ -4,7 +4,8 @@ In:       a plan, and how many rounds ran; or a journal.
 Out:      epsilon at the plan's delta, how it was computed and what it assumes; or the noise, or
           the number of rounds, that keep to a target.
 Promise:  epsilon holds for one client replaced by zero in every round; it is that of the mechanism
-          that ran; more noise or fewer rounds never raise it.
+          that ran; more noise or fewer rounds never raise it, but for the error of a loss that is
+          sampled (`bin_samples.py`).
 Not here: the cost of each mechanism (`gaussian.py`, `spaced.py`), how dp_accounting computes it
           (`cost.py`).
 """

@@ -14,38 +14,38 @@ exactly the rounds of its bin: i, i + b, i + 2b, ... Here it falls into each bin
 cohort / population, and into none with what is left, r = 1 - b cohort / population.
 
 Both papers sample the privacy loss (Monte Carlo), and can then only bound a delta of 1e-6 by
-hundreds of millions of samples. Here it is computed.
+hundreds of millions of samples. Here the loss of independent noise is computed; that of banded
+noise is computed up to a bound, and sampled in a way that needs few samples (`bin_samples.py`).
+The smaller bound counts.
 
-1. Blocks. The noise is M^-1 Z, and M has p bands, with columns of length at most one; p = 1 for
-   independent noise. p must divide b. Tell the attacker the client's bin modulo p, and draw that
-   number for a client in no bin too. Divergences are jointly convex, so this can only raise delta
-   on average, and no more than the worst of the p values does. What is left to guess is one of the
-   q = b / p bins g, g + p, g + 2p, ... The client can join the rounds g + jp only. Rows g + jp to
-   g + jp + p - 1 of M hold its contribution of round g + jp and no other, so the release M x + Z
-   falls into blocks, made one after the other, and in block j it matters only whether the client is
-   in bin j modulo q. What it would send there is fixed by the earlier blocks.
-2. The likelihood ratio. Seen from a run without the client, block j multiplies the ratio of "in
-   this bin" to "not there" by exp(N_j - s_j^2 / 2), where N_j is normal with variance s_j^2 given
-   the earlier blocks, and s_j <= 1 / noise. Over all rounds, with a_k the product over the blocks
-   of bin k,
-       L = r + (1 - r) (a_1 + ... + a_q) / q    is P(with the client) / Q(without).
-   H_a(P, Q) = E_Q (L - a)_+ and H_a(Q, P) = E_Q (1 - a L)_+: expectations of convex functions of L.
-3. The worst client sends updates of full length. Multiply the ratio of block j by exp(N' - v / 2)
-   with fresh normal N' of variance v = noise^-2 - s_j^2. Whatever the s_j were, the blocks are now
-   independent with variance noise^-2, and given the run the new L has the old one as its mean. By
-   Jensen's inequality no convex function has a smaller expectation. For the same reason a turn more
-   never lowers delta: bin residue g = 0, whose bins come first, is the worst.
-4. So the pair with a_k = exp(N(0, t_k / noise^2) - t_k / (2 noise^2)), where t_k counts the turns
-   of bin k, dominates in both directions, and is reached for p = 1 by a client that always sends
-   the same vector of full length.
+1. The likelihood ratio. Noise is M^-1 Z, M without negative entries, so M x + Z is released, row by
+   row. Let a_i be the ratio of what was seen so far "if the client is in bin i" to "if it sends
+   zero". Seen from a run without the client, row r multiplies a_i by exp(g_i - Var g_i / 2), where
+   g_i is the product of standard normal noise with w_i, the sum over the client's rounds t of bin i
+   of M_rt times what it sends in t, over the noise; w_i is fixed by earlier rows. After all rounds
+       L = r + (1 - r) (a_1 + ... + a_b) / b    is P(with the client) / Q(without),
+   H_k(P, Q) = E_Q (L - k)_+ and H_k(Q, P) = E_Q (1 - k L)_+: expectations of convex functions of L.
+2. The worst client sends one vector of full length in all rounds. Let V(a) be the expectation of
+   such a function if this client goes on from a. No second derivative of V is negative: V is a
+   mixture of convex functions of sums of the a_i with positive weights. So, by Kahane's inequality
+   (1985), the expectation of V after a row does not fall if a covariance <w_i, w_j>, or a variance,
+   rises; and all are largest if everything that is sent is one vector of length one, because M is
+   not negative. Row by row from the last, no client has a larger expectation than this one. For the
+   same reason a turn more never lowers delta.
+3. So a_i = exp(u_i - G_ii / 2) with u normal of covariance G, the products of the vectors M 1_i
+   over the squared noise, 1_i the rounds of bin i: one pair that dominates in both directions, and
+   is reached. For independent noise G is diagonal: the turns of the bins over the squared noise.
+4. Bands. M has p bands with columns of length at most one, and p divides b. Tell the attacker the
+   client's bin modulo p, and draw that number for a client in no bin too. Divergences are jointly
+   convex, so this can only raise delta on average, and no more than the worst of the p values does.
+   What is left to guess is one of the bins g, g + p, g + 2p, ..., whose columns do not overlap: G
+   is diagonal. Residue g = 0, whose bins come first and have the most turns, is the worst.
 
-The law of a sum of independent a_k is computed by doubling. After each step its values are moved to
+The law of a sum of independent a_i is computed by doubling. After each step its values are moved to
 a grid that is even in logarithms; each is split between its two neighbours so that its mean stays.
-A split only raises expectations of convex functions (Jensen again), in both directions at once, so
-the account is never below the truth. Values beyond the grid are dropped, which lowers L; the mean
-of L that is missing afterwards is a chance of failure, below 1e-14.
-
-For p > 1 the bin modulo p is in truth secret too, so the true epsilon is lower.
+A split only raises expectations of convex functions (Jensen), in both directions at once, so the
+account is never below the truth. Values beyond the grid are dropped, which lowers L; the mean of L
+that is missing afterwards is a chance of failure, below 1e-12.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from fedlm.privacy import bin_samples
+from fedlm.privacy.bin_samples import Overlap
 from fedlm.privacy.fixed_size import distribution_of
 
 LAW = "balls-in-bins"
@@ -75,6 +77,7 @@ class BallsInBinsEvent:
     noise_multiplier: float
     bins: tuple[tuple[int, int], ...]  # turns so far, and how many bins have had so many
     share: float  # the chance to be in a bin at all
+    overlap: Overlap | None = None  # of the bins of banded noise, whose residue is not told
 
     @property
     def most_turns(self) -> int:
@@ -82,35 +85,48 @@ class BallsInBinsEvent:
         return max(turns for turns, _ in self.bins)
 
 
-def event_of(noise: float, rounds: int, bins: int, bands: int, share: float) -> BallsInBinsEvent:
+def event_of(
+    noise: float,
+    rounds: int,
+    bins: int,
+    bands: int,
+    share: float,
+    overlap: Overlap | None = None,
+) -> BallsInBinsEvent:
     """Return what the first `rounds` rounds release; `bands` divides the number of bins."""
     turns = (max(0, -(-(rounds - first) // bins)) for first in range(0, bins, bands))
-    return BallsInBinsEvent(noise, tuple(sorted(Counter(turns).items())), share)
+    return BallsInBinsEvent(noise, tuple(sorted(Counter(turns).items())), share, overlap)
 
 
 def loss_distribution(event: BallsInBinsEvent, step: float) -> Any:
     """Return the privacy loss distribution of an event, on multiples of `step`."""
     ratio = _ratio(event)
     values, chances = ratio.values, ratio.chances
-    above = np.cumsum(chances[::-1])[::-1]  # the chance of a value or more
+    more = np.cumsum(chances[::-1])[::-1]  # the chance of a value or more
     means = np.cumsum((chances * values)[::-1])[::-1]
-    below, lower = np.cumsum(chances), np.cumsum(chances * values)
-    missing, lost = (max(0.0, 1.0 - total[0]) + 1e-15 for total in (means, above))
+    fewer, lower = np.cumsum(chances), np.cumsum(chances * values)
+    missing, lost = (max(0.0, 1.0 - total[0]) + 1e-15 for total in (means, more))
 
     def forward(epsilons: Vector) -> Vector:
         at = np.searchsorted(values, np.exp(epsilons), side="right")
-        over = np.append(means, 0.0)[at] - np.exp(epsilons) * np.append(above, 0.0)[at]
+        over = np.append(means, 0.0)[at] - np.exp(epsilons) * np.append(more, 0.0)[at]
         return missing + np.maximum(over, 0.0)
 
     def backward(epsilons: Vector) -> Vector:
         at = np.searchsorted(values, np.exp(-epsilons))
-        under = np.append(0.0, below)[at] - np.exp(epsilons) * np.append(0.0, lower)[at]
+        under = np.append(0.0, fewer)[at] - np.exp(epsilons) * np.append(0.0, lower)[at]
         return lost + np.maximum(under, 0.0)
 
-    least = values[np.flatnonzero(below > TAIL)[0]]
+    least = values[np.flatnonzero(fewer > TAIL)[0]]
     ends = math.log(values[-1]), -math.log(max(least, 1e-300))
     up, down = (np.arange(max(math.ceil(end / step), 1) + 1) * step for end in ends)
-    return distribution_of(forward(up), backward(down), step)
+    above, below = forward(up), backward(down)
+    if event.overlap is not None:
+        last = up[np.flatnonzero(above > 1e-13)[-1]]
+        forth, back = bin_samples.deltas(event.overlap, event.noise_multiplier, event.share, last)
+        above, below = np.minimum(above, forth.at(up)), np.minimum(below, back.at(down))
+        return distribution_of(above, below, step, convex=False)
+    return distribution_of(above, below, step)
 
 
 # ---- the law of the likelihood ratio --------------------------------------------------------

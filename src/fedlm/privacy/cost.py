@@ -22,6 +22,7 @@ import numpy as np
 
 from fedlm.privacy import balls_in_bins, fixed_size
 from fedlm.privacy.balls_in_bins import BallsInBinsEvent
+from fedlm.privacy.bin_samples import Overlap
 
 # An event of dp_accounting: what was released, with how much noise, on which sample.
 DpEvent = Any
@@ -100,7 +101,12 @@ def fixed_size_event(noise_multiplier: float, cohort: int, population: int, roun
 
 
 def balls_in_bins_event(
-    noise_multiplier: float, rounds: int, bins: int, bands: int, share: float
+    noise_multiplier: float,
+    rounds: int,
+    bins: int,
+    bands: int,
+    share: float,
+    overlap: Overlap | None = None,
 ) -> DpEvent:
     """Return the event of rounds with normal noise of so many bands on balls-in-bins cohorts.
 
@@ -110,7 +116,7 @@ def balls_in_bins_event(
 
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
-    return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share)
+    return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share, overlap)
 
 
 def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:

@@ -62,8 +62,12 @@ def loss_distribution(noise_multiplier: float, rate: float, step: float) -> Any:
     return distribution_of(forth, back, step)
 
 
-def distribution_of(forth: Vector, back: Vector, step: float) -> Any:
-    """Return the loss distribution of two profiles, each at the epsilons 0, step, 2 step, ..."""
+def distribution_of(forth: Vector, back: Vector, step: float, *, convex: bool = True) -> Any:
+    """Return the loss distribution of two profiles, each at the epsilons 0, step, 2 step, ...
+
+    Deltas are convex in exp(epsilon). Bounds that are not are lowered to the largest convex
+    function below them, which bounds the profile too.
+    """
     # Imported here: it costs over a second, and training does not need it.
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
@@ -72,11 +76,28 @@ def distribution_of(forth: Vector, back: Vector, step: float) -> Any:
         epsilons = np.arange(len(below)) * step
         left = (np.exp(-epsilons) * below - np.expm1(-epsilons))[:0:-1]
         deltas = np.minimum.accumulate(np.clip(np.concatenate([left, above]), 0, 1))
+        if not convex:
+            at = np.arange(1 - len(below), len(above)) * step
+            deltas = _lower_hull(np.exp(at), deltas)
         return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
             step, 1 - len(below), len(above) - 1, deltas
         )
 
     return privacy_loss_distribution.PrivacyLossDistribution(mass(forth, back), mass(back, forth))
+
+
+def _lower_hull(x: Vector, y: Vector) -> Vector:
+    """Return the largest convex function that is nowhere above the points, at the same x."""
+    hull: list[int] = []
+    for i in range(len(x)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (y[b] - y[a]) * (x[i] - x[a]) < (y[i] - y[a]) * (x[b] - x[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    found: Vector = np.interp(x, x[hull], y[hull])
+    return found
 
 
 def forward(epsilons: Vector, noise_multiplier: float, rate: float) -> Vector:

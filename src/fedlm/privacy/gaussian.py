@@ -12,6 +12,7 @@ import math
 
 from fedlm.core.errors import require
 from fedlm.privacy import balls_in_bins, cost
+from fedlm.privacy.bin_samples import Overlap
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise, gaussian
 from fedlm.privacy.plan import PrivacyPlan, check_bins
@@ -87,10 +88,12 @@ def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
     )
 
 
-def bins_event(plan: PrivacyPlan, rounds: int, bands: int) -> cost.DpEvent:
+def bins_event(
+    plan: PrivacyPlan, rounds: int, bands: int, overlap: Overlap | None = None
+) -> cost.DpEvent:
     """Return what rounds release about a client whose bin is secret."""
     bins, share = plan.sampling.min_separation + 1, bin_share(plan)
-    return cost.balls_in_bins_event(plan.noise_multiplier, rounds, bins, bands, share)
+    return cost.balls_in_bins_event(plan.noise_multiplier, rounds, bins, bands, share, overlap)
 
 
 def bin_share(plan: PrivacyPlan) -> float:

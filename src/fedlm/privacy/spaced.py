@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 
 from fedlm.core.errors import require
-from fedlm.privacy import balls_in_bins, correlated, cost, sensitivity, strategy
+from fedlm.privacy import balls_in_bins, bin_samples, correlated, cost, sensitivity, strategy
 from fedlm.privacy.gaussian import bins_event, in_bins
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise
@@ -332,15 +332,24 @@ def _check_divides(plan: PrivacyPlan) -> None:
 
 
 def _bins_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
-    """Return what rounds release about a client whose bin is known only modulo the bands."""
+    """Return what rounds release about a client whose bin is secret."""
     _check_planned(plan, rounds)
-    return bins_event(plan, rounds, plan.bands or plan.sampling.min_separation + 1)
+    bins = plan.sampling.min_separation + 1
+    chosen = _banded(plan)
+    # A number of rounds that ends with a turn of all bins, so that there are few to sample for.
+    turns = min(-(-rounds // bins) * bins, plan.rounds)
+    overlap = bin_samples.overlap_of(
+        tuple(chosen.coefficients.tolist()), chosen.rounds, turns, bins
+    )
+    return bins_event(plan, rounds, plan.bands or bins, overlap)
 
 
 def _bins_cost(plan: PrivacyPlan, rounds: int) -> Cost:
     epsilon, accountant = cost.compose([_bins_event(plan, rounds)], plan.delta)
     name = f"{accountant} of {plan.mechanism} noise on balls-in-bins cohorts"
-    return Cost(epsilon, name, (in_bins(plan),))
+    sampled = f"the loss was sampled; its bound is wrong with chance {bin_samples.WRONG:g}"
+    overlap = getattr(_bins_event(plan, rounds), "overlap", None)
+    return Cost(epsilon, name, (in_bins(plan), *([sampled] if overlap else [])))
 
 
 def _cyclic_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:

@@ -25,7 +25,7 @@ from tokenizers.models import WordLevel
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import BatchSpec, Engine, Params, Rows, ScoreFn
+from fedlm.core.types import BatchSpec, Engine, Params, Rows, Say, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.rows import ClientRows
@@ -96,6 +96,8 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
         validation=data.validation,
         split_seed=data.split_seed,
         user_field=data.user_field,
+        text_field=data.text_field,
+        groups_field=data.groups_field,
     )
 
 
@@ -119,9 +121,7 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)
     try:
         vocabulary = vocabulary_of(data, given, progress)
-        return write(
-            sources.read(data.source, data.user_field), path, settings, progress, vocabulary
-        )
+        return write(documents_of(data, data.source), path, settings, progress, vocabulary)
     except CorpusError:
         if not path.exists():
             raise
@@ -162,6 +162,14 @@ def tokenizer_store(data: Data, cache: Path) -> Store:
             if not path.exists():
                 raise  # else another process made the same store meanwhile
     return Store(path)
+
+
+def documents_of(
+    data: Data, source: str, say: Say = lambda text: None
+) -> Iterator[sources.Document]:
+    """Return the documents of a source, with the fields that `[data]` names."""
+    fields = {"text_field": data.text_field, "groups_field": data.groups_field}
+    return sources.read(source, data.user_field, **fields, say=say)
 
 
 def _check_store(store: Store, data: Data) -> None:

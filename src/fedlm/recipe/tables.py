@@ -123,6 +123,15 @@ class Data(Table):
         "person who wrote. All text of a person becomes one client: for sampling, clipping, "
         "separation and splits. Not set: `client`.",
     )
+    text_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of such a source that holds the text. Not set: `text`.",
+    )
+    groups_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The field or column of such a source that holds the groups. Not set: "
+        "`groups`.",
+    )
     groups: tuple[str, ...] = Field(
         default=(),
         description="Only clients of these groups take part, in training and evaluation; `[]` is "
@@ -419,9 +428,9 @@ class Privacy(Table):
     )
     epsilon: Positive | None = Field(
         default=None,
-        description="What all rounds may spend; what a private vocabulary cost comes on top. With "
-        "`noise_multiplier` given too, the run "
-        "stops before the round that would exceed it, and keeps its model.",
+        description="What rounds, noisy figures, a private vocabulary and the start model may spend "
+        "together. With `noise_multiplier` given too, the run stops before the round that would "
+        "exceed it, and keeps its model.",
     )
     delta: Annotated[float, Field(ge=-1e30, le=1e30)] = Field(
         default=1e-6,

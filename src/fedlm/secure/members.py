@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedlm.core.documents import json_value
 from fedlm.core.errors import RecordError
 from fedlm.secure.keys import SIGNATURE_BYTES, Identity, digest, is_public, verified
 from fedlm.secure.terms import MOST_MEMBERS, Member
@@ -143,7 +144,7 @@ def read(data: bytes, where: str = "the list of members") -> MemberList:
     try:
         if len(data) > MOST_BYTES:
             raise ValueError("too long")
-        facts: dict[str, Any] = json.loads(data)
+        facts: dict[str, Any] = json_value(data, where, RecordError)
         number, previous = facts["number"], bytes.fromhex(facts["previous"])
         members = [Member(name, bytes.fromhex(key)) for name, key in facts["members"].items()]
         approvals = {name: bytes.fromhex(s) for name, s in facts["approvals"].items()}

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from fedlm.core.documents import read_json
 from fedlm.core.errors import RecordError
 from fedlm.secure import node
 from fedlm.secure.keys import Identity, derive
@@ -38,7 +39,6 @@ from fedlm.secure.terms import SecureError, Session
 
 VERSION = 1
 _STATE = [field.name for field in fields(NodeState) if field.name != "session"]
-MOST_BYTES = 1 << 24  # of a file: two lists of 1024 entries take less
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,14 @@ class NodeStore:
                 f"attempt {session.attempt} of round {session.round} began here with other members "
                 "or terms: they stay as they are within an attempt."
             )
-        return NodeState(session, **held.state)
+        state = NodeState(session, **held.state)
+        listed = session.terms.members[state.place : state.place + 1]
+        if state.place < 0 or not listed or listed[0].public != self.identity.public:
+            raise RecordError(
+                f"{self._path(session.run)} is damaged (the place of another member): this node "
+                "answers no secure sum of the run."
+            )
+        return state
 
     def _kept(self, state: NodeState, answer: bytes) -> bytes:
         self._write(state)
@@ -159,9 +166,7 @@ class NodeStore:
         if not path.exists():
             return None
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError("too long")
-            facts = json.loads(path.read_text(encoding="ascii"))
+            facts = read_json(path, "the file", RecordError)
             if facts.keys() != {"version", "round", "attempt", "session", "state"}:
                 raise ValueError("other fields")
             state = facts["state"]
@@ -171,10 +176,13 @@ class NodeStore:
             if any(type(number) is not int for number in numbers):
                 raise ValueError("a number is missing")
             read = {k: v if k == "place" else _bytes(v) for k, v in state.items()}
+            if len(read["seed"]) != 32:
+                raise ValueError("a seed of another length")
             return _Held(facts["round"], facts["attempt"], _bytes(facts["session"]), read)
-        except (ValueError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecordError) as error:
             raise RecordError(
-                f"{path} is damaged ({error}): this node answers no secure sum of the run."
+                f"{path} is damaged ({str(error)[:200]}): this node answers no secure sum of the "
+                "run."
             ) from None
 
 
