@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all lint format docs fuzz bench bench-adapters bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all lint format docs fuzz release bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -29,7 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/codespell src tests docs recipes benchmarks examples fuzz .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
+	$(BIN)/codespell src tests docs recipes benchmarks examples fuzz release .github *.md mkdocs.yml CITATION.cff .pre-commit-config.yaml
 
 format: $(VENV)/.dev  ## put the code in form
 	$(BIN)/ruff format .
@@ -37,6 +37,13 @@ format: $(VENV)/.dev  ## put the code in form
 
 docs: $(VENV)/.docs  ## build the documentation site into site/, without a network
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict
+
+release: $(VENV)/.installed  ## the wheel, its bill of materials and hashes of its dependencies, into dist/
+	rm -rf dist && mkdir dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
+		--report dist/report.json -c constraints.txt .
+	$(BIN)/python release/sbom.py dist/report.json dist && rm dist/report.json
 
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.fuzz  ## damaged input for every parser, guided by coverage, a minute each
@@ -91,7 +98,7 @@ $(VENV)/.llm: $(VENV)/.installed
 # Its own environment: two gigabytes that nothing but these tests needs.
 .oracle/.installed: pyproject.toml
 	$(PYTHON) -m venv .oracle
-	.oracle/bin/python -m pip install --quiet --disable-pip-version-check -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
+	.oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[oracle]' 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' 'scipy>=1.14,<2'
 	@touch $@
 
 oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, Transformers and PEFT

@@ -42,7 +42,9 @@ from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import POLICY, load_policy
 from fedlm.deploy.tables import read_table
+from fedlm.deploy.word_counts import read_words
 from fedlm.deploy.workspace import KitSettings, WorkspaceSettings
+from fedlm.engine import evaluate_messages
 from fedlm.engine.counters import Counters
 from fedlm.engine.messages import (
     SUMS,
@@ -460,6 +462,62 @@ REQUEST = TrainRequest(
 )
 
 
+EVALUATION = evaluate_messages.EvaluateRequest(
+    run="0123456789abcdef" * 2,
+    recipe="[run]\nseed = 1",
+    round=3,
+    phase="final",
+    first=10,
+    population=40,
+    text="abc",
+    total=9,
+    members=(11, 11),
+    numbers=(0, 0),
+    splits=("test", "validation"),
+    models=(0, 0),
+    rows=(0, 0),
+    offsets=(0, 4),
+    frames=(b"parameters",),
+)
+WORDS = {
+    "format": 1,
+    "kind": "bpe",
+    "lowercase": True,
+    "origin": dict.fromkeys(
+        ("epsilon", "delta", "noise_multiplier", "threshold", "threshold_delta"), 0.5
+    )
+    | {"words_per_client": 10},
+    "words": [["cat", 2.5]],
+}
+SURVEY = {"test": {"0": [2, 10, 40, 1]}}
+
+
+def evaluation_messages() -> Target:
+    """Read any facts and frames as a question about held-out text, and as its answer."""
+
+    def read(data: bytes) -> None:
+        head, *frames = data.split(b"\0")
+        told = json_value(head, "a message", FedlmError)
+        if not isinstance(told, dict) or not isinstance(told.get("facts"), dict):
+            return
+        payload = Payload(str(told.get("kind")), told["facts"], tuple(frames))
+        for reader in (
+            evaluate_messages.read_request,
+            lambda p: evaluate_messages.read_reply(p, EVALUATION),
+        ):
+            with contextlib.suppress(*EXPECTED):
+                reader(payload)
+
+    sums = dict.fromkeys(evaluate_messages.SUMS, 1.0)
+    reply = evaluate_messages.EvaluateReply(round=3, phase="final", asks=(0, 1), sums=(sums, sums))
+    made = [evaluate_messages.encode_request(EVALUATION), evaluate_messages.encode_reply(reply)]
+    seeds = [
+        b"\0".join([json.dumps({"kind": p.kind, "facts": dict(p.facts)}).encode(), *p.frames])
+        for p in made
+    ]
+    return Target(read, seeds)
+
+
 def messages() -> Target:
     """Read any facts and frames as each kind of message."""
 
@@ -660,6 +718,9 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "rounds": file_target("rounds.jsonl", status.read_rounds, [_lines(TALLIES, TALLIES)]),
     "request-recipe": request_recipe,
     "messages": messages,
+    "evaluation-messages": evaluation_messages,
+    "survey": file_target("held_out.json", registration.load_survey, [json.dumps(SURVEY).encode()]),
+    "words": file_target("words.json", read_words, [json.dumps(WORDS).encode()]),
     "frames": frames,
     "certificates": certificates,
     "config": config,

@@ -52,6 +52,7 @@ from fedlm.privacy import ledger, selection
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.ledger import Ledger, selection_entry
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe import shipped
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record import report
@@ -104,7 +105,8 @@ class Result:
 
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file."""
-    tables = read_toml(Path(path), f"sweep {path}")
+    path = shipped.find(Path(path))
+    tables = read_toml(path, f"sweep {path}")
     for key in tables.keys() - set(KEYS):
         raise ConfigError(f"sweep {path} has no setting {key!r}. {nearest(key, KEYS)}")
     if not isinstance(tables.get("recipe"), str):

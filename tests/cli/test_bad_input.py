@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from fedlm.corpus.store import Store
+from tests.conftest import call, write_tiny
 
 
 def refused(result, *words):
@@ -27,6 +28,14 @@ def write_text(path, *clients):
     path.write_text("".join(line + "\n" for line in lines))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the tiny recipe, in which every run is refused: its store is made once."""
+    made = tmp_path_factory.mktemp("refused")
+    write_tiny(made)
+    return made
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -41,9 +50,9 @@ def write_text(path, *clients):
         ("run.devices=3", ("run.devices = 3", "already runs with 2 devices")),
     ],
 )
-def test_a_setting_that_cannot_be(run_cli, tiny_recipe, tmp_path, change, words):
-    refused(run_cli("train", tiny_recipe, "--set", change, "--json"), *words)
-    assert not (tmp_path / "runs").exists()
+def test_a_setting_that_cannot_be(folder, change, words):
+    refused(call(folder, "train", "tiny.toml", "--set", change, "--json"), *words)
+    assert not (folder / "runs").exists()
 
 
 APART = ("server.sampling=spaced", "server.cohort=2", "privacy.min_separation=3")
@@ -56,7 +65,7 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
     [
         ((*TREE, "privacy.delta=0"), ("privacy.delta = 0.0: expected a probability above 0",)),
         ((*TREE, "privacy.delta=-1e-6"), ("privacy.delta = -1e-06: expected a probability",)),
-        ((*TREE, "privacy.delta=nan"), ("privacy.delta = nan: expected a probability",)),
+        ((*TREE, "privacy.delta=nan"), ("privacy.delta = nan: expected",)),
         (
             ("privacy.noise_multiplier=1",),
             ("privacy.noise_multiplier = 1.0", "privacy.mechanism beside it"),
@@ -119,10 +128,10 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         ((*TREE, "privacy.sed=1"), ("[privacy] has no setting 'sed'", "'seed'")),
     ],
 )
-def test_a_promise_that_cannot_be_kept(run_cli, tiny_recipe, tmp_path, settings, words):
+def test_a_promise_that_cannot_be_kept(folder, settings, words):
     changes = [part for setting in settings for part in ("--set", setting)]
-    refused(run_cli("train", tiny_recipe, *changes, "--json"), *words)
-    assert not (tmp_path / "runs").exists()
+    refused(call(folder, "train", "tiny.toml", *changes, "--json"), *words)
+    assert not (folder / "runs").exists()
 
 
 def test_a_recipe_that_is_not_there_or_not_toml(run_cli, tmp_path):
@@ -230,8 +239,10 @@ def test_a_run_whose_recipe_or_text_was_changed_does_not_go_on(
 
 
 def test_one_flipped_bit_of_the_text_is_noticed_at_the_start_and_on_resume(
-    run_cli, tiny_recipe, ended, tmp_path
+    run_cli, tiny_recipe, tmp_path
 ):
+    assert run_cli("train", tiny_recipe, "--set", "server.rounds=2").code == 0
+    ended = tmp_path / "runs" / "tiny"
     (file,) = tmp_path.glob(".fedlm/stores/*/clients.arrow")
     whole = file.read_bytes()
     at = whole.rindex(Store(file.parent).held(0).tobytes())
@@ -297,10 +308,10 @@ def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
 
 
 def test_a_server_step_out_of_the_finite_world_in_the_last_round(run_cli, tiny_recipe, tmp_path):
-    settings = ("optimizer=fedavg", "learning_rate=3e38", "rounds=1")
+    settings = ("optimizer=fedavg", "learning_rate=1e30", "rounds=1")
     changes = [part for setting in settings for part in ("--set", f"server.{setting}")]
     result = run_cli(
-        "train", tiny_recipe, *changes, "--set", "client.learning_rate=1e9", "--out", "run"
+        "train", tiny_recipe, *changes, "--set", "client.learning_rate=5e9", "--out", "run"
     )
     refused(result, "round 0: the parameters are not finite")
     assert not (tmp_path / "run" / "model.safetensors").exists()

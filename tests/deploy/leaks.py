@@ -2,7 +2,8 @@
 
 What it does. Every file below a folder is read as it lies, deleted pages of databases included;
 every cell of an SQLite database is read once more in one piece, because long ones are scattered
-over pages; whatever inflates (zlib, gzip) at any place of either is inflated and read too. In all
+over pages; whatever inflates (zlib, gzip) at any place of either is inflated and read too, up to
+`MOST_DEFLATED` bytes from there. In all
 of that it looks for
 
 * text: every run of `PHRASE` bytes of a text that reaches over a blank, as UTF-8, UTF-16, JSON with
@@ -27,7 +28,7 @@ import zlib
 import numpy as np
 
 PHRASE, TOKENS, FLOATS = 14, 6, 6
-MOST_INFLATED = 1 << 24
+MOST_DEFLATED, MOST_INFLATED = 1 << 16, 1 << 22
 ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda", b"\x1f\x8b\x08")
 INTEGERS = [f"{order}{kind}" for order in "<>" for kind in ("u1", "u2", "u4", "u8", "f4", "f8")]
 HASH = np.uint64(0x9E3779B97F4A7C15)
@@ -61,7 +62,9 @@ def inflated(data):
         while at >= 0:
             kind = zlib.MAX_WBITS | 16 if head[0] == 0x1F else zlib.MAX_WBITS
             try:
-                part = zlib.decompressobj(kind).decompress(data[at:], MOST_INFLATED)
+                part = zlib.decompressobj(kind).decompress(
+                    data[at : at + MOST_DEFLATED], MOST_INFLATED
+                )
             except zlib.error:
                 part = b""
             if len(part) > 16:
@@ -74,38 +77,51 @@ class Runs:
 
     def __init__(self, size):
         self.size, self.known = size, {}
+        # By place in a run: the hashes of numbers that stand there, in 16 bits. Most of any file is
+        # passed over by the first two.
+        self.there = np.zeros((size, 1 << 16), bool)
 
     def add(self, values, what, keep=lambda run: True):
         values = np.ascontiguousarray(values)
         if len(values) < self.size:
             return
-        hashes = rolled(values, self.size)
+        words, places = mixed(values), np.arange(len(values) - self.size + 1)
         runs = np.lib.stride_tricks.sliding_window_view(values, self.size)
-        for value, run in zip(hashes.tolist(), runs, strict=True):
-            if keep(run):
-                self.known.setdefault(value, (run.tobytes(), what))
+        kept = np.array([keep(run) for run in runs], bool)
+        for place in range(self.size):
+            self.there[place, words[places[kept] + place] >> np.uint64(48)] = True
+        hashes = hashed(words, places, self.size)
+        for value, at in zip(hashes[kept].tolist(), places[kept].tolist(), strict=True):
+            self.known.setdefault(value, (runs[at].tobytes(), what))
 
     def find(self, values):
         """Yields (what, place) of each known run in an array."""
         if len(values) < self.size or not self.known:
             return
-        hashes = rolled(values, self.size)
-        known = np.fromiter(self.known, np.uint64, len(self.known))
-        for at in np.flatnonzero(np.isin(hashes, known)).tolist():
-            run, what = self.known[int(hashes[at])]
-            if values[at : at + self.size].tobytes() == run:
-                yield what, at
+        words = mixed(values)
+        short = (words >> np.uint64(48)).astype(np.uint16)
+        at = np.flatnonzero(self.there[0, short[: len(values) - self.size + 1]])
+        for place in range(1, self.size):
+            at = at[self.there[place, short[at + place]]]
+        for value, place in zip(hashed(words, at, self.size).tolist(), at.tolist(), strict=True):
+            run, what = self.known.get(value, (b"", ""))
+            if values[place : place + self.size].tobytes() == run:
+                yield what, place
 
 
-def rolled(values, size):
-    """A hash of each run of `size` values, which are of one of the unsigned types."""
-    words = values.astype(np.uint64)
+def mixed(values):
+    """A hash of each value, which is of one of the unsigned types."""
     with np.errstate(over="ignore"):
-        words = (words + np.uint64(1)) * HASH
-        words ^= words >> np.uint64(29)
-        total = np.zeros(len(values) - size + 1, np.uint64)
+        words = (values.astype(np.uint64) + np.uint64(1)) * HASH
+        return words ^ (words >> np.uint64(29))
+
+
+def hashed(words, places, size):
+    """A hash of the run of `size` values at each place."""
+    total = np.zeros(len(places), np.uint64)
+    with np.errstate(over="ignore"):
         for place in range(size):
-            total = total * np.uint64(1_000_003) + words[place : place + len(total)]
+            total = total * np.uint64(1_000_003) + words[places + place]
     return total
 
 

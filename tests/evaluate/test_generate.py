@@ -1,11 +1,16 @@
 """What the model would say next."""
 
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
 from fedlm.core.types import SpecialTokens
 from fedlm.evaluate.generate import next_words, read_prompt, sample, speaker
+from fedlm.inference import speak
+from fedlm.models import catalog
+from fedlm.models.adapters import Adapters, adapt, merged
+from tests.models.test_adapters import moved
 
 VOCAB = 10
 OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
@@ -59,3 +64,24 @@ def test_any_tokens_can_be_special():
     assert {w[0] for w, _ in next_words(parrot(), [], 20, special)} == set(range(1, VOCAB - 1))
     said = sample(parrot(), [7], 2, special, temperature=0.0, key=jr.key(0))
     assert said == [8, 9]
+
+
+def test_a_cache_of_grouped_queries_says_what_whole_rows_say():
+    """One step per token, with adapters apart or merged, against all rows computed anew."""
+    size = catalog.Dimensions(
+        vocab=VOCAB, embedding_size=16, hidden_size=20, layers=2, heads=4, key_heads=2
+    )
+    plain = catalog.make("llama", size, jr.key(1))
+    model = moved(adapt(plain, Adapters(rank=2, last_blocks=1), jr.key(2)), 3.0)
+    whole, prompt = [OWN.bos, 4, 5], [4, 5]
+    barred = [t for t in OWN.reserved if t != OWN.eos]
+    anew = jax.jit(catalog.logits)
+    for last in range(2, 8):
+        row = np.array([whole + [0] * (9 - len(whole))])  # nothing sees what comes later
+        logits = np.array(anew(model, row)[0, last])
+        logits[barred] = -np.inf
+        whole.append(int(np.argmax(logits)))
+    for asked in (model, merged(model)):
+        said = sample(speak(asked, 16), prompt, 6, OWN, temperature=0.0, key=jr.key(0))
+        assert said == whole[3:]
+    assert len(set(whole[3:])) > 1

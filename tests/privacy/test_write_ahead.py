@@ -439,3 +439,27 @@ def test_over_a_network_lost_rounds_are_not_played_again(gaussian, tmp_path, mon
     resumed = WriteAhead(far).resume(saved, said.append)
     assert resumed.ended and resumed.rounds == 3
     assert "Nodes answer each round once, so the run ends with the model of round 3" in said[0]
+
+
+@pytest.mark.slow
+def test_balls_in_bins_go_on_after_a_kill_and_end_where_states_are_lost(
+    folder, tmp_path, monkeypatch
+):
+    """The bins are drawn once: a resumed run keeps them, and lost rounds cannot be drawn anew."""
+    bins = (*SHARED, "privacy.mechanism=gaussian", "server.sampling=balls-in-bins")
+    (run,) = runs_of(folder, *bins, "privacy.min_separation=3", engines=("mesh",))
+    whole, out, said = tmp_path / "whole", tmp_path / "run", []
+    done = go_on(run, whole)
+    killed_at(run, out, 4, monkeypatch)
+    resumed = go_on(run, out)
+    assert released(out) == released(whole) == list(range(ROUNDS))
+    assert resumed["epsilon"] == done["epsilon"] == spent(run.plan, ROUNDS).epsilon
+    shown = call(tmp_path, "privacy", "epsilon", out, "--json").json
+    assert shown["epsilon"] == done["epsilon"]
+    assert any("falls into one of 4 bins by chance" in each for each in shown["assumptions"])
+    lost = tmp_path / "lost"
+    killed_at(run, lost, 4, monkeypatch)
+    without_states(lost, 4)
+    ended = go_on(run, lost, said)
+    assert ended["rounds"] == 3 and released(lost) == [0, 1, 2, 3, 4]
+    assert "members were drawn for all rounds together" in " ".join(said)

@@ -266,6 +266,7 @@ def test_a_private_evaluation_without_a_plan_is_refused(made):
     assert made().private_evaluation is None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "changes, said",
     [

@@ -72,6 +72,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(tables, sentence):
         ("client", "learning_rate", True, "number"),
         ("data", "lowercase", 1, "boolean"),
         ("data", "source", 3, "string"),
+        ("model", "rope_scaling", "llama3 8 4 1 8192", "'linear FACTOR' or 'llama3 FACTOR"),
     ],
 )
 def test_a_wrong_value_is_refused_with_setting_value_and_what_was_wanted(
@@ -339,14 +340,23 @@ def values_of(kind, metadata=()):
         bottom = -1e300 if low is None else low
         return st.floats(bottom, top, exclude_min=True, exclude_max=True)
     assert kind is str, kind
-    return st.text(min_size=1)
+    flat = [m for p in parts for m in (getattr(p, "metadata", None) or [p])]
+    shape = next((p.pattern for p in flat if getattr(p, "pattern", None)), None)
+    return st.text(min_size=1) if shape is None else st.from_regex(shape, fullmatch=True)
 
 
 PATHS = ("source", "store", "stores", "tokenizer", "init_from")  # made absolute when read
 
 
+WORDED = {  # text in a form of its own
+    "base_sha256": st.from_regex("[0-9a-f]{64}", fullmatch=True),
+    "rope_scaling": st.sampled_from(["linear 2.0", "llama3 8.0 1.0 4.0 8192.0"]),
+}
+
+
 def some(table):
     fields = {n: values(f) for n, f in table.model_fields.items() if n not in PATHS}
+    fields |= {n: made for n, made in WORDED.items() if n in fields}
     needed = {n: fields.pop(n) for n, f in table.model_fields.items() if f.is_required()}
     return st.fixed_dictionaries(needed, optional=fields)
 

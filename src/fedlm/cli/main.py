@@ -20,6 +20,7 @@ from fedlm.cli import (
     export,
     federation,
     models,
+    new,
     node,
     predict,
     prepare,
@@ -59,6 +60,7 @@ def options(
 
 for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate, predict.predict):
     app.command()(command)
+app.command()(new.new)
 app.command()(report.report)
 app.command()(export.export)
 app.command()(convert.convert)

@@ -147,6 +147,11 @@ def _kind(source: str | Path) -> str:
     path = Path(source)
     if not os.path.exists(path):  # Path.exists would raise for a name that is too long
         hint = nearest(str(source), CORPORA)
+        if path.name.lower().removesuffix(".gz").endswith(tuple(READERS)):
+            hint = (
+                f"Text that fedlm does not ship has to be brought: put {path.name} there, or set "
+                f"data.source to a file of yours or to {either(map(repr, CORPORA))}."
+            )
         raise CorpusError(f"source {str(source)!r} is neither a file nor a corpus name. {hint}")
     if path.is_dir():
         return FOLDER

@@ -35,12 +35,14 @@ class Child:
         log: Path,
         cwd: Path | None = None,
         module: str = "fedlm.cli.main",
+        before: tuple[str, ...] = (),
     ) -> None:
+        """Start a command; `before` are words that start it, as `ip netns exec NAME`."""
         self.arguments, self.log = arguments, log
         environment = {**os.environ, PARENT: str(os.getpid())}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*before, sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -219,12 +219,20 @@ def load_survey(file: Path) -> Survey | None:
     if not file.is_file():
         return None
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = read_json(file, str(file), RecordError)
         return {
-            str(split): {int(place): Held(*map(int, held)) for place, held in of.items()}
+            str(split): {int(place): _held(*numbers) for place, numbers in of.items()}
             for split, of in told.items()
         }
     except (ValueError, TypeError, AttributeError) as error:
         raise RecordError(
             f"{file} is damaged: {error}. Remove it: nodes are asked again."
         ) from None
+
+
+def _held(rows: int, tokens: int, bytes: int, clients: int) -> Held:
+    """Return an announcement that was read from a file, or raise `ValueError`."""
+    found = Held(rows, tokens, bytes, clients)
+    if not all(type(number) is int and number >= 0 for number in found):
+        raise ValueError("an amount of text makes no sense")
+    return found

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from fedlm.core.documents import read_json
-from fedlm.core.errors import EngineError, RecordError, WireError
+from fedlm.core.errors import EngineError, WireError
 from fedlm.core.keys import key_for
 from fedlm.deploy import policy as policies
 from fedlm.deploy import registration
@@ -32,6 +32,7 @@ from fedlm.deploy.local import bounds_of, check_deployable
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.question import Asked
+from fedlm.deploy.replies import Replies
 from fedlm.engine.bounds import LARGEST_NORM, SLACK
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import (
@@ -57,7 +58,6 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.settings import Recipe
-from fedlm.record.checkpoint import write_atomically
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
@@ -65,7 +65,6 @@ ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this 
 COUNTERS = "counters.json"
 ROUNDS_KEPT = 2
 MOST_WORDS = 1 << 24  # of any vocabulary; a relay does not know that of its nodes
-Reply = TypeVar("Reply", TrainReply, EvaluateReply)
 
 
 class Relay:
@@ -141,15 +140,15 @@ class Relay:
             if not requests:
                 raise WireError("none of the members asked for lives here.")
             plan = self._admit(request)
-        handover = Handover(self.folder / "handover", request)
-        missing = {name: below for name, below in requests.items() if name not in handover}
+        kept = handover(self.folder / "handover", request)
+        missing = {name: below for name, below in requests.items() if name not in kept}
         if missing:
-            self._dispatch(missing, handover, of=len(requests), plan=plan, exchange=TRAINING)
-        answered = [name for name in requests if name in handover]
+            self._dispatch(missing, kept, of=len(requests), plan=plan, exchange=TRAINING)
+        answered = [name for name in requests if name in kept]
         # Who was asked tells of the draw, which a plan keeps secret.
         told = "" if hides(plan) else f": {len(answered)} of {len(requests)} nodes answered"
         self.say(f"round {request.round}{told}")
-        reply = join(request, (handover.read(name, TrainReply) for name in answered))
+        reply = join(request, (kept.read(name, TrainReply) for name in answered))
         return replace(reply, counter=self.ledger.counter)
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
@@ -161,14 +160,14 @@ class Relay:
             recipe, plan, members = self._allowed(request)
             self.guard.admit_evaluation(request, recipe, plan, Asked(members))
         requests = {name: asked for name, (asked, _) in below.items()}
-        handover = Handover(self.folder / "evaluations", request)
-        missing = {name: asked for name, asked in requests.items() if name not in handover}
+        kept = handover(self.folder / "evaluations", request)
+        missing = {name: asked for name, asked in requests.items() if name not in kept}
         if missing:
-            self._dispatch(missing, handover, of=len(requests), plan=plan, exchange=EVALUATION)
+            self._dispatch(missing, kept, of=len(requests), plan=plan, exchange=EVALUATION)
         sums: dict[int, Any] = {}
         for name, (_, places) in below.items():
-            if name in handover:
-                reply = handover.read(name, EvaluateReply)
+            if name in kept:
+                reply = kept.read(name, EvaluateReply)
                 sums |= {places[at]: part for at, part in zip(reply.asks, reply.sums, strict=True)}
         asks = tuple(sorted(sums))
         return EvaluateReply(
@@ -250,7 +249,7 @@ class Relay:
     def _dispatch(
         self,
         missing: Mapping[str, Any],
-        handover: Handover,
+        kept: Replies,
         *,
         of: int,
         plan: PrivacyPlan | None,
@@ -279,7 +278,7 @@ class Relay:
                 continue
             stats.answered.append(name)
             self.counters.hear(name, reply.counter)
-            handover.write(name, reply)
+            kept.write(name, reply)
             del reply  # else it stays in memory until the next reply arrives
         for name, reason in {**stats.refused, **stats.garbage}.items() if not hides(plan) else ():
             self.say(f"round {stats.round}: {name}: {reason}")
@@ -348,42 +347,12 @@ def add_frame(total: np.ndarray | None, frame: bytes) -> np.ndarray:
     return total
 
 
-class Handover:
-    """The replies of the nodes below to one request, with a file per frame, written atomically."""
-
-    def __init__(self, folder: Path, request: TrainRequest | EvaluateRequest) -> None:
-        self.path = folder / f"{request.round:08d}-{request.digest[:32]}"
-        self._forget(folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # replies hold exact updates
-        self.path.mkdir(mode=0o700, exist_ok=True)
-
-    def _forget(self, folder: Path) -> None:
-        """Delete the replies of old rounds, which are not asked for again."""
-        old = sorted(p for p in folder.glob("*") if p != self.path)[: -ROUNDS_KEPT or None]
-        for path in old:
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
-
-    def __contains__(self, name: str) -> bool:
-        return (self.path / f"{name}.json").is_file()
-
-    def write(self, name: str, reply: TrainReply | EvaluateReply) -> None:
-        """Write a reply, its facts last: a reply counts as present once its facts are."""
-        for i, frame in enumerate(reply.frames):
-            write_atomically(self.path / f"{name}.{i}", frame, private=True)
-        facts = {f.name: getattr(reply, f.name) for f in fields(reply) if f.name != "frames"}
-        facts |= {"sums": [dict(part) for part in reply.sums], "frames": len(reply.frames)}
-        write_atomically(self.path / f"{name}.json", json.dumps(facts).encode(), private=True)
-
-    def read(self, name: str, kind: type[Reply]) -> Reply:
-        """Return the reply of a node, as it came."""
-        file = self.path / f"{name}.json"
-        facts = read_json(file, str(file), RecordError)
-        frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(facts["frames"]))
-        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
-        told["frames"] = frames
-        return kind(**told)
+def handover(folder: Path, request: TrainRequest | EvaluateRequest) -> Replies:
+    """Return the replies of the nodes below to a request; delete those of old rounds."""
+    path = folder / f"{request.round:08d}-{request.digest[:32]}"
+    for old in sorted(p for p in folder.glob("*") if p != path)[: -ROUNDS_KEPT or None]:
+        shutil.rmtree(old)
+    return Replies(path)
 
 
 def _fingerprint(assignments: tuple[Assignment, ...]) -> str:

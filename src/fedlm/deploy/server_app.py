@@ -27,14 +27,17 @@ from fedlm.deploy import history, registration
 from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
+from fedlm.deploy.replies import Answers
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
+from fedlm.engine.buffered import RemoteWaiting
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.evaluate_messages import SPLITS
 from fedlm.engine.remote import RemoteEngine, leaves_of
 from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
 from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.buffered_round import Buffer
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
 from fedlm.privacy.release import splits as release_splits
@@ -54,6 +57,7 @@ ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
 # therefore lies in a folder that only its owner can look into.
 PRIVATE_TALLIES = "private/nodes.jsonl"
 RUN_ID = "run.id"
+ANSWERS = "answers"  # of buffered rounds, until they are added
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
 SURVEY = "held_out.json"  # how much held-out text nodes announced
@@ -210,6 +214,11 @@ def networked_run(
         [(assignment.name,) for assignment in assignments for _ in range(assignment.clients)]
     )
 
+    def waiting(engine: Any, buffer: Buffer) -> RemoteWaiting:
+        back = recipe.run.checkpoint_every * recipe.run.keep_checkpoints
+        spool = Answers(path / ANSWERS, rounds_kept=buffer.largest_staleness + back)
+        return RemoteWaiting(engine, spool, buffer.grace)
+
     def evaluation(plan: PrivacyPlan | None) -> NodeEvaluation:
         assert held_out is not None
         text = HeldOutAtNodes(
@@ -231,6 +240,7 @@ def networked_run(
         members=members,
         engine=engine,
         evaluation=None if held_out is None else evaluation,
+        waiting=waiting,
     )
 
 

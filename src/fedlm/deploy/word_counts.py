@@ -96,7 +96,7 @@ def _costs(selection: WordSelection) -> dict[str, float]:
 def join_words(files: Sequence[Path], out: Path, vocabulary: int) -> Vocabulary:
     """Make a tokenizer from the words that nodes handed over, and write it into a new folder."""
     require(not out.exists(), "--out", str(out), "a folder that does not exist yet")
-    told = [_read(file) for file in files]
+    told = [read_words(file) for file in files]
     kinds = {(facts["kind"], facts["lowercase"]) for facts in told}
     require(len(kinds) == 1, "words.json", len(kinds), "the same tokenizer and case at all nodes")
     sums: dict[str, float] = defaultdict(float)
@@ -123,7 +123,7 @@ def join_words(files: Sequence[Path], out: Path, vocabulary: int) -> Vocabulary:
     return Vocabulary(made, origin)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_words(file: Path) -> dict[str, Any]:
     """Read a file that somebody handed over; it may hold anything."""
     try:
         if file.stat().st_size > MOST_FILE:

@@ -170,6 +170,14 @@ class Dispatch:
             (self.stats.late if self._online(name) else self.stats.away).append(name)
         yield from self._release(over=True)
 
+    def arrived(self) -> Iterator[tuple[str, Any]]:
+        """Yield the replies that are there by now, without waiting; ask who was not asked yet."""
+        for name in list(self.pending):
+            if self._read(name):
+                self.pending.remove(name)
+            if name in self.buffered:
+                yield name, self.buffered.pop(name)
+
     def _release(self, *, over: bool) -> Iterator[tuple[str, Any]]:
         """Yield buffered replies in the order of the assignments, up to the first pending node."""
         for name in self.requests:

@@ -132,7 +132,7 @@ class RemoteEngine:
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of all members whose nodes answered."""
         each = self.by_member or not isinstance(starts, Start)
-        stats, total = RoundStats(cohort.round), Sum(self._like(starts, cohort.round))
+        stats, total = RoundStats(cohort.round), Sum(self.like_of(starts, cohort.round))
         counted: set[int] = set()
         for members, update, _ in self._round(starts, cohort, each, stats):
             total.add(members, update, weighted=each)
@@ -159,12 +159,12 @@ class RemoteEngine:
                 update = replace(update, client_state=last)
             yield Arrived(member, update, upload, download)
 
-    def _like(self, starts: Starts, round: int) -> Update:
+    def like_of(self, starts: Starts, round: int) -> Update:
         return update_like(self.algorithm, model_like(starts), round)
 
     # ---- what is asked -----------------------------------------------------------------
 
-    def _to_clients(
+    def to_clients(
         self, start: Start, cohort: Cohort, each: bool, like: Params
     ) -> tuple[dict[str, TrainRequest], Frames]:
         """Return a question for each node with members of the cohort, and a way to make frames."""
@@ -189,7 +189,7 @@ class RemoteEngine:
                 )
 
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
-            frame = self._encoded(start, cohort.round)
+            frame = self.encoded(start, cohort.round)
             yield from ((name, (frame,)) for name in names)
 
         return asked, frames
@@ -220,11 +220,11 @@ class RemoteEngine:
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
             for name in names:
                 own = (start_of[n] for n in asked[name].numbers)
-                yield name, tuple(self._encoded(start, cohort.round) for start in own)
+                yield name, tuple(self.encoded(start, cohort.round) for start in own)
 
         return asked, frames
 
-    def _encoded(self, start: Start, round: int) -> bytes:
+    def encoded(self, start: Start, round: int) -> bytes:
         key = key_for(self.seed, "download", round=round)
         return self.algorithm.download.encode(start.model, key)
 
@@ -249,9 +249,9 @@ class RemoteEngine:
         self, starts: Starts, cohort: Cohort, each: bool, stats: RoundStats
     ) -> Iterator[Answered]:
         """Ask for a cohort's updates and yield what comes, frame by frame; then report `stats`."""
-        like = self._like(starts, cohort.round).delta
+        like = self.like_of(starts, cohort.round).delta
         if isinstance(starts, Start):
-            asked, frames = self._to_clients(starts, cohort, each, like)
+            asked, frames = self.to_clients(starts, cohort, each, like)
         else:
             asked, frames = self._to_homes(starts, cohort, like)
         began = time.monotonic()
@@ -259,11 +259,11 @@ class RemoteEngine:
         asked = self.offenders.to_ask(asked, cohort.round)
         stats.aside = [name for name in stats.aside if name not in asked]
         dispatch = Dispatch(
-            self.transport, self.quorum, asked, stats, frames=frames, say=self._waiting
+            self.transport, self.quorum, asked, stats, frames=frames, say=self.tell_waiting
         )
         for name, answer in dispatch.replies():
             self.counters.hear(name, answer.counter)
-            yield from self._answered(name, asked[name], answer, like, stats)
+            yield from self.answers_in(name, asked[name], answer, like, stats)
             del answer
         stats.seconds = time.monotonic() - began
         stats.put_aside = dict(self.offenders.judge(stats.round, stats.garbage, stats.answered))
@@ -274,12 +274,12 @@ class RemoteEngine:
         self.on_stats(stats)
         dispatch.check_quorum(names=not self.secret_names)
 
-    def _waiting(self, names: Sequence[str], seconds: float) -> None:
+    def tell_waiting(self, names: Sequence[str], seconds: float) -> None:
         """Say whom a round waits for; under a plan, who was asked is a secret."""
         whom = "" if self.secret_names else f" for {', '.join(names)}"
         self.say(f"waiting{whom}, {seconds:.0f} s")
 
-    def _answered(
+    def answers_in(
         self, name: str, question: TrainRequest, answer: TrainReply, like: Params, stats: RoundStats
     ) -> Iterator[Answered]:
         """Yield what a node sent, frame by frame; a bad frame spoils its own members only."""

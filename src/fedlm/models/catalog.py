@@ -57,7 +57,10 @@ class Dimensions:
     rope_theta: float = 10_000.0
     rotary_fraction: float = 0.25  # the part of a head that rotary positions turn, in GPT-NeoX
     parallel: bool = True  # attention and feed-forward read the same input, in GPT-NeoX
+    rope_scaling: str | None = None  # "linear F" or "llama3 F LOW HIGH LENGTH", as `Rotary` has it
     qkv_bias: bool = False
+    out_bias: bool = False  # of attention's second product, in Llama
+    mlp_bias: bool = False
     tied: bool = True  # the embedding is the output matrix
     remat: bool = False  # a decoder computes its blocks again for their gradients
 
@@ -129,7 +132,7 @@ def invariant(family: Callable[..., Params], *options: str) -> Architecture:
 
 SMALL_DECODER = Dimensions(embedding_size=96, hidden_size=384, layers=3, heads=8)
 _PLACED = ("positions", "length")
-_ROTARY = ("rope_theta", "tied", "norm_epsilon")
+_ROTARY = ("rope_theta", "rope_scaling", "tied", "norm_epsilon")
 ARCHITECTURES: dict[str, Architecture] = {
     "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
     "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
@@ -143,7 +146,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-neox": decoder(
         transformer, "activation", "rotary_fraction", "parallel", *_ROTARY, positions="none"
     ),
-    "llama": decoder(llama, "key_heads", "head_size", "qkv_bias", *_ROTARY),
+    "llama": decoder(llama, "key_heads", "head_size", "qkv_bias", "out_bias", "mlp_bias", *_ROTARY),
 }
 
 

@@ -116,17 +116,34 @@ class Rotary:
     """Rotary positions: pairs of a head's numbers are turned by angles that grow with position.
 
     The first `width` numbers of a head are turned, number i together with number i + width / 2
-    (Su et al. 2021, in the order of Hugging Face's weights).
+    (Su et al. 2021, in the order of Hugging Face's weights). `scaling` slows the turning, for rows
+    longer than those of pretraining: "linear F" everywhere by F; "llama3 F LOW HIGH LENGTH" by F
+    where fewer than LOW turns fit into LENGTH tokens, not at all above HIGH, and in between by a
+    mixture.
     """
 
     width: int
     theta: float = 10_000.0
+    scaling: str | None = None
+
+    def rates(self) -> np.ndarray:
+        """Return the angle per position of each pair."""
+        plain: np.ndarray = self.theta ** (-np.arange(0, self.width, 2) / self.width)
+        kind, *numbers = (self.scaling or "none").split()
+        if kind == "none":
+            return plain
+        factor, *more = map(float, numbers)
+        if kind == "linear":
+            return plain / factor
+        low, high, length = more
+        turns = length * plain / (2 * np.pi)
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return kept * plain + (1 - kept) * plain / factor
 
     def __call__(
         self, x: Float[Array, "batch heads seq size"], at: Int[Array, " seq"]
     ) -> Float[Array, "batch heads seq size"]:
-        rates = self.theta ** (-np.arange(0, self.width, 2) / self.width)
-        angles = at.astype(x.dtype)[:, None] * jnp.asarray(rates, x.dtype)[None]
+        angles = at.astype(x.dtype)[:, None] * jnp.asarray(self.rates(), x.dtype)[None]
         turned = (*x.shape[:3], self.width // 2)
         cos, sin = (jnp.broadcast_to(wave(angles), turned) for wave in (jnp.cos, jnp.sin))
         first, second = jnp.split(x[..., : self.width], 2, axis=-1)

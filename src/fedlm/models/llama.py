@@ -44,13 +44,16 @@ def llama(
     key_heads: int | None = None,
     head_size: int | None = None,
     rope_theta: float = 10_000.0,
+    rope_scaling: str | None = None,
     norm_epsilon: float = 1e-5,
     qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
     tied: bool = True,
 ) -> Decoder:
     """Make a fresh decoder; without `key_heads` every query has keys of its own."""
     k_stem, *keys = jr.split(key, 1 + layers)
-    rotary = Rotary(head_size or embed // heads, rope_theta)
+    rotary = Rotary(head_size or embed // heads, rope_theta, rope_scaling)
 
     def norm() -> RmsNorm:
         return RmsNorm(jnp.ones(embed), norm_epsilon)
@@ -63,15 +66,15 @@ def llama(
             embed,
             heads,
             bias=qkv_bias,
-            out_bias=False,
+            out_bias=out_bias,
             key_heads=key_heads,
             head_size=head_size,
             rotary=rotary,
         )
         feed = Gated(
-            linear(k_gate, embed, units, bias=False),
-            linear(k_up, embed, units, bias=False),
-            linear(k_down, units, embed, bias=False),
+            linear(k_gate, embed, units, bias=mlp_bias),
+            linear(k_up, embed, units, bias=mlp_bias),
+            linear(k_down, units, embed, bias=mlp_bias),
         )
         made.append(Block(norm(), attend, norm(), feed))
     first = stem(k_stem, vocab, embed, positions="none", length=0, invariant=False)

@@ -238,6 +238,7 @@ def transformer(
     parallel: bool = False,
     rotary_fraction: float = 0.0,
     rope_theta: float = 10_000.0,
+    rope_scaling: str | None = None,
     tied: bool = True,
 ) -> Decoder:
     """Make a fresh decoder.
@@ -256,7 +257,7 @@ def transformer(
             bias=bias,
             row_floor=row_floor if invariant else None,
             alibi=positions == "alibi",
-            rotary=Rotary(width, rope_theta) if width else None,
+            rotary=Rotary(width, rope_theta, rope_scaling) if width else None,
         )
         feed = feedforward(
             k_feedforward, embed, units, bias=bias, invariant=invariant, activation=activation

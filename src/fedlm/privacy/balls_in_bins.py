@@ -38,8 +38,9 @@ The smaller bound counts.
 4. Bands. M has p bands with columns of length at most one, and p divides b. Tell the attacker the
    client's bin modulo p, and draw that number for a client in no bin too. Divergences are jointly
    convex, so this can only raise delta on average, and no more than the worst of the p values does.
-   What is left to guess is one of the bins g, g + p, g + 2p, ..., whose columns do not overlap: G
-   is diagonal. Residue g = 0, whose bins come first and have the most turns, is the worst.
+   What is left to guess is one of the bins g, g + p, g + 2p, ..., whose columns do not overlap: a
+   row holds one contribution of the client, so that signs in M do not matter, and G is diagonal.
+   Residue g = 0, whose bins come first and have the most turns, is the worst.
 
 The law of a sum of independent a_i is computed by doubling. After each step its values are moved to
 a grid that is even in logarithms; each is split between its two neighbours so that its mean stays.

@@ -25,8 +25,8 @@ with the smallest such number is taken at each epsilon, before any sample is dra
 
 The other direction, E (1 - k L)_+, is a matter of rare small L. u is shifted by -c G p, so that a
 sample weighs exp(c <p, u> + c^2 v / 2) with v = <p, G p>. Where L < 1 / k, the geometric mean,
-which is no larger, gives <p, u> <= -h with h = epsilon - sum_i p_i G_ii / 2, and the weight is at most
-exp(c^2 v / 2 - c h). The same bound holds, with the best c of a few.
+which is no larger, gives <p, u> <= -h with h = epsilon - sum_i p_i G_ii / 2, and the weight is at
+most exp(c^2 v / 2 - c h). The same bound holds, with the best c of a few.
 """
 
 from __future__ import annotations

@@ -192,10 +192,13 @@ def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
 @functools.lru_cache(maxsize=256)  # journal, claim, store and summary ask for the same
 def _epsilon_by_pld(leaves: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
     """Return the epsilon of releases that all have a loss distribution."""
+    from dp_accounting.pld import privacy_loss_distribution
+
     noises = [_noise_of(event) for event, _ in leaves]
     step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
-    losses = (_loss_of(event, count, step) for event, count in leaves)
-    whole = functools.reduce(lambda one, other: one.compose(other), losses)
+    whole = privacy_loss_distribution.identity(value_discretization_interval=step)
+    for event, count in leaves:
+        whole = whole.compose(_loss_of(event, count, step))
     return float(whole.get_epsilon_for_delta(delta))
 
 

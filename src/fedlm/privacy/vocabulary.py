@@ -41,7 +41,7 @@ With later releases appended to M, M* and M', which use the same data, steps 1 t
 word: that is why the ledger has one line of a Gaussian release with delta_t on top.
 
 Numbers on a computer: weights are rounded down to multiples of 2^-20 and summed as integers, so
-that no norm exceeds 1 and no order of clients shows. The noise is made of SHAKE-256 under a 128-bit
+that no norm exceeds 1 and no order of clients shows. The noise is made of ChaCha20 under a 128-bit
 secret of the system's entropy, in 64-bit floating point (`host_noise.py`); noisy counts are rounded
 to multiples of 2^-10, which hides the low bits of floating-point noise, and must exceed the
 threshold after it was rounded up to that grid. The noise itself is not a discrete distribution.

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from fedlm.core.documents import read_toml, toml_tables
 from fedlm.core.errors import ConfigError, nearest, require, shown
 from fedlm.corpus.sources import CORPORA
+from fedlm.recipe import shipped
 from fedlm.recipe.federation import NodeTable
 from fedlm.recipe.tables import Client as Client
 from fedlm.recipe.tables import Data as Data
@@ -64,11 +65,12 @@ RENAMED = {
 
 def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
     """Read a recipe file and apply changes of the form `table.key=value`."""
-    tables = read_toml(Path(path), f"recipe {path}")
+    path = shipped.find(Path(path))
+    tables = read_toml(path, f"recipe {path}")
     for change in changes:
         _apply(tables, change)
     recipe = parse(tables)
-    return _relative_to(recipe, Path(path).parent)
+    return _relative_to(recipe, path.parent)
 
 
 def _apply(tables: dict[str, Any], change: str) -> None:
@@ -162,6 +164,8 @@ def _sentence(error: Any) -> str:
         near = nearest(value, options)
         hint = f" {near}" if near.startswith("Did") else ""
     wanted = "a table" if error["type"] == "model_type" else wanted
+    if error["type"] == "string_pattern_mismatch":
+        wanted = f"text of the form {error['ctx']['pattern']}"
     return f"{'.'.join(place[:2])} = {shown(value)}: expected {wanted}.{hint}"
 
 

@@ -10,6 +10,8 @@ Not here: TOML files and errors (`settings.py`), `[federation]` (`federation.py`
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -52,6 +54,19 @@ def _tokenizer(value: str) -> str:
     if kind_of(value) in (*KINDS, FILE):
         return value
     wanted = either(map(repr, (*KINDS, "PATH/tokenizer.json")))
+    raise PydanticKnownError("literal_error", {"expected": wanted})
+
+
+def _rope_scaling(value: str) -> str:
+    """Accept a kind of scaling and its numbers, all of them positive."""
+    kind, *numbers = value.split() or [""]
+    if len(numbers) == {"linear": 1, "llama3": 4}.get(kind):
+        with contextlib.suppress(ValueError):
+            found = [float(number) for number in numbers]
+            rising = kind == "linear" or found[1] < found[2]
+            if rising and all(0 < number < math.inf for number in found):
+                return value
+    wanted = "'linear FACTOR' or 'llama3 FACTOR LOW HIGH LENGTH', LOW below HIGH"
     raise PydanticKnownError("literal_error", {"expected": wanted})
 
 
@@ -206,6 +221,11 @@ class Model(Table):
     rope_theta: Positive | None = Field(
         default=None, description="Llama, GPT-NeoX: base of the periods of rotary positions."
     )
+    rope_scaling: Annotated[str, AfterValidator(_rope_scaling)] | None = Field(
+        default=None,
+        description="Llama, GPT-NeoX: slower turning of rotary positions, as models for long rows "
+        "have it: `linear FACTOR` or `llama3 FACTOR LOW HIGH LENGTH`.",
+    )
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="GPT-NeoX: the part of a head that rotary positions turn."
     )
@@ -214,6 +234,12 @@ class Model(Table):
     )
     qkv_bias: bool | None = Field(
         default=None, description="Llama: whether queries, keys and values have biases, as Qwen2's."
+    )
+    out_bias: bool | None = Field(
+        default=None, description="Llama: whether attention's second product has a bias."
+    )
+    mlp_bias: bool | None = Field(
+        default=None, description="Llama: whether feed-forward layers have biases."
     )
     tied: bool | None = Field(
         default=None,
@@ -428,9 +454,9 @@ class Privacy(Table):
     )
     epsilon: Positive | None = Field(
         default=None,
-        description="What rounds, noisy figures, a private vocabulary and the start model may spend "
-        "together. With `noise_multiplier` given too, the run stops before the round that would "
-        "exceed it, and keeps its model.",
+        description="What rounds, noisy figures, a private vocabulary and the start model may "
+        "spend together. With `noise_multiplier` given too, the run stops before the round that "
+        "would exceed it, and keeps its model.",
     )
     delta: Annotated[float, Field(ge=-1e30, le=1e30)] = Field(
         default=1e-6,

@@ -11,6 +11,16 @@ SIZE = catalog.Dimensions(
 FAMILIES = {
     "llama": ("llama", replace(SIZE, hidden_size=24, key_heads=2, tied=False, rope_theta=500.0)),
     "llama-tied": ("llama", replace(SIZE, hidden_size=24, head_size=6)),
+    "llama-biased": (
+        "llama",
+        replace(SIZE, hidden_size=24, qkv_bias=True, out_bias=True, mlp_bias=True),
+    ),
+    "llama-linear": ("llama", replace(SIZE, hidden_size=24, rope_scaling="linear 3.0")),
+    "llama-long": (
+        "llama",
+        # Of the pairs that a head turns, the first lies between the bounds.
+        replace(SIZE, heads=2, hidden_size=24, rope_scaling="llama3 8.0 1.0 4.0 16.0"),
+    ),
     "qwen2": ("llama", replace(SIZE, hidden_size=24, key_heads=2, qkv_bias=True)),
     "gpt2": ("gpt2", SIZE),
     "gpt_neox": ("gpt-neox", replace(SIZE, tied=False, activation="gelu-exact", heads=2)),

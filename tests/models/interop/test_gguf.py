@@ -74,7 +74,7 @@ def test_a_file_gives_the_model_it_was_made_from(tmp_path):
     assert base.architecture == "llama"
     for field, value in base.sizes.items():
         wanted = getattr(size, field)
-        assert value == (4 if wanted is None else wanted), field
+        assert value == (4 if wanted is None and field != "rope_scaling" else wanted), field
     assert tree.sha256(ours.load(path, size)) == tree.sha256(params)
     assert ours.tokens_of(path)[39] == "t39"
 

@@ -49,6 +49,24 @@ def test_what_fedlm_writes_gives_the_same_logits_there(tmp_path, name):
 
 CONFIGS = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 2, "hidden_act": "silu"}),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
+    ),
+    "llama-long": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 8}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gpt_neox": ("GPTNeoXConfig", {"num_attention_heads": 2}),

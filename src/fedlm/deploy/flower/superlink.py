@@ -6,7 +6,7 @@ Promise:  only nodes whose keys are registered may fetch work and answer, each f
           only who holds the federation's control key may register nodes, start runs or see them;
           nothing of a request is read before it is known who sent it, and then no more than was
           announced and signed; what a node may leave lying is bounded; no code that is sent here
-          is ever run.
+          is ever run; an answer that was fetched does not stay in the server's files.
 Not here: rounds (`server_app.py`), the operator's side (`client.py`), the nodes' (`supernode.py`),
           signatures (`signing.py`), connections (`connections.py`).
 
@@ -52,6 +52,7 @@ from fedlm.deploy import connections, history
 from fedlm.deploy.doctor import EXPIRING_DAYS
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
+from fedlm.deploy.flower.forget import forget_deleted
 from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier, until
 from fedlm.deploy.workspace import Workspace
@@ -414,6 +415,7 @@ def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     connections.check_pair(*files)
     listener = connections.listen(settings.bind, settings.port, settings.connections_per_address)
     make_ready(workspace.database, say)
+    forget_deleted(workspace.database)
     history.note(workspace.history, "serve", version=version("fedlm"))
     threading.Thread(target=_register, args=[workspace], daemon=True).start()
     guarded = application(workspace, say)

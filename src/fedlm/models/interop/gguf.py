@@ -84,7 +84,10 @@ def read_base(path: Path) -> Base:
         "length": settings.count("llama.context_length", 2048),
         "rope_theta": _shortest(settings.number("llama.rope.freq_base", 10_000.0)),
         "norm_epsilon": _shortest(settings.number("llama.attention.layer_norm_rms_epsilon")),
+        "rope_scaling": None,
         "qkv_bias": False,
+        "out_bias": False,
+        "mlp_bias": False,
         "tied": "output.weight" not in _shapes(reader),
     }
     settings.finish({name for name in values if name.startswith(ABOUT)})

@@ -25,7 +25,7 @@ from fedlm.models import catalog
 from fedlm.models.adapters import Adapters
 from fedlm.models.catalog import Dimensions
 from fedlm.models.interop import tensors
-from fedlm.models.interop.huggingface import FAMILIES
+from fedlm.models.interop.families import FAMILIES
 from fedlm.models.interop.tensors import Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
