@@ -1,5 +1,7 @@
 """Commands of a federation: what they make, and one sentence where they cannot."""
 
+import socket
+
 import pytest
 
 from tests.cli.test_bad_input import refused
@@ -41,6 +43,48 @@ def test_init_makes_kits(run_cli, tmp_path):
 )
 def test_what_is_no_federation(run_cli, tiny_recipe, command, words):
     refused(run_cli("federation", *command), *words)
+
+
+def test_a_server_that_cannot_start_says_why(run_cli, tmp_path, monkeypatch):
+    from fedlm.deploy import certificates, membership, workspace
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        made = workspace.init(tmp_path / "fed", "fed", ["x.org"], port, [], bind="127.0.0.1")
+        refused(run_cli("federation", "serve", "fed"), f"port = {port}", "another server")
+    made.certificate_key.write_text("no key")
+    refused(run_cli("federation", "serve", "fed"), "no certificate and its key", "renew")
+    monkeypatch.setattr(certificates, "SERVER_DAYS", 0)
+    membership.renew_server(made)
+    refused(run_cli("federation", "serve", "fed"), "today is", "federation renew")
+
+
+def test_keys_are_made_at_nodes(run_cli, tmp_path):
+    """The documented way, command by command."""
+    assert run_cli("federation", "init", "fed", "--host", "fed.example.org").code == 0
+    node = run_cli("node", "init", "kit", "--name", "north", "--json")
+    assert node.json == {"kit": "kit", "name": "north", "key": "kit/node.pub"}
+    key = ("--key", "kit/node.pub")
+    added = run_cli("federation", "add-node", "fed", "north", *key, "--json").json
+    taken = run_cli("node", "accept", "kit", added["invitation"], "--json").json
+    assert taken["authority"] == added["authority"] and taken["federation"] == "fed"
+    refused(run_cli("federation", "add-node", "fed", "north", *key), "not taken", "rotate")
+    refused(run_cli("federation", "rotate", "fed", "north"), "--key", "fedlm node rotate")
+    assert run_cli("federation", "renew", "fed", "--host", "new.example.org").code == 0
+    assert run_cli("node", "accept", "kit", "fed/nodes/north").code == 0, "a folder is taken too"
+    assert "new.example.org" in (tmp_path / "kit" / "node.toml").read_text()
+    following = run_cli("node", "rotate", "kit", "--json").json["key"]
+    assert run_cli("federation", "rotate", "fed", "north", "--key", following).code == 0
+    assert run_cli("node", "accept", "kit", "fed/nodes/north").code == 0
+    assert run_cli("federation", "rotate", "fed").code == 0
+    assert run_cli("federation", "remove-node", "fed", "north").code == 0
+    refused(run_cli("federation", "remove-node", "fed", "north"), "north is no node of fed")
+    told = run_cli("federation", "history", "fed", "--json").json["history"]
+    actions = [entry["action"] for entry in told]
+    assert actions[:2] == ["init", "add-node"] and actions[-1] == "remove-node"
+    assert run_cli("federation", "history", "fed").code == 0
 
 
 def test_what_is_no_kit(run_cli):

@@ -347,7 +347,18 @@ def status(
     if as_json:
         emit({"home": str(home), "nodes": found})
         return
-    head = ["node", "there", "since", "answered", "late", "away", "refused", "garbage", "last"]
+    head = [
+        "node",
+        "there",
+        "since",
+        "answered",
+        "late",
+        "away",
+        "refused",
+        "garbage",
+        "aside",
+        "last",
+    ]
     show(f"federation {home}", head, [[n[name] for name in ("name", *head[1:])] for n in found])
 
 

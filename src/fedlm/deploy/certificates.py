@@ -130,7 +130,7 @@ def check_current(file: Path) -> None:
         raise ConfigError(
             f"{file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and today is "
             f"{now:%Y-%m-%d}: nodes would refuse it. Look at this machine's clock, or make a new "
-            "certificate."
+            "certificate with fedlm federation renew."
         )
 
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import ssl
 from collections import Counter
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fedlm.core.errors import ConfigError
 
 HANDSHAKE_SECONDS = HEAD_SECONDS = 10.0
 LARGEST_HEAD = 32 << 10  # bytes
@@ -86,7 +89,14 @@ def listen(host: str, port: int, per_address: int) -> Listener:
     made = Listener(family, socket.SOCK_STREAM)
     made.connections = Connections(per_address, max(16, soft - SPARE_FILES))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind((host, port))
+    try:
+        made.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        made.close()
+        raise ConfigError(
+            f"bind = {host!r}, port = {port} in federation.toml: nothing can listen there "
+            f"({error}). Is another server running?"
+        ) from None
     return made
 
 
@@ -133,6 +143,17 @@ class _Loop(asyncio.SelectorEventLoop):
         if options.get("ssl") is not None:
             options.setdefault("ssl_handshake_timeout", HANDSHAKE_SECONDS)
         return await super().create_server(*args, **options)
+
+
+def check_pair(certificate: str, key: str) -> None:
+    """Raise `ConfigError` unless two files are a certificate and its key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"{certificate} and {key} are no certificate and its key ({error}): "
+            "fedlm federation renew makes new ones."
+        ) from None
 
 
 def run(app: Any, listener: Listener, certificate: str, key: str) -> None:

@@ -19,7 +19,7 @@ from fedlm.deploy.flower.client import SuperLinkClient
 from fedlm.deploy.server_app import PRIVATE_TALLIES, TALLIES
 from fedlm.deploy.workspace import Workspace
 
-COUNTED = ("answered", "late", "away", "refused", "garbage")
+COUNTED = ("answered", "late", "away", "refused", "garbage", "aside")
 
 
 def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def nodes_of(workspace: Workspace, run: Path | None) -> list[dict[str, Any]]:
     for name in sorted(workspace.nodes()):
         seen = there.get(name)
         counts = {
-            what: sum(name in stats[what] for stats in rounds) if rounds else None
+            what: sum(name in stats.get(what, ()) for stats in rounds) if rounds else None
             for what in COUNTED
         }
         lines.append(

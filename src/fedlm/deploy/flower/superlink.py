@@ -49,11 +49,12 @@ from flwr.superlink.main import create_app
 
 from fedlm.core.errors import EngineError
 from fedlm.deploy import connections, history
+from fedlm.deploy.doctor import EXPIRING_DAYS
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.flower.forget import forget_deleted
 from fedlm.deploy.membership import Identities
-from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
+from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier, until
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
 from fedlm.record.checkpoint import write_atomically
@@ -405,11 +406,17 @@ def _register(workspace: Workspace) -> None:
 def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     """Serve a federation's SuperLink until the process ends."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    settings = workspace.settings
+    files = (str(workspace.certificate), str(workspace.certificate_key))
+    left = (until(workspace.certificate.read_bytes()) - time.time()) / 86_400
+    if left < EXPIRING_DAYS:
+        renew = f"fedlm federation renew {workspace.path}"
+        say(f"the server's certificate ends in {left:.0f} days: {renew}")
+    connections.check_pair(*files)
+    listener = connections.listen(settings.bind, settings.port, settings.connections_per_address)
     make_ready(workspace.database, say)
     forget_deleted(workspace.database)
-    settings = workspace.settings
-    listener = connections.listen(settings.bind, settings.port, settings.connections_per_address)
     history.note(workspace.history, "serve", version=version("fedlm"))
     threading.Thread(target=_register, args=[workspace], daemon=True).start()
     guarded = application(workspace, say)
-    connections.run(guarded, listener, str(workspace.certificate), str(workspace.certificate_key))
+    connections.run(guarded, listener, *files)
