@@ -98,3 +98,11 @@ def test_options_that_contradict_like_are_refused(run_cli, tiny_text):
     refused(run_cli(*like, "--no-lowercase"), "--no-lowercase = False: expected True")
     same = run_cli(*like, "--vocabulary", 15, "--tokenizer", "words", "--lowercase")
     assert same.code == 0, same.stderr
+
+
+def test_parquet_whose_text_is_not_utf8_is_refused(tmp_path):
+    """Found by `make fuzz`."""
+    column = pa.array([b"a\xe0"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"client": column, "text": ["x"]}), tmp_path / "t.parquet")
+    with pytest.raises(CorpusError, match="not a whole Parquet file"):
+        one(tmp_path / "t.parquet", {})

@@ -302,7 +302,7 @@ def parquet(
     The arguments are the names of these columns. A client may be an integer.
     """
     import pyarrow.parquet as pq
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
 
     try:
         file = pq.ParquetFile(path)
@@ -317,8 +317,9 @@ def parquet(
                     )
                 _check_person(name, client, str(path))
                 yield Document(name, found, row[text])
-    except (ArrowInvalid, OSError) as error:
-        raise CorpusError(f"{path}: not a whole Parquet file ({error}).") from None
+    except (ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CorpusError(f"{path}: not a whole Parquet file ({reason}).") from None
 
 
 def _groups(value: Any) -> tuple[str, ...]:
