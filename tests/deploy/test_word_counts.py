@@ -33,7 +33,7 @@ def made(tmp_path_factory, run_in):
         told = run_in(folder, "node", "words", f"{name}.jsonl", "--out", f"{name}-words", *BUDGET)
         assert told["words"] >= 5
     files = [f"{name}-words/words.json" for name in LANGUAGES]
-    run_in(folder, "federation", "tokenizer", *files, "--out", "tokenizer", "--vocabulary", "300")
+    run_in(folder, "federation", "tokenizer", *files, "--out", "tokenizer", "--vocabulary", "400")
     start = ("federation", "init", "fed", "--host", "127.0.0.1", "--nodes", "english,norsk")
     run_in(folder, *start, "--tokenizer", "tokenizer/tokenizer.json")
     for name in LANGUAGES:
