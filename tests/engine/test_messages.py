@@ -104,6 +104,9 @@ def test_replies_to_something_else_are_refused(reply):
         {"longest": 1 << 60},
         {"frames": ()},
         {"frames": (b"one", b"other")},
+        {"remembered": (0,)},
+        {"remembered": (0, -2)},
+        {"remembered": (0, 3)},  # in the round that is asked for
     ],
 )
 def test_requests_out_of_range_are_refused(change):
