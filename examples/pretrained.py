@@ -73,11 +73,14 @@ class Stages:
             screen.print("done before; not repeated")
         return not done
 
-    def run(self, name: str, *command: str) -> str:
-        """Run a command of fedlm, add up what it took, and return what it printed."""
+    def run(self, name: str, *command: str, told: str = "") -> str:
+        """Run a command of fedlm on a text, add up what it took, and return what it printed."""
         begun = time.perf_counter()
         arguments = [sys.executable, "-c", FEDLM, *command]
-        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        child = subprocess.Popen(arguments, **pipes, text=True)
+        child.stdin.write(told)
+        child.stdin.close()
         said = child.stdout.read()
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
@@ -210,12 +213,11 @@ def complete(stages: Stages, folder: Path, name: str, model: Path) -> list[str]:
     """Return how a model completes the prompts, always with the likeliest token."""
     file = folder / f"completions-{name}.json"
     if not file.is_file():
-        found = []
-        for prompt in PROMPTS:
-            options = ("--count", "1", "--length", "12", "--temperature", "0", "--json")
-            said = json.loads(stages.run("completions", "predict", str(model), prompt, *options))
-            found.append(said["continuation"].strip().splitlines()[0])
-        file.write_text(json.dumps(found))
+        options = ("--count", "1", "--length", "12", "--temperature", "0", "--json")
+        prompts = "".join(f"{prompt}\n" for prompt in PROMPTS)
+        said = stages.run("completions", "predict", str(model), *options, told=prompts)
+        whole = [json.loads(line)["continuation"].strip() for line in said.splitlines()]
+        file.write_text(json.dumps([words.splitlines()[0] if words else "" for words in whole]))
     return json.loads(file.read_text())
 
 
