@@ -46,7 +46,7 @@ def main() -> int:
     if asked.child:
         fuzz_one(asked.targets[0], asked.seconds, asked.runs, asked.seed)
         return 0
-    from fuzz.targets import TARGETS, clean
+    from fuzz.targets import TARGETS
 
     names = asked.targets or list(TARGETS)
     kind = "guided by coverage" if GUIDED else "random: install 'fedlm[fuzz]' for guided ones"
@@ -58,7 +58,6 @@ def main() -> int:
         if ended:
             failed.append(name)
         print(f"{name:18} {count:>12,}  {ended or 'nothing unhandled'}", flush=True)
-    clean()
     print(f"{'all':18} {total:>12,}  {len(failed)} with findings")
     return 1 if failed else 0
 
@@ -67,12 +66,16 @@ def run_child(name: str, asked: argparse.Namespace) -> tuple[int, str]:
     """Fuzz a target in a process of its own; return how many inputs there were, and what it met."""
     command = [sys.executable, "-m", "fuzz.run", "--child", name, "--seconds", str(asked.seconds)]
     command += ["--runs", str(asked.runs), "--seed", str(asked.seed)]
-    log = tempfile.TemporaryFile()  # noqa: SIM115
-    code = subprocess.run(
-        command, stdout=log, stderr=log, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    ).returncode
-    log.seek(0)
-    text = log.read().decode("utf-8", "replace")
+    # In memory where the system has such a folder: a disk would take most of the time.
+    root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with (
+        tempfile.TemporaryDirectory(prefix="fedlm-fuzz-", dir=root) as folder,
+        tempfile.TemporaryFile() as log,
+    ):
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "FEDLM_FUZZ_ROOT": folder}
+        code = subprocess.run(command, stdout=log, stderr=log, env=env).returncode
+        log.seek(0)
+        text = log.read().decode("utf-8", "replace")
     done = re.findall(r"^Done (\d+) (?:runs|inputs)", text, re.M) or re.findall(
         r"^#(\d+)", text, re.M
     )
@@ -100,7 +103,7 @@ def _guided(name: str, seconds: int, runs: int, seed: int) -> None:
     with atheris.instrument_imports(include=["fedlm"]):
         from fuzz.targets import TARGETS
     target = TARGETS[name]()
-    folder = Path(tempfile.mkdtemp(prefix=f"fedlm-fuzz-{name}-"))
+    folder = Path(tempfile.mkdtemp(prefix="seeds-", dir=os.environ.get("FEDLM_FUZZ_ROOT")))
     for number, raw in enumerate(target.seeds):
         (folder / f"seed-{number}").write_bytes(raw)
     words = folder.with_suffix(".words")

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from fedlm.core.errors import RecordError
+from fedlm.privacy.account import plan_from
 from fuzz.run import mutated
 from fuzz.targets import TARGETS
 
@@ -31,3 +33,12 @@ def test_an_unexpected_exception_is_not_swallowed():
     broken = type(target)(lambda data: {}["missing"], target.seeds)
     with pytest.raises(KeyError):
         broken.try_one(b"")
+
+
+@pytest.mark.parametrize("sampling", [1.5, None, [], {"law": "poisson", "cohort": 10**400}])
+def test_a_plan_of_any_shape_is_refused(sampling):
+    """Found by `make fuzz` in the ledger of a node."""
+    with pytest.raises(RecordError, match="privacy plan is damaged"):
+        plan_from({"mechanism": "gaussian", "sampling": sampling})
+    with pytest.raises(RecordError, match="privacy plan is damaged"):
+        plan_from({"sampling": {}, "clip_norm": 10**400})

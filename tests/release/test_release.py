@@ -104,7 +104,16 @@ def test_a_bill_of_materials_has_hashes_and_no_addresses():
         made.dependencies({"install": [entry("other")]})
 
 
-PYTHONS = [name for name in ("3.11", "3.12", "3.13") if shutil.which(f"python{name}")]
+def interpreter(version):
+    """The path of a Python that works, from the path or from pyenv; None if there is none."""
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    for found in (shutil.which(f"python{version}"), *pyenv):
+        if (
+            found
+            and subprocess.run([found, "-c", "import venv"], capture_output=True).returncode == 0
+        ):
+            return str(found)
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +134,12 @@ def test_the_wheel_carries_the_recipes(wheel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_the_wheel_runs_in_a_fresh_environment(wheel, version, tmp_path):
-    works = subprocess.run([f"python{version}", "-m", "venv", tmp_path / "env"])
-    if works.returncode:
-        pytest.skip(f"python{version} makes no environment here")
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} is at hand")
+    subprocess.run([python, "-m", "venv", tmp_path / "env"], check=True)
     bin = tmp_path / "env" / "bin"
     constraints = ["-c", ROOT / "constraints.txt"] if version == "3.11" else []
     install = [bin / "python", "-m", "pip", "install", "-q", *constraints, wheel]

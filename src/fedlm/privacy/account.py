@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedlm.core.errors import ConfigError, RecordError, require
+from fedlm.core.errors import SURPRISES, ConfigError, RecordError, require
 from fedlm.core.types import Sampling
 from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
@@ -206,7 +206,7 @@ def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
     try:
         sampling = _typed(Sampling, facts["sampling"])
         plan = PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})
-    except (KeyError, TypeError, ValueError) as error:
+    except SURPRISES as error:
         raise RecordError(f"the journal's privacy plan is damaged: {error}.") from None
     entry = MECHANISMS.get(plan.mechanism)
     if entry is not None and entry.find_matrix is not None and not plan.matrix:
