@@ -123,7 +123,9 @@ def loss_distribution(event: BallsInBinsEvent, step: float) -> Any:
     up, down = (np.arange(max(math.ceil(end / step), 1) + 1) * step for end in ends)
     above, below = forward(up), backward(down)
     if event.overlap is not None:
-        last = up[np.flatnonzero(above > 1e-13)[-1]]
+        # Rounded up, so that the rounds of one turn share their samples.
+        furthest = float(up[max(1, np.count_nonzero(above > 1e-13) - 1)])
+        last = 2 ** (math.ceil(2 * math.log2(furthest)) / 2)
         forth, back = bin_samples.deltas(event.overlap, event.noise_multiplier, event.share, last)
         above, below = np.minimum(above, forth.at(up)), np.minimum(below, back.at(down))
         return distribution_of(above, below, step, convex=False)
