@@ -125,7 +125,7 @@ def loss_distribution(event: BallsInBinsEvent, step: float) -> Any:
     if event.overlap is not None:
         # Rounded up, so that the rounds of one turn share their samples.
         furthest = float(up[max(1, np.count_nonzero(above > 1e-13) - 1)])
-        last = 2 ** (math.ceil(2 * math.log2(furthest)) / 2)
+        last = math.pow(2.0, math.ceil(2 * math.log2(furthest)) / 2)
         forth, back = bin_samples.deltas(event.overlap, event.noise_multiplier, event.share, last)
         above, below = np.minimum(above, forth.at(up)), np.minimum(below, back.at(down))
         return distribution_of(above, below, step, convex=False)
