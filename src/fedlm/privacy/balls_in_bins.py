@@ -124,7 +124,7 @@ def loss_distribution(event: BallsInBinsEvent, step: float) -> Any:
     above, below = forward(up), backward(down)
     if event.overlap is not None:
         # Rounded up, so that the rounds of one turn share their samples.
-        furthest = float(up[max(1, np.count_nonzero(above > 1e-13) - 1)])
+        furthest = step * max(1, int(np.count_nonzero(above > 1e-13)) - 1)
         last = math.pow(2.0, math.ceil(2 * math.log2(furthest)) / 2)
         forth, back = bin_samples.deltas(event.overlap, event.noise_multiplier, event.share, last)
         above, below = np.minimum(above, forth.at(up)), np.minimum(below, back.at(down))
