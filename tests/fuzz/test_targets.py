@@ -1,10 +1,12 @@
 """Every parser meets a few damaged inputs whenever the tests run; `make fuzz` makes many."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from fedlm.core.errors import RecordError
+from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.privacy.account import plan_from
 from fuzz.run import mutated
 from fuzz.targets import TARGETS
@@ -42,3 +44,13 @@ def test_a_plan_of_any_shape_is_refused(sampling):
         plan_from({"mechanism": "gaussian", "sampling": sampling})
     with pytest.raises(RecordError, match="privacy plan is damaged"):
         plan_from({"sampling": {}, "clip_norm": 10**400})
+
+
+def test_a_refused_ledger_of_a_node_is_let_go(tmp_path):
+    """Found by `make fuzz`: every refusal kept a file open, and the lock with it."""
+    (tmp_path / "ledger.jsonl").write_text('{"kind": "odd"}\n')
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        with pytest.raises(RecordError):
+            NodeLedger(tmp_path / "ledger.jsonl")
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -83,6 +83,13 @@ class NodeLedger:
         self._file = -1
         if path is not None and not read_only:
             self._file = _locked(path)
+        try:
+            self._begin(path, read_only)
+        except BaseException:
+            self.close()  # a refused ledger stays free for whoever repairs it
+            raise
+
+    def _begin(self, path: Path | None, read_only: bool) -> None:
         for entry in [] if path is None else _entries(path):
             self._take(entry)
         if self.counter < 0:
