@@ -44,7 +44,10 @@ def one_round(weight):
     engine = LoopEngine(chosen, rows_of, BatchSpec(batch_size=1, sequence_length=0), seed=0)
     state = init_node(chosen, {"w": jnp.float32(1.0)})
     cohort = engine.prepare(0, np.arange(3))
-    order = [[float(b[0, 0]) for b in batches] for _, batches in cohort.batches]
+    order = [
+        [float(rows_of(member)[numbers[0], 0]) for numbers in batches]
+        for member, (_, batches) in enumerate(cohort.batches)
+    ]
     total = engine.total(Start(state.params), cohort).total
     after = server_half(chosen, state, total, np.arange(3))
     return float(after.params["w"]), order

@@ -1,5 +1,6 @@
 """What leaves a private run tells nothing exact about one client's text, and says what it shows."""
 
+import hashlib
 import json
 
 import pytest
@@ -63,7 +64,12 @@ def test_a_private_run_finds_a_changed_text_by_its_salted_hash_alone(tmp_path):
     header = facts_of(run.record.path).header
     assert "clients_sha256" not in header["store"]
     check_same(run)
-    run.store.manifest["clients_sha256"] = "0" * 64
+    # Another text, whose store is whole: its manifest names its own bytes.
+    file = run.store.path / "clients.arrow"
+    other = file.read_bytes() + b"\0"
+    file.unlink()  # the old bytes are still mapped
+    file.write_bytes(other)
+    run.store.manifest["clients_sha256"] = hashlib.sha256(other).hexdigest()
     with pytest.raises(RecordError, match="another text"):
         check_same(run)
     run.record.salt.unlink()

@@ -98,6 +98,7 @@ def sampled(chosen, epsilon, draws=50_000):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian, bins", "banded, bins"])
 def test_samples_of_all_rounds_do_not_exceed_the_account(name):
     chosen = dataclasses.replace(PLANS[name], delta=1e-2, noise_multiplier=1.0)
@@ -168,6 +169,7 @@ def test_the_library_samples_the_same_loss():
         assert not positive or found >= chosen.delta - 5 * error
 
 
+@pytest.mark.slow
 def test_more_turns_less_noise_and_fewer_bins_cost_more():
     def epsilon(rounds=12, noise=1.0, apart=5, population=60):
         drawn = dataclasses.replace(BINS, min_separation=apart, population=population)
@@ -182,6 +184,7 @@ def test_more_turns_less_noise_and_fewer_bins_cost_more():
     assert certain == pytest.approx(epsilon_of_shift(1.0, 1e-5), rel=1e-3), "one bin is no secret"
 
 
+@pytest.mark.slow
 def test_a_secret_bin_costs_less_than_a_known_one_also_where_all_bins_overlap():
     drawn = dataclasses.replace(BINS, min_separation=2, population=30)
     chosen = plan("banded", drawn, matrix=COLUMN)

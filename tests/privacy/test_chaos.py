@@ -88,6 +88,7 @@ def least_epsilon(plan, rounds):
     return epsilon_of_gaussian(np.sqrt(moved) / noise, plan.delta)
 
 
+@pytest.mark.slow
 def test_the_account_by_brute_force_rejects_a_wrong_one():
     """It is near what is known, from below, and above what less noise or fewer rounds cost."""
     from dp_accounting import get_epsilon_gaussian

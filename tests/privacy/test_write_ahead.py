@@ -386,6 +386,7 @@ def begun(folder, tmp_path, *changes):
     return run, " ".join(said)
 
 
+@pytest.mark.slow
 def test_a_budget_pays_for_noisy_figures_too(folder, tmp_path):
     plan = runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan
     figures = ("privacy.evaluation_noise=4.0", "privacy.evaluation_every=2")
@@ -404,6 +405,7 @@ def test_a_budget_pays_for_noisy_figures_too(folder, tmp_path):
         begun(folder, tmp_path / "other", *figures, f"privacy.epsilon={least}")
 
 
+@pytest.mark.slow
 def test_a_budget_pays_for_vocabulary_and_start_model_too(folder, tmp_path):
     plan = runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan
     run, _ = begun(folder, tmp_path, f"privacy.epsilon={spent(plan, ROUNDS).epsilon + 1e-6}")

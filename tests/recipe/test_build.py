@@ -245,6 +245,7 @@ def test_noisy_figures_beside_noise_at_leaves_are_refused(made):
         made(*leaves, "privacy.evaluation_noise=1")
 
 
+@pytest.mark.slow
 def test_noise_found_from_a_target_leaves_room_for_figures_and_vocabulary(made):
     settings = [s for s in PRIVATE if "noise" not in s]
     alone = made(*settings, "privacy.epsilon=4").plan.noise_multiplier
