@@ -12,7 +12,7 @@ from fedlm.core.types import Gathered, Total
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
-from fedlm.deploy.lifetime import Release, Share, epsilon_of, lifetime
+from fedlm.deploy.lifetime import Release, RunTurns, epsilon_of, lifetime
 from fedlm.deploy.local import redacted
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
@@ -246,14 +246,14 @@ def test_a_run_counts_as_planned_or_by_turns(folder):
     recipe = load(folder / "tiny.toml", (*POISSON, "privacy.noise_multiplier=4"))
     always = plan_of(recipe, sampling_of(recipe, 4))  # who is always drawn has nothing from chance
     three = epsilon_of_shift(3**0.5 / 4, always.delta)  # by turns: three releases
-    shares = (Share(always, 1), Share(always, 2))
+    shares = (RunTurns(always, 1), RunTurns(always, 2))
     assert epsilon_of(shares, always.delta) == pytest.approx(three)
-    four = epsilon_of((Share(always, 2),), always.delta, (Release(4.0, 0.0), Release(4.0, 0.0)))
-    assert epsilon_of((Share(always, 4),), always.delta) == pytest.approx(four)
-    assert epsilon_of((*shares, Share(None)), always.delta) == float("inf")
+    four = epsilon_of((RunTurns(always, 2),), always.delta, (Release(4.0, 0.0), Release(4.0, 0.0)))
+    assert epsilon_of((RunTurns(always, 4),), always.delta) == pytest.approx(four)
+    assert epsilon_of((*shares, RunTurns(None)), always.delta) == float("inf")
     plan = plan_of(recipe, sampling_of(recipe, 18))
     planned = spent(plan, plan.rounds).epsilon
-    assert epsilon_of((Share(plan, 3),), plan.delta) == pytest.approx(planned)
+    assert epsilon_of((RunTurns(plan, 3),), plan.delta) == pytest.approx(planned)
 
 
 def test_a_run_without_privacy_has_no_finite_epsilon(node, asked):

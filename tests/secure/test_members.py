@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from fedlm.core.errors import RecordError
 from fedlm.secure import members as lists
-from fedlm.secure.keys import Identity
+from fedlm.secure.keys import IdentityKey
 from fedlm.secure.terms import Member
 from tests.secure.federation import identities, people
 
-STRANGER = Identity.generate()
+STRANGER = IdentityKey.generate()
 OLD = lists.first(people(5)[0])
 NEW = Member("node-9", STRANGER.public)
 

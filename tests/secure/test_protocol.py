@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.secure import keys, messages, node, server
-from fedlm.secure.keys import Identity
+from fedlm.secure.keys import IdentityKey
 from fedlm.secure.local import STEPS, Transcript, secure_sum
 from fedlm.secure.messages import NodeKeys
 from fedlm.secure.terms import Member, SecureError, Session, Terms, TooFew, neighborhoods
@@ -168,7 +168,7 @@ def states(s, upto, n=5, sent=None, without=()):
 
 
 def test_a_foreign_key_is_refused_by_server_and_nodes():
-    s, stranger = session(), Identity.generate()
+    s, stranger = session(), IdentityKey.generate()
     held, _, ask = states(s, "share")
     listed = messages.read_key_list(s, ask[0])
     e = listed[3]

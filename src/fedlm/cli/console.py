@@ -40,7 +40,7 @@ Changes = Annotated[
 OutPath = Annotated[
     Path | None, typer.Option("--out", help="The run directory; by default a new one in runs/.")
 ]
-Best = Annotated[
+BestOption = Annotated[
     bool, typer.Option("--best", help="Take the best model on the way, not the last one.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")]

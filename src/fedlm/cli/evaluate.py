@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, Best, Node, emit, show, talk
+from fedlm.cli.console import AsJson, BestOption, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError
@@ -28,7 +28,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
     node: Node = "",
-    best: Best = False,
+    best: BestOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out text.

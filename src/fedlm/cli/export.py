@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedlm import exporting
-from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
+from fedlm.cli.console import AsJson, BestOption, Node, emit, out, talk
 from fedlm.core.errors import either
 from fedlm.record.directory import RunDirectory
 
@@ -22,7 +22,7 @@ def export(
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
     ] = None,
     node: Node = "",
-    best: Best = False,
+    best: BestOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the model and its tokenizer where other programs can load them.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, Best, Node, emit, out, talk
+from fedlm.cli.console import AsJson, BestOption, Node, emit, out, talk
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
@@ -27,7 +27,7 @@ def predict(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the continuation.")] = 0,
     node: Node = "",
-    best: Best = False,
+    best: BestOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next words after a prompt.

@@ -54,9 +54,9 @@ MechanismName = Annotated[
 ]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of training.")]
 Delta = Annotated[float | None, typer.Option("--delta", help="Well below one in the clients.")]
-Cohort = Annotated[int | None, typer.Option("--cohort", help="Clients a round.")]
-Population = Annotated[int | None, typer.Option("--population", help="Clients there are.")]
-Law = Annotated[
+CohortOption = Annotated[int | None, typer.Option("--cohort", help="Clients a round.")]
+PopulationOption = Annotated[int | None, typer.Option("--population", help="Clients there are.")]
+LawOption = Annotated[
     str | None,
     typer.Option("--sampling", help=f"How cohorts are drawn; by default {_usual_laws()}."),
 ]
@@ -99,9 +99,9 @@ def epsilon(
         float | None, typer.Option("--noise-multiplier", help="Noise in units of the clip.")
     ] = None,
     delta: Delta = None,
-    cohort: Cohort = None,
-    population: Population = None,
-    sampling: Law = None,
+    cohort: CohortOption = None,
+    population: PopulationOption = None,
+    sampling: LawOption = None,
     min_separation: Separation = 0,
     max_participations: Participations = 0,
     clip: Clip = 1.0,
@@ -147,9 +147,9 @@ def calibrate(
     mechanism: MechanismName = None,
     rounds: Rounds = None,
     delta: Delta = None,
-    cohort: Cohort = None,
-    population: Population = None,
-    sampling: Law = None,
+    cohort: CohortOption = None,
+    population: PopulationOption = None,
+    sampling: LawOption = None,
     min_separation: Separation = 0,
     max_participations: Participations = 0,
     clip: Clip = 1.0,

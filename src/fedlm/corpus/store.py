@@ -82,7 +82,7 @@ class StoreSettings:
     groups_field: str | None = None  # the field of the source with groups; None: `groups`
 
 
-Natural = Annotated[int, Field(ge=0, lt=1 << 53)]
+StoreCount = Annotated[int, Field(ge=0, lt=1 << 53)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -93,11 +93,11 @@ class Manifest(TypedDict):
     settings: StoreSettings
     vocabulary: Annotated[int, Field(ge=1, le=1 << 31)]
     special_tokens: dict[str, Any]
-    clients: Natural
-    train_clients: Natural
-    test_clients: Natural
-    train_tokens: Natural
-    held_tokens: Natural
+    clients: StoreCount
+    train_clients: StoreCount
+    test_clients: StoreCount
+    train_tokens: StoreCount
+    held_tokens: StoreCount
     tokenizer_sha256: Digest
     tokenizer_from: dict[str, Any]
     clients_sha256: Digest

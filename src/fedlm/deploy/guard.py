@@ -30,7 +30,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, parse
 
 
-class Entry(NamedTuple):
+class Admission(NamedTuple):
     """What a run is entered with into the ledger."""
 
     plan: PrivacyPlan | None
@@ -92,7 +92,7 @@ class Guard:
         clients: Sequence[str],
         asked: Asked,
         same: str,
-    ) -> Entry | None:
+    ) -> Admission | None:
         """Return what to enter into the ledger before a request is answered; None if it is in."""
         check_question(self.policy, request, recipe, plan, asked)
         known = self._known(request.run, plan, asked)
@@ -101,7 +101,7 @@ class Guard:
         if not self.ledger.check(run, same, round, request.digest, clients, most):
             return None
         self._check_lifetime(run, known, clients)
-        return Entry(known)
+        return Admission(known)
 
     def admit_evaluation(
         self,

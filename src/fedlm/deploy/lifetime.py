@@ -27,7 +27,7 @@ SHOWN = 10  # refusals
 MOST_KINDS = 16  # different histories of clients that are accounted one by one
 
 
-class Share(NamedTuple):
+class RunTurns(NamedTuple):
     """A run as one client has taken part in it."""
 
     plan: PrivacyPlan | None  # None: without privacy
@@ -78,7 +78,7 @@ def _run(name: str, run: RunEntry) -> dict[str, Any]:
         "participations": {str(turns): clients for turns, clients in counts.items()},
         "population_believed": None if plan is None else plan.sampling.population,
         "delta": None if plan is None else plan.delta,
-        "epsilon": math.inf if plan is None else _cheapest(Share(plan, most), plan.delta)[0],
+        "epsilon": math.inf if plan is None else _cheapest(RunTurns(plan, most), plan.delta)[0],
     }
 
 
@@ -98,9 +98,12 @@ def lifetime(
     exact = len(kinds) <= MOST_KINDS
     if not exact:  # who took part as often as anybody, in each run, spent as much as anybody
         kinds = {tuple(map(max, zip(*kinds, strict=True)))}
-    more = () if now is None else (Share(now[1]),)
+    more = () if now is None else (RunTurns(now[1]),)
     histories = [
-        (*(Share(run.plan, turns) for run, turns in zip(runs, kind, strict=True) if turns), *more)
+        (
+            *(RunTurns(run.plan, turns) for run, turns in zip(runs, kind, strict=True) if turns),
+            *more,
+        )
         for kind in kinds
     ]
     deltas = [s.plan.delta for shares in histories for s in shares if s.plan is not None]
@@ -120,7 +123,9 @@ def _turns(run: RunEntry, client: str) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def epsilon_of(shares: tuple[Share, ...], delta: float, others: tuple[Release, ...] = ()) -> float:
+def epsilon_of(
+    shares: tuple[RunTurns, ...], delta: float, others: tuple[Release, ...] = ()
+) -> float:
     """Return the epsilon of runs and other releases together, at a delta."""
     from fedlm.privacy import cost  # here, because importing dp_accounting takes a second
 
@@ -132,7 +137,7 @@ def epsilon_of(shares: tuple[Share, ...], delta: float, others: tuple[Release, .
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest(share: Share, delta: float) -> tuple[float, Any]:
+def _cheapest(share: RunTurns, delta: float) -> tuple[float, Any]:
     """Return the epsilon and the event of one run for one client, counted in the cheaper way."""
     from fedlm.privacy import account, cost  # here, because importing dp_accounting takes a second
 

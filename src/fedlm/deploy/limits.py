@@ -40,7 +40,7 @@ KEPT = 12
 CHUNK = 256  # batches of a lane that the mesh engine prepares at a time
 
 
-class Cost(NamedTuple):
+class WorkCost(NamedTuple):
     """What a question would cost."""
 
     steps: int  # of the member that takes the most
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 def cost_of(
     recipe: Recipe, spec: ModelSpec, store: Store, members: Iterable[Iterable[int]]
-) -> Cost:
+) -> WorkCost:
     """Estimate the cost of training, where each member has the text of some clients."""
     shape, data, lanes = batch_spec(recipe), recipe.data, jax.local_device_count()
     rows = [sum(count_rows(recipe, store, client) for client in clients) for clients in members]
@@ -62,7 +62,7 @@ def cost_of(
     per_token = 2 * size.vocab + size.layers * (KEPT * widths + attention)
     kept = shape.batch_size * data.sequence_length * per_token
     memory = text + lanes * NUMBER * (kept + COPIES * spec.parameters)
-    return Cost(max(batches, default=0), memory)
+    return WorkCost(max(batches, default=0), memory)
 
 
 def count_rows(recipe: Recipe, store: Store, client: int) -> int:

@@ -63,7 +63,7 @@ class Spool(Protocol):
         """Remove the answers that no round from this one on can ask for."""
 
 
-class Asked(NamedTuple):
+class Pending(NamedTuple):
     """The requests of one round that are not finished."""
 
     flying: Flying
@@ -90,7 +90,7 @@ class RemoteWaiting:
     grace: float = 0.0  # seconds
 
     def __post_init__(self) -> None:
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, Pending] = {}
         self._transport = _Glances(self.engine.transport)
 
     def __call__(self, round: int, flying: Sequence[Flying], enough: int, clock: float) -> Landing:
@@ -116,7 +116,7 @@ class RemoteWaiting:
 
     # ---- asking --------------------------------------------------------------------------
 
-    def _ask(self, flying: Sequence[Flying], stats: RoundStats) -> dict[int, Asked]:
+    def _ask(self, flying: Sequence[Flying], stats: RoundStats) -> dict[int, Pending]:
         """Return the unfinished requests by round, made anew where this process has none."""
         rounds = {one.began: one for one in flying}
         self._asked = {r: a for r, a in self._asked.items() if r in rounds}
@@ -130,7 +130,7 @@ class RemoteWaiting:
             self._asked[began] = here._replace(flying=one, requests=requests)
         return dict(sorted(self._asked.items()))
 
-    def _request(self, one: Flying) -> Asked:
+    def _request(self, one: Flying) -> Pending:
         """Return the requests to the nodes of members that were asked in one round."""
         engine, cohort = self.engine, Cohort(one.began, one.members)
         like = engine.like_of(one.start, one.began).delta
@@ -142,9 +142,9 @@ class RemoteWaiting:
         dispatch = Dispatch(
             self._transport, engine.quorum, missing, RoundStats(one.began), frames=frames
         )
-        return Asked(one, made, dispatch, replies, len(frame))
+        return Pending(one, made, dispatch, replies, len(frame))
 
-    def _look(self, asked: Mapping[int, Asked]) -> None:
+    def _look(self, asked: Mapping[int, Pending]) -> None:
         """Write the replies to disk that are there by now; ask who was not asked yet."""
         for here in asked.values():
             for name, reply in here.dispatch.arrived():
@@ -157,7 +157,7 @@ class RemoteWaiting:
     def _wait(
         self,
         round: int,
-        asked: Mapping[int, Asked],
+        asked: Mapping[int, Pending],
         enough: int,
         clock: float,
         stats: RoundStats,
@@ -204,7 +204,7 @@ class RemoteWaiting:
             f"round {round}: no node in flight answered. {' '.join(reasons)}".rstrip()
         )
 
-    def _fetch(self, asked: Mapping[int, Asked], outcome: Outcome) -> None:
+    def _fetch(self, asked: Mapping[int, Pending], outcome: Outcome) -> None:
         """Wait for the answers that a round took when it was played before."""
         nap = SHORTEST_NAP
         while missing := [(r, n) for r, n in outcome.landed if n not in asked[r].replies]:
@@ -220,7 +220,7 @@ class RemoteWaiting:
 
     # ---- adding --------------------------------------------------------------------------
 
-    def _group(self, asked: Asked, outcome: Outcome, stats: RoundStats) -> Landed | None:
+    def _group(self, asked: Pending, outcome: Outcome, stats: RoundStats) -> Landed | None:
         """Return the sum of the answers to one round's requests; None without any."""
         began, engine = asked.flying.began, self.engine
         names = [n for n in asked.requests if (began, n) in outcome.landed]
@@ -242,7 +242,7 @@ class RemoteWaiting:
         return Landed(began, np.array(sorted(came), np.int64), gathered)
 
     def _lost(
-        self, asked: Mapping[int, Asked], outcome: Outcome, groups: Sequence[Landed]
+        self, asked: Mapping[int, Pending], outcome: Outcome, groups: Sequence[Landed]
     ) -> Iterator[tuple[int, int]]:
         """Yield members of whom no answer will come: a relay may answer for some of them alone."""
         came = {(group.began, int(m)) for group in groups for m in group.members}
@@ -252,7 +252,7 @@ class RemoteWaiting:
                     yield began, member
 
 
-def _sorted_out(asked: Mapping[int, Asked], clock: float) -> Outcome:
+def _sorted_out(asked: Mapping[int, Pending], clock: float) -> Outcome:
     """Return which requests are answered by now, and which never will be."""
     landed, lost = [], []
     for began, here in asked.items():
@@ -264,7 +264,7 @@ def _sorted_out(asked: Mapping[int, Asked], clock: float) -> Outcome:
     return Outcome(tuple(landed), tuple(lost), clock)
 
 
-def _waited_for(asked: Mapping[int, Asked], outcome: Outcome) -> list[tuple[int, str]]:
+def _waited_for(asked: Mapping[int, Pending], outcome: Outcome) -> list[tuple[int, str]]:
     over = {*outcome.landed, *outcome.lost}
     every = ((began, name) for began, here in asked.items() for name in here.requests)
     return [one for one in every if one not in over]

@@ -26,7 +26,7 @@ from fedlm.core.errors import EngineError
 from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, Starts, Total, Update
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import model_like, start_of
-from fedlm.secure.keys import Identity
+from fedlm.secure.keys import IdentityKey
 from fedlm.secure.local import made_up_members, secure_sum
 from fedlm.secure.terms import Member, Session, Terms
 
@@ -142,7 +142,7 @@ class SecureEngine:
         self, vectors: Sequence[np.ndarray], bits: int, round: int, run: str, threshold: int
     ) -> tuple[np.ndarray, int]:
         members: tuple[Member, ...] = self.members[: len(vectors)]
-        identities: list[Identity] = self.identities[: len(vectors)]
+        identities: list[IdentityKey] = self.identities[: len(vectors)]
         terms = Terms(
             members=members,
             threshold=threshold,

@@ -212,11 +212,11 @@ def _init_node_state(config: TreeConfig, node: int, params: Params, secret: byte
 class Results:
     """The results of a round's nodes so far, by number."""
 
-    received: dict[int, Received] = field(default_factory=dict)
+    received: dict[int, FromAbove] = field(default_factory=dict)
     trained: dict[int, Trained] = field(default_factory=dict)  # nodes that answered
     reported: dict[int, Reported] = field(default_factory=dict)  # all but those that stay
 
-    def now(self, node: int) -> Received | Trained:
+    def now(self, node: int) -> FromAbove | Trained:
         """Return a node as it is before the way up."""
         return self.trained.get(node, self.received[node])
 
@@ -260,7 +260,7 @@ def shown(config: TreeConfig, state: TreeState) -> list[Params]:
     ]
 
 
-def _known(config: TreeConfig, node: TreeNodeState | Received | Trained) -> Layers:
+def _known(config: TreeConfig, node: TreeNodeState | FromAbove | Trained) -> Layers:
     """Return a node's personal layers as other nodes know them."""
     if node.public_layers is None:
         return config.personal(node.params)
@@ -277,7 +277,7 @@ def _origin(config: TreeConfig, state: TreeState) -> Layers:
 # ---- down ------------------------------------------------------------------------------------
 
 
-class Received(NamedTuple):
+class FromAbove(NamedTuple):
     """A node after the way down."""
 
     params: Params
@@ -287,13 +287,13 @@ class Received(NamedTuple):
     down_bytes: int = 0
 
 
-def down(config: TreeConfig, state: TreeState, node: int, results: Results) -> Received:
+def down(config: TreeConfig, state: TreeState, node: int, results: Results) -> FromAbove:
     """Take the parent's backbone, and mix personal layers with the parent's and with residuals.
 
     Needs the parent's result of the way down, and of training if it trains before its children.
     """
     before, parent = state.nodes[node], config.topology.parents[node]
-    unchanged = Received(before.params, before.public_layers)
+    unchanged = FromAbove(before.params, before.public_layers)
     if not config.receives(node, int(state.round)):
         return unchanged
     if parent is None:
@@ -307,9 +307,9 @@ def _take(
     config: TreeConfig,
     state: TreeState,
     node: int,
-    parent: Received | Trained,
+    parent: FromAbove | Trained,
     residuals: Sequence[Residual],
-) -> Received:
+) -> FromAbove:
     """Return a node with its parent's backbone and a mixture of personal layers."""
     before = state.nodes[node]
     backbone, own = config.backbone(parent.params), config.personal(before.params)
@@ -324,7 +324,7 @@ def _take(
     params = config.rest(node, config.join(before.params, backbone, own))
     # A leaf's own layers are not public where it hides them.
     public = own if config.hides and not config.topology.clients[node] else before.public_layers
-    return Received(params, public, _route(config, state, node, residuals), attention, down_bytes)
+    return FromAbove(params, public, _route(config, state, node, residuals), attention, down_bytes)
 
 
 def _route(
@@ -389,7 +389,7 @@ def train(
     return made
 
 
-def _start(before: TreeNodeState, received: Received) -> Start:
+def _start(before: TreeNodeState, received: FromAbove) -> Start:
     memory = before.training_memory
     return Start(
         received.params, client_state=None if memory is None else ClientState(memory, None)
@@ -397,7 +397,7 @@ def _start(before: TreeNodeState, received: Received) -> Start:
 
 
 def _trained(
-    config: TreeConfig, state: TreeState, node: int, start: Received, update: Update
+    config: TreeConfig, state: TreeState, node: int, start: FromAbove, update: Update
 ) -> Trained:
     """Return a node whose pooled text gave an update."""
     backbone, layers = None, start.public_layers
@@ -414,7 +414,7 @@ def _trained(
 
 
 def _hide(
-    config: TreeConfig, state: TreeState, node: int, start: Received, update: Update
+    config: TreeConfig, state: TreeState, node: int, start: FromAbove, update: Update
 ) -> tuple[Backbone, Layers]:
     """Return both parts of a leaf as others may see them: after a clipped, noisy change."""
     delta = jax.device_get(clip(update, jnp.float32(config.clip_norm)).delta)
@@ -432,7 +432,7 @@ def _hide(
 
 
 def _train_clients(
-    config: TreeConfig, engine: Engine, state: TreeState, node: int, start: Received
+    config: TreeConfig, engine: Engine, state: TreeState, node: int, start: FromAbove
 ) -> Trained:
     """Train a node whose clients are members: the flat round, on its part of the clients."""
     algorithm, inner = config.algorithms[node], state.nodes[node].federation
@@ -544,7 +544,7 @@ def _aggregate(
     return Reported(after, config.backbone(params), residuals, attention, agreed)
 
 
-def _begun_from(config: TreeConfig, state: TreeState, node: int, received: Received) -> Backbone:
+def _begun_from(config: TreeConfig, state: TreeState, node: int, received: FromAbove) -> Backbone:
     """Return the backbone that a node's report is measured from: the one it last received."""
     kept = state.nodes[node].received_backbone
     if kept is None or config.receives(node, int(state.round)):
@@ -556,7 +556,7 @@ def _meet(
     config: TreeConfig,
     state: TreeState,
     node: int,
-    now: Received | Trained,
+    now: FromAbove | Trained,
     came: Mapping[int, Reported],
 ) -> tuple[Layers, dict[str, np.ndarray] | None, Sequence[Residual] | None]:
     """Return a node's layers mixed with its children's, the weights, and what it sends up."""

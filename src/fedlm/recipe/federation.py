@@ -28,7 +28,7 @@ LARGEST_FLOAT = 1e30  # far inside float32
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]  # of something that is held in memory
-Level = Annotated[int, Field(ge=-LARGEST_SIZE, le=LARGEST_SIZE)]
+LevelNumber = Annotated[int, Field(ge=-LARGEST_SIZE, le=LARGEST_SIZE)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -70,7 +70,7 @@ class FederationTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    levels: tuple[Level, ...] | None = Field(
+    levels: tuple[LevelNumber, ...] | None = Field(
         default=None,
         description="Levels of the clients' groups that become levels of the tree: `[0, 1]` is the "
         "coarse group over the next one, `[]` a single place with all text.",

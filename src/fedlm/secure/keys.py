@@ -39,13 +39,13 @@ CHUNK = 1 << 18  # words of a mask that are made at a time: they stay in the pro
 
 
 @dataclass(frozen=True, repr=False)
-class Identity:
+class IdentityKey:
     """A node's identity key, which the other members know."""
 
     private: ec.EllipticCurvePrivateKey
 
     @classmethod
-    def from_pem(cls, pem: bytes) -> Identity:
+    def from_pem(cls, pem: bytes) -> IdentityKey:
         """Read the private key of a kit."""
         try:
             key = serialization.load_pem_private_key(pem, password=None)
@@ -56,7 +56,7 @@ class Identity:
         return cls(key)
 
     @classmethod
-    def generate(cls) -> Identity:
+    def generate(cls) -> IdentityKey:
         """Make a new identity, for simulations."""
         return cls(ec.generate_private_key(ec.SECP384R1()))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedlm.secure import node, server
-from fedlm.secure.keys import Identity
+from fedlm.secure.keys import IdentityKey
 from fedlm.secure.terms import Member, Session, Terms
 
 STEPS = ("keys", "share", "mask", "sign", "reveal")
@@ -39,9 +39,9 @@ class Transcript:
     received: int = 0
 
 
-def made_up_members(count: int) -> tuple[tuple[Member, ...], list[Identity]]:
+def made_up_members(count: int) -> tuple[tuple[Member, ...], list[IdentityKey]]:
     """Return a federation of new identities, for simulations."""
-    identities = [Identity.generate() for _ in range(count)]
+    identities = [IdentityKey.generate() for _ in range(count)]
     width = len(str(count - 1))
     members = [Member(f"node-{i:0{width}d}", made.public) for i, made in enumerate(identities)]
     return tuple(members), identities
@@ -49,7 +49,7 @@ def made_up_members(count: int) -> tuple[tuple[Member, ...], list[Identity]]:
 
 def secure_sum(
     session: Session,
-    identities: Sequence[Identity],
+    identities: Sequence[IdentityKey],
     vectors: Sequence[np.ndarray],
     absent: Mapping[int, str] | None = None,
     seen: Transcript | None = None,
@@ -59,7 +59,7 @@ def secure_sum(
     seen = Transcript() if seen is None else seen
     states = {i: node.begin(session, identity) for i, identity in enumerate(identities)}
 
-    def ask(step: str, questions: Mapping[int, bytes]) -> server.Answers:
+    def ask(step: str, questions: Mapping[int, bytes]) -> server.Messages:
         """Yield the answers of the nodes that are asked and still there."""
         kept = seen.answers.setdefault(step, {})
         for place, question in sorted(questions.items()):

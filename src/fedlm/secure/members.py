@@ -26,7 +26,7 @@ from typing import Any
 
 from fedlm.core.documents import json_value
 from fedlm.core.errors import RecordError
-from fedlm.secure.keys import SIGNATURE_BYTES, Identity, digest, is_public, verified
+from fedlm.secure.keys import SIGNATURE_BYTES, IdentityKey, digest, is_public, verified
 from fedlm.secure.terms import MOST_MEMBERS, Member
 
 VERSION = 1
@@ -62,7 +62,7 @@ class MemberList:
         text = self.digest.hex()[:32]
         return " ".join(text[at : at + 4] for at in range(0, 32, 4))
 
-    def approved(self, name: str, identity: Identity) -> MemberList:
+    def approved(self, name: str, identity: IdentityKey) -> MemberList:
         """Return the list with one more approval."""
         return replace(self, approvals={**self.approvals, name: identity.sign(self.digest)})
 

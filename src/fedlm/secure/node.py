@@ -33,7 +33,7 @@ import numpy as np
 
 from fedlm.secure import messages, shamir
 from fedlm.secure.keys import (
-    Identity,
+    IdentityKey,
     add_mask,
     agreed,
     derive,
@@ -49,7 +49,7 @@ from fedlm.secure.terms import SecureError, Session, TooFew, neighborhoods
 
 
 @dataclass(frozen=True, repr=False)
-class NodeState:
+class SecureNode:
     """What a node knows of one attempt: its seed, and the questions that it answered."""
 
     session: Session
@@ -62,19 +62,19 @@ class NodeState:
     signatures: bytes = b""  # on which shares were revealed
 
 
-def begin(session: Session, identity: Identity) -> NodeState:
+def begin(session: Session, identity: IdentityKey) -> SecureNode:
     """Return the state before the first answer, with a new secret seed."""
     public = identity.public
     for place, member in enumerate(session.terms.members):
         if member.public == public:
-            return NodeState(session, place, secrets.token_bytes(32))
+            return SecureNode(session, place, secrets.token_bytes(32))
     raise SecureError("this node is not in the federation's list of members.")
 
 
 # ---- keys ----------------------------------------------------------------------------------------
 
 
-def _secret(state: NodeState, purpose: str, length: int = 32) -> bytes:
+def _secret(state: SecureNode, purpose: str, length: int = 32) -> bytes:
     return derive(state.seed, state.session.digest, b"fedlm secure " + purpose.encode(), length)
 
 
@@ -83,7 +83,7 @@ def commitment(session: Session, place: int, seed: bytes) -> bytes:
     return digest(b"fedlm secure self mask 1", session.digest, place.to_bytes(2, "big"), seed)
 
 
-def keys(identity: Identity, state: NodeState) -> bytes:
+def keys(identity: IdentityKey, state: SecureNode) -> bytes:
     """Answer with this node's public keys."""
     session, place = state.session, state.place
     cipher = public_of(_secret(state, "cipher key"))
@@ -96,7 +96,7 @@ def keys(identity: Identity, state: NodeState) -> bytes:
 # ---- share ---------------------------------------------------------------------------------------
 
 
-def share(state: NodeState, question: bytes) -> tuple[NodeState, bytes]:
+def share(state: SecureNode, question: bytes) -> tuple[SecureNode, bytes]:
     """Answer a list of keys with sealed shares for each neighbor."""
     state = _once(state, "keys", question)
     session, place = state.session, state.place
@@ -112,7 +112,7 @@ def share(state: NodeState, question: bytes) -> tuple[NodeState, bytes]:
     return state, messages.encode_shares(session, place, sealed)
 
 
-def _check_keys(state: NodeState, listed: dict[int, NodeKeys]) -> None:
+def _check_keys(state: SecureNode, listed: dict[int, NodeKeys]) -> None:
     session = state.session
     enough(session, len(listed), "sent keys")
     own = messages.read_key_list(session, state.keys).get(state.place)
@@ -144,7 +144,7 @@ def keys_are_signed(session: Session, entry: NodeKeys) -> bool:
     return verified(public, entry.signature, wanted)
 
 
-def _neighbors(state: NodeState, listed: dict[int, NodeKeys]) -> Places:
+def _neighbors(state: SecureNode, listed: dict[int, NodeKeys]) -> Places:
     return graph(state.session, listed)[state.place]
 
 
@@ -154,7 +154,7 @@ def graph(session: Session, listed: dict[int, NodeKeys]) -> dict[int, Places]:
     return neighborhoods(session.terms, sorted(listed), seed)
 
 
-def _own_shares(state: NodeState, near: Places) -> tuple[dict[int, bytes], dict[int, bytes]]:
+def _own_shares(state: SecureNode, near: Places) -> tuple[dict[int, bytes], dict[int, bytes]]:
     """Return the shares of this node's seed and of its mask key, for itself and its neighbors."""
     threshold, holders = state.session.terms.share_threshold, sorted((*near, state.place))
     enough(state.session, len(holders), "can hold shares", threshold)
@@ -170,7 +170,7 @@ def _own_shares(state: NodeState, near: Places) -> tuple[dict[int, bytes], dict[
     return of("self mask"), of("mask key")
 
 
-def _share_key(state: NodeState, peer: NodeKeys, giver: int, taker: int) -> tuple[bytes, bytes]:
+def _share_key(state: SecureNode, peer: NodeKeys, giver: int, taker: int) -> tuple[bytes, bytes]:
     """Return the key that seals shares from one node to another, and what is sealed with them."""
     secret = agreed(_secret(state, "cipher key"), peer.cipher)
     if secret is None:
@@ -183,7 +183,7 @@ def _share_key(state: NodeState, peer: NodeKeys, giver: int, taker: int) -> tupl
 # ---- mask ----------------------------------------------------------------------------------------
 
 
-def mask(state: NodeState, question: bytes, vector: np.ndarray) -> tuple[NodeState, bytes]:
+def mask(state: SecureNode, question: bytes, vector: np.ndarray) -> tuple[SecureNode, bytes]:
     """Answer the shares of neighbors with this node's masked vector.
 
     The vector holds unsigned integers below 2^bits. One attempt masks one vector: two of them under
@@ -213,7 +213,7 @@ def mask(state: NodeState, question: bytes, vector: np.ndarray) -> tuple[NodeSta
     return state, messages.encode_masked(session, state.place, lowest(total, session.terms.bits))
 
 
-def _check_shares(state: NodeState, listed: dict[int, NodeKeys], question: bytes) -> Places:
+def _check_shares(state: SecureNode, listed: dict[int, NodeKeys], question: bytes) -> Places:
     """Return who shared; refuse shares that are missing, foreign or do not open."""
     session = state.session
     sealed = messages.read_share_list(session, question)
@@ -228,7 +228,7 @@ def _check_shares(state: NodeState, listed: dict[int, NodeKeys], question: bytes
     return sealed.shared
 
 
-def _opened(state: NodeState, peer: NodeKeys, sealed: bytes) -> tuple[bytes, bytes]:
+def _opened(state: SecureNode, peer: NodeKeys, sealed: bytes) -> tuple[bytes, bytes]:
     """Return a neighbor's two shares for this node: of its seed and of its mask key."""
     key, about = _share_key(state, peer, peer.place, state.place)
     shares = unseal(key, sealed, about)
@@ -268,7 +268,7 @@ def lowest(total: np.ndarray, bits: int) -> np.ndarray:
 # ---- sign, reveal --------------------------------------------------------------------------------
 
 
-def sign(identity: Identity, state: NodeState, question: bytes) -> tuple[NodeState, bytes]:
+def sign(identity: IdentityKey, state: SecureNode, question: bytes) -> tuple[SecureNode, bytes]:
     """Answer a list of survivors with a signature of it."""
     _after(state.vector, "a masked vector")
     state = _once(state, "survivors", question)
@@ -284,14 +284,14 @@ def sign(identity: Identity, state: NodeState, question: bytes) -> tuple[NodeSta
     return state, messages.encode_signed(session, state.place, signature)
 
 
-def _view(state: NodeState) -> bytes:
+def _view(state: SecureNode) -> bytes:
     session = state.session
     shared = messages.read_share_list(session, state.shares).shared
     survivors = messages.read_survivors(session, state.survivors)
     return messages.view_to_sign(session, state.keys, shared, survivors)
 
 
-def reveal(state: NodeState, question: bytes) -> tuple[NodeState, bytes]:
+def reveal(state: SecureNode, question: bytes) -> tuple[SecureNode, bytes]:
     """Answer the signatures of t nodes on one list with one share per neighbor."""
     _after(state.survivors, "a signature")
     state = _once(state, "signatures", question)
@@ -319,7 +319,7 @@ def reveal(state: NodeState, question: bytes) -> tuple[NodeState, bytes]:
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def _once(state: NodeState, step: str, question: bytes) -> NodeState:
+def _once(state: SecureNode, step: str, question: bytes) -> SecureNode:
     """Enter the question of a step; refuse another question than the one that was answered."""
     held: bytes = getattr(state, step)
     if held and held != question:

@@ -32,7 +32,7 @@ from fedlm.secure.node import (
 )
 from fedlm.secure.terms import Session, TooFew
 
-Answers = Iterable[tuple[int, bytes]]
+Messages = Iterable[tuple[int, bytes]]
 """The place of a node and its answer, for the nodes that answered."""
 MOST_TRIES = 2000  # sets of shares that are tried where some do not fit
 
@@ -53,7 +53,7 @@ class ServerState:
         return replace(self, faults=(*self.faults, (place, why)))
 
 
-def take_keys(session: Session, answers: Answers) -> tuple[ServerState, bytes]:
+def take_keys(session: Session, answers: Messages) -> tuple[ServerState, bytes]:
     """Return the state and the question with all keys, the same for every node."""
     state, found = ServerState(session, {}), dict[int, NodeKeys]()
     for place, answer in answers:
@@ -69,7 +69,7 @@ def take_keys(session: Session, answers: Answers) -> tuple[ServerState, bytes]:
     return replace(state, keys=found), messages.encode_key_list(session, found.values())
 
 
-def take_shares(state: ServerState, answers: Answers) -> tuple[ServerState, dict[int, bytes]]:
+def take_shares(state: ServerState, answers: Messages) -> tuple[ServerState, dict[int, bytes]]:
     """Return the state and, for each node that shared, the shares that are for it."""
     session, near = state.session, graph(state.session, dict(state.keys))
     by_giver: dict[int, dict[int, bytes]] = {}
@@ -95,7 +95,7 @@ def take_shares(state: ServerState, answers: Answers) -> tuple[ServerState, dict
     return replace(state, shared=shared), questions
 
 
-def take_masked(state: ServerState, answers: Answers) -> tuple[ServerState, bytes]:
+def take_masked(state: ServerState, answers: Messages) -> tuple[ServerState, bytes]:
     """Add up masked vectors as they come; return the state and the list of survivors."""
     terms = state.session.terms
     total, survivors = np.zeros(terms.size, word(terms.bits)), set[int]()
@@ -114,7 +114,7 @@ def take_masked(state: ServerState, answers: Answers) -> tuple[ServerState, byte
     return state, messages.encode_survivors(state.session, state.survivors)
 
 
-def take_signatures(state: ServerState, answers: Answers) -> tuple[ServerState, bytes]:
+def take_signatures(state: ServerState, answers: Messages) -> tuple[ServerState, bytes]:
     """Return the state and the question with the signatures, for those who signed."""
     session, found = state.session, dict[int, bytes]()
     listed = messages.encode_key_list(session, state.keys.values())
@@ -135,7 +135,7 @@ def take_signatures(state: ServerState, answers: Answers) -> tuple[ServerState, 
     return state, messages.encode_signatures(session, found)
 
 
-def take_revealed(state: ServerState, answers: Answers) -> tuple[ServerState, np.ndarray]:
+def take_revealed(state: ServerState, answers: Messages) -> tuple[ServerState, np.ndarray]:
     """Remove all masks by the shares that nodes revealed; return the sum modulo 2^bits."""
     session, near = state.session, graph(state.session, dict(state.keys))
     shares: dict[int, dict[int, bytes]] = {owner: {} for owner in state.shared}

@@ -33,12 +33,12 @@ import numpy as np
 from fedlm.core.documents import read_json
 from fedlm.core.errors import RecordError
 from fedlm.secure import node
-from fedlm.secure.keys import Identity, derive
-from fedlm.secure.node import NodeState
+from fedlm.secure.keys import IdentityKey, derive
+from fedlm.secure.node import SecureNode
 from fedlm.secure.terms import SecureError, Session
 
 VERSION = 1
-_STATE = [field.name for field in fields(NodeState) if field.name != "session"]
+_STATE = [field.name for field in fields(SecureNode) if field.name != "session"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Held:
 class NodeStore:
     """The secure sums of one node; one process at a time opens a folder."""
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: IdentityKey) -> None:
         self.folder, self.identity = folder, identity
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -108,7 +108,7 @@ class NodeStore:
 
     # ---- one state per run -----------------------------------------------------------------
 
-    def _state(self, session: Session) -> NodeState:
+    def _state(self, session: Session) -> SecureNode:
         held = self._held(session)
         if held is None:
             raise SecureError(
@@ -117,7 +117,7 @@ class NodeStore:
             )
         return held
 
-    def _held(self, session: Session) -> NodeState | None:
+    def _held(self, session: Session) -> SecureNode | None:
         """Return the state of a session, None if it may begin; refuse what must not be answered."""
         held = self._read(session.run)
         if held is None or held.at < (session.round, session.attempt):
@@ -137,7 +137,7 @@ class NodeStore:
                 f"attempt {session.attempt} of round {session.round} began here with other members "
                 "or terms: they stay as they are within an attempt."
             )
-        state = NodeState(session, **held.state)
+        state = SecureNode(session, **held.state)
         listed = session.terms.members[state.place : state.place + 1]
         if state.place < 0 or not listed or listed[0].public != self.identity.public:
             raise RecordError(
@@ -146,11 +146,11 @@ class NodeStore:
             )
         return state
 
-    def _kept(self, state: NodeState, answer: bytes) -> bytes:
+    def _kept(self, state: SecureNode, answer: bytes) -> bytes:
         self._write(state)
         return answer
 
-    def _write(self, state: NodeState) -> None:
+    def _write(self, state: SecureNode) -> None:
         session = state.session
         facts: dict[str, Any] = {name: getattr(state, name) for name in _STATE}
         plain = {k: v.hex() if isinstance(v, bytes) else v for k, v in facts.items()}

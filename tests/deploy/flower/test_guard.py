@@ -15,7 +15,7 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from fedlm.deploy import certificates, signing
 from fedlm.deploy.flower import superlink
 from fedlm.deploy.flower.client import CONTROL_HEADER
-from fedlm.deploy.flower.superlink import LARGEST_REQUEST, Guard
+from fedlm.deploy.flower.superlink import LARGEST_REQUEST, FrontDoor
 from fedlm.deploy.signing import WHO_AM_I, Identity, Verifier, key_id
 
 KEY = {CONTROL_HEADER: "secret"}
@@ -30,7 +30,7 @@ def guard_of(app=None, **more):
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    return Guard(app or nothing, "secret", Verifier(lambda: KNOWN), **more)
+    return FrontDoor(app or nothing, "secret", Verifier(lambda: KNOWN), **more)
 
 
 def signed(path, body=b"", private=PRIVATE, public=PUBLIC, process="0" * 32, method="POST"):

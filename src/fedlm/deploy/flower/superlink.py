@@ -84,7 +84,7 @@ class Turned(Exception):
         self.status, self.reason = status, reason
 
 
-class Guard:
+class FrontDoor:
     """An ASGI application that passes only authorised requests on to another."""
 
     def __init__(
@@ -379,7 +379,7 @@ def application(workspace: Workspace, say: Callable[[str], None]) -> Any:
         isolation="process",
         runtime_dependency_install=False,
     )
-    return Guard(
+    return FrontDoor(
         create_app(config, SuperLinkLifespan),
         workspace.control_key.read_text(encoding="ascii"),
         Verifier(Identities(workspace)),

@@ -19,7 +19,7 @@ from fedlm.models.interop.huggingface import Base
 
 
 @dataclass(frozen=True)
-class Reader:
+class BaseReader:
     """How a kind of file is recognised and read."""
 
     fits: Callable[[Path], bool]
@@ -28,15 +28,15 @@ class Reader:
 
 
 READERS = (
-    Reader(
+    BaseReader(
         lambda path: (path / huggingface.CONFIG).is_file(),
         huggingface.read_base,
         huggingface.load,
     ),
-    Reader(lambda path: path.suffix == gguf.SUFFIX, gguf.read_base, gguf.load),
+    BaseReader(lambda path: path.suffix == gguf.SUFFIX, gguf.read_base, gguf.load),
 )
 
 
-def reader_of(path: Path) -> Reader | None:
+def reader_of(path: Path) -> BaseReader | None:
     """Return the reader of a model made elsewhere; None if there is no such model at the path."""
     return next((reader for reader in READERS if reader.fits(path)), None)

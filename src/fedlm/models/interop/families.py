@@ -43,12 +43,12 @@ SCALINGS = {
         "original_max_position_embeddings",
     ),
 }
-Sizes = dict[str, Any]  # fields of `Dimensions`
+ModelSizes = dict[str, Any]  # fields of `Dimensions`
 NEEDED: Any = object()
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigEntry:
     """A setting of a `config.json`, and the field of `Dimensions` that it decides."""
 
     theirs: str
@@ -56,7 +56,7 @@ class Entry:
     kind: str = "count"  # a method of `Settings`, or gelu
     default: Any = NEEDED  # a value of theirs, or a function of the sizes that were read before
 
-    def read(self, settings: Settings, sizes: Sizes) -> Any:
+    def read(self, settings: Settings, sizes: ModelSizes) -> Any:
         """Return the value of our field."""
         default = self.default(sizes) if callable(self.default) else self.default
         more = () if default is NEEDED else (default,)
@@ -73,29 +73,29 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelFamily:
     """A `model_type` of Transformers: how its settings and arrays are read and written."""
 
     architecture: str
     model: str  # the class in Transformers
-    entries: tuple[Entry, ...]
+    entries: tuple[ConfigEntry, ...]
     table: tuple[Tensor, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)  # the only values that are supported
     ignored: tuple[str, ...] = ()
     written: Mapping[str, Any] = field(default_factory=dict)  # beside the entries
     check: Callable[[Settings], None] = lambda settings: None
     rope: str = ""  # "whole" or "partial": how much of a head rotary positions turn
-    also: Callable[[Sizes], Sizes] = lambda sizes: {}  # sizes that follow from others
+    also: Callable[[ModelSizes], ModelSizes] = lambda sizes: {}  # sizes that follow from others
     fits: Callable[[Dimensions], bool] = lambda size: True  # a model to be written
     prefix: str = ""  # of names, which some folders leave out
     fan_in_fan_out: bool = False  # matrices are (in, out)
 
-    def read(self, settings: Settings) -> Sizes:
+    def read(self, settings: Settings) -> ModelSizes:
         """Return the sizes that the settings give."""
         self.check(settings)
         settings.expect(**self.fixed)
         settings.ignore(self.ignored)
-        sizes: Sizes = {}
+        sizes: ModelSizes = {}
         for entry in self.entries:
             sizes[entry.ours] = entry.read(settings, sizes)
         if self.rope:
@@ -115,7 +115,7 @@ class Family:
 # ---- rotary positions ------------------------------------------------------------------------
 
 
-def _read_rope(settings: Settings, *, partial: bool) -> Sizes:
+def _read_rope(settings: Settings, *, partial: bool) -> ModelSizes:
     """Return base, scaling and turned fraction of rotary positions.
 
     Newer files have all of it in `rope_parameters`, older ones in several settings.
@@ -123,7 +123,7 @@ def _read_rope(settings: Settings, *, partial: bool) -> Sizes:
     told = settings.value("rope_parameters", None) or settings.value("rope_scaling", None) or {}
     settings.ignore(("rope_parameters", "rope_scaling"))
     inner = _inner(settings.where, "rope_parameters", told)
-    sizes: Sizes = {"rope_scaling": _read_scaling(settings.where, inner)}
+    sizes: ModelSizes = {"rope_scaling": _read_scaling(settings.where, inner)}
     theta = settings.number("rotary_emb_base", 10_000.0) if partial else 10_000.0
     sizes["rope_theta"] = inner.number("rope_theta", settings.number("rope_theta", theta))
     part = inner.value("partial_rotary_factor", None)
@@ -171,7 +171,7 @@ def _write_rope(size: Dimensions, *, partial: bool) -> dict[str, Any]:
     return {"rope_parameters": told, **older}
 
 
-def _check_turned(where: str, sizes: Sizes) -> None:
+def _check_turned(where: str, sizes: ModelSizes) -> None:
     turned = int(sizes["rotary_fraction"] * (sizes["embedding_size"] // sizes["heads"]))
     if turned < 2 or turned % 2:
         raise ConfigError(
@@ -227,21 +227,21 @@ def _norms(block: str, first: str, second: str, last: str) -> list[Tensor]:
 # ---- Llama, Mistral, Qwen2 ---------------------------------------------------------------------
 
 
-def _llama(**changes: Any) -> Family:
+def _llama(**changes: Any) -> ModelFamily:
     """Return a family with Llama's arrays and settings."""
     common: dict[str, Any] = {
         "architecture": "llama",
         "entries": (
-            Entry("vocab_size", "vocab"),
-            Entry("hidden_size", "embedding_size"),
-            Entry("intermediate_size", "hidden_size"),
-            Entry("num_hidden_layers", "layers"),
-            Entry("num_attention_heads", "heads"),
-            Entry("num_key_value_heads", "key_heads", default=lambda sizes: sizes["heads"]),
-            Entry("head_dim", "head_size", default=_head_size),
-            Entry("max_position_embeddings", "length", default=2048),
-            Entry("rms_norm_eps", "norm_epsilon", "number", 1e-6),
-            Entry("tie_word_embeddings", "tied", "flag", False),
+            ConfigEntry("vocab_size", "vocab"),
+            ConfigEntry("hidden_size", "embedding_size"),
+            ConfigEntry("intermediate_size", "hidden_size"),
+            ConfigEntry("num_hidden_layers", "layers"),
+            ConfigEntry("num_attention_heads", "heads"),
+            ConfigEntry("num_key_value_heads", "key_heads", default=lambda sizes: sizes["heads"]),
+            ConfigEntry("head_dim", "head_size", default=_head_size),
+            ConfigEntry("max_position_embeddings", "length", default=2048),
+            ConfigEntry("rms_norm_eps", "norm_epsilon", "number", 1e-6),
+            ConfigEntry("tie_word_embeddings", "tied", "flag", False),
         ),
         "fixed": {
             "pretraining_tp": 1,
@@ -276,10 +276,10 @@ def _llama(**changes: Any) -> Family:
         if name in changes:
             more = changes.pop(name)
             common[name] = common[name] + more if name == "entries" else {**common[name], **more}
-    return Family(**{**common, **changes})
+    return ModelFamily(**{**common, **changes})
 
 
-def _head_size(sizes: Sizes) -> int:
+def _head_size(sizes: ModelSizes) -> int:
     size: int = sizes["embedding_size"] // sizes["heads"]
     return size
 
@@ -334,12 +334,12 @@ def _mpt(settings: Settings) -> None:
 # ---- all ---------------------------------------------------------------------------------------
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     "llama": _llama(
         model="LlamaForCausalLM",
         entries=(
-            Entry("attention_bias", "qkv_bias", "flag", False),
-            Entry("mlp_bias", "mlp_bias", "flag", False),
+            ConfigEntry("attention_bias", "qkv_bias", "flag", False),
+            ConfigEntry("mlp_bias", "mlp_bias", "flag", False),
         ),
         also=lambda sizes: {"out_bias": sizes["qkv_bias"]},
         fits=lambda size: size.qkv_bias == size.out_bias,
@@ -359,18 +359,20 @@ FAMILIES: dict[str, Family] = {
         also=lambda sizes: {"qkv_bias": True, "out_bias": False, "mlp_bias": False},
         fits=lambda size: size.qkv_bias and not (size.out_bias or size.mlp_bias),
     ),
-    "gpt2": Family(
+    "gpt2": ModelFamily(
         architecture="gpt2",
         model="GPT2LMHeadModel",
         entries=(
-            Entry("vocab_size", "vocab"),
-            Entry("n_embd", "embedding_size"),
-            Entry("n_inner", "hidden_size", default=lambda sizes: 4 * sizes["embedding_size"]),
-            Entry("n_layer", "layers"),
-            Entry("n_head", "heads"),
-            Entry("n_positions", "length", default=1024),
-            Entry("activation_function", "activation", "gelu", "gelu_new"),
-            Entry("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+            ConfigEntry("vocab_size", "vocab"),
+            ConfigEntry("n_embd", "embedding_size"),
+            ConfigEntry(
+                "n_inner", "hidden_size", default=lambda sizes: 4 * sizes["embedding_size"]
+            ),
+            ConfigEntry("n_layer", "layers"),
+            ConfigEntry("n_head", "heads"),
+            ConfigEntry("n_positions", "length", default=1024),
+            ConfigEntry("activation_function", "activation", "gelu", "gelu_new"),
+            ConfigEntry("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
         ),
         fixed={
             "scale_attn_weights": True,
@@ -399,20 +401,20 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
-    "gpt_neox": Family(
+    "gpt_neox": ModelFamily(
         architecture="gpt-neox",
         model="GPTNeoXForCausalLM",
         entries=(
-            Entry("vocab_size", "vocab"),
-            Entry("hidden_size", "embedding_size"),
-            Entry("intermediate_size", "hidden_size"),
-            Entry("num_hidden_layers", "layers"),
-            Entry("num_attention_heads", "heads"),
-            Entry("hidden_act", "activation", "gelu", "gelu"),
-            Entry("layer_norm_eps", "norm_epsilon", "number", 1e-5),
-            Entry("max_position_embeddings", "length", default=2048),
-            Entry("use_parallel_residual", "parallel", "flag", True),
-            Entry("tie_word_embeddings", "tied", "flag", False),
+            ConfigEntry("vocab_size", "vocab"),
+            ConfigEntry("hidden_size", "embedding_size"),
+            ConfigEntry("intermediate_size", "hidden_size"),
+            ConfigEntry("num_hidden_layers", "layers"),
+            ConfigEntry("num_attention_heads", "heads"),
+            ConfigEntry("hidden_act", "activation", "gelu", "gelu"),
+            ConfigEntry("layer_norm_eps", "norm_epsilon", "number", 1e-5),
+            ConfigEntry("max_position_embeddings", "length", default=2048),
+            ConfigEntry("use_parallel_residual", "parallel", "flag", True),
+            ConfigEntry("tie_word_embeddings", "tied", "flag", False),
         ),
         fixed={"attention_bias": True},
         ignored=("rotary_pct",),
@@ -437,16 +439,16 @@ FAMILIES: dict[str, Family] = {
             Tensor("embed_out.weight", ("head",)),
         ),
     ),
-    "mpt": Family(
+    "mpt": ModelFamily(
         architecture="mpt",
         model="MptForCausalLM",
         entries=(
-            Entry("vocab_size", "vocab"),
-            Entry("d_model", "embedding_size"),
-            Entry("n_layers", "layers"),
-            Entry("n_heads", "heads"),
-            Entry("max_seq_len", "length", default=2048),
-            Entry("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+            ConfigEntry("vocab_size", "vocab"),
+            ConfigEntry("d_model", "embedding_size"),
+            ConfigEntry("n_layers", "layers"),
+            ConfigEntry("n_heads", "heads"),
+            ConfigEntry("max_seq_len", "length", default=2048),
+            ConfigEntry("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
         ),
         fixed={
             "no_bias": True,

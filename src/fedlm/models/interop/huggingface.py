@@ -26,7 +26,7 @@ from fedlm.core.types import Params
 from fedlm.models import catalog
 from fedlm.models.catalog import Dimensions
 from fedlm.models.interop import tensors
-from fedlm.models.interop.families import FAMILIES, SILENT, Family
+from fedlm.models.interop.families import FAMILIES, SILENT, ModelFamily
 from fedlm.models.interop.settings import Settings
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -74,7 +74,7 @@ def load(folder: Path, size: Dimensions) -> Params:
         )
 
 
-def _open(folder: Path) -> tuple[Family, Settings]:
+def _open(folder: Path) -> tuple[ModelFamily, Settings]:
     file = folder / CONFIG
     told = _json(file)
     kind = told.get("model_type")
