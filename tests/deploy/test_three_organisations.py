@@ -191,12 +191,15 @@ def story(tmp_path_factory):
         started.append(serve)
         wait_for(address, port, before["server"], serve)
         for name in WORDS:
-            os.environ[FRAMES] = str(base / name / "frames")
-            join = ["node", "join", "kit", "--store", "store", "--devices", "1"]
-            module = "tests.deploy.watched_node"
-            log = base / name / "join.log"
-            started.append(Child(join, log, base / name, module, before=before[name]))
-        del os.environ[FRAMES]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(FRAMES, str(base / name / "frames"))
+                patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+                join = ["node", "join", "kit", "--store", "store", "--devices", "1"]
+                log = base / name / "join.log"
+                node = Child(join, log, base / name, "watched_node", before=before[name])
+            started.append(node)
+        time.sleep(5)
+        assert all(node.alive for node in started), [node.tail() for node in started]
         told = {}
         for run, table in (("private", PRIVATE), ("tree", TREE)):
             (server / f"{run}.toml").write_text(RECIPE + table)
