@@ -156,5 +156,5 @@ def test_the_demonstration_shows_no_difference(world, as_tree):
     recipe = load(world.folder / "tiny.toml", ("server.rounds=2", "server.cohort=9"))
     shown = demo(world.folder / "demo", recipe, as_tree=as_tree, devices=1, watcher=Watcher())
     assert shown["networked"]["rounds"] == 2
-    assert shown["difference"] < 1e-6
+    assert shown["difference"] < 5e-6  # sums of float32 in another order, over two rounds
     assert np.isfinite(shown["networked"]["perplexity"])
