@@ -17,10 +17,8 @@ text: `offset` and `total` say where the rows of a node lie in it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fedlm.core.errors import WireError
@@ -41,6 +39,7 @@ from fedlm.engine.messages import (
     check_numbers,
     check_refusal,
     check_sizes,
+    request_digest,
 )
 from fedlm.evaluate.held_out import NO_MODEL, Held, Phase
 from fedlm.evaluate.perplexity import MOST_NATS, Sums
@@ -122,9 +121,7 @@ class EvaluateRequest:
     @property
     def digest(self) -> str:
         """A fingerprint of all that is asked, but for the counter."""
-        facts = {**asdict(self), "frames": [hashlib.sha256(f).hexdigest() for f in self.frames]}
-        del facts["counter"]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return request_digest(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,9 +142,7 @@ class TrainRequest:
     @property
     def digest(self) -> str:
         """A fingerprint of all that is asked; the counter grows between two copies of a request."""
-        facts = {**asdict(self), "frames": [hashlib.sha256(f).hexdigest() for f in self.frames]}
-        del facts["counter"]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return request_digest(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +234,13 @@ def at_version(payload: Payload, version: int) -> Payload:
 
 
 # ---- training ------------------------------------------------------------------------------
+
+
+def request_digest(request: Any) -> str:
+    """Return the fingerprint of a request of any kind, without its counter."""
+    facts = {**asdict(request), "frames": [hashlib.sha256(f).hexdigest() for f in request.frames]}
+    del facts["counter"]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def encode_request(request: TrainRequest) -> Payload:
