@@ -46,8 +46,8 @@ from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
-from fedlm.deploy.status import rounds_of
 from fedlm.deploy.tables import write_table
+from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.messages import TRAIN_REQUEST, Payload, TrainReply, TrainRequest
 from fedlm.recipe.parts import open_store
 from fedlm.recipe.settings import Recipe, parse

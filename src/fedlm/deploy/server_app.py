@@ -28,6 +28,7 @@ from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
 from fedlm.deploy.replies import Answers
+from fedlm.deploy.tallies import PRIVATE_TALLIES, TALLIES, earlier_rounds
 from fedlm.deploy.tree_app import networked_tree
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.buffered import RemoteWaiting
@@ -52,10 +53,7 @@ from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
-ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
-# Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
-# therefore lies in a folder that only its owner can look into.
-PRIVATE_TALLIES = "private/nodes.jsonl"
+ASSIGNMENTS = "seats.json"
 RUN_ID = "run.id"
 ANSWERS = "answers"  # of buffered rounds, until they are added
 # A node with a larger share of the weight, among at least so many nodes, is named.
@@ -189,6 +187,7 @@ def networked_run(
         "seed": recipe.run.seed,
         "on_stats": on_stats,
         "bounds": bounds_of(recipe, store.vocabulary),
+        "earlier": partial(earlier_rounds, path),
     }
     if recipe.federation is not None:
         return networked_tree(
@@ -302,8 +301,8 @@ def record_nodes(
         say(f"round {tally.round}: without {', '.join(missing)}")
     for name, until in tally.put_aside.items():
         say(
-            f"{name} is put aside until round {until}: what it sent could not be used, in several "
-            "rounds in a row"
+            f"{name} is put aside until round {until}: in several rounds in a row it was late, or "
+            "what it sent could not be used"
         )
     heaviest = max(tally.weights, key=tally.weights.__getitem__, default="")
     share = tally.weights.get(heaviest, 0.0) / (sum(tally.weights.values()) or 1.0)
