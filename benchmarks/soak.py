@@ -15,8 +15,8 @@ each other, plain and private in turn, until time and rounds are reached. `west`
 that one process shows its memory over the whole time. Checked: each run's journal has every round
 once; a private run's ledger too; a node that counted in a round has it in its own ledger, and under
 a plan with one question; a plain run's model is, to the bit, that of its simulation, in which
-nobody was killed; parameters are finite and the perplexity of plain runs falls; memory and disk of the last third
-are those of the first; no process ended that was not killed.
+nobody was killed; parameters are finite and the perplexity of plain runs falls; memory and disk of
+the last third are those of the first; no process ended that was not killed.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ def test_who_never_answers_is_put_aside_and_stays_so_after_a_restart(
     folder, store, nodes, tmp_path
 ):
     made, assignments, _ = nodes
-    whole, said = simulated(folder, store), []
+    whole, said = simulated(folder, store, "server.rounds=8"), []
     state = whole.round.init(whole.start())
     for first in (0, 4):  # the second process knows the rounds of the first from the record alone
         transport = LocalTransport(made, slow=["south"])
