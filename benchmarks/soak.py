@@ -230,7 +230,8 @@ class Federation:
         self.store = whole.path
         deal(whole, NODES, folder / "stores", held=None)
         write_tokenizer(whole.tokenizer, folder / "tokenizer")
-        options = {"bind": "127.0.0.1", "quorum": 1.0}  # nobody is passed over: simulation's bits
+        # Nobody is passed over, so that a run is its simulation to the bit.
+        options: Facts = {"bind": "127.0.0.1", "quorum": 1.0}
         self.port = free_port()
         self.fed = workspace.init(
             folder / "fed", "soak", ["127.0.0.1"], self.port, NODES, **options
@@ -520,8 +521,8 @@ def _verdict(federation: Federation, log: Log, rounds: int) -> list[str]:
         log.say(f"run {number}: {'as it should be' if not found else '; '.join(found)}")
     samples = log.of("sample")
     for role in ("server", "train", *NODES):
-        for kind in (0, 1):  # a private run needs more than a plain one
-            like = [s for s in samples if s["run"] % 2 == kind]
+        for private in (0, 1):  # a private run needs more than a plain one
+            like = [s for s in samples if s["run"] % 2 == private]
             values = [s["memory"][role] for s in like if role in s["memory"]]
             faults += growth_fault("memory", role, values) if values else []
     for kind in ("server", "kits"):
