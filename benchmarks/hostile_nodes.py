@@ -57,17 +57,11 @@ from fedlm.wire.dense import dense
 ABSENT, HOSTILE = 0.3, 0.2
 COMPILING_SECONDS = 1200.0  # the deadline of the first round; that of the others is an option
 ROWS: dict[str, dict[str, Any]] = {
-    "clean": {},
+    "all there, all honest": {},
     "30% absent": {"absent": True},
     "30% absent, 20% hostile": {"absent": True, "hostile": True},
-    "the same, `update_norm`": {"absent": True, "hostile": True, "update_norm": 1.0},
-    "the same, `median`": {"absent": True, "hostile": True, "aggregate": "median"},
-    "the same, both": {
-        "absent": True,
-        "hostile": True,
-        "update_norm": 1.0,
-        "aggregate": "median",
-    },
+    '... `server.aggregate = "median"`': {"absent": True, "hostile": True, "aggregate": "median"},
+    "... `server.update_norm = 1`": {"absent": True, "hostile": True, "update_norm": 1.0},
 }
 
 
@@ -181,7 +175,8 @@ class HostileWorker(Worker):
 class World:
     """What all nodes of this process share: the present row, and how far the run has come."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nap: float) -> None:
+        self.nap = nap  # seconds between two polls of a node
         self.file, self.round, self.lock = folder / "row.json", -1, threading.Condition()
 
     @property
@@ -232,7 +227,7 @@ def _answer(
         try:
             received = node.receive()
             if received is None:
-                time.sleep(max(0.5, nap_after(time.monotonic() - asked, quiet=0.0)))
+                time.sleep(max(world.nap, nap_after(time.monotonic() - asked, quiet=0.0)))
                 continue
             payload: Payload = received.payload
             if payload.kind == TRAIN_REQUEST:
@@ -246,9 +241,9 @@ def _answer(
             continue
 
 
-def be_nodes(folder: Path, seed: int) -> None:
+def be_nodes(folder: Path, seed: int, nap: float) -> None:
     """Be all nodes of a federation, in this process, until it is ended."""
-    world, made = World(folder), workspace.Workspace(folder / "fed")
+    world, made = World(folder, nap), workspace.Workspace(folder / "fed")
     threads = [
         threading.Thread(target=live, args=(world, made, folder / "stores" / name, name, seed))
         for name in made.nodes()
@@ -366,6 +361,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=20, help="nodes that a round asks")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds of a round")
+    parser.add_argument("--nap", type=float, default=0.5, help="seconds between a node's polls")
     parser.add_argument("--verbose", action="store_true", help="what the server says")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="rows whose name contains this")
@@ -373,7 +369,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.be_nodes:
         follow_parent()
-        be_nodes(asked.be_nodes, asked.seed)
+        be_nodes(asked.be_nodes, asked.seed, asked.nap)
         return
     with tempfile.TemporaryDirectory() as path, children() as started:
         measure(Path(path), started, asked)
@@ -389,7 +385,7 @@ def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> No
     started.append(Child(["federation", "serve", str(made.path)], folder / "serve.log"))
     wait_for_port(port, started[0])
     write_row(folder, {})
-    words = ["--be-nodes", str(folder), "--seed", str(asked.seed)]
+    words = ["--be-nodes", str(folder), "--seed", str(asked.seed), "--nap", str(asked.nap)]
     started.append(Child(words, folder / "nodes.log", module="benchmarks.hostile_nodes"))
     bad = attackers(names, asked.seed)
     print(f"{asked.nodes} nodes, {asked.cohort} asked per round, {asked.rounds} rounds")
