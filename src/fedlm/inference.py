@@ -3,7 +3,7 @@
 In:       a finished run or a Hugging Face folder, a prompt.
 Out:      the likeliest next words.
 Promise:  a word is a word, however many tokens it has; programs are shared between prompts.
-Not here: training (`training.py`), how a word is found (`evaluate/generate.py`).
+Not here: training (`training`), how a word is found (`evaluate/generate.py`).
 """
 
 from __future__ import annotations
