@@ -45,17 +45,14 @@ from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record.checkpoint import write_atomically
-from fedlm.record.directory import RunDirectory
+from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
-ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
-# Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
-# therefore lies in a folder that only its owner can look into.
-PRIVATE_TALLIES = "private/nodes.jsonl"
+ASSIGNMENTS = "seats.json"
 RUN_ID = "run.id"
 ANSWERS = "answers"  # of buffered rounds, until they are added
 # A node with a larger share of the weight, among at least so many nodes, is named.
