@@ -4,7 +4,7 @@ In:       a finished run or a Hugging Face folder, a prompt.
 Out:      the likeliest next words; words that complete what is being typed.
 Promise:  a word is a word, however many tokens it has; programs are shared between prompts; typing
           costs a step of the model per new token, and going back costs none.
-Not here: training (`training.py`), how a word is found (`evaluate/generate.py`).
+Not here: training (`training`), how a word is found (`evaluate/generate.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Out:      a run directory per point, a table with mean and spread over seeds, on
           `[selection]`, the best run alone.
 Promise:  every point is an ordinary run that `fedlm train` would repeat; a finished point is not
           run again; one that diverged is a result, not an error.
-Not here: training (`training.py`).
+Not here: training (`training`).
 
     recipe = "../irc.toml"              # relative to the sweep file
     target = 120                        # also report rounds to this validation perplexity
