@@ -284,9 +284,7 @@ class _Pieces:
             begun = "".join(piece for piece, _ in cut.pre_tokenize_str(begun)) if begun else ""
         return (self.mark if marked else "") + begun
 
-    def next(
-        self, logits: np.ndarray, rest: str, count: int
-    ) -> list[tuple[int, float]]:
+    def next(self, logits: np.ndarray, rest: str, count: int) -> list[tuple[int, float]]:
         """Return tokens that spell the rest of a target, or a part of it, and their nats."""
         begun = self._tokens[self._range(rest)]
         parts = [

@@ -64,8 +64,8 @@ def test_the_ends_of_a_file_do_not_need_its_middle(tmp_path):
 def test_a_row_tells_how_far_a_run_is(tmp_path):
     make_run(tmp_path / "one", rounds=4, header={"privacy_budget": 8.0, "privacy": {}})
     status = StatusFile(tmp_path / "one" / "status.json", command="train")
-    status.begin()
     status.tell(state="training", doing="waiting for sweden, 40 s", rounds=10, round=4)
+    status.begin()
     row = fresh(Board(tmp_path))["one"]
     assert (row["round"], row["rounds"], row["perplexity"]) == (4, 10, 87.0)
     assert (row["clients_per_second"], row["left"], row["budget"]) == (8.0, 3.0, 8.0)
@@ -167,7 +167,9 @@ def test_curves_grow_and_begin_again(tmp_path):
 
 
 def test_a_long_curve_is_thinned_but_keeps_its_perplexities_and_its_end():
-    points = [[n, 0.0, 1.0, 5.0 if n % 100 == 7 else None, None, 0, None, None] for n in range(9999)]
+    points = [
+        [n, 0.0, 1.0, 5.0 if n % 100 == 7 else None, None, 0, None, None] for n in range(9999)
+    ]
     found = thinned(points, 500)
     assert len(found) < 700 and found[-1][0] == 9998
     assert sum(p[3] is not None for p in found) == 100

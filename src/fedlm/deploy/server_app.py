@@ -37,6 +37,7 @@ from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
+from fedlm.training.status import in_status
 
 ASSIGNMENTS = "seats.json"
 RUN_ID = "run.id"
@@ -51,13 +52,18 @@ def train(
     settings = home.settings
     quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     directory = RunDirectory(path)
-    with open_transport(home) as transport, directory.locked():
+    with (
+        open_transport(home) as transport,
+        directory.locked(),
+        in_status(directory, watcher, recipe.server.evaluate_every, home=home.path) as watcher,
+    ):
         check_deployable(recipe)
         history.note(home.history, "train", run=str(path), resume=resume)
         recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
+        watcher.claimed()
         counters = Counters(home.counters)
         assignments = (
             registration.load_assignments(directory.path / ASSIGNMENTS) if goes_on else None

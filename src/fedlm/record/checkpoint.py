@@ -44,9 +44,7 @@ def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(
-    path: Path, data: bytes, *, private: bool = False, sync: bool = True
-) -> None:
+def write_atomically(path: Path, data: bytes, *, private: bool = False, sync: bool = True) -> None:
     """Write a file so that a crash leaves either the old file or the whole new one.
 
     A `private` file can be read by its owner alone, also while it is written, and so can a folder

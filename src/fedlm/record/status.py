@@ -2,7 +2,7 @@
 
 In:       stages, rounds and sentences, as the run's watcher is told them.
 Out:      `status.json`, replaced as a whole; the same, read back with every field checked.
-Promise:  it costs training nothing: at most two writes per second beside changes of state, no
+Promise:  it costs training nothing: two writes per second, at most twenty where states change, no
           waiting for the disk, and a disk that is full ends nothing. It holds only what the
           terminal is told as well, so nothing that a privacy plan hides.
 Not here: figures (`journal.py`), who reads it (`watch`).
@@ -26,6 +26,7 @@ State = Literal["preparing", "compiling", "training", "evaluating", "finished", 
 LIVE: tuple[State, ...] = ("preparing", "compiling", "training", "evaluating")
 Command = Literal["train", "pretrain", "federation train"]
 WRITE_SECONDS = 0.5  # between two writes in one state
+CHANGE_SECONDS = 0.05  # between two writes in all, but for the last one
 LONGEST = 500  # characters of a sentence
 
 Sentence = Annotated[str, Field(max_length=LONGEST)]
@@ -93,9 +94,9 @@ class StatusFile:
                 changes[name] = " ".join(str(changes[name]).split())[:LONGEST]
         before = self._status.state
         self._status = self._status.model_copy(update=changes)
-        if self._open and (
-            self._status.state != before or time.monotonic() - self._wrote >= WRITE_SECONDS
-        ):
+        state, since = self._status.state, time.monotonic() - self._wrote
+        least = WRITE_SECONDS if state == before else CHANGE_SECONDS if state in LIVE else 0.0
+        if self._open and since >= least:
             self._write()
 
     def _write(self) -> None:

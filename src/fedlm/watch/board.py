@@ -397,7 +397,9 @@ class Curves:
             "privacy": (self.final.get("privacy") or {}).get("sentence"),
             "mechanism": (header.get("privacy") or {}).get("mechanism"),
             "predictions": self.final.get("predictions") or [],
-            "events": [{k: v for k, v in e.items() if not isinstance(v, dict)} for e in self.events],
+            "events": [
+                {k: v for k, v in e.items() if not isinstance(v, dict)} for e in self.events
+            ],
             "command": header.get("command"),
             "tree": None if tree is None else self._tree(tree),
             "federation": self._federation.told(),
@@ -407,7 +409,9 @@ class Curves:
 
     def _tree(self, tree: dict[str, Any]) -> dict[str, Any]:
         final = self.final.get("test") or self.final.get("validation") or {}
-        scores = {n["name"]: [n.get("perplexity"), n.get("personal")] for n in final.get("nodes", [])}
+        scores = {
+            n["name"]: [n.get("perplexity"), n.get("personal")] for n in final.get("nodes", [])
+        }
         return {
             "names": list(tree["names"]),
             "parents": list(tree["parents"]),
@@ -504,9 +508,7 @@ class Federation:
         self.last = {
             "round": entry["round"] + 1,
             "seconds": entry.get("seconds"),
-            "of": {
-                str(name): outcome for outcome in OUTCOMES for name in entry.get(outcome) or ()
-            },
+            "of": {str(name): outcome for outcome in OUTCOMES for name in entry.get(outcome) or ()},
             "said": {
                 str(name): str(why)[:300]
                 for what in ("refused", "garbage")

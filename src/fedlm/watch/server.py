@@ -35,7 +35,12 @@ from fedlm.watch.keyboard import Keyboard
 POLL_SECONDS, SILENT_POLLS = 0.5, 30  # a comment after so many polls without news
 MOST_BODY = 64 << 10
 MOST_LOOKED_AT = 12  # runs in one stream
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 
 RunId = Annotated[str, Field(min_length=1, max_length=4096)]
 

@@ -82,7 +82,7 @@ class Tail:
 
 
 def ends_of(path: Path, least: int = 2) -> tuple[bytes, list[bytes]]:
-    """Return the first line of a file, and its last complete lines, at least `least` if it has them.
+    """Return the first line of a file and its last complete lines, at least `least` if there are.
 
     What lies between is not read.
     """
