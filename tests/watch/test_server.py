@@ -14,15 +14,13 @@ import pytest
 
 pytest.importorskip("starlette", reason="the page is an extra: pip install 'fedlm[watch]'")
 
-import uvicorn
-
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.record.directory import RunDirectory
 from fedlm.record.status import Status, StatusFile, process_start, read_status
 from fedlm.watch.board import Board
 from fedlm.watch.control import Control, resume_command
 from fedlm.watch.guard import Guard
-from fedlm.watch.server import WatchServer, listen
+from fedlm.watch.server import HttpServer, WatchServer, listen
 from tests.watch.runs import lines, make_run, round_line
 
 
@@ -32,9 +30,7 @@ def serving(folder):
     with listen("127.0.0.1", 0) as made:
         guard = Guard("127.0.0.1", made.getsockname()[1])
         watch = WatchServer(folder, guard)
-        server = uvicorn.Server(
-            uvicorn.Config(watch.app, log_level="error", timeout_graceful_shutdown=1)
-        )
+        server = HttpServer(watch)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [made]})
         thread.start()
         try:

@@ -249,9 +249,21 @@ def serve(folder: Path, host: str, port: int, said: Callable[[str], None]) -> No
     with listen(host, port) as made:
         guard = Guard(host, made.getsockname()[1])
         watch = WatchServer(folder, guard)
-        server = _Server(
+        said(guard.address)
+        HttpServer(watch).run(sockets=[made])
+
+
+class HttpServer(uvicorn.Server):
+    """A server that ends its streams when it is asked to stop."""
+
+    def __init__(self, watch: WatchServer) -> None:
+        super().__init__(
             uvicorn.Config(
                 watch.app,
+                # What the package always has; no websockets, no log of requests.
+                loop="asyncio",
+                http="h11",
+                ws="none",
                 log_level="error",
                 access_log=False,
                 server_header=False,
@@ -259,18 +271,8 @@ def serve(folder: Path, host: str, port: int, said: Callable[[str], None]) -> No
                 proxy_headers=False,
                 timeout_graceful_shutdown=1,
                 limit_concurrency=100,
-            ),
-            watch,
+            )
         )
-        said(guard.address)
-        server.run(sockets=[made])
-
-
-class _Server(uvicorn.Server):
-    """A server that ends its streams when it is asked to stop."""
-
-    def __init__(self, config: uvicorn.Config, watch: WatchServer) -> None:
-        super().__init__(config)
         self.watch = watch
 
     def handle_exit(self, sig: int, frame: Any) -> None:
