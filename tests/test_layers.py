@@ -48,10 +48,12 @@ MAY_IMPORT = {
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
+    # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.
+    "watch": {"core", "inference", "record", "watch"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"sweep", "deploy", "cli"}
+    | {"sweep", "deploy", "watch", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

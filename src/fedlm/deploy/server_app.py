@@ -32,16 +32,14 @@ from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record.checkpoint import write_atomically
-from fedlm.record.directory import RunDirectory
+from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
+from fedlm.training.status import in_status
 
-ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
-# Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
-# therefore lies in a folder that only its owner can look into.
-PRIVATE_TALLIES = "private/nodes.jsonl"
+ASSIGNMENTS = "seats.json"
 RUN_ID = "run.id"
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
@@ -54,13 +52,18 @@ def train(
     settings = home.settings
     quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     directory = RunDirectory(path)
-    with open_transport(home) as transport, directory.locked():
+    with (
+        open_transport(home) as transport,
+        directory.locked(),
+        in_status(directory, watcher, recipe.server.evaluate_every, home=home.path) as watcher,
+    ):
         check_deployable(recipe)
         history.note(home.history, "train", run=str(path), resume=resume)
         recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
+        watcher.claimed()
         counters = Counters(home.counters)
         assignments = (
             registration.load_assignments(directory.path / ASSIGNMENTS) if goes_on else None

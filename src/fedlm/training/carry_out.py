@@ -12,6 +12,7 @@ Not here: the loop (`run.py`), making a run (`recipe`), printing (`cli`).
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fedlm.core.documents import read_json
@@ -27,6 +28,7 @@ from fedlm.training.close import Summary, close
 from fedlm.training.extension import extend_rounds
 from fedlm.training.processes import compare_processes
 from fedlm.training.rounds import play_rounds
+from fedlm.training.status import in_status
 from fedlm.training.watcher import Watcher
 from fedlm.training.write_ahead import Resumed, WriteAhead
 
@@ -35,10 +37,10 @@ def train(run: Run, *, resume: bool = False, watcher: Watcher = Watcher()) -> Su
     """Train to the end and return the summary; None if the watcher stopped the run."""
     _check_start(run)
     state = None
-    with run.record.locked():
-        for played in _play(run, resume, watcher):
+    with run.record.locked(), _in_status(run, watcher) as told:
+        for played in _play(run, resume, told):
             state = played.state
-        return finish(run, state, watcher)
+        return finish(run, state, told)
 
 
 def play(
@@ -49,8 +51,12 @@ def play(
 ) -> Generator[Played, None, None]:
     """Begin or resume a run and yield its rounds, each after it is on record."""
     _check_start(run)
-    with run.record.locked():
-        yield from _play(run, resume, watcher)
+    with run.record.locked(), _in_status(run, watcher) as told:
+        yield from _play(run, resume, told)
+
+
+def _in_status(run: Run, watcher: Watcher) -> AbstractContextManager[Watcher]:
+    return in_status(run.record, watcher, run.cadence.evaluate_every, command=run.command)
 
 
 def _check_start(run: Run) -> None:
@@ -76,6 +82,7 @@ def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
         multihost.broadcast()
         return
+    watcher.claimed()
     begun = begin(run, goes_on, watcher.say)
     if not multihost.alone():
         multihost.broadcast(checkpoint.to_bytes(begun.state, rounds=begun.rounds))
@@ -93,11 +100,13 @@ def finish(run: Run, state: Any = None, watcher: Watcher = Watcher()) -> Summary
         if not isinstance(done, dict):
             raise RecordError(f"{directory.summary} is damaged: remove it, and repeat.")
         return done
-    with directory.locked():
-        last = _reload(run, watcher) if state is None else _played(run, state)
+    with directory.locked(), _in_status(run, watcher) as told:
+        last = _reload(run, told) if state is None else _played(run, state)
         if last is None or int(last.state.round) < last.rounds:
             return None
-        return close(run.until(last.rounds), last, watcher.say)
+        told.claimed()
+        told.evaluating()
+        return close(run.until(last.rounds), last, told.say)
 
 
 def _played(run: Run, state: Any) -> Resumed:

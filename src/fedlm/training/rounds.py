@@ -104,6 +104,7 @@ class RoundRecord:
     def evaluate(self, state: Any) -> Metrics:
         """Return a state's figures on held-out text, and noisy ones where they are due."""
         self.evaluated = state
+        self.watcher.evaluating()
         found, noisy = dict(self.run.evaluation.watch(state)), self.run.private_evaluation
         if noisy is not None and noisy.due(int(state.round), self.run.cadence.rounds):
             assert self.ahead is not None

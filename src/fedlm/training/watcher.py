@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedlm.core.releasable import Releasable
+from fedlm.record.status import StatusFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +23,6 @@ class Watcher:
     begin: Callable[[int, int, float | None], None] = lambda first, rounds, perplexity: None
     round: Callable[[Releasable], None] = lambda told: None
     stop: Callable[[], bool] = lambda: False
+    claimed: Callable[[], None] = lambda: None  # the directory is this run's
+    evaluating: Callable[[], None] = lambda: None  # a model is being scored
+    status: StatusFile | None = None  # which is told everything, where one is kept
