@@ -45,9 +45,10 @@ release: $(VENV)/.installed  ## the wheel, its bill of materials and hashes of i
 		--report dist/report.json -c constraints.txt .
 	$(BIN)/python release/sbom.py dist/report.json dist && rm dist/report.json
 
-FUZZ_SECONDS ?= 60
-fuzz: $(VENV)/.fuzz  ## damaged input for every parser, guided by coverage, a minute each
-	$(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS) $(TARGETS)
+FUZZ_INPUTS ?= 1000000
+FUZZ_SECONDS ?= 240
+fuzz: $(VENV)/.fuzz  ## a million damaged inputs over all parsers, guided by coverage (about an hour)
+	$(BIN)/python -m fuzz.run --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS) $(OPTIONS) $(TARGETS)
 
 bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)
 	$(BIN)/python -m benchmarks.adapters --peer .bench/peft/bin/python $(OPTIONS)
@@ -84,7 +85,7 @@ $(VENV)/.docs: $(VENV)/.installed
 
 # Where there is no wheel of atheris for this Python, inputs are made at random instead.
 $(VENV)/.fuzz: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation,gguf,hdf5]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt \
 		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
 	@touch $@
@@ -105,4 +106,4 @@ oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, T
 	.oracle/bin/python -m pytest -n 0 -m 'slow or not slow' tests/models/interop tests/test_exporting.py
 
 clean:  ## remove the environment, runs, prepared stores and the documentation site
-	rm -rf $(VENV) .bench .oracle runs .fedlm site
+	rm -rf $(VENV) .bench .fuzz .oracle runs .fedlm site dist
