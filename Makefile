@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all lint format docs fuzz release bench bench-adapters bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all lint format docs fuzz release lint-release bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -44,6 +44,11 @@ release: $(VENV)/.installed  ## the wheel, its bill of materials and hashes of i
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
 		--report dist/report.json -c constraints.txt .
 	$(BIN)/python release/sbom.py dist/report.json dist && rm dist/report.json
+
+lint-release: $(VENV)/.dev $(VENV)/.release  ## container, compose and systemd files, by the linters of each
+	$(BIN)/hadolint release/Containerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec release/compose.yml
+	$(BIN)/python -m pytest -n 0 tests/release/test_release.py
 
 FUZZ_INPUTS ?= 1000000
 FUZZ_SECONDS ?= 240
@@ -88,6 +93,10 @@ $(VENV)/.fuzz: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation,gguf,hdf5]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt \
 		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
+	@touch $@
+
+$(VENV)/.release: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
 	@touch $@
 
 # The model is in a package on PyPI, whose other half (a chat program) is not wanted.
