@@ -15,11 +15,7 @@ from typing import Any
 
 from fedlm.core.documents import json_value
 from fedlm.core.errors import SURPRISES, RecordError
-
-TALLIES = "nodes.jsonl"
-# Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
-# therefore lies in a folder that only its owner can look into.
-PRIVATE_TALLIES = "private/nodes.jsonl"
+from fedlm.record.directory import PRIVATE_TALLIES, TALLIES
 
 
 def earlier_rounds(run: Path) -> list[dict[str, Any]]:
