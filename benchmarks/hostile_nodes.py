@@ -14,8 +14,8 @@ State of the Union addresses are dealt to the nodes, each of which is one member
 are the server's. Nodes share one process, because 56 processes with JAX do not fit here. In the
 first round everybody is there and honest, while programs are compiled. After it, in each round, an
 exact share of all nodes goes away when it is asked and comes back in the next round; hostile nodes,
-when they are there, do what `ATTACKS` says. Who goes away says so, as `fedlm node join` does when it
-is stopped: leases that run out are the soak's matter.
+when they are there, do what `ATTACKS` says. Who goes away says so, as `fedlm node join` does when
+it is stopped: leases that run out are the soak's matter.
 """
 
 from __future__ import annotations
