@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError
 from fedlm.corpus.store import Store
 from fedlm.deploy import history, registration
@@ -31,7 +32,6 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, dump, load
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run

@@ -118,17 +118,6 @@ def check_numbers(plan: PrivacyPlan) -> None:
     )
 
 
-def check_population(sampling: Sampling) -> None:
-    """Refuse a cohort that the population cannot fill."""
-    require(sampling.population > 0, "population", sampling.population, "at least one client")
-    require(
-        1 <= sampling.cohort <= sampling.population,
-        "server.cohort",
-        sampling.cohort,
-        f"between 1 and the {sampling.population} training clients",
-    )
-
-
 def check_bins(sampling: Sampling, rounds: int) -> None:
     """Refuse more bins than the population can fill, and a limit that bins do not keep."""
     most = sampling.max_participations
