@@ -23,7 +23,7 @@ from fedlm.core.errors import ConfigError
 from fedlm.core.types import Engine
 from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
-from fedlm.deploy import history, registration
+from fedlm.deploy import history, member_list, registration
 from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
@@ -36,6 +36,7 @@ from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.evaluate_messages import SPLITS
 from fedlm.engine.remote import RemoteEngine, leaves_of
 from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
+from fedlm.engine.remote_secure import RemoteSecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer
 from fedlm.privacy.plan import PrivacyPlan
@@ -43,11 +44,13 @@ from fedlm.privacy.release import hides, release
 from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
+from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
+from fedlm.secure.terms import Member
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
@@ -57,6 +60,7 @@ ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
 # therefore lies in a folder that only its owner can look into.
 PRIVATE_TALLIES = "private/nodes.jsonl"
 RUN_ID = "run.id"
+ATTEMPT = "secure.json"  # who was in which list of the secure sum that is under way
 ANSWERS = "answers"  # of buffered rounds, until they are added
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
@@ -93,6 +97,7 @@ def train(
         def stats(tally: RoundStats) -> None:
             record_nodes(directory, tally, run.plan, len(assignments), watcher.say)
 
+        members = member_list.current(home).members if resolved.wire.secure_nodes else ()
         run = networked_run(
             resolved,
             store,
@@ -104,6 +109,7 @@ def train(
             run_id=run_id(directory),
             counters=counters,
             say=watcher.say,
+            secure_members=members,
         )
         if hides(run.plan):
             watcher.say(
@@ -166,11 +172,13 @@ def networked_run(
     run_id: str | None = None,
     counters: Counters | None = None,
     say: Callable[[str], None] = lambda text: None,
+    secure_members: tuple[Member, ...] = (),
 ) -> Run:
     """Return a run whose members live at nodes.
 
     It is evaluated on held-out text of the local store, or by the nodes if that has none. Nodes
-    tell runs apart by `run_id`; without one the run gets a new one.
+    tell runs apart by `run_id`; without one the run gets a new one. `secure_members` is the
+    federation's list, for recipes with secure sums.
     """
     options: dict[str, Any] = {
         "exact": dense(),
@@ -205,6 +213,20 @@ def networked_run(
         noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
         base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
         told = redacted(recipe, noise, base)
+        if recipe.wire.secure_nodes and transport is not None:
+            shared = ("quorum", "run", "counters", "say", "seed", "on_stats")
+            return RemoteSecureEngine(
+                algorithm,
+                transport,
+                assignments,
+                secure_members,
+                nodes=nodes_of(recipe),
+                integers=integers_of(recipe, algorithm),
+                shares=shares_of(recipe, algorithm),
+                recipe=told,
+                file=None if path == Path() else path / ATTEMPT,
+                **{name: options[name] for name in shared},
+            )
         secret = hides(algorithm.plan)
         return RemoteEngine(
             algorithm, transport, assignments, recipe=told, secret_names=secret, **options

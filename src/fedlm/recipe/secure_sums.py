@@ -34,7 +34,9 @@ from fedlm.wire.bitwise import seed_of
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
 from fedlm.wire.fixed_point import FixedPoint, check_additive, grid_of
-from fedlm.wire.rotation import rotated, unrotated
+from fedlm.wire.rotation import layout, rotated, unrotated
+
+BLOCK = 4096  # values that are rotated together
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,18 @@ class UpdateIntegers:
         """The most updates of a sum."""
         return self.grid.members
 
+    def size(self, like: Any) -> int:
+        """Return how many integers an update has: a rotation fills up its last block."""
+        total = tree.size(like)
+        return sum(n * block for n, block in layout(total, BLOCK)) if self.rotate else total
+
     def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
         """Return the integers of one update, drawn by its own address."""
         flat = flattened(delta)
         if self.rotate:
-            flat = np.asarray(rotated(flat.astype(np.float32), self._rotation(round)), np.float64)
+            flat = np.asarray(
+                rotated(flat.astype(np.float32), self._rotation(round), BLOCK), np.float64
+            )
         if not self.private:
             rng = generator_for(self.seed, "upload", round=round, member=member)
             return self.grid.rounded(flat, rng.random(len(flat)))
@@ -83,7 +92,7 @@ class UpdateIntegers:
             return self.grid.values(words, like)
         turned = (self.grid.signed(words) * self.grid.step).astype(np.float32)
         return like_model(
-            np.asarray(unrotated(turned, self._rotation(round), tree.size(like))), like
+            np.asarray(unrotated(turned, self._rotation(round), tree.size(like), BLOCK)), like
         )
 
 
@@ -113,20 +122,14 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
     """Return the engine of a flat simulation; `make` returns the one that trains its members."""
     server, wire = recipe.server, recipe.wire
     if wire.secure_nodes:
-        grid = grid_of(algorithm.upload)
         exact = dataclasses.replace(algorithm, upload=dense())
-        private = algorithm.plan is not None
-        integers = UpdateIntegers(grid, recipe.run.seed, private, wire.secure_rotation)
-        if algorithm.plan is not None:
-            require(
-                algorithm.plan.clip_norm <= grid.clip or wire.secure_rotation,
-                "privacy.clip_norm",
-                algorithm.plan.clip_norm,
-                f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
-                "Or set wire.secure_rotation, which spreads an update over all values.",
-            )
-        nodes = Nodes(count=wire.secure_nodes, threshold=threshold_of(recipe))
-        return SecureEngine(make(exact), algorithm, integers, nodes, recipe.run.seed)
+        return SecureEngine(
+            make(exact),
+            algorithm,
+            integers_of(recipe, algorithm),
+            nodes_of(recipe),
+            recipe.run.seed,
+        )
     inner = make(algorithm)
     if server.aggregate == "mean" and server.update_norm is None:
         return inner
@@ -137,6 +140,30 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
         functools.partial(_centre, server.aggregate, server.trim),
         functools.partial(bounded, norm=norm),
     )
+
+
+def integers_of(recipe: Recipe, algorithm: Algorithm) -> UpdateIntegers:
+    """Return the integers of a recipe's updates, the same at the server and at every node."""
+    wire, plan, grid = recipe.wire, algorithm.plan, grid_of(algorithm.upload)
+    if plan is not None:
+        require(
+            plan.clip_norm <= grid.clip or wire.secure_rotation,
+            "privacy.clip_norm",
+            plan.clip_norm,
+            f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
+            "Or set wire.secure_rotation, which spreads an update over all values.",
+        )
+    return UpdateIntegers(grid, recipe.run.seed, plan is not None, wire.secure_rotation)
+
+
+def nodes_of(recipe: Recipe) -> Nodes:
+    """Return how many nodes take part in a recipe's secure sums, and how many must stay."""
+    return Nodes(count=recipe.wire.secure_nodes, threshold=threshold_of(recipe))
+
+
+def shares_of(recipe: Recipe, algorithm: Algorithm) -> Callable[[Any], DistributedNoise] | None:
+    """Return the noise that nodes share out, by the shapes of an update; None if they add none."""
+    return None
 
 
 def _centre(rule: str, trim: float, updates: np.ndarray) -> np.ndarray:
@@ -190,7 +217,7 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             recipe.federation is None, name, True, "nothing beside [federation]: flat runs only"
         )
         require(
-            not network,
+            not network or name == "wire.secure_nodes",
             name,
             True,
             "nothing over a network yet: it is for simulations on one machine",
@@ -204,6 +231,13 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
         )
     if secure:
         _check_secure(recipe)
+        require(
+            not network or private or recipe.run.checkpoint_every == 1,
+            "run.checkpoint_every",
+            recipe.run.checkpoint_every,
+            "1 with secure sums over a network: a node answers for its last round only, so that a "
+            "server that is killed must not fall back by more",
+        )
     else:
         for name in ("secure_threshold", "secure_rotation"):
             value = getattr(wire, name)

@@ -574,9 +574,10 @@ class Wire(Table):
     )
     secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
-        description="In a simulation: how many nodes share the clients and add up their updates in "
-        "a secure sum, of which the server sees the sum alone; 0 is none. Needs a codec that adds "
-        "up, such as `secure-20-clip1-members100`.",
+        description="How many nodes add up their clients' updates in a secure sum, of which the "
+        "server sees the sum alone; 0 is none. A simulation deals its clients to so many nodes; "
+        "over a network it is the number of members on the federation's list. Needs a codec that "
+        "adds up, such as `secure-20-clip1-members100`.",
     )
     secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
