@@ -176,7 +176,7 @@ def test_three_lost_rounds_in_a_row_end_the_run_with_the_reasons(nodes):
     for round in range(2):
         total(made, round)
         transport.away = set()
-    with pytest.raises(EngineError, match="3 rounds in a row were lost.*go on with --resume"):
+    with pytest.raises(EngineError, match=r"3 rounds in a row were lost.*go on with --resume"):
         total(made, 2)
 
 

@@ -56,6 +56,16 @@ def test_every_drop_out_pattern_of_five_nodes(threshold):
 
 
 @pytest.mark.slow
+def test_all_7776_named_drop_out_patterns_of_five_nodes():
+    """Six stages, staying to the end among them, to the fifth power."""
+    seen = 0
+    for leaves in itertools.product(range(STAYS + 1), repeat=5):
+        check(leaves)
+        seen += 1
+    assert seen == 7776
+
+
+@pytest.mark.slow
 def test_every_single_node_and_every_pair_may_leave_at_every_step():
     """Named, where the patterns above are up to names."""
     for i, j in itertools.combinations(range(5), 2):

@@ -209,7 +209,7 @@ class RemoteSecureEngine:
         self._count_lost(stats)
         members = sum(len(asked[name]) for name in stats.answered)
         total = vector.total(words, cohort.round, members)
-        return Gathered(total, stats.up_bytes, stats.down_bytes)
+        return Gathered(total, stats.up_bytes, stats.down_bytes, vector.excess(len(survivors)))
 
     def _vector(self, start: Start, round: int) -> SumVector:
         like = update_like(self.algorithm, model_like(start), round).delta

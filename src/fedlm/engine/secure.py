@@ -80,7 +80,8 @@ class SecureEngine:
         secret = getattr(starts, "noise_secret", b"")
         vectors = [part.words(_noise_seed(secret, place, part)) for place, part in enumerate(sums)]
         words, sent = self._sum(vectors, cohort.round)
-        return Gathered(vector.total(words, cohort.round, len(cohort.members)), sent, download)
+        total = vector.total(words, cohort.round, len(cohort.members))
+        return Gathered(total, sent, download, vector.excess(self.nodes.count))
 
     def _sums_of_nodes(
         self, vector: SumVector, starts: Starts, cohort: Cohort

@@ -60,6 +60,9 @@ class Shares(Protocol):
     def share(self, seed: bytes) -> np.ndarray:
         """Return the noise that one node adds to the sum of its clients' integers."""
 
+    def excess(self, survivors: int) -> float:
+        """Return the variance in a sum over the one that epsilon counts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumVector:
@@ -93,6 +96,10 @@ class SumVector:
     def size(self) -> int:
         """Words of a vector."""
         return self.integers.size(self.like) + len(COUNTS) * self.pieces
+
+    def excess(self, survivors: int) -> float | None:
+        """Return how much more noise a sum of so many nodes has; None if nodes add none."""
+        return None if self.shares is None else self.shares.excess(survivors)
 
     def words(self, codes: np.ndarray, counts: dict[str, float], seed: bytes) -> np.ndarray:
         """Return a node's vector; `seed` is the secret of its noise, if nodes add noise."""

@@ -27,7 +27,10 @@ from fedlm.engine.secure import Nodes, SecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS
 from fedlm.models.partial import TRAINABLE
-from fedlm.privacy.distributed import DistributedNoise
+from fedlm.privacy.at_nodes import LEAST_VARIANCE, round_rho
+from fedlm.privacy.catalog import MECHANISMS
+from fedlm.privacy.distributed import DistributedNoise, shares_for
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.server.robust import RULES, bounded
 from fedlm.wire.bitwise import seed_of
@@ -129,6 +132,7 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
             integers_of(recipe, algorithm),
             nodes_of(recipe),
             recipe.run.seed,
+            shares_of(recipe, algorithm),
         )
     inner = make(algorithm)
     if server.aggregate == "mean" and server.update_norm is None:
@@ -158,12 +162,48 @@ def integers_of(recipe: Recipe, algorithm: Algorithm) -> UpdateIntegers:
 
 def nodes_of(recipe: Recipe) -> Nodes:
     """Return how many nodes take part in a recipe's secure sums, and how many must stay."""
-    return Nodes(count=recipe.wire.secure_nodes, threshold=threshold_of(recipe))
+    threshold, honest = threshold_of(recipe), recipe.privacy.honest_nodes
+    colluders = threshold - honest if honest else 0
+    return Nodes(count=recipe.wire.secure_nodes, threshold=threshold, colluders=colluders)
 
 
 def shares_of(recipe: Recipe, algorithm: Algorithm) -> Callable[[Any], DistributedNoise] | None:
     """Return the noise that nodes share out, by the shapes of an update; None if they add none."""
-    return None
+    plan = algorithm.plan
+    if plan is None or not MECHANISMS[plan.mechanism].at_nodes:
+        return None
+    integers, nodes = integers_of(recipe, algorithm), recipe.wire.secure_nodes
+    return functools.partial(_shares, plan, integers, nodes)
+
+
+def _shares(plan: PrivacyPlan, integers: UpdateIntegers, nodes: int, like: Any) -> DistributedNoise:
+    """Return the shares of noise for updates of some shapes; refuse a grid that does not fit."""
+    size, grid = integers.size(like), integers.grid
+    made = shares_for(
+        clip=norm_before_rounding(plan.clip_norm, grid.step, size),
+        size=size,
+        noise_multiplier=plan.noise_multiplier,
+        honest=plan.honest_nodes,
+    )
+    require(
+        made.variance >= LEAST_VARIANCE and made.rho <= round_rho(plan),
+        "wire.upload",
+        f"a step of {grid.step:g}",
+        f"a finer one: a share of the noise would have a variance of {made.variance} squared "
+        f"steps, and sums of shares are nearly normal from {LEAST_VARIANCE} on",
+        "Give the codec more bits.",
+    )
+    largest = math.ceil(min(grid.clip, plan.clip_norm) / grid.step)
+    room, wanted = 2 ** (grid.bits - 1) - 1 - plan.sampling.cohort * largest, made.reserve(nodes)
+    require(
+        room >= wanted,
+        "wire.upload",
+        f"{grid.bits} bits for {grid.members} members",
+        f"room for the noise of {nodes} nodes: it takes {wanted} steps, and {room} are free beside "
+        f"{plan.sampling.cohort} updates",
+        "Give the codec twice the members, which leaves half of its range to the noise.",
+    )
+    return made
 
 
 def _centre(rule: str, trim: float, updates: np.ndarray) -> np.ndarray:
@@ -229,6 +269,16 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             wire.trainable,
             f"a part that all members of a round train alike, with {name}",
         )
+    at_nodes = private and MECHANISMS[str(recipe.privacy.mechanism)].at_nodes
+    require(
+        secure or not at_nodes,
+        "privacy.mechanism",
+        recipe.privacy.mechanism,
+        "wire.secure_nodes beside it: each node of a secure sum adds a share of the noise",
+        "Or privacy.mechanism = 'gaussian', where the server adds it.",
+    )
+    if at_nodes:
+        _check_at_nodes(recipe)
     if secure:
         _check_secure(recipe)
         require(
@@ -243,6 +293,25 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             value = getattr(wire, name)
             only = f"{type(value)()} without wire.secure_nodes"
             require(not value, f"wire.{name}", value, only)
+
+
+def _check_at_nodes(recipe: Recipe) -> None:
+    n, threshold = recipe.wire.secure_nodes, threshold_of(recipe)
+    honest = recipe.privacy.honest_nodes
+    require(
+        1 <= honest <= threshold,
+        "privacy.honest_nodes",
+        honest,
+        f"1 to {threshold}, because so many nodes stay in a sum (wire.secure_threshold)",
+    )
+    require(
+        threshold + honest > n,
+        "privacy.honest_nodes",
+        honest,
+        f"at least {n - threshold + 1}: {threshold - honest} nodes in league with the server could "
+        f"make {n} nodes sign two lists of survivors",
+        "Raise it, or raise wire.secure_threshold.",
+    )
 
 
 def _check_secure(recipe: Recipe) -> None:
