@@ -100,7 +100,7 @@ class Federation:
         )
 
     def _out(self):
-        (self.folder / "run").mkdir(exist_ok=True)
+        (self.folder / "run").mkdir(exist_ok=True, parents=True)
         return self.folder / "run"
 
     def transport(self, **more):

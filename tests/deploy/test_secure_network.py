@@ -1,4 +1,4 @@
-"""Secure sums over TLS: processes are killed at every step, and the server's disk holds no update."""
+"""Secure sums over TLS: processes are killed, and the server's disk holds no update."""
 
 import json
 import os

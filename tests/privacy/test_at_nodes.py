@@ -25,7 +25,7 @@ from tests.engine.test_secure import Given, algorithm, update
 from tests.privacy.plans import APART, AT_NODES, FIXED, POISSON, ROUNDS, plan
 
 LIKE = {"w": jnp.zeros(400)}
-GRID = FixedPoint(bits=20, clip=0.5, members=40)
+GRID = FixedPoint(bits=18, clip=0.5, members=40)
 
 
 @pytest.mark.parametrize("name", AT_NODES)
@@ -101,7 +101,7 @@ def test_the_bound_of_the_real_shares_is_within_the_cost_of_the_plan():
 @pytest.mark.parametrize(
     "grid, said",
     [
-        (FixedPoint(bits=20, clip=0.5, members=10), "room for the noise of 4 nodes"),
+        (FixedPoint(bits=16, clip=0.5, members=10), "room for the noise of 4 nodes"),
         (FixedPoint(bits=32, clip=0.5, members=40), "noise variance"),
         (FixedPoint(bits=10, clip=0.5, members=40), "a finer one: rounding 400 values"),
     ],
