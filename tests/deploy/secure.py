@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from fedlm.corpus.shard import deal
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.secure_worker import SecureAnswers
-from fedlm.deploy.server_app import networked_run
 from fedlm.engine.dispatch import Assignment, Quorum
 from fedlm.recipe.settings import load
 from fedlm.secure import members

@@ -48,8 +48,8 @@ class Mechanism:
     turn_event: Callable[[PrivacyPlan, int], DpEvent] | None = None
     at_nodes: bool = False  # whether nodes add the noise before the server sees a sum
     trusted: Callable[[PrivacyPlan], str] | None = None  # against whom it holds, if not as usual
-    # Laws under which members and noise of a round are drawn anew if it is played again, so that
-    # it costs what any other round costs.
+    # Laws under which members and noise of a round are drawn for it alone, so that a round that is
+    # played again, or that comes after the planned ones, costs what any other round costs.
     replay_laws: tuple[str, ...] = ()
     # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
     chance_laws: tuple[str, ...] = ()
