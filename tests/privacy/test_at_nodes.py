@@ -98,6 +98,20 @@ def test_the_bound_of_the_real_shares_is_within_the_cost_of_the_plan():
         assert made.rho == pytest.approx(round_rho(chosen), rel=0.1)
 
 
+def test_no_question_makes_an_update_longer_than_the_noise_is_made_for():
+    chosen = plan("distributed", FIXED, honest_nodes=3)
+    made = _shares(chosen, integers(), 4, LIKE)
+    long = {"w": jnp.full(400, 0.02, jnp.float32)}
+    lengths = []
+    for asked in (float(np.nextafter(np.float32(0.5), np.float32(1))), 3.0):
+        own = UpdateIntegers(GRID, 5, True, bound=chosen.clip_norm)
+        codes = [own.rounded({"w": 5 * long["w"]}, asked, 0, member) for member in range(20)]
+        lengths += [int(np.dot(c, c)) for c in codes]
+    assert 0.95 * made.squared_bound < max(lengths) <= made.squared_bound
+    free = UpdateIntegers(GRID, 5, True).rounded({"w": 5 * long["w"]}, 3.0, 0, 0)
+    assert int(np.dot(free, free)) > made.squared_bound
+
+
 @pytest.mark.parametrize(
     "grid, said",
     [

@@ -50,6 +50,7 @@ class UpdateIntegers:
     seed: int
     private: bool
     rotate: bool = False  # by a rotation that all members of a round share
+    bound: float = math.inf  # the plan's clip norm: noise is made for it, whatever a round says
 
     @property
     def bits(self) -> int:
@@ -77,7 +78,8 @@ class UpdateIntegers:
             rng = generator_for(self.seed, "upload", round=round, member=member)
             return self.grid.rounded(flat, rng.random(len(flat)))
         seed = digest_for(self.seed, "upload", round=round, member=member)
-        within = norm_before_rounding(clip_norm, self.grid.step, len(flat))
+        longest = min(clip_norm, self.bound)  # in 32 bits a clip norm may be a little longer
+        within = norm_before_rounding(longest, self.grid.step, len(flat))
         rounding = DistributedNoise(clip=within, size=len(flat), variance=1, honest=1)
         inside = np.clip(flat, -self.grid.clip, self.grid.clip)
         return rounding.rounded(inside / self.grid.step, seed)
@@ -157,7 +159,8 @@ def integers_of(recipe: Recipe, algorithm: Algorithm) -> UpdateIntegers:
             f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
             "Or set wire.secure_rotation, which spreads an update over all values.",
         )
-    return UpdateIntegers(grid, recipe.run.seed, plan is not None, wire.secure_rotation)
+    bound = math.inf if plan is None else plan.clip_norm
+    return UpdateIntegers(grid, recipe.run.seed, plan is not None, wire.secure_rotation, bound)
 
 
 def nodes_of(recipe: Recipe) -> Nodes:
