@@ -27,6 +27,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.local import bounds_of, held_at_nodes, redacted
 from fedlm.deploy.replies import Answers
+from fedlm.deploy.tallies import earlier_rounds
 from fedlm.engine.buffered import RemoteWaiting
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
@@ -124,6 +125,7 @@ class _Nodes:
             secret_names=hides(algorithm.plan),
             on_stats=self.on_stats,
             bounds=bounds_of(self.recipe, self.store.vocabulary),
+            earlier=partial(earlier_rounds, self.path),
             **self.asking,
         )
 

@@ -201,8 +201,8 @@ def record_nodes(
         say(f"round {tally.round}: without {', '.join(missing)}")
     for name, until in tally.put_aside.items():
         say(
-            f"{name} is put aside until round {until}: what it sent could not be used, in several "
-            "rounds in a row"
+            f"{name} is put aside until round {until}: in several rounds in a row it was late, or "
+            "what it sent could not be used"
         )
     heaviest = max(tally.weights, key=tally.weights.__getitem__, default="")
     share = tally.weights.get(heaviest, 0.0) / (sum(tally.weights.values()) or 1.0)

@@ -9,7 +9,8 @@ Not here: making certificates (`certificates.py`).
     WORKSPACE/federation.toml    name, address, how long a round waits and for how many
     WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
     WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's),
-                                 counters.json (how far nodes' ledgers had come)
+                                 counters.json (how far nodes' ledgers had come), signed.json
+                                 (how far the times of their signatures had)
     WORKSPACE/tokenizer/         tokenizer.json and what belongs to it, if the federation has one
     WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, node.pem (the public
                                  key, signed by the authority), policy.toml, tokenizer/; at the
@@ -108,6 +109,11 @@ class Workspace:
     @property
     def sightings(self) -> Path:
         return self.path / "server" / "sightings.json"
+
+    @property
+    def signed(self) -> Path:
+        """The times after which a signature of each node counts when the server starts again."""
+        return self.path / "server" / "signed.json"
 
     @property
     def counters(self) -> Path:
