@@ -2,6 +2,7 @@
 
 import os
 import random
+import struct
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 
 from fedlm.core.errors import RecordError
 from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.replies import Answers, Replies
+from fedlm.engine.buffered import outcome_of
+from fedlm.engine.messages import SUMS, TrainReply
+from fedlm.models.interop.gguf import check_bounds
 from fedlm.privacy.account import plan_from
 from fuzz import run
 from fuzz.run import mutated
-from fuzz.targets import TARGETS, Target
+from fuzz.targets import TARGETS, Target, _gguf_file
 
 NASTY = [b"", b"\0", b"\xff\xfe", b"[" * 50_000, b"{" * 50_000, b'{"a":' * 9_000, b"9" * 400]
 NASTY += [b"9" * 5_000, b"x = " + b"9" * 400, b"x = " + b"9" * 5_000, b"x = " + b"[" * 3_000]
@@ -53,6 +58,44 @@ def test_a_plan_of_any_shape_is_refused(sampling):
         plan_from({"mechanism": "gaussian", "sampling": sampling})
     with pytest.raises(RecordError, match="privacy plan is damaged"):
         plan_from({"sampling": {}, "clip_norm": 10**400})
+
+
+@pytest.mark.parametrize(
+    "at, value, said",
+    [
+        (b"tokenizer.ggml.token_type", struct.pack("<IIQ", 9, 5, 1 << 60), "beyond its end"),
+        (b"tokenizer.ggml.merges", struct.pack("<IIQ", 9, 8, 1 << 60), "beyond its end"),
+        (b"general.architecture", struct.pack("<IQ", 8, 1 << 62), "beyond its end"),
+        (b"token_embd.weight", struct.pack("<IQQ", 2, 1 << 40, 8), "larger than the file"),
+        (b"token_embd.weight", struct.pack("<I", 1 << 30), "dimensions"),
+    ],
+)
+def test_a_gguf_file_that_promises_more_than_it_holds_is_refused(tmp_path, at, value, said):
+    """The library would follow such a count for ever, taking memory as it goes."""
+    raw = _gguf_file()
+    where = raw.index(at) + len(at)
+    (tmp_path / "m.gguf").write_bytes(raw)
+    check_bounds(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(raw[:where] + value + raw[where + len(value) :])
+    with pytest.raises((ValueError, struct.error), match=said):
+        check_bounds(tmp_path / "m.gguf")
+
+
+def test_damaged_answers_of_nodes_on_disk_are_refused(tmp_path):
+    kept = Replies(tmp_path / "round")
+    sums = (dict.fromkeys(SUMS, 1.0),)
+    kept.write("north", TrainReply(round=3, members=(11,), frames=(b"one",), sums=sums))
+    whole = (tmp_path / "round" / "north.json").read_text()
+    for damaged in ("null", "[]", "{}", whole.replace('"frames": 1', '"frames": 9')):
+        (tmp_path / "round" / "north.json").write_text(damaged)
+        with pytest.raises(RecordError, match="north"):
+            kept.read("north", TrainReply)
+    answers = Answers(tmp_path, rounds_kept=3)
+    (tmp_path / "taken-00000003.json").write_text("null")
+    with pytest.raises(RecordError, match=r"taken-00000003\.json is damaged"):
+        answers.taken(3)
+    with pytest.raises(RecordError, match="answers that a round took is damaged"):
+        outcome_of({"landed": 3})
 
 
 def test_a_refused_ledger_of_a_node_is_let_go(tmp_path):
