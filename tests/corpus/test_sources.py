@@ -142,12 +142,13 @@ def test_hdf5_that_promises_more_than_it_holds_is_refused(tmp_path):
 def test_a_file_that_ends_or_stops_its_reader_is_refused(tmp_path, monkeypatch, code):
     """The HDF5 library does both for damaged files; found by `make fuzz`."""
     pytest.importorskip("h5py")
-    (tmp_path / "worker.py").write_text(f"import os, sys, time\nsys.stdin.readline()\n{code}\n")
+    (tmp_path / "worker.py").write_text(f"import os, sys, time\nprint({{}}, flush=True)\n{code}\n")
     monkeypatch.setattr(hdf5, "WORKER", tmp_path / "worker.py")
     reader = hdf5.Hdf5Reader(seconds=0.2)
     with pytest.raises(CorpusError, match=r"a\.h5: not a whole HDF5 file: its reader died"):
         list(reader.clients(tmp_path / "a.h5"))
     monkeypatch.undo()
+    reader.seconds = 60
     with pytest.raises(CorpusError, match=r"a\.h5: not an HDF5 file"):
         list(reader.clients(tmp_path / "a.h5"))  # by another process
     reader.close()
