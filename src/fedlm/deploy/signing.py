@@ -200,9 +200,10 @@ def _facts(headers: Mapping[bytes, bytes]) -> dict[str, str]:
         value = headers.get(header.encode(), b"").decode("latin-1")
         if name == "scheme":
             if value != SCHEME:
+                how = "as this server wants it" if value else "(messages of version 4 or before)"
                 raise Unsigned(
-                    "the request is not signed as this server wants it: install the same fedlm at "
-                    "the server and at all nodes"
+                    f"the request is not signed {how}: install the same fedlm at the server and at "
+                    "all nodes"
                 )
         elif not _FORMS[name].fullmatch(value):
             raise Unsigned(f"the request has no {header}")
