@@ -39,7 +39,7 @@ MAY_IMPORT = {
     # `run` names the parts of a run; `recipe` makes them.
     "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
     "recipe": {"recipe", "run"} | BELOW,
-    # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
+    # `training` carries a run out, `api` and `search` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
@@ -52,13 +52,14 @@ MAY_IMPORT = {
     "training.py": {"early_stopping", "extension", "inference", "lineage", "recipe", "run"}
     | {"node_runs", "write_ahead"}
     | BELOW,
-    "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
+    # `search` makes and trains many runs.
+    "search": {"core", "inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"sweep", "deploy", "cli"}
+    | {"search", "deploy", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

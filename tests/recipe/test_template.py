@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlm import sweep
+from fedlm.search import sweep
 from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.corpus import sources
 from fedlm.recipe import shipped

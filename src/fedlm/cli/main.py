@@ -28,6 +28,7 @@ from fedlm.cli import (
     report,
     sweep,
     train,
+    tune,
 )
 from fedlm.cli.console import note
 from fedlm.core.errors import FedlmError
@@ -65,6 +66,7 @@ app.command()(report.report)
 app.command()(export.export)
 app.command()(convert.convert)
 app.command()(sweep.sweep)
+app.command()(tune.tune)
 app.command()(models.models)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(federation.app, name="federation")
