@@ -52,6 +52,8 @@ MAY_IMPORT = {
     "training.py": {"early_stopping", "extension", "inference", "lineage", "recipe", "run"}
     | {"node_runs", "write_ahead"}
     | BELOW,
+    # `personal` makes models of single members from a finished run.
+    "personal": {"early_stopping", "inference", "node_runs", "recipe", "run", "personal"} | BELOW,
     # `search` makes and trains many runs.
     "search": {"core", "inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
@@ -59,7 +61,7 @@ MAY_IMPORT = {
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"search", "deploy", "cli"}
+    | {"personal", "search", "deploy", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

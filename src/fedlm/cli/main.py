@@ -22,6 +22,7 @@ from fedlm.cli import (
     models,
     new,
     node,
+    personalize,
     predict,
     prepare,
     privacy,
@@ -62,6 +63,7 @@ def options(
 for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate, predict.predict):
     app.command()(command)
 app.command()(new.new)
+app.command()(personalize.personalize)
 app.command()(report.report)
 app.command()(export.export)
 app.command()(convert.convert)
