@@ -44,24 +44,19 @@ MAY_IMPORT = {
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
-    # `node_runs` writes a model as a run directory.
-    "node_runs.py": {"core", "recipe"} | STATIONS,
-    "early_stopping.py": set(),
-    "extension.py": {"core", "privacy", "recipe", "record", "run"},
-    "write_ahead.py": {"core", "extension", "lineage", "privacy", "record", "run"},
-    "training.py": {"early_stopping", "extension", "inference", "lineage", "recipe", "run"}
-    | {"node_runs", "write_ahead"}
-    | BELOW,
+    "training": {"inference", "lineage", "recipe", "run", "training"} | BELOW,
     # `personal` makes models of single members from a finished run.
-    "personal": {"early_stopping", "inference", "node_runs", "recipe", "run", "personal"} | BELOW,
+    "personal": {"inference", "recipe", "run", "training", "personal"} | BELOW,
     # `search` makes and trains many runs.
-    "search": {"core", "inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
+    "search": {"inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
+    # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.
+    "watch": {"core", "inference", "record", "watch"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
+    "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"personal", "search", "deploy", "cli"}
+    | {"personal", "search", "deploy", "watch", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

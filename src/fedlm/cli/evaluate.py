@@ -13,7 +13,7 @@ from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.engine.remote_evaluation import ELSEWHERE
-from fedlm.inference import load_params
+from fedlm.inference import keystrokes_on, load_params
 from fedlm.personal.members import member_called
 from fedlm.personal.model import Scorer, open_personal, perplexity_of
 from fedlm.privacy import release
@@ -32,6 +32,9 @@ def evaluate(
     node: Node = "",
     client: Client = "",
     best: BestOption = False,
+    keystrokes: Annotated[
+        bool, typer.Option("--keystrokes", help="Also count the keys that three suggestions save.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out text.
@@ -62,6 +65,11 @@ def evaluate(
         }
         found: dict[str, Any] = {"run": str(run), "split": split}
         found |= made.evaluation.of_models(models, split)
+        if keystrokes:
+            text = getattr(made.evaluation, "text", {}).get(split)
+            require(text is not None, "--keystrokes", True, "a flat run whose text is here")
+            rows, _ = text.rows(1)
+            found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, rows)
     if as_json:
         emit(found)
         return
@@ -77,6 +85,13 @@ def evaluate(
     )
     names += ("bits_per_byte",) if "bits_per_byte" in found else ()
     show(f"{run}, {split}", ["", "value"], [[name, found[name]] for name in names])
+    if keystrokes:
+        told = found["keystrokes"]
+        saved = "-" if told["saved"] is None else f"{told['saved']:.1%}"
+        rows = [["keys saved", saved], ["keys with three suggestions", told["with_suggestions"]]]
+        rows += [["keys without", told["without"]], ["words", told["words"]]]
+        rows += [["words that were tapped", told["tapped"]]]
+        show("keystrokes", ["", "value"], rows)
     if found["clients"]:
         show("perplexity over clients", list(found["clients"]), [found["clients"].values()])
     for depth, groups in enumerate(found["groups"]):

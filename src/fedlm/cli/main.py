@@ -30,6 +30,7 @@ from fedlm.cli import (
     sweep,
     train,
     tune,
+    watch,
 )
 from fedlm.cli.console import note
 from fedlm.core.errors import FedlmError
@@ -65,6 +66,7 @@ for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate,
 app.command()(new.new)
 app.command()(personalize.personalize)
 app.command()(report.report)
+app.command()(watch.watch)
 app.command()(export.export)
 app.command()(convert.convert)
 app.command()(sweep.sweep)

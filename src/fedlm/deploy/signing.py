@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -162,8 +161,3 @@ def _facts(headers: Mapping[bytes, bytes]) -> dict[str, str]:
             raise Unsigned(f"the request has no {header}")
         found[name] = value
     return found
-
-
-def until(certificate: bytes) -> float:
-    """Return the end of a certificate's time, in seconds since 1970."""
-    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()

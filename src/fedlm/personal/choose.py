@@ -24,7 +24,6 @@ from fedlm.core.types import PAD, Params
 from fedlm.inference import load_params
 from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
-from fedlm.node_runs import write_run
 from fedlm.personal.members import Member
 from fedlm.personal.model import Personal, perplexity_of, write_mixture
 from fedlm.personal.ways import WAYS, Attempt, Workshop, attempt_all
@@ -32,6 +31,7 @@ from fedlm.privacy import release
 from fedlm.recipe import parts
 from fedlm.record import checkpoint
 from fedlm.run import Run
+from fedlm.training.node_runs import write_run
 
 CHOSEN = "chosen"
 NOTHING = 1e-9  # a relative difference of perplexities below this hurts nobody

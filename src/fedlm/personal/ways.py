@@ -21,12 +21,12 @@ import numpy as np
 
 from fedlm.core.keys import generator_for
 from fedlm.core.types import PAD, Params
-from fedlm.early_stopping import EarlyStopping
 from fedlm.local.train import gradient
 from fedlm.methods.optimizers import Optimizer
 from fedlm.models import catalog
 from fedlm.personal.cache import cache_of
 from fedlm.personal.model import Personal, Rows, Scorer, perplexity_of, with_cache
+from fedlm.training.early_stopping import EarlyStopping
 
 SHARES = (0.25, 0.5, 0.75)  # of a member's own model, between the two
 CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)

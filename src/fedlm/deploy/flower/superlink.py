@@ -48,13 +48,13 @@ from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
 from fedlm.core.errors import EngineError
-from fedlm.deploy import connections, history
+from fedlm.deploy import certificates, connections, history
 from fedlm.deploy.doctor import EXPIRING_DAYS
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.flower.forget import forget_deleted
 from fedlm.deploy.membership import Identities
-from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier, until
+from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
 from fedlm.record.checkpoint import write_atomically
@@ -408,7 +408,7 @@ def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     settings = workspace.settings
     files = (str(workspace.certificate), str(workspace.certificate_key))
-    left = (until(workspace.certificate.read_bytes()) - time.time()) / 86_400
+    left = (certificates.until(workspace.certificate.read_bytes()) - time.time()) / 86_400
     if left < EXPIRING_DAYS:
         renew = f"fedlm federation renew {workspace.path}"
         say(f"the server's certificate ends in {left:.0f} days: {renew}")

@@ -10,6 +10,7 @@ Not here: families (`families.py`), GGUF files (`gguf.py`), adapters (`peft.py`)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_tensors
 
 from fedlm.core.documents import json_value
-from fedlm.core.errors import ConfigError, either
+from fedlm.core.errors import ConfigError, either, shown
 from fedlm.core.types import Params
 from fedlm.models import catalog
 from fedlm.models.catalog import Dimensions
@@ -64,7 +65,11 @@ def read_base(folder: Path) -> Base:
 def load(folder: Path, size: Dimensions) -> Params:
     """Return the model in a folder, in float32."""
     family, _ = _open(folder)
-    like = catalog.shapes(family.architecture, size)
+    return read_weights(folder, family, catalog.shapes(family.architecture, size), size)
+
+
+def read_weights(folder: Path, family: ModelFamily, like: Params, size: Dimensions) -> Params:
+    """Return the model with shapes `like` in a folder, in float32."""
     with _Shards(folder) as shards:
         wanted = tensors.names(family.table, like)
         shards.drop_prefix(family.prefix, wanted)
@@ -139,11 +144,13 @@ class _Shards:
             path = self.folder / name
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ConfigError(
-                    f"{self.folder / INDEX}: shard {name!r}: expected the name of a safetensors "
-                    "file in the same folder."
+                    f"{self.folder / INDEX}: shard {shown(name)}: expected the name of a "
+                    "safetensors file in the same folder."
                 )
-            if not path.is_file():
-                raise ConfigError(f"{self.folder} lacks the shard {name!r}, which its index names.")
+            if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
+                raise ConfigError(
+                    f"{self.folder} lacks the shard {shown(name)}, which its index names."
+                )
             try:
                 self.handles[name] = safe_open(path, framework="np").__enter__()
             except (SafetensorError, OSError) as error:
