@@ -44,7 +44,8 @@ def evaluate(
     if split not in ("test", "validation"):
         raise ConfigError(f"--split = {split!r}: expected test or validation.")
     if client:
-        require(not (node or best), "--client", client, "neither --node nor --best beside it")
+        alone = not (node or best or keystrokes)
+        require(alone, "--client", client, "neither --node, --best nor --keystrokes beside it")
         return _evaluate_client(run, client, as_json)
     directory = RunDirectory.existing(run).of_node(node)
     weights = directory.weights_to_use(best=best)

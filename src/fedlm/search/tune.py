@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,15 @@ from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.keys import generator_for
 from fedlm.inference import load_params
-from fedlm.privacy.ledger import UNKNOWN, begin_entry, round_entry
+from fedlm.privacy.ledger import (
+    NAME,
+    UNKNOWN,
+    Entry,
+    Ledger,
+    begin_entry,
+    round_entry,
+    rounds_of,
+)
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, parse_value
 from fedlm.record.checkpoint import write_atomically
@@ -435,9 +443,13 @@ def _advance(
             run = splits.for_choosing(build(search.trial(point, seed), stores, out=path))
             train_point(run, _until(rounds, watcher, clock))
             scored = _scored(path, rounds)
-        if scored is None:
-            clock.over()  # raises if a stop was asked for
+        if scored is None and clock.over():  # raises if a stop was asked for
             return None
+        if scored is None:
+            raise RecordError(
+                f"{path} ended before a round that could be scored: its privacy.epsilon is too "
+                "small for one."
+            )
         nats.append(math.log(scored))
         failed += math.isinf(scored)
         paths.append(path)
@@ -516,6 +528,12 @@ def _check_epsilon(search: Search, out: Path, stores: Path, first: Run) -> None:
     require(
         first.plan is not None, "epsilon", search.epsilon, "no budget for runs without [privacy]"
     )
+    require(
+        first.private_evaluation is None,
+        "privacy.evaluation_noise",
+        first.recipe.privacy.evaluation_noise,
+        "no noisy figures beside a budget of tune: only the cost of rounds is foreseen",
+    )
     spent = lineage.spent_on(first.store, further=_forecast(search, out, stores))
     known = spent.private_runs + spent.other_runs
     require(
@@ -530,20 +548,26 @@ def _check_epsilon(search: Search, out: Path, stores: Path, first: Run) -> None:
     )
 
 
-def _forecast(search: Search, out: Path, stores: Path) -> Iterator[list[Any]]:
-    """Yield a ledger per run, as it would be at the end of the search.
+def _forecast(search: Search, out: Path, stores: Path) -> list[list[Entry]]:
+    """Return a ledger per run, as it would be at the end of the search.
 
-    Which points go far is not known before; where plans differ, all of them are taken to.
+    Those that were begun go on. Which points go far is not known before: the longest are taken to
+    go on, and where plans differ, all of them to the end.
     """
-    plans = []
+    found: list[list[Entry]] = []
     for point in search.points:
         run = build(search.trial(point, search.seeds[0]), stores, out=out / "none")
-        plans.append(dict(run.plans))
-    alike = all(plan == plans[0] for plan in plans)
-    for place, plan in enumerate(plans):
-        rounds = max(r.rounds for r in search.rungs if place < r.points or not alike)
-        for _ in search.seeds:
-            yield [begin_entry(plan), *(round_entry(n, UNKNOWN) for n in range(rounds))]
+        for seed in search.seeds:
+            book = Ledger(out / RUNS / name_of({**point, SEED: seed}) / NAME)
+            found.append(book.entries() if book.exists() else [begin_entry(dict(run.plans))])
+    found.sort(key=len, reverse=True)
+    alike = all(book[0]["plans"] == found[0][0]["plans"] for book in found)
+    for place, book in enumerate(found):
+        point_number = place // len(search.seeds)
+        rounds = max(r.rounds for r in search.rungs if point_number < r.points or not alike)
+        played = len(rounds_of(book))
+        book += [round_entry(number, UNKNOWN) for number in range(played, rounds)]
+    return found
 
 
 # ---- the end ---------------------------------------------------------------------------------
