@@ -19,6 +19,7 @@ from fedlm.personal.members import Member, member_called, members_of
 from fedlm.personal.model import Personal, Scorer, open_personal, perplexity_of
 from fedlm.personal.ways import WAYS, Attempt, Workshop
 from fedlm.recipe.build import build
+from fedlm.recipe.parts import client_rows
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from tests.conftest import call
@@ -161,15 +162,19 @@ def made(trained, monkeypatch):
     return build(recipe, trained / ".fedlm" / "stores", out=trained / "runs" / "tiny")
 
 
-def test_the_three_parts_of_a_members_text_share_no_row(made):
+def test_the_three_parts_are_all_of_a_members_text(made):
+    store = made.store
+    text = client_rows(made.recipe, store, np.arange(len(store)))
     for split in ("validation", "test"):
         for member in members_of(made, split, most=3):
-            sizes = len(member.own), len(member.choose), len(member.report)
-            number = next(n for n in range(len(made.store)) if made.store.client(n) == member.name)
-            whole = len(made.store.train(number)) + len(made.store.held(number))
-            parts = (member.own, member.choose, member.report)
-            assert sum(int((part[:, 1:] != PAD).sum()) for part in parts) == whole
-            assert min(sizes) >= (1 if split == "test" else 0)
+            number = next(n for n in range(len(store)) if store.client(n) == member.name)
+            whole = text.held(number)
+            if split == "validation":
+                np.testing.assert_array_equal(member.own, text.train(number))
+                parts = [member.choose, member.report]
+            else:
+                parts = [member.own, member.choose, member.report]
+            np.testing.assert_array_equal(np.concatenate(parts), whole)
     with pytest.raises(ConfigError, match="no such member"):
         member_called(made, "nobody")
 
