@@ -77,16 +77,21 @@ def personalize(
     )
     names = choose.check_ways([part.strip() for part in ways.split(",") if part.strip()])
     made = _open(run)
-    options = {"optimizer": optimizer, "learning_rate": learning_rate}
+    if client is None:
+        names_of(made, split)  # refuses what may not be told, before anything is trained
+    shop = choose.shop_of(
+        made,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        passes=passes,
+        patience=patience,
+    )
     if client is not None:
         member = member_called(made, client)
-        shop = choose.shop_of(made, passes=passes, patience=patience, **options)  # type: ignore[arg-type]
         with talk.status(f"personalizing {client}"):
             outcome = choose.personalize(choose.shop_for(made, shop, member), member, names)
             path = choose.save(made, outcome)
         return _print_one(choose.facts_of(outcome, path), as_json)
-    names_of(made, split)  # refuses what may not be told, before anything is trained
-    shop = choose.shop_of(made, passes=passes, patience=patience, **options)  # type: ignore[arg-type]
     outcomes, without = [], 0
     for member in members_of(made, split, most):
         if not member.enough:

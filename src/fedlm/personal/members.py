@@ -60,7 +60,6 @@ def members_of(run: Run, split: str = "validation", most: int | None = None) -> 
       split: `validation` for the members that trained, `test` for clients that took no part.
       most: how many; None is all.
     """
-    require(split in ("validation", "test"), "--split", split, "'validation' or 'test'")
     names = names_of(run, split)
     chosen = list(range(len(names)))
     if most is not None and most < len(names):
@@ -97,6 +96,7 @@ def member_called(run: Run, name: str) -> Member:
 
 def names_of(run: Run, split: str) -> list[str]:
     """Return the names of all members of a split; refuse members of whom nothing may be told."""
+    require(split in ("validation", "test"), "--split", split, "'validation' or 'test'")
     if _is_tree(run):
         require(split == "validation", "--split", split, "'validation' in a tree, for its leaves")
         require(run.plan is None, "--all", str(run.record.path), f"a run without a plan: {PRIVATE}")
