@@ -68,7 +68,8 @@ def evaluate(
         found |= made.evaluation.of_models(models, split)
         if keystrokes:
             text = getattr(made.evaluation, "text", {}).get(split)
-            require(text is not None, "--keystrokes", True, "a flat run whose text is here")
+            if text is None:
+                raise ConfigError("--keystrokes: expected a flat run whose text is here.")
             rows, _ = text.rows(1)
             found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, rows)
     if as_json:
