@@ -71,6 +71,40 @@ def accept(
 
 
 @app.command()
+def approve(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")],
+    file: Annotated[Path, typer.Argument(help="The list of members that the operator sent.")],
+    fingerprint: Annotated[
+        str, typer.Option(help="As another member tells it: any other list is refused.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Approve who takes part in secure sums: take a list, or sign one that is proposed.
+
+    Example: fedlm node approve kits/north members.json
+    """
+    from fedlm.deploy import member_list
+    from fedlm.deploy.workspace import Kit
+
+    found = member_list.approve(Kit.existing(kit), file, fingerprint)
+    names = [member.name for member in found.list.members]
+    changes = {"added": found.added, "removed": found.removed, "another key": found.rekeyed}
+    if as_json:
+        told = {name.replace(" ", "_"): list(who) for name, who in changes.items()}
+        facts = {"number": found.list.number, "members": names, **told}
+        shown = {"fingerprint": found.list.fingerprint, "file": str(found.file)}
+        emit({"kit": str(kit), "done": found.done, **facts, **shown})
+        return
+    out.print(f"list {found.list.number}, {found.done}: {', '.join(names)}")
+    for what, who in changes.items():
+        if who:
+            out.print(f"  {what}: {', '.join(who)}")
+    out.print(f"  fingerprint {found.list.fingerprint}: do the other members have the same?")
+    if found.done == "signed":
+        out.print(f"send {found.file} to the operator, who runs fedlm federation approve")
+
+
+@app.command()
 def rotate(
     kit: Annotated[Path, typer.Argument(help="The node's kit.")], as_json: AsJson = False
 ) -> None:

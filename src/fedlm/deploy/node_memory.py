@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.durable import write_atomically
 from fedlm.deploy.policy import Refusal
 from fedlm.engine.messages import RUN_NAME
 from fedlm.record import checkpoint
@@ -52,7 +53,7 @@ class NodeMemory:
         if self.folder is None:
             self._held[run, member, round] = data
         else:
-            checkpoint.write_atomically(self._file(run, member, round), data, private=True)
+            write_atomically(self._file(run, member, round), data, private=True)
 
     def forget(self, run: str, member: int, last: int, round: int, window: int) -> None:
         """Remove what no question can ask for, when `last` counted and `round` is asked.

@@ -33,8 +33,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.record.checkpoint import write_atomically
 
 SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
 # Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
@@ -200,9 +200,10 @@ def _facts(headers: Mapping[bytes, bytes]) -> dict[str, str]:
         value = headers.get(header.encode(), b"").decode("latin-1")
         if name == "scheme":
             if value != SCHEME:
+                how = "as this server wants it" if value else "(messages of version 4 or before)"
                 raise Unsigned(
-                    "the request is not signed as this server wants it: install the same fedlm at "
-                    "the server and at all nodes"
+                    f"the request is not signed {how}: install the same fedlm at the server and at "
+                    "all nodes"
                 )
         elif not _FORMS[name].fullmatch(value):
             raise Unsigned(f"the request has no {header}")

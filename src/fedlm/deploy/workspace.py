@@ -15,7 +15,10 @@ Not here: making certificates (`certificates.py`).
     WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, node.pem (the public
                                  key, signed by the authority), policy.toml, tokenizer/; at the
                                  node also ledger.jsonl, what it answered. Of a node that made its
-                                 own key: its public files and invitation.toml
+                                 own key: its public files and invitation.toml. For secure sums
+                                 also members.json, the list that this node approved, and secure/,
+                                 its state of the last sum
+    WORKSPACE/members.json       the list of members of secure sums; members.proposed.json, the next
     WORKSPACE/history.jsonl      who did what
     WORKSPACE/removed/           nodes that were removed, and older certificates
 """
@@ -43,6 +46,7 @@ from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
 from fedlm.recipe.vocabulary import ORIGIN
 
+MEMBERS = "members.json"
 TOKENIZER = "tokenizer"  # the folder of a tokenizer in a workspace and in a kit
 
 
@@ -116,6 +120,11 @@ class Workspace:
         return self.path / "server" / "counters.json"
 
     @property
+    def members(self) -> Path:
+        """The list of members of secure sums, which they approved."""
+        return self.path / MEMBERS
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer of the federation, if it has one: its kits carry the same."""
         return self.path / TOKENIZER / "tokenizer.json"
@@ -174,6 +183,16 @@ class Kit:
     @property
     def memory(self) -> Path:
         return self.path / "memory"
+
+    @property
+    def members(self) -> Path:
+        """The list of members of secure sums that this node approved."""
+        return self.path / MEMBERS
+
+    @property
+    def secure(self) -> Path:
+        """The folder of this node's secure sums."""
+        return self.path / "secure"
 
     def _bytes(self, name: str) -> bytes:
         try:

@@ -130,6 +130,20 @@ def test_a_signature_covers_all_of_a_request(path, headers, body, words):
     assert status == 401 and words in json.loads(answer)["reason"]
 
 
+def test_a_node_of_version_four_is_told_what_to_install_and_so_is_the_operator():
+    """Such a node shows its key as Flower has it, and signs nothing but the time."""
+    said = []
+    headers = {k: v for k, v in signed(PULL, b"abc").items() if not k.startswith("fedlm-")}
+    assert FLEET_HTTP_PUBLIC_KEY_HEADER in headers
+    guard = guard_of()
+    guard.say = said.append
+    status, answer, read = ask(guard, PULL, headers, b"abc")
+    assert status == 401 and read == 0
+    told = json.loads(answer)["reason"]
+    assert "version 4 or before" in told and "install the same fedlm" in told and len(told) <= 200
+    assert said == [f"turned away somebody: {told}"]
+
+
 def test_a_signature_counts_once():
     guard, headers = guard_of(), signed(PULL)
     assert ask(guard, PULL, headers)[0] == 200

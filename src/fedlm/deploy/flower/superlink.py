@@ -48,6 +48,7 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import EngineError
 from fedlm.deploy import certificates, connections, history
 from fedlm.deploy.doctor import EXPIRING_DAYS
@@ -58,7 +59,6 @@ from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
-from fedlm.record.checkpoint import write_atomically
 
 # Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
 LARGEST_REQUEST = 48 << 20
