@@ -61,10 +61,18 @@ COMPILING_SECONDS = 1200.0  # the deadline of the first round; that of the other
 LEASE_SECONDS = 120.0  # longer than usual: on a busy machine renewals alone would keep it busy
 ROWS: dict[str, dict[str, Any]] = {
     "all there, all honest": {},
-    "30% absent": {"absent": True},
     "30% absent, 20% hostile": {"absent": True, "hostile": True},
-    '... `server.aggregate = "median"`': {"absent": True, "hostile": True, "aggregate": "median"},
-    "... `server.update_norm = 1`": {"absent": True, "hostile": True, "update_norm": 1.0},
+    '30% absent, 20% hostile, `server.aggregate = "median"`': {
+        "absent": True,
+        "hostile": True,
+        "aggregate": "median",
+    },
+    "30% absent": {"absent": True},
+    "30% absent, 20% hostile, `server.update_norm = 1`": {
+        "absent": True,
+        "hostile": True,
+        "update_norm": 1.0,
+    },
 }
 
 
