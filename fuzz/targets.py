@@ -66,6 +66,7 @@ from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entr
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import dump, load
 from fedlm.recipe.settings import parse as parse_tables
+from fedlm.record.facts import facts_of
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
 from fedlm.secure import node as secure_node
@@ -336,7 +337,7 @@ def journal() -> Target:
 
     def read(data: bytes) -> None:
         files.put("journal.jsonl", data)
-        facts = report.facts_of(files.path)
+        facts = facts_of(files.path)
         _ = facts.tokens, facts.evaluated
         if hashlib.sha256(data).digest()[0] < 8:  # a page takes a hundred times as long
             report.page([facts])

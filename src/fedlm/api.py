@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import optax
 
-from fedlm import exporting, lineage
+from fedlm import exporting, lineage, reporting
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import tokenizer_file
@@ -46,10 +46,10 @@ from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
-from fedlm.record import report as pages
 from fedlm.record.checkpoint import from_bytes, write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.export import write_onnx
+from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher, finish, play
 from fedlm.training import train as carry_out
@@ -175,7 +175,7 @@ def load_run(path: str | Path, model: eqx.Module | None = None) -> TrainedRun:
     True
     """
     directory = RunDirectory.existing(Path(path)).finished()
-    custom = pages.facts_of(directory.path).header.get("custom") or {}
+    custom = facts_of(directory.path).header.get("custom") or {}
     recipe = load(directory.recipe)
     if custom:
         store = parts.open_store(recipe.data, STORES)
@@ -198,7 +198,7 @@ def _looked_at(recipe: Recipe, directory: RunDirectory) -> Run:
     if not parts.names_no_text(recipe.data):
         return build(recipe, STORES, out=directory.path)
     store = parts.tokenizer_store(recipe.data, STORES)
-    plan = pages.facts_of(directory.path).header.get("privacy") or {}
+    plan = facts_of(directory.path).header.get("privacy") or {}
     size = plan.get("sampling", {}).get("population", 0)
     return run_to_look_at(parts.resolve(recipe, store), store, size, out=directory.path)
 
@@ -227,7 +227,7 @@ def epsilon(
         return account.spent(of, of.rounds if rounds is None else rounds)
     if isinstance(of, Store):
         return lineage.spent_on(of)
-    facts = pages.facts_of(RunDirectory.existing(Path(of)).path)
+    facts = facts_of(RunDirectory.existing(Path(of)).path)
     return lineage.claim_of_run(Path(of), facts.header, facts.rounds)
 
 
@@ -279,7 +279,7 @@ class TrainedRun:
         Raises:
           ConfigError: the run has no such split, or its privacy plan forbids it.
         """
-        part = pages.facts_of(self.run.record.path).header.get("part_of") or {}
+        part = facts_of(self.run.record.path).header.get("part_of") or {}
         require(
             not part.get("private"),
             "split",
@@ -305,7 +305,7 @@ class TrainedRun:
 
     def report(self) -> Path:
         """Draw the HTML report again, and return its path."""
-        page = pages.page([pages.facts_of(self.path)])
+        page = reporting.page_of([self.path])
         write_atomically(self.run.record.report, page.encode())
         return self.run.record.report
 

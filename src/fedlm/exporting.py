@@ -29,10 +29,11 @@ from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface, peft
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, load
-from fedlm.record import checkpoint, report
+from fedlm.record import checkpoint
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.export import to_onnx
+from fedlm.record.facts import facts_of
 
 Files = dict[str, bytes]
 CARD, LARGEST_CARD = "README.md", 1 << 20
@@ -195,7 +196,7 @@ def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = Fals
 
 def card(run: FinishedRun, *, adapter: bool = False) -> str:
     """Return the model card: data, rounds, privacy, bytes, perplexity, and the base's licence."""
-    facts, origin = report.facts_of(run.directory.path), run.recipe.model.init_from
+    facts, origin = facts_of(run.directory.path), run.recipe.model.init_from
     licence = licence_of(origin)
     told = facts.final.get("test") or facts.final.get("validation") or {}
     head = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "tags: [fedlm]"]

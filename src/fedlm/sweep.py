@@ -55,9 +55,9 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import shipped
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, load
-from fedlm.record import report
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
+from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Watcher, start_sha256, train
@@ -341,7 +341,7 @@ def _score(
 
 def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -> Best:
     """Copy the best model out of the candidates, with the claim of the selection."""
-    facts = report.facts_of(path)
+    facts = facts_of(path)
     claim = lineage.claim_of_selection(out, facts.header)
     target = out / BEST
     target.mkdir(exist_ok=True)
@@ -372,7 +372,7 @@ def total_of(results: list[Result]) -> str | None:
 
 
 def _result(sweep: Sweep, point: Point, path: Path) -> Result:
-    facts = report.facts_of(path)
+    facts = facts_of(path)
     seen = [(r["round"] + 1, r["perplexity"]) for r in facts.evaluated]
     reached = next((n for n, p in seen if sweep.target and p <= sweep.target), None)
     failed = (path / "diverged.json").is_file()
@@ -390,7 +390,7 @@ def _result(sweep: Sweep, point: Point, path: Path) -> Result:
     )
 
 
-def _personal(facts: report.Facts) -> float | None:
+def _personal(facts: Facts) -> float | None:
     last: dict[str, Any] = facts.final.get("test") or facts.final.get("validation") or {}
     return last.get("personal_perplexity")
 

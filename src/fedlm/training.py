@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedlm import lineage, node_runs
+from fedlm import lineage, node_runs, reporting
 from fedlm.core import tree
 from fedlm.core.documents import read_json
 from fedlm.core.errors import ConfigError, EngineError, RecordError, require
@@ -41,8 +41,9 @@ from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import extend, release
 from fedlm.recipe.settings import dump
-from fedlm.record import checkpoint, report, tree_report
+from fedlm.record import checkpoint, tree_report
 from fedlm.record.directory import difference
+from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers, check_installed
 from fedlm.run import Hooks, Run, rounds
@@ -148,7 +149,7 @@ def _played(run: Run, state: Any) -> Resumed:
 def _unless_stopped(run: Run, last: Resumed) -> Resumed:
     """Return a state as the last one if the run stopped early after it."""
     round = int(last.state.round)
-    if report.facts_of(run.record.path).stopped_after != round:
+    if facts_of(run.record.path).stopped_after != round:
         return last
     return last._replace(rounds=round, ended=True)
 
@@ -358,7 +359,7 @@ def check_same(run: Run) -> None:
 
 def _header_now(run: Run) -> Metrics:
     """Return a run's header with the rounds to which it was extended since."""
-    facts = report.facts_of(run.record.path)
+    facts = facts_of(run.record.path)
     if facts.rounds_planned is None:
         return facts.header
     rounds, header = {"rounds": facts.rounds_planned}, facts.header
@@ -373,7 +374,7 @@ def _check_base(run: Run, fresh: Any) -> None:
     """Raise `RecordError` if the frozen part, which no checkpoint holds, has changed."""
     if run.algorithm.base is None:
         return
-    begun = report.facts_of(run.record.path).header["start_sha256"]
+    begun = facts_of(run.record.path).header["start_sha256"]
     if tree.sha256(run.round.params(fresh)) != begun:
         raise RecordError(
             f"{run.record.path} began with another model than its recipe makes now, and its "
@@ -444,7 +445,7 @@ def _version(name: str) -> str:
 def _rounds(run: Run, begun: _Begun, watcher: Watcher) -> Iterator[Played]:
     state, ahead, missing = begun.state, begun.ahead, begun.missing
     directory, first = run.record, int(state.round)
-    entries = report.facts_of(directory.path)
+    entries = facts_of(directory.path)
     # Bytes in the journal are sums over rounds: a resumed run continues from the last line.
     so_far = dict.fromkeys(SUMMED, 0)
     if entries.rounds:
@@ -591,10 +592,10 @@ def _close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     for name, params in own.items():
         path = directory.own_weights_of(name)
         node_runs.write_weights(path, params, recipe, run.store.vocabulary, private=True)
-    facts = report.facts_of(directory.path)
+    facts = facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         watcher.say(f"Warning: {warning}")
-    checkpoint.write_atomically(directory.report, report.page([facts]).encode())
+    checkpoint.write_atomically(directory.report, reporting.page_of([directory.path]).encode())
     summary = summary_of(run, run.round.params(state), facts)
     checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()
@@ -636,11 +637,11 @@ def _claim(run: Run) -> Claim | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
     if run.plan is None:
         return None
-    facts = report.facts_of(run.record.path)
+    facts = facts_of(run.record.path)
     return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
-def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
+def summary_of(run: Run, params: Params, facts: Facts) -> Summary:
     """Return the figures of a finished run, by the names that the command line prints."""
     headline = facts.final.get("test") or facts.final.get("validation") or {}
     seconds = sum(r["seconds"] for r in facts.rounds)
@@ -672,7 +673,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
     }
 
 
-def _best(facts: report.Facts, run: Run) -> Metrics:
+def _best(facts: Facts, run: Run) -> Metrics:
     """Return when a run stopped early, and the figures of the best model if it keeps one."""
     found: Metrics = {}
     if facts.stopped_after is not None:
@@ -683,7 +684,7 @@ def _best(facts: report.Facts, run: Run) -> Metrics:
     return found
 
 
-def _spent(facts: report.Facts) -> Metrics:
+def _spent(facts: Facts) -> Metrics:
     claim = facts.final.get("privacy") or {}
     return {"epsilon": claim.get("epsilon"), "delta": claim.get("delta")} | (
         {"privacy": claim["sentence"]} if claim else {}

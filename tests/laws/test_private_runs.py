@@ -18,7 +18,7 @@ from fedlm.privacy.account import spent
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from tests.conftest import call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 

@@ -19,7 +19,7 @@ from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.training import check_same
 

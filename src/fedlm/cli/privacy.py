@@ -28,7 +28,7 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from fedlm.training import check_same
 
 app = typer.Typer(
