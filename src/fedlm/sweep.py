@@ -48,6 +48,7 @@ from fedlm.core.errors import (
     shown,
 )
 from fedlm.core.keys import generator_for
+from fedlm.core.words import count, number
 from fedlm.privacy import ledger, selection
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.ledger import Ledger, selection_entry
@@ -361,12 +362,13 @@ def total_of(results: list[Result]) -> str | None:
         return None
     private = sum(Ledger(result.path / ledger.NAME).exists() for result in results)
     open_runs = len(results) - private
-    also = f" {open_runs} further runs have no privacy plan." if open_runs else ""
+    verb = "has" if open_runs == 1 else "have"
+    also = f" {count(open_runs, 'further run')} {verb} no privacy plan." if open_runs else ""
     if math.isinf(spent.epsilon):
-        return f"No finite epsilon holds for the {private} private runs together.{also}"
+        return f"No finite epsilon holds for {count(private, 'private run')} together.{also}"
     return (
-        f"Together, the {private} private runs of this sweep cost one client epsilon "
-        f"{spent.epsilon:.4g} at delta {spent.delta:g} ({spent.accountant}); choosing the best of "
+        f"Together, {count(private, 'private run')} of this sweep cost one client epsilon "
+        f"{number(spent.epsilon)} at delta {spent.delta:g} ({spent.accountant}); choosing the best of "
         f"them by their figures costs no less.{also}"
     )
 
@@ -416,7 +418,7 @@ def sweep_table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[li
     head += ["epsilon"] if private else []
     sizes = {round(r.upload_bytes) for r in results if r.upload_bytes}
     moved = len(sizes) > 1
-    head += ["kB up a member and round", "of the most"] if moved else []
+    head += ["kB up per member and round", "share of the largest upload"] if moved else []
     most = max(sizes) if moved else 0
     grown = any(r.personal is not None for r in results)
     head += ["after own steps"] if grown else []
@@ -444,10 +446,10 @@ def _row(
     if target:
         row.append(mean_and_spread([r.reached for r in group], digits=0))
     if private:
-        row.append("-" if group[0].epsilon is None else f"{group[0].epsilon:.3g}")
+        row.append("-" if group[0].epsilon is None else number(group[0].epsilon, 3))
     if most:
         each = statistics.fmean(r.upload_bytes for r in group)
-        row += [f"{each / 1e3:.1f}", f"1/{most / each:.1f}" if each else "-"]
+        row += [f"{each / 1e3:.1f}", f"{each / most:.0%}"]
     if grown:
         row.append(mean_and_spread([r.personal for r in group]))
     failed = [r.diverged for r in group if r.diverged is not None]

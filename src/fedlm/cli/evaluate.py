@@ -19,9 +19,27 @@ from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
-from fedlm.record.facts import facts_of
+from fedlm.record.facts import SPLITS, facts_of
 from fedlm.run import Run
 from fedlm.training import check_same
+
+FIGURES = {
+    "perplexity": "perplexity",
+    "perplexity_known_words": "perplexity, without unknown words",
+    "accuracy": "accuracy",
+    "accuracy_known_words": "accuracy, without unknown words and ends",
+    "tokens": "tokens",
+    "bits_per_byte": "bits per byte",
+}
+CLIENTS = {
+    "p10": "a tenth below",
+    "p25": "a quarter below",
+    "p50": "median",
+    "p75": "three quarters below",
+    "p90": "nine tenths below",
+    "mean_of_worst_10_percent": "worst served tenth, mean",
+    "clients": "clients",
+}
 
 
 def evaluate(
@@ -62,21 +80,16 @@ def evaluate(
     if "matrix" in found:
         _show_tree(found)
         return
-    names: tuple[str, ...] = (
-        "perplexity",
-        "perplexity_no_oov",
-        "accuracy",
-        "accuracy_no_oov_eos",
-        "tokens",
-    )
-    names += ("bits_per_byte",) if "bits_per_byte" in found else ()
-    show(f"{run}, {split}", ["", "value"], [[name, found[name]] for name in names])
+    rows = [[words, found[name]] for name, words in FIGURES.items() if name in found]
+    show(f"{run}, {SPLITS[split]}", ["", "value"], rows)
     if found["clients"]:
-        show("perplexity over clients", list(found["clients"]), [found["clients"].values()])
+        shown = {words: found["clients"].get(name) for name, words in CLIENTS.items()}
+        show("perplexity over clients", list(shown), [shown.values()])
     for depth, groups in enumerate(found["groups"]):
-        head = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
-        rows = [[g, *(f.get(name) for name in head)] for g, f in groups.items()]
-        show(f"groups, level {depth + 1}", ["group", *head], rows)
+        names = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
+        rows = [[g, *(f.get(name) for name in names)] for g, f in groups.items()]
+        head = ["group", *(FIGURES[name] for name in names)]
+        show(f"groups, level {depth + 1}", head, rows)
 
 
 def check_told(directory: RunDirectory) -> None:
@@ -123,7 +136,7 @@ def _show_tree(found: dict[str, Any]) -> None:
         [n["name"], n["perplexity"], n.get("bits_per_byte"), n["parent"]] for n in found["nodes"]
     ]
     head = ["node", "perplexity", "bits per byte", "parent"]
-    show(f"{found['run']}, {found['split']}", head, rows)
+    show(f"{found['run']}, {SPLITS[found['split']]}", head, rows)
     matrix = found["matrix"]
     rows = [[n, *v] for n, v in zip(matrix["nodes"], matrix["perplexity"], strict=True)]
     show("each node on the text of each place", ["node", *matrix["places"]], rows)

@@ -11,6 +11,7 @@ import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.train import polite_stop
+from fedlm.core.words import count, number
 from fedlm.engine.devices import use_devices
 
 app = typer.Typer(
@@ -237,12 +238,15 @@ def ledger(
 def _sentences(told: dict[str, Any]) -> Iterator[str]:
     """Yield what a ledger's table does not show."""
     for run in told["runs"]:
-        often = ", ".join(f"{n} clients {t} times" for t, n in run["participations"].items())
+        often = ", ".join(
+            f"{count(n, 'client')} {count(int(t), 'time')}"
+            for t, n in run["participations"].items()
+        )
         yield f"run {run['run'][:8]}: {often}"
     if told["delta"] is not None:
         bound = "is" if told["epsilon_is_exact"] else "is at most"
         yield (
-            f"lifetime epsilon {bound} {told['epsilon']:.4g} at delta {told['delta']:.3g}: over "
+            f"lifetime epsilon {bound} {number(told['epsilon'])} at delta {told['delta']:.3g}: over "
             "all runs, for the client who took part most"
         )
     elif told["runs"]:

@@ -15,6 +15,7 @@ from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
+from fedlm.core.words import count, number
 from fedlm.corpus.store import Store
 from fedlm.engine.devices import use_devices
 from fedlm.federation.audit import Seen, look
@@ -348,15 +349,15 @@ def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> N
 
 def store_sentence(found: lineage.StoreSpending) -> str:
     """Say in one sentence what all runs on a store cost together."""
-    known = f"the {found.private_runs} private runs known to this store"
+    known = f"{count(found.private_runs, 'private run')} known to this store"
     spent = "nothing that is known"
     if found.private_epsilon is not None:
-        spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
+        spent = f"epsilon {number(found.private_epsilon)} at delta {found.delta:g}"
     if not found.other_runs:
         return f"Together, {known} cost one client {spent} ({found.accountant})."
     return (
-        f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
-        f"it have no privacy plan, or told exact sums. Alone, {known} cost {spent}."
+        f"No finite epsilon holds for the clients of this store: {count(found.other_runs, 'known run')} "
+        "without a privacy plan, or with exact sums told. Alone, {known} cost {spent}."
     )
 
 

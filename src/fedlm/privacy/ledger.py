@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.errors import RecordError
+from fedlm.core.words import count
 from fedlm.privacy import account, cost
 from fedlm.privacy.account import Spent
 from fedlm.privacy.catalog import MECHANISMS
@@ -426,7 +427,7 @@ def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
     found, extra = _cost(*_as_one_run(plan, rounds)), extra_releases(rounds)
     if not extra:
         return found
-    said = f"{extra} rounds were released again after their states were lost, and are counted"
+    said = f"{count(extra, 'further release')} of rounds whose states were lost: counted"
     return found._replace(assumptions=(*found.assumptions, said))
 
 
