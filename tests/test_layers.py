@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "node_runs.py": {"core", "recipe"} | STATIONS,
     # `reporting` adds to a journal's page what only a plan and a recipe know.
     "reporting.py": {"models", "privacy", "recipe", "record"},
+    "statement.py": {"core", "lineage", "privacy", "record"},
     "early_stopping.py": set(),
     "extension.py": {"core", "privacy", "recipe", "record", "run"},
     "write_ahead.py": {"core", "extension", "lineage", "privacy", "record", "run"},
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"sweep", "deploy", "cli", "reporting"}
+    | {"sweep", "deploy", "cli", "reporting", "statement"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

@@ -360,8 +360,8 @@ def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
     context = _context(record, header, plan.unit)
     released = (
         f"the best of a random number of runs ({told['law']}, {told['mean']:g} on average) of "
-        f"{count(told['rounds'], 'round')}, chosen by held-out clients; the others, and their number, stay "
-        "secret"
+        f"{count(told['rounds'], 'round')}, chosen by held-out clients; the others, "
+        "and their number, stay secret"
     )
     spent = alone._replace(epsilon=math.inf)
     if not context.broken:

@@ -181,9 +181,9 @@ def carry_out(
     """Run every point that is not finished, in order, and return the results of all points."""
     for point in sweep.points:  # first, so that a mistake in the last point is found early
         recipe_of(sweep, point)
-    found, count = [], len(sweep.points)
-    for number, point in enumerate(sweep.points, start=1):
-        label = f"point {number} of {count}: {name_of(point)}"
+    found, total = [], len(sweep.points)
+    for place, point in enumerate(sweep.points, start=1):
+        label = f"point {place} of {total}: {name_of(point)}"
         found.append(_one(sweep, point, out, stores, functools.partial(watcher, label)))
     return found
 
@@ -244,13 +244,13 @@ def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> B
         start=start,
     )
     scores = {}
-    for number, index in enumerate(_drawn(sweep, hidden)):
-        scores[number] = _score(sweep, sweep.points[index], hidden / str(number), stores, stop)
-    found = {number: score for number, score in scores.items() if math.isfinite(score[1])}
+    for place, index in enumerate(_drawn(sweep, hidden)):
+        scores[place] = _score(sweep, sweep.points[index], hidden / str(place), stores, stop)
+    found = {place: score for place, score in scores.items() if math.isfinite(score[1])}
     best = None
     if found:
-        number = min(found, key=lambda n: found[n][1])
-        best = _release(out, hidden / str(number), *found[number], first)
+        place = min(found, key=lambda n: found[n][1])
+        best = _release(out, hidden / str(place), *found[place], first)
     shutil.rmtree(hidden, ignore_errors=True)
     return best
 
@@ -312,14 +312,14 @@ def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
     if not file.is_file():
         seed = int.from_bytes(os.urandom(16), "little")
         rng = generator_for(seed, "selection")
-        count = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
+        runs = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
         hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
-        points = [int(rng.integers(len(sweep.points))) for _ in range(count)]
+        points = [int(rng.integers(len(sweep.points))) for _ in range(runs)]
         write_atomically(file, json.dumps(points).encode(), private=True)
     hidden.chmod(0o700)
     found: list[int] = read_json(file, str(file), RecordError)
-    count = len(sweep.points)
-    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < count for n in found):
+    most = len(sweep.points)
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < most for n in found):
         raise RecordError(f"{file} is damaged, or of another sweep: give another --out.")
     return found
 
@@ -368,8 +368,8 @@ def total_of(results: list[Result]) -> str | None:
         return f"No finite epsilon holds for {count(private, 'private run')} together.{also}"
     return (
         f"Together, {count(private, 'private run')} of this sweep cost one client epsilon "
-        f"{number(spent.epsilon)} at delta {spent.delta:g} ({spent.accountant}); choosing the best of "
-        f"them by their figures costs no less.{also}"
+        f"{number(spent.epsilon)} at delta {spent.delta:g} ({spent.accountant}); choosing the "
+        f"best of them by their figures costs no less.{also}"
     )
 
 

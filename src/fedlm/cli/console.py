@@ -64,8 +64,8 @@ def note(text: str) -> None:
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """Print a table on stdout."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
-    for number, name in enumerate(head):
-        drawn.add_column(name, justify="left" if number == 0 else "right")
+    for place, name in enumerate(head):
+        drawn.add_column(name, justify="left" if place == 0 else "right")
     for row in rows:
         drawn.add_row(*(text(value) for value in row))
     out.print(drawn)

@@ -246,8 +246,8 @@ def _sentences(told: dict[str, Any]) -> Iterator[str]:
     if told["delta"] is not None:
         bound = "is" if told["epsilon_is_exact"] else "is at most"
         yield (
-            f"lifetime epsilon {bound} {number(told['epsilon'])} at delta {told['delta']:.3g}: over "
-            "all runs, for the client who took part most"
+            f"lifetime epsilon {bound} {number(told['epsilon'])} at delta {told['delta']:.3g}: "
+            "over all runs, for the client who took part most"
         )
     elif told["runs"]:
         yield "lifetime epsilon is infinite: no run had a privacy plan"

@@ -28,8 +28,11 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
+from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
+from fedlm.record.statement import page as statement_page
+from fedlm.statement import statement_of, write_audit
 from fedlm.training import check_same
 
 app = typer.Typer(
@@ -207,6 +210,31 @@ def audit(
     _show_audit(run, seen, found, accounted, as_json)
 
 
+@app.command()
+def statement(
+    run: Annotated[Path, typer.Argument(help="A finished run with a privacy plan.")],
+    page: Annotated[
+        Path | None, typer.Option("--out", help="The page; by default RUN/statement.html.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one printable page that a data-protection officer can sign.
+
+    Example: fedlm privacy statement runs/private --out statement.html
+    """
+    told = statement_of(run)
+    if as_json and page is None:
+        emit(told)
+        return
+    path = page or run / "statement.html"
+    write_atomically(path, statement_page(told).encode())
+    if as_json:
+        emit({**told, "statement": str(path)})
+    else:
+        out.print(told["sentence"])
+        out.print(f"statement: {path}")
+
+
 def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
     """Return what a run's canaries show, from its recipe, weights and checkpointed secret."""
     recipe = load(directory.recipe)
@@ -247,10 +275,11 @@ def _show_audit(
         "epsilon_accounted": accounted.epsilon,
         "delta": accounted.delta,
     }
+    write_audit(RunDirectory(run), facts)
     if as_json:
         emit(facts)
     else:
-        show("audit", ["what", "value"], list(facts.items()))
+        show("audit", ["what", "value"], [(k.replace("_", " "), v) for k, v in facts.items()])
     if found.lower > accounted.epsilon:
         note(
             "fedlm: this run is less private than its account says: its clip, its noise or its "
@@ -355,9 +384,10 @@ def store_sentence(found: lineage.StoreSpending) -> str:
         spent = f"epsilon {number(found.private_epsilon)} at delta {found.delta:g}"
     if not found.other_runs:
         return f"Together, {known} cost one client {spent} ({found.accountant})."
+    others = count(found.other_runs, "known run")
     return (
-        f"No finite epsilon holds for the clients of this store: {count(found.other_runs, 'known run')} "
-        "without a privacy plan, or with exact sums told. Alone, {known} cost {spent}."
+        f"No finite epsilon holds for the clients of this store: {others} on it without a privacy "
+        f"plan, or with exact sums told. Alone, {known} cost {spent}."
     )
 
 

@@ -169,9 +169,8 @@ class Worker:
         if self.models is None:
             raise Refusal("this node has no folder for models.")
         for path in keep_models(self.models, self.name, work.recipe, self.store, request):
-            self.say(
-                f"a model of run {request.run[:8]} after {count(request.round, 'round')} is in {path}"
-            )
+            rounds = count(request.round, "round")
+            self.say(f"a model of run {request.run[:8]} after {rounds} is in {path}")
         return EvaluateReply(
             round=request.round,
             phase=request.phase,

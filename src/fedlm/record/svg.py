@@ -568,17 +568,22 @@ def odds(priors: Sequence[float], epsilon: float) -> str:
         body += text(x, 36 + step * len(priors), f"{share:.0%}", anchor="middle", kind="quiet")
     for i, prior in enumerate(priors):
         y, after = 24 + step * i, posterior(prior, epsilon)
-        body += text(left - 10, y + 14, f"thought {_percent(prior)} before", anchor="end")
-        body += box(left, y, room * after, 20, "soft c1", f"at most {_percent(after)}")
-        body += box(left, y, room * prior, 20, "fill c0", f"{_percent(prior)} before")
+        body += text(left - 10, y + 14, f"thought {percent(prior)} before", anchor="end")
+        body += box(left, y, room * after, 20, "soft c1", f"at most {percent(after)}")
+        body += box(left, y, room * prior, 20, "fill c0", f"{percent(prior)} before")
         at = left + room * after
         inside = after > 0.7
-        said = f"at most {_percent(after)} after"
+        said = f"at most {percent(after)} after"
         body += text(at + (-8 if inside else 8), y + 15, said, anchor="end" if inside else "start")
     return picture(46 + step * len(priors), "how sure an attacker may become", body)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Return a share in percent, without calling something certain that is not.
+
+    >>> percent(0.5), percent(0.9999), percent(0.0123)
+    ('50%', 'more than 99.9%', '1.2%')
+    """
     if share > 0.999:
         return "more than 99.9%" if share < 1 else "100%"
     return f"{share:.1%}" if share < 0.1 or share > 0.99 else f"{share:.0%}"
