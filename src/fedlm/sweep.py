@@ -5,7 +5,7 @@ Out:      a run directory per point, a table with mean and spread over seeds, on
           `[selection]`, the best run alone.
 Promise:  every point is an ordinary run that `fedlm train` would repeat; a finished point is not
           run again; one that diverged is a result, not an error.
-Not here: training (`training.py`).
+Not here: training (`training`).
 
     recipe = "../irc.toml"              # relative to the sweep file
     target = 120                        # also report rounds to this validation perplexity
@@ -65,6 +65,7 @@ from fedlm.training import Watcher, start_sha256, train
 
 Point = dict[str, Any]
 SEED, NAME = "run.seed", "name"
+PLANNED = "sweep.json"  # all points, written before the first run
 # Laws whose Renyi divergence, by which a selection is accounted, is not at hand.
 NO_RENYI = ("fixed", "balls-in-bins")
 KEYS = ("recipe", "target", "axes", "cases", "selection")
@@ -159,8 +160,11 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
 
 def recipe_of(sweep: Sweep, point: Point) -> Recipe:
     """Return the recipe of one point."""
-    settings = {k: v for k, v in point.items() if k != NAME}
-    return load(sweep.recipe, tuple(f"{k}={_literal(v)}" for k, v in settings.items()))
+    return load(sweep.recipe, tuple(f"{k}={_literal(v)}" for k, v in _settings(point).items()))
+
+
+def _settings(point: Point) -> Point:
+    return {k: v for k, v in point.items() if k != NAME}
 
 
 def _literal(value: Any) -> str:
@@ -181,6 +185,8 @@ def carry_out(
     """Run every point that is not finished, in order, and return the results of all points."""
     for point in sweep.points:  # first, so that a mistake in the last point is found early
         recipe_of(sweep, point)
+    planned = [{"name": name_of(p), "settings": _settings(p)} for p in sweep.points]
+    write_atomically(out / PLANNED, (dumps({"points": planned}) + "\n").encode())
     found, total = [], len(sweep.points)
     for place, point in enumerate(sweep.points, start=1):
         label = f"point {place} of {total}: {name_of(point)}"

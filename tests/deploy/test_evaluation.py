@@ -11,11 +11,12 @@ from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.deploy import registration
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
-from fedlm.deploy.server_app import networked_run, server_store
+from fedlm.deploy.server_app import server_store
 from fedlm.engine import evaluate_messages as messages
 from fedlm.engine.dispatch import Quorum
 from fedlm.evaluate.held_out import Held

@@ -9,12 +9,12 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.corpus.store import Store
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_memory import NEVER, NodeMemory
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.relay import Relay
-from fedlm.deploy.server_app import networked_run
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import REFUSAL, read_request
 from fedlm.recipe.build import build, flat_run

@@ -13,10 +13,10 @@ from fedlm.corpus.shard import deal_parts
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.local import check_deployable
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
-from fedlm.deploy.server_app import networked_run
 from fedlm.engine import messages
 from fedlm.engine.dispatch import Quorum
 from fedlm.recipe.build import build

@@ -9,9 +9,9 @@ import pytest
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.corpus.store import Store
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
-from fedlm.deploy.server_app import networked_run
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import read_request
 from fedlm.federation.buffered_round import EMPTY, Landed, Landing

@@ -11,9 +11,9 @@ from fedlm.core.errors import EngineError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Start
 from fedlm.corpus.store import Store
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
-from fedlm.deploy.server_app import networked_run
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import TrainReply, encode_reply
 from fedlm.federation.round import outgoing

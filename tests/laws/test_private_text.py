@@ -13,7 +13,8 @@ from fedlm.privacy.release import HEADER
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
 from fedlm.record.facts import facts_of
-from fedlm.training import Watcher, _begin, check_same, header_of
+from fedlm.training import check_same, header_of
+from fedlm.training.begin import begin
 from tests.conftest import write_tiny
 
 PRIVATE = (
@@ -37,7 +38,7 @@ def begun_at(folder, *changes):
     """Begins the run of a folder, and plays no round."""
     recipe = load(folder / "tiny.toml", (*PRIVATE, *changes))
     run = build(recipe, folder / "stores", out=folder / "run")
-    _begin(run, run.record.claim(dump(run.recipe), resume=False), Watcher())
+    begin(run, run.record.claim(dump(run.recipe), resume=False), lambda text: None)
     return run
 
 

@@ -10,10 +10,10 @@ import typer
 from fedlm.cli.console import AsJson, BestOption, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
-from fedlm.core.errors import ConfigError
+from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.engine.remote_evaluation import ELSEWHERE
-from fedlm.inference import load_params
+from fedlm.inference import keystrokes_on, load_params
 from fedlm.privacy import release
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
@@ -47,6 +47,9 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
     node: Node = "",
     best: BestOption = False,
+    keystrokes: Annotated[
+        bool, typer.Option("--keystrokes", help="Also count the keys that three suggestions save.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out text.
@@ -74,6 +77,11 @@ def evaluate(
         }
         found: dict[str, Any] = {"run": str(run), "split": split}
         found |= made.evaluation.of_models(models, split)
+        if keystrokes:
+            text = getattr(made.evaluation, "text", {}).get(split)
+            require(text is not None, "--keystrokes", True, "a flat run whose text is here")
+            rows, _ = text.rows(1)
+            found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, rows)
     if as_json:
         emit(found)
         return
@@ -82,6 +90,13 @@ def evaluate(
         return
     rows = [[words, found[name]] for name, words in FIGURES.items() if name in found]
     show(f"{run}, {SPLITS[split]}", ["", "value"], rows)
+    if keystrokes:
+        told = found["keystrokes"]
+        saved = "-" if told["saved"] is None else f"{told['saved']:.1%}"
+        rows = [["keys saved", saved], ["keys with three suggestions", told["with_suggestions"]]]
+        rows += [["keys without", told["without"]], ["words", told["words"]]]
+        rows += [["words that were tapped", told["tapped"]]]
+        show("keystrokes", ["", "value"], rows)
     if found["clients"]:
         shown = {words: found["clients"].get(name) for name, words in CLIENTS.items()}
         show("perplexity over clients", list(shown), [shown.values()])

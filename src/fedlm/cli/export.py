@@ -27,7 +27,8 @@ def export(
 ) -> None:
     """Write the model and its tokenizer where other programs can load them.
 
-    `huggingface` is a folder for Transformers, adapters merged; `peft` are the adapters alone.
+    `huggingface` is a folder for Transformers, adapters merged; `peft` are the adapters alone;
+    `web` and `web-int8` are a page with a keyboard that computes by itself, for recurrent models.
 
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """

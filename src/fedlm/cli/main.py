@@ -28,6 +28,7 @@ from fedlm.cli import (
     report,
     sweep,
     train,
+    watch,
 )
 from fedlm.cli.console import note
 from fedlm.core.errors import FedlmError
@@ -62,6 +63,7 @@ for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate,
     app.command()(command)
 app.command()(new.new)
 app.command()(report.report)
+app.command()(watch.watch)
 app.command()(export.export)
 app.command()(convert.convert)
 app.command()(sweep.sweep)

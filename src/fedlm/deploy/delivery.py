@@ -5,7 +5,8 @@ Out:      at the node, `KIT/models/RUN`, a run directory with the shared model, 
           `KIT/models/RUN/nodes/NAME` with the node's own.
 Promise:  a node gets the shared model and its own, nobody else's; it judges them on its own text;
           who is away gets them when asked for again; the same models give the same files.
-Not here: carrying requests (`engine/remote_evaluation.py`), run directories (`node_runs.py`).
+Not here: carrying requests (`engine/remote_evaluation.py`), run directories
+          (`training/node_runs.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fedlm.core.errors import WireError
 from fedlm.core.types import Params
 from fedlm.corpus.store import Store
 from fedlm.deploy.local import redacted
+from fedlm.deploy.networked_run import homes_of
 from fedlm.deploy.policy import Refusal
-from fedlm.deploy.tree_app import homes_of
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
 from fedlm.engine.evaluate_messages import EvaluateRequest
@@ -27,12 +28,12 @@ from fedlm.engine.remote_evaluation import HeldOutAtNodes
 from fedlm.evaluate.held_out import Ask
 from fedlm.federation.tree_rounds import TreeRound
 from fedlm.inference import load_params
-from fedlm.node_runs import write_run
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.run import Run
+from fedlm.training.node_runs import write_run
 from fedlm.wire.dense import dense
 
 MODELS = "models"  # the folder of a kit in which a node keeps what it was given

@@ -5,7 +5,7 @@ Out:      what `fedlm train` leaves: journal, checkpoints, report, model, summar
 Promise:  the same loop, round and record as in simulation, with the nodes in place of the mesh;
           nodes keep their assignments for the whole run, so that members keep their numbers; a run
           that was killed goes on from its checkpoint.
-Not here: the loop (`run.py`), sending (`engine/remote.py`).
+Not here: how such a run is put together (`networked_run.py`), sending (`engine/remote.py`).
 """
 
 from __future__ import annotations
@@ -15,52 +15,34 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fedlm.core.errors import ConfigError
-from fedlm.core.types import Engine
-from fedlm.corpus.population import of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import history, registration
 from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
-from fedlm.deploy.local import bounds_of, check_deployable, held_at_nodes, redacted
-from fedlm.deploy.replies import Answers
-from fedlm.deploy.tree_app import networked_tree
+from fedlm.deploy.local import check_deployable
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.workspace import Workspace
-from fedlm.engine.buffered import RemoteWaiting
 from fedlm.engine.counters import Counters
-from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.evaluate_messages import SPLITS
-from fedlm.engine.remote import RemoteEngine, leaves_of
-from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
-from fedlm.federation.algorithm import Algorithm
-from fedlm.federation.buffered_round import Buffer
+from fedlm.engine.dispatch import Quorum, RoundStats
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
-from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
-from fedlm.recipe.build import flat_run
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record.checkpoint import write_atomically
-from fedlm.record.directory import RunDirectory
+from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
-from fedlm.wire.dense import dense
+from fedlm.training.status import in_status
 
-ASSIGNMENTS, TALLIES = "seats.json", "nodes.jsonl"
-# Who was asked tells of the draw, which a plan keeps secret; so does the size of this file, which
-# therefore lies in a folder that only its owner can look into.
-PRIVATE_TALLIES = "private/nodes.jsonl"
+ASSIGNMENTS = "seats.json"
 RUN_ID = "run.id"
-ANSWERS = "answers"  # of buffered rounds, until they are added
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
-SURVEY = "held_out.json"  # how much held-out text nodes announced
 
 
 def train(
@@ -70,13 +52,18 @@ def train(
     settings = home.settings
     quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     directory = RunDirectory(path)
-    with open_transport(home) as transport, directory.locked():
+    with (
+        open_transport(home) as transport,
+        directory.locked(),
+        in_status(directory, watcher, recipe.server.evaluate_every, home=home.path) as watcher,
+    ):
         check_deployable(recipe)
         history.note(home.history, "train", run=str(path), resume=resume)
         recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume)
+        watcher.claimed()
         counters = Counters(home.counters)
         assignments = (
             registration.load_assignments(directory.path / ASSIGNMENTS) if goes_on else None
@@ -152,96 +139,6 @@ def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
     store = server_store(recipe, stores)
     assignments = registration.load_assignments(directory.path / ASSIGNMENTS) or ()
     return networked_run(parts.resolve(recipe, store), store, assignments, directory.path)
-
-
-def networked_run(
-    recipe: Recipe,
-    store: Store,
-    assignments: tuple[Assignment, ...],
-    path: Path,
-    *,
-    transport: Any = None,
-    quorum: Quorum = Quorum(),  # noqa: B008
-    on_stats: Callable[[RoundStats], None] = lambda tally: None,
-    run_id: str | None = None,
-    counters: Counters | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Run:
-    """Return a run whose members live at nodes.
-
-    It is evaluated on held-out text of the local store, or by the nodes if that has none. Nodes
-    tell runs apart by `run_id`; without one the run gets a new one.
-    """
-    options: dict[str, Any] = {
-        "exact": dense(),
-        "quorum": quorum,
-        "run": run_id or secrets.token_hex(16),
-        "counters": counters or Counters(),
-        "say": say,
-    }
-    held_out: dict[str, Any] | None = None
-    if not len(store):
-        held_out = {**options, "transport": transport}
-        if path != Path():
-            held_out["load"] = partial(registration.load_survey, path / SURVEY)
-            held_out["save"] = partial(registration.save_survey, path / SURVEY)
-    options |= {
-        "seed": recipe.run.seed,
-        "on_stats": on_stats,
-        "bounds": bounds_of(recipe, store.vocabulary),
-    }
-    if recipe.federation is not None:
-        return networked_tree(
-            recipe,
-            store,
-            assignments,
-            path,
-            transport=transport,
-            options=options,
-            held_out=held_out,
-        )
-
-    def engine(algorithm: Algorithm) -> Engine:
-        noise = None if algorithm.plan is None else algorithm.plan.noise_multiplier
-        base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
-        told = redacted(recipe, noise, base)
-        secret = hides(algorithm.plan)
-        return RemoteEngine(
-            algorithm, transport, assignments, recipe=told, secret_names=secret, **options
-        )
-
-    members = of_paths(
-        [(assignment.name,) for assignment in assignments for _ in range(assignment.clients)]
-    )
-
-    def waiting(engine: Any, buffer: Buffer) -> RemoteWaiting:
-        back = recipe.run.checkpoint_every * recipe.run.keep_checkpoints
-        spool = Answers(path / ANSWERS, rounds_kept=buffer.largest_staleness + back)
-        return RemoteWaiting(engine, spool, buffer.grace)
-
-    def evaluation(plan: PrivacyPlan | None) -> NodeEvaluation:
-        assert held_out is not None
-        text = HeldOutAtNodes(
-            places=dict(enumerate(leaves_of(assignments))),
-            in_tree=False,
-            recipe=redacted(recipe, None if plan is None else plan.noise_multiplier),
-            population=members.size,
-            splits=release_splits(plan, SPLITS),
-            **held_out,
-        )
-        return NodeEvaluation(
-            held_out=text, params=lambda state: state.params, watch_split=("validation", "test")
-        )
-
-    return flat_run(
-        recipe,
-        store,
-        out=path,
-        members=members,
-        engine=engine,
-        evaluation=None if held_out is None else evaluation,
-        waiting=waiting,
-    )
 
 
 def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:

@@ -16,8 +16,8 @@ from typing import Any
 from fedlm.core.documents import json_value
 from fedlm.core.errors import SURPRISES, RecordError
 from fedlm.deploy.flower.client import SuperLinkClient
-from fedlm.deploy.server_app import PRIVATE_TALLIES, TALLIES
 from fedlm.deploy.workspace import Workspace
+from fedlm.record.directory import PRIVATE_TALLIES, TALLIES
 
 COUNTED = ("answered", "late", "away", "refused", "garbage", "aside")
 

@@ -218,7 +218,8 @@ def server_half(
         eqx.tree_at(lambda s: s.client_state, state, None, is_leaf=_is_none),
     )
     total = eqx.tree_at(lambda t: t.client_state, total, None, is_leaf=_is_none)
-    after = _server_step(algorithm, turn, brief, total, (key, round_key(algorithm, round)))
+    keys = (key, round_key(algorithm, round))
+    after = _server_step(algorithm.without_values, turn, brief, total, keys)
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
     client_state = History(*(jnp.asarray(part) for part in history))
     after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(client_state))

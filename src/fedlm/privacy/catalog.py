@@ -57,6 +57,18 @@ def _same_matrix(plan: PrivacyPlan) -> tuple[Any, ...]:
     return (plan.mechanism, plan.rounds, plan.restart_every, plan.bands, plan.buffers, *joins)
 
 
+def may_grow(plan: PrivacyPlan) -> bool:
+    """Return whether rounds beyond the planned ones cost what the account says of every round."""
+    return plan.sampling.law in MECHANISMS[plan.mechanism].replay_laws
+
+
+def as_begun(plan: PrivacyPlan, begun: PrivacyPlan | None) -> PrivacyPlan:
+    """Return a plan with the rounds with which it was begun, if those may have grown since."""
+    if begun is None or not may_grow(plan) or plan.rounds <= begun.rounds:
+        return plan
+    return dataclasses.replace(plan, rounds=begun.rounds)
+
+
 def check_plan(plan: PrivacyPlan) -> None:
     """Refuse a plan that could not keep, or not account for, what it claims."""
     require(

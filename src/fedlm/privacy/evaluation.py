@@ -5,7 +5,7 @@ Out:      perplexity, accuracy and quantiles of perplexity over clients, each wi
           error that the noise gives it.
 Promise:  one release is a Gaussian release whose L2 sensitivity to one client is one; everything
           told is computed from its noisy numbers and from settings.
-Not here: scoring text (`evaluate`), when to release and the ledger's line (`training.py`).
+Not here: scoring text (`evaluate`), when to release and the ledger's line (`training/rounds.py`).
 
 The vector of a client. A client with more than T tokens is scaled down to T tokens, and its mean
 nats per token are clipped to C, a little above the cost of guessing. With n nats, t <= T tokens

@@ -6,7 +6,7 @@ Out:      `ledger.jsonl`: a first line with the plans, then one line per release
 Promise:  a line that was appended survives a power cut; no line is ever changed or removed; only
           the owner can read the file; a line that is not understood is refused and never skipped,
           so that a ledger costs at least what its releases cost.
-Not here: when to append (`training.py`), what may be released (`release.py`), the cost of a plan
+Not here: when to append (`training`), what may be released (`release.py`), the cost of a plan
           (`account.py`).
 
 A line cut short by a crash was never completed, so nothing was released after it. Reading drops

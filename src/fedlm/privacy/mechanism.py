@@ -44,8 +44,8 @@ class Mechanism:
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
     clip_moves: Literal["at restarts", "every round"] = "at restarts"  # under its noise
     independent: bool = False  # whether noise is fresh in every round
-    # Laws under which members and noise of a round are drawn anew if it is played again, so that
-    # it costs what any other round costs.
+    # Laws under which members and noise of a round are drawn for it alone, so that a round that is
+    # played again, or that comes after the planned ones, costs what any other round costs.
     replay_laws: tuple[str, ...] = ()
     # Laws under which its cost depends on the chance of joining, hence on how many clients exist.
     chance_laws: tuple[str, ...] = ()

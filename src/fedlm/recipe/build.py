@@ -10,7 +10,6 @@ Not here: single parts (`parts.py`), trees (`tree.py`), the loop (`run.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,14 @@ from fedlm.recipe.parts import (
     evaluation_of,
     model_spec,
     open_store,
+    people_of,
     pooled_rows,
     resolve,
     shared_parts,
     start_maker,
     training_clients,
 )
-from fedlm.recipe.private_evaluation import (
-    private_evaluation_of,
-    refuse_private_evaluation,
-)
+from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
@@ -85,20 +82,15 @@ def flat_run(
     `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
     held-out text, or by `evaluation` of its plan.
     """
-    if members is not None:
-        refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
+    people = people_of(recipe, store, members)
+    if people.elsewhere:
         check_sums(recipe, network=True)
-    rows = client_rows(recipe, store, training_clients(recipe, store, needed=members is None))
-    people = members or population.of_store(store, rows.clients)
+    size, rows = people.population.size, people.rows
     shapes = model_spec(recipe, store.vocabulary).shapes()
     start = start_maker(recipe, store)
-    # Over a network nodes make the same plan, and they do not know this store.
-    ledgers = store.ledgers if members is None else ()
-    participation = privacy_plan.participation_of(recipe, people.size, out, ledgers)
-    kept = None if members is None else 0  # at nodes, what their clients remember stays there
-    algorithm = algorithm_of(recipe, participation, shapes, start, remembered=kept)
-    if members is not None and algorithm.remembers:
-        algorithm = replace(algorithm, memory_at_nodes=True)
+    participation = privacy_plan.participation_of(recipe, size, out, people.ledgers)
+    kept = 0 if people.elsewhere else None
+    algorithm = people.work(algorithm_of(recipe, participation, shapes, start, remembered=kept))
     check_base(recipe, algorithm)
     made = (
         engine(algorithm)
@@ -112,7 +104,7 @@ def flat_run(
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)
     return Run(
-        population=people,
+        population=people.population,
         algorithm=algorithm,
         engine=made,
         round=round,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from fedlm.core.keys import key_for
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, Say, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
+from fedlm.corpus.population import Population, of_store
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write, write_tokens
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of, token_dtype
@@ -45,6 +46,7 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
+from fedlm.recipe.private_evaluation import refuse_private_evaluation
 from fedlm.recipe.settings import Data, Model, Recipe, Server
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
@@ -312,6 +314,33 @@ def _of_groups(recipe: Recipe, store: Store, clients: np.ndarray) -> np.ndarray:
         return clients
     kept = [n for n in clients if asked & set(store.groups(int(n)))]
     return np.array(kept, clients.dtype)
+
+
+class People(NamedTuple):
+    """The members of a run, with the text of those that are here."""
+
+    population: Population
+    rows: ClientRows
+    ledgers: tuple[Path, ...]  # what was released about them by earlier runs on the same store
+    elsewhere: bool
+
+    def work(self, algorithm: Algorithm) -> Algorithm:
+        """Return the algorithm; members that live elsewhere keep what they remember there."""
+        if self.elsewhere and algorithm.remembers:
+            return replace(algorithm, memory_at_nodes=True)
+        return algorithm
+
+
+def people_of(recipe: Recipe, store: Store, elsewhere: Population | None) -> People:
+    """Return the store's training clients, or the members that live `elsewhere`."""
+    if elsewhere is not None:
+        refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
+    clients = training_clients(recipe, store, needed=elsewhere is None)
+    rows = client_rows(recipe, store, clients)
+    if elsewhere is not None:
+        # Nodes make the same plan, and they do not know this store.
+        return People(elsewhere, rows, (), elsewhere=True)
+    return People(of_store(store, rows.clients), rows, tuple(store.ledgers), elsewhere=False)
 
 
 def client_rows(recipe: Recipe, store: Store, clients: np.ndarray) -> ClientRows:

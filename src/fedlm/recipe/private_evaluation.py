@@ -4,7 +4,7 @@ In:       a recipe with `privacy.evaluation_noise`, the rows of the clients, a p
 Out:      a `ScheduledEvaluation`, or None if nothing is asked for or nothing has to be hidden.
 Promise:  the text is the validation split, which no round trains on; settings that would be passed
           over in silence are refused.
-Not here: the noisy figures (`privacy/evaluation.py`), the ledger's line (`training.py`).
+Not here: the noisy figures (`privacy/evaluation.py`), the ledger's line (`training/rounds.py`).
 """
 
 from __future__ import annotations

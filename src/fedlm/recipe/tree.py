@@ -21,7 +21,6 @@ from fedlm.core import tree
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import generator_for
 from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
-from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
@@ -41,7 +40,7 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
-from fedlm.recipe.private_evaluation import private_evaluation_of, refuse_private_evaluation
+from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
@@ -72,25 +71,17 @@ def tree_run(
     tells how many each of these trains on. It is evaluated on the store's held-out text, or on
     `text` elsewhere. `nothing_held` words the error for a tree without held-out text.
     """
-    if members is not None:
-        refuse_private_evaluation(recipe, "over a network: text of clients stays at nodes")
-    settings = settings_of(recipe)
-    clients = parts.training_clients(recipe, store, needed=members is None)
-    rows = parts.client_rows(recipe, store, clients)
-    people = members or population.of_store(store, rows.clients)
-    topology = topology_of(settings, people.group_paths())
-    # Over a network nodes make the same plan, and they do not know this store.
-    ledgers = store.ledgers if members is None else ()
-    algorithm = tree_algorithm(recipe, store, topology, out, ledgers)
-    if members is not None and algorithm.remembers:
-        algorithm = replace(algorithm, memory_at_nodes=True)
+    settings, people = settings_of(recipe), parts.people_of(recipe, store, members)
+    rows, ledgers, size = people.rows, people.ledgers, people.population.size
+    topology = topology_of(settings, people.population.group_paths())
+    algorithm = people.work(tree_algorithm(recipe, store, topology, out, ledgers))
     made = (
         engine(algorithm, topology)
         if engine
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
-    counts = tokens or people.tokens
-    config = config_of(recipe, store, algorithm, topology, people.size, counts, out, ledgers)
+    counts = tokens or people.population.tokens
+    config = config_of(recipe, store, algorithm, topology, size, counts, out, ledgers)
     plans = _plans(config, leaf_plan(recipe, topology))
     plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
@@ -104,7 +95,7 @@ def tree_run(
         plan=plan,
     )
     return Run(
-        population=people,
+        population=people.population,
         algorithm=algorithm,
         engine=made,
         round=round,
@@ -113,7 +104,7 @@ def tree_run(
             recipe, rows, plan, round.models, places=_places(topology)
         ),
         node_recipes={
-            name: node_recipe(recipe, topology, node, here=members is None)
+            name: node_recipe(recipe, topology, node, here=not people.elsewhere)
             for node, name in enumerate(topology.names)
         },
         start=parts.start_maker(recipe, store),

@@ -44,12 +44,12 @@ def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
+def write_atomically(path: Path, data: bytes, *, private: bool = False, sync: bool = True) -> None:
     """Write a file so that a crash leaves either the old file or the whole new one.
 
     A `private` file can be read by its owner alone, also while it is written, and so can a folder
     that is made for it. The new file is made under a name that nobody can foresee, so that no link
-    of that name is followed.
+    of that name is followed. Without `sync` nothing is waited for: a power cut may lose the file.
     """
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,9 +58,11 @@ def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
         with open(os.open(partial, flags, 0o600 if private else 0o666), "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        if sync:
+            _sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):  # a read-only disk refuses the removal too
             partial.unlink(missing_ok=True)

@@ -28,6 +28,9 @@ from fedlm.core.errors import RecordError, nearest, shown
 from fedlm.record.checkpoint import sweep, write_atomically
 
 LOCK = ".lock"
+# Which nodes answered each round. Who was asked tells of the draw, which a plan keeps secret; so
+# does the size of the file, which then lies in a folder that only its owner can look into.
+TALLIES, PRIVATE_TALLIES = "nodes.jsonl", "private/nodes.jsonl"
 # The directories that this process has locked, and the threads that did: a lock may be taken again
 # by the thread that holds it.
 _HELD: dict[Path, int] = {}
@@ -131,6 +134,11 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def status(self) -> Path:
+        """What the run is doing now (`status.py`)."""
+        return self.path / "status.json"
 
     @property
     def salt(self) -> Path:

@@ -97,18 +97,23 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             if number == len(lines):
                 return
             raise RecordError(f"{path}, line {number}: not JSON; the journal is damaged.") from None
-        if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
-            raise RecordError(f"{path}, line {number}: not a journal entry.")
-        for name in entry.keys() & FIELDS.keys():
-            if not FIELDS[name](entry[name]):
-                raise RecordError(
-                    f"{path}, line {number}: {name} = {shown(entry[name], 80)} makes no sense; the "
-                    "journal is damaged."
-                )
-        needed = {"round": "round", "stopped": "round", "extended": "rounds"}.get(entry["kind"])
-        if needed is not None and needed not in entry:
-            raise RecordError(f"{path}, line {number}: no {needed}; the journal is damaged.")
-        yield entry
+        yield checked(entry, f"{path}, line {number}")
+
+
+def checked(entry: Any, where: str) -> dict[str, Any]:
+    """Return an entry of a journal, or raise `RecordError` if a field makes no sense."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        raise RecordError(f"{where}: not a journal entry.")
+    for name in entry.keys() & FIELDS.keys():
+        if not FIELDS[name](entry[name]):
+            raise RecordError(
+                f"{where}: {name} = {shown(entry[name], 80)} makes no sense; the journal is "
+                "damaged."
+            )
+    needed = {"round": "round", "stopped": "round", "extended": "rounds"}.get(entry["kind"])
+    if needed is not None and needed not in entry:
+        raise RecordError(f"{where}: no {needed}; the journal is damaged.")
+    return entry
 
 
 class Journal:

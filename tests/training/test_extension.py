@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from fedlm.early_stopping import EarlyStopping
 from fedlm.record.facts import facts_of
 from fedlm.record.journal import read
+from fedlm.training.early_stopping import EarlyStopping
 from tests.cli.test_bad_input import refused
 from tests.conftest import call, write_tiny
 

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from fedlm import lineage, training
+from fedlm import lineage
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.corpus.population import of_paths
 from fedlm.privacy import ledger
@@ -25,8 +25,9 @@ from fedlm.privacy.ledger import Ledger
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint
 from fedlm.record.journal import Journal
-from fedlm.training import Watcher, finish
-from fedlm.write_ahead import WriteAhead
+from fedlm.training import finish
+from fedlm.training.begin import begin
+from fedlm.training.write_ahead import WriteAhead
 from tests.conftest import call
 from tests.privacy.crashes import Killed, go_on, placed, released, runs_of, told
 
@@ -382,7 +383,7 @@ def begun(folder, tmp_path, *changes):
     """A run on record of which no round was played, and what was said at its beginning."""
     (run,) = runs_of(folder, *GAUSSIAN, *changes, engines=("mesh",))
     run, said = placed(run, tmp_path / "run"), []
-    training._begin(run, run.record.claim(dump(run.recipe), resume=False), Watcher(say=said.append))
+    begin(run, run.record.claim(dump(run.recipe), resume=False), said.append)
     return run, " ".join(said)
 
 

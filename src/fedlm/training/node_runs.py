@@ -4,7 +4,7 @@ In:       a model, the recipe under which it can be judged, where its tokenizer 
 Out:      a directory that `predict`, `evaluate`, `export` and `fedlm.load_run` take.
 Promise:  the recipe is written last, so that the directory is a run only once it is whole; it
           claims nothing of its own: a privacy claim is that of the run which made the model.
-Not here: runs that are trained in their directory (`training.py`), sending models to nodes
+Not here: runs that are trained in their directory (`carry_out.py`), sending models to nodes
           (`deploy`).
 """
 

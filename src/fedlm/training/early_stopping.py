@@ -4,7 +4,7 @@ In:       the released figures of rounds, in order; a number of evaluations to w
 Out:      whether a figure is the best so far; whether the run should stop.
 Promise:  only released figures are looked at, so that nothing private decides anything; the same
           figures give the same answer, also if a run was resumed between two of them.
-Not here: the loop (`run.py`), writing the best model (`training.py`).
+Not here: the loop (`run.py`), writing the best model (`rounds.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Promise:  nobody sees anything of a round before its state and its ledger line a
           that answered hold the text, the run ends with what it has. With `privacy.epsilon` all
           that the claim counts is paid from it: rounds, noisy figures, the vocabulary and the
           runs that the start model came from.
-Not here: the file (`privacy/ledger.py`), the loop (`run.py`), the journal (`training.py`).
+Not here: the file (`privacy/ledger.py`), the loop (`run.py`), the journal (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from fedlm import lineage
 from fedlm.core.errors import RecordError, require
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Say
-from fedlm.extension import as_begun
 from fedlm.privacy import ledger, spending
-from fedlm.privacy.catalog import MECHANISMS
+from fedlm.privacy.catalog import MECHANISMS, as_begun
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import recall

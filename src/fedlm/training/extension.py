@@ -5,27 +5,23 @@ Out:      the directory, made ready to go on; a line in its journal.
 Promise:  an extended run ends with the parameters of a run that had all rounds from its start; what
           cannot keep that promise, or a privacy plan whose account does not cover more rounds, is
           refused with the reason before anything changes.
-Not here: playing the rounds (`training.py`).
+Not here: playing the rounds (`rounds.py`).
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fedlm.core.errors import RecordError, require
-from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.catalog import may_grow
 from fedlm.privacy.release import release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint
 from fedlm.record.checkpoint import write_atomically
 from fedlm.record.journal import Journal
 from fedlm.run import Run
-
-# Each of their rounds costs the same, however many there are.
-COUNTED = {("gaussian", "poisson"), ("gaussian", "fixed")}
 
 
 def extend_rounds(run: Run, say: Callable[[str], None]) -> None:
@@ -97,15 +93,3 @@ def _check(run: Run, before: Any, rounds: int) -> None:
         )
     if not checkpoint.newest_first(run.record.checkpoints):
         raise RecordError(f"{path} has no checkpoint to go on from: begin another run.")
-
-
-def may_grow(plan: PrivacyPlan) -> bool:
-    """Return whether more rounds than planned cost what the account says."""
-    return (plan.mechanism, plan.sampling.law) in COUNTED
-
-
-def as_begun(plan: PrivacyPlan, begun: PrivacyPlan | None) -> PrivacyPlan:
-    """Return a plan with the rounds with which it was begun, if those may have grown since."""
-    if begun is None or not may_grow(plan) or plan.rounds <= begun.rounds:
-        return plan
-    return replace(plan, rounds=begun.rounds)

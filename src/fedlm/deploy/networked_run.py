@@ -1,0 +1,263 @@
+"""A run whose members live at the nodes of a federation.
+
+In:       a resolved recipe, the server's store, the assignments of a run, a transport.
+Out:      a `Run`, flat or a tree, whose engine asks nodes.
+Promise:  the server computes what a simulation computes, with the same numbers; in a tree each
+          place that holds text is trained at exactly one node, wherever relays put it.
+Not here: asking (`engine/remote.py`), what a node does (`node_worker.py`), carrying a run out
+          (`server_app.py`).
+
+Over a network the groups of a node are its name, and before it those of the relays through which it
+is reached: `groups = ["oslo"]` names the node oslo, and `levels` grows the tree that relays make.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedlm.core.errors import ConfigError, nearest
+from fedlm.core.types import Engine
+from fedlm.corpus.population import Population, of_paths
+from fedlm.corpus.store import Store
+from fedlm.deploy import registration
+from fedlm.deploy.local import bounds_of, held_at_nodes, redacted
+from fedlm.deploy.replies import Answers
+from fedlm.engine.buffered import RemoteWaiting
+from fedlm.engine.counters import Counters
+from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
+from fedlm.engine.evaluate_messages import SPLITS
+from fedlm.engine.messages import MOST_MEMBERS
+from fedlm.engine.remote import Leaf, RemoteEngine, leaves_of
+from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
+from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.buffered_round import Buffer
+from fedlm.federation.topology import EVERYBODY, Topology
+from fedlm.privacy.plan import PrivacyPlan
+from fedlm.privacy.release import hides
+from fedlm.privacy.release import splits as release_splits
+from fedlm.recipe import parts
+from fedlm.recipe.build import flat_run
+from fedlm.recipe.settings import Recipe
+from fedlm.recipe.tree import settings_of, tree_run
+from fedlm.run import Run
+from fedlm.wire.dense import dense
+
+ANSWERS = "answers"  # of buffered rounds, until they are added
+SURVEY = "held_out.json"  # how much held-out text nodes announced
+
+
+def networked_run(
+    recipe: Recipe,
+    store: Store,
+    assignments: tuple[Assignment, ...],
+    path: Path,
+    *,
+    transport: Any = None,
+    quorum: Quorum = Quorum(),  # noqa: B008
+    on_stats: Callable[[RoundStats], None] = lambda tally: None,
+    run_id: str | None = None,
+    counters: Counters | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Run:
+    """Return a run whose members live at nodes.
+
+    It is evaluated on held-out text of the local store, or by the nodes if that has none. Nodes
+    tell runs apart by `run_id`; without one the run gets a new one.
+    """
+    asking = {
+        "exact": dense(),
+        "quorum": quorum,
+        "run": run_id or secrets.token_hex(16),
+        "counters": counters or Counters(),
+        "say": say,
+    }
+    nodes = _Nodes(recipe, store, assignments, path, transport, asking, on_stats)
+    return _flat(nodes) if recipe.federation is None else _tree(nodes)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes of a run: who they are, how they are asked to train and to score models."""
+
+    recipe: Recipe
+    store: Store  # the server's own; its text is held out, or there is none
+    assignments: tuple[Assignment, ...]
+    path: Path
+    transport: Any
+    asking: Mapping[str, Any]  # what questions to train and to score have in common
+    on_stats: Callable[[RoundStats], None]
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The nodes that hold text."""
+        return leaves_of(self.assignments)
+
+    @property
+    def score_models(self) -> bool:
+        """Whether nodes score models, because the server has no held-out text."""
+        return not len(self.store)
+
+    def engine(self, algorithm: Algorithm, homes: Mapping[int, Leaf] | None = None) -> Engine:
+        """Return the engine that asks nodes; `homes`, in a tree, tells whose text a leaf has."""
+        base = parts.base_sha256(algorithm) if held_at_nodes(self.recipe) else None
+        return RemoteEngine(
+            algorithm,
+            self.transport,
+            self.assignments,
+            homes=homes,
+            recipe=self._told(algorithm.plan, base),
+            seed=self.recipe.run.seed,
+            secret_names=hides(algorithm.plan),
+            on_stats=self.on_stats,
+            bounds=bounds_of(self.recipe, self.store.vocabulary),
+            **self.asking,
+        )
+
+    def held_out(
+        self, places: Mapping[int, Leaf], population: int, plan: PrivacyPlan | None = None
+    ) -> HeldOutAtNodes:
+        """Return the nodes' held-out text by place, of the splits that a plan allows to tell."""
+        survey = self.path / SURVEY
+        kept: dict[str, Any] = {}
+        if self.path != Path():
+            kept["load"] = partial(registration.load_survey, survey)
+            kept["save"] = partial(registration.save_survey, survey)
+        return HeldOutAtNodes(
+            transport=self.transport,
+            places=places,
+            in_tree=self.recipe.federation is not None,
+            recipe=self._told(plan),
+            population=population,
+            splits=release_splits(plan, SPLITS),
+            **kept,
+            **self.asking,
+        )
+
+    def _told(self, plan: PrivacyPlan | None, base: str | None = None) -> str:
+        return redacted(self.recipe, None if plan is None else plan.noise_multiplier, base)
+
+
+# ---- a flat federation ---------------------------------------------------------------------
+
+
+def _flat(nodes: _Nodes) -> Run:
+    recipe = nodes.recipe
+    members = of_paths([(each.name,) for each in nodes.assignments for _ in range(each.clients)])
+
+    def waiting(engine: Any, buffer: Buffer) -> RemoteWaiting:
+        back = recipe.run.checkpoint_every * recipe.run.keep_checkpoints
+        spool = Answers(nodes.path / ANSWERS, rounds_kept=buffer.largest_staleness + back)
+        return RemoteWaiting(engine, spool, buffer.grace)
+
+    def evaluation(plan: PrivacyPlan | None) -> NodeEvaluation:
+        return NodeEvaluation(
+            held_out=nodes.held_out(dict(enumerate(nodes.leaves)), members.size, plan),
+            params=lambda state: state.params,
+            watch_split=("validation", "test"),
+        )
+
+    return flat_run(
+        recipe,
+        nodes.store,
+        out=nodes.path,
+        members=members,
+        engine=nodes.engine,
+        evaluation=evaluation if nodes.score_models else None,
+        waiting=waiting,
+    )
+
+
+# ---- a tree of places ----------------------------------------------------------------------
+
+
+def _tree(nodes: _Nodes) -> Run:
+    recipe, leaves = nodes.recipe, nodes.leaves
+    members = _members(recipe, leaves)
+
+    def engine(algorithm: Algorithm, topology: Topology) -> Engine:
+        return nodes.engine(algorithm, homes_of(topology, leaves, members.size))
+
+    def text(topology: Topology) -> HeldOutAtNodes:
+        homes = homes_of(topology, leaves, members.size)
+        order = sorted(homes, key=lambda number: homes[number].first)
+        places = {number - members.size: homes[number] for number in order}
+        return nodes.held_out(places, members.size)
+
+    def nothing_held(topology: Topology, held: Mapping[str, Any]) -> str:
+        found = set().union(*(rows.keys() for rows in held.values()))
+        missing = [topology.names[n] for n in topology.with_text if n not in found]
+        if nodes.score_models:
+            return (
+                f"the nodes of {', '.join(missing) or 'every place in one split'} hold out no "
+                "text that they may tell figures of: prepare their stores with a larger "
+                "--validation or --test-clients, or lower smallest_evaluation in their policies."
+            )
+        return (
+            f"the server's store {nodes.store.path} has no held-out text of "
+            f"{', '.join(missing) or 'every node in one split'}: a held-out client belongs to the "
+            "leaf whose node has the name of one of its groups."
+        )
+
+    return tree_run(
+        recipe,
+        nodes.store,
+        out=nodes.path,
+        members=members,
+        engine=engine,
+        text=text if nodes.score_models else None,
+        nothing_held=nothing_held,
+        tokens=_tokens(leaves) if settings_of(recipe).weight == "tokens" else None,
+    )
+
+
+def _members(recipe: Recipe, leaves: tuple[Leaf, ...]) -> Population:
+    """Return the clients of all nodes; a client's groups are the names on the path to its node."""
+    known = sorted({name for leaf in leaves for name in leaf.path})
+    for place in settings_of(recipe).node:
+        for name in place.groups:
+            if name not in known and name != EVERYBODY:
+                raise ConfigError(
+                    f"federation.node: {place.name!r} is fed by {name!r}, which is no node here: "
+                    f"over a network groups are names of nodes. {nearest(name, known)}"
+                )
+    size = sum(leaf.clients for leaf in leaves)
+    if size > MOST_MEMBERS:
+        raise ConfigError(
+            f"the nodes have {size} clients: a tree takes {MOST_MEMBERS}. Join with --whole, so "
+            "that a node counts as one."
+        )
+    return of_paths([leaf.path for leaf in leaves for _ in range(leaf.clients)])
+
+
+def _tokens(leaves: tuple[Leaf, ...]) -> Callable[[int], int]:
+    """Return a function from client to tokens: all those of a node are its first client's."""
+    silent = ["/".join(leaf.path) for leaf in leaves if not leaf.tokens]
+    if silent:
+        raise ConfigError(
+            "federation.weight = 'tokens': expected nodes that tell how many tokens they have, and "
+            f"{', '.join(silent)} did not when the run began: tell_tokens = true in their "
+            "policy.toml allows it. Or give places a weight, with federation.node.weight."
+        )
+    held = {leaf.first: leaf.tokens for leaf in leaves}
+    return lambda client: held.get(client, 0)
+
+
+def homes_of(topology: Topology, leaves: tuple[Leaf, ...], population: int) -> dict[int, Leaf]:
+    """Return for each leaf's member number the one node that holds the leaf's text."""
+    found = {}
+    for place in topology.with_text:
+        here = set(topology.clients[place])
+        nodes = [leaf for leaf in leaves if leaf.first in here]
+        if len(nodes) != 1:
+            names = ", ".join("/".join(leaf.path) for leaf in nodes)
+            raise ConfigError(
+                f"federation: {topology.names[place]!r} is fed by the nodes {names}: over a "
+                "network exactly one node feeds a leaf. Give each a leaf of its own."
+            )
+        found[population + place] = nodes[0]
+    return found

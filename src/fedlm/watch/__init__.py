@@ -1,0 +1,1 @@
+"""The live page over all runs of a folder, and the keyboard."""

@@ -1,0 +1,63 @@
+"""A run tells its status file what it tells its watcher."""
+
+import pytest
+
+from fedlm.core.errors import DivergenceError, RecordError
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
+from fedlm.record.status import read_status
+from fedlm.training import Watcher, train
+from fedlm.training.status import in_status
+
+QUICK = ("server.rounds=4", "run.baselines=false", "run.prompts=[]")
+
+
+def test_a_run_says_what_it_does_until_it_is_finished(tiny_recipe, tmp_path):
+    run = build(load(tiny_recipe, QUICK), tmp_path / "stores", out=tmp_path / "run")
+    seen, played = [], []
+
+    def look(*_):
+        found = read_status(run.record.status)
+        seen.append((found.state, found.round))
+
+    watcher = Watcher(begin=look, round=played.append, stop=lambda: len(played) == 2)
+    assert train(run, watcher=watcher) is None
+    assert seen == [("compiling", 0)]
+    found = read_status(run.record.status)
+    assert (found.state, found.round, found.rounds) == ("stopped", 2, 4)
+    assert train(run, resume=True) is not None
+    found = read_status(run.record.status)
+    assert (found.state, found.round) == ("finished", 4)
+    with pytest.raises(RecordError, match="--resume"):
+        train(run)  # the directory is not its own: the status stays
+    assert read_status(run.record.status) == found
+
+
+def test_the_status_says_how_a_run_ended(tmp_path):
+    directory = RunDirectory(tmp_path)
+    for error, state, words in [
+        (DivergenceError("round 3: the loss is not finite."), "failed", "not finite"),
+        (KeyboardInterrupt(), "stopped", ""),
+        (ZeroDivisionError("secret"), "failed", "ZeroDivisionError"),
+    ]:
+        with pytest.raises(type(error)), in_status(directory, Watcher(), 1) as watcher:
+            watcher.claimed()
+            raise error
+        found = read_status(directory.status)
+        assert found.state == state and words in found.doing and "secret" not in found.doing
+
+
+def test_whom_a_round_waits_for_is_told_until_the_next_round(tmp_path):
+    said = []
+    with in_status(RunDirectory(tmp_path), Watcher(say=said.append), 10, home=tmp_path) as watcher:
+        watcher.claimed()
+        watcher.status._wrote = -1.0
+        watcher.say("waiting for sweden, 40 s")
+        found = read_status(tmp_path / "status.json")
+        assert found.doing == said[0] == "waiting for sweden, 40 s"
+        assert (found.command, found.home) == ("federation train", str(tmp_path.resolve()))
+        watcher.status._wrote = -1.0
+        watcher.round({"round": 0})
+        found = read_status(tmp_path / "status.json")
+        assert (found.state, found.doing) == ("training", "")
