@@ -313,7 +313,7 @@ class TrainedRun:
         """Write the model and its tokenizer into a folder, and return the model's path.
 
         Args:
-          kind: `safetensors`, `onnx`, `huggingface` or `peft` (adapters alone).
+          kind: `safetensors`, `onnx`, `onnx-int8`, `huggingface`, `peft` (adapters alone), `web`.
           folder: the folder, which is made if it is missing.
 
         Raises:
@@ -332,6 +332,8 @@ class TrainedRun:
             length, params = self.run.recipe.data.sequence_length, self._models()[""]
             write_onnx(lambda tokens: params.features(tokens) @ params.readout.T, length, file)
         write_atomically(target / "tokenizer.json", record.tokenizer.read_bytes())
+        made = exporting.card(exporting.FinishedRun(record), kind, "module of one's own")
+        write_atomically(target / exporting.CARD, made.encode())
         return file
 
     def _models(self) -> dict[str, Any]:

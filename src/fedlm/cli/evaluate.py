@@ -64,7 +64,7 @@ def evaluate(
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        made = _run_of(recipe, directory)
+        made = run_of(recipe, directory)
         check_same(made)
         split = _allowed(made, split)
         models = {
@@ -133,7 +133,7 @@ def _allowed(run: Run, split: str) -> str:
     )
 
 
-def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
+def run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     """Return the run of a directory, with the members at its nodes if it ran over a network."""
     if names_no_text(recipe.data):
         raise ConfigError(ELSEWHERE)

@@ -97,7 +97,7 @@ def _meaning(told: StatementFacts) -> list[str]:
 
 def _two_ways(told: StatementFacts) -> list[str]:
     published = told["rounds_epsilon_published"]
-    rows = [
+    rows: list[list[Any]] = [
         ["all that is covered", told["epsilon"], told["accountant"]],
         ["the rounds alone, exactly", told["rounds_epsilon_exact"], "as accounted here"],
         [
@@ -139,16 +139,16 @@ def _audit(told: StatementFacts) -> list[str]:
     return [
         heading("Audit"),
         paragraph(
-            f"{count(found['canaries'], 'planted client')} show an epsilon of at least "
-            f"{number(lower, 3)}, with {found['confidence']:.0%} confidence, beside the account's "
-            f"{number(accounted, 3)}. {fits}"
+            f"The search for {count(found['canaries'], 'planted client')} shows an epsilon of at "
+            f"least {number(lower, 3)}, with {found['confidence']:.0%} confidence, beside the "
+            f"account's {number(accounted, 3)}. {fits}"
         ),
     ]
 
 
 def _checked(told: StatementFacts) -> str:
     ledger = told["ledger_sha256"]
-    rows = [
+    rows: list[list[Any]] = [
         ["SHA-256 of the ledger", ledger or "the run has no ledger"],
         ["lines of the ledger", told["ledger_lines"]],
         ["SHA-256 of the model's file", told["model_sha256"]],
