@@ -67,7 +67,7 @@ def test_int8_weights_move_by_half_a_step_at_most():
         [helper.make_tensor_value_info("y", kind, ["n", 32])],
         [onnx.numpy_helper.from_array(matrix, "w")],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     before = len(model.SerializeToString())
     assert pack_weights(model) == 1
     data = model.SerializeToString()
