@@ -1,4 +1,4 @@
-"""Pictures of the live page and of reports for the documentation: `make pictures`.
+"""Pictures of the live page for the documentation: `make pictures`.
 
     python docs/hooks/pictures.py runs        # a folder with finished runs, one of them a tree
 
@@ -12,12 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, sync_playwright
-
-from fedlm.record import statement
-from fedlm.record.facts import facts_of
-from fedlm.reporting import page_of
-from fedlm.statement import statement_of
+from playwright.sync_api import Page, sync_playwright
 
 OUT = Path(__file__).parents[1] / "pictures"
 LARGEST = 150_000  # bytes of a picture
@@ -38,7 +33,6 @@ def main(folder: Path) -> None:
                 size = {"width": 400 if dark else 1100, "height": 760}
                 page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
                 take_all(page, address, "-phone" if dark else "")
-            take_reports(browser, folder)
             browser.close()
     finally:
         server.terminate()
@@ -66,32 +60,6 @@ def take_all(page: Page, address: str, kind: str) -> None:
     page.locator("#text").press_sequentially("we must protect the ")
     page.wait_for_timeout(1500)
     take(page, f"watch-keyboard{kind}", ".words button")
-
-
-def take_reports(browser: Browser, folder: Path) -> None:
-    """Take pictures of reports: of a run, of a tree, of a comparison, and of a statement."""
-    runs = [path.parent for path in sorted(folder.glob("**/journal.jsonl"))]
-    facts = {run: facts_of(run) for run in runs if run.parent.name != "nodes"}
-    kinds = {
-        "report": [run for run, f in facts.items() if "tree" not in f.header],
-        "report-tree": [run for run, f in facts.items() if "tree" in f.header],
-        "statement": [run for run, f in facts.items() if f.epsilon is not None],
-    }
-    kinds["report-compared"] = kinds["report"]
-    for name, found in kinds.items():
-        if not found or (name == "report-compared" and len(found) < 2):
-            print(f"{name}: no such run in {folder}")
-            continue
-        if name == "statement":
-            text = statement.page(statement_of(found[0]))
-        else:
-            text = page_of(found if name == "report-compared" else found[-1:])
-        for dark in (False, True) if name == "report" else (False,):
-            size = {"width": 400 if dark else 900, "height": 1100}
-            scheme = "dark" if dark else "light"
-            page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
-            page.set_content(text)
-            take(page, f"{name}{'-phone' if dark else ''}", "h1")
 
 
 def has(page: Page, address: str, id: str, wanted: str) -> bool:

@@ -81,7 +81,12 @@ body{max-width:none;padding:0;font-size:11pt}h2{break-after:avoid;margin-top:1.2
 svg,table,.tiles,.sample{break-inside:avoid}.switch>label{display:none}
 .switch>input:checked+label{display:inline-block;border:0;background:none;color:#000;padding:0}
 details>summary{display:none}.screen{display:none}*{print-color-adjust:exact;
--webkit-print-color-adjust:exact}@page{margin:16mm}}
+-webkit-print-color-adjust:exact}@page{margin:14mm}
+.sheet{font-size:8.4pt;line-height:1.3}.sheet .verdict{font-size:10pt;margin:.2rem 0}
+.sheet h1{font-size:12pt}.sheet h2{font-size:9.5pt;margin:.45rem 0 .15rem;padding-top:.2rem}
+.sheet p{margin:.15rem 0}.sheet ul{margin:.1rem 0;padding-left:1.1rem}.sheet svg{max-width:9.5cm}
+.sheet table{font-size:8.2pt}.sheet td,.sheet th{padding:.08rem .8rem .08rem 0}
+.sheet .signs{margin-top:1.4rem}}
 """
     + _COLOURS
     + _SHADES
@@ -90,8 +95,8 @@ details>summary{display:none}.screen{display:none}*{print-color-adjust:exact;
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """Return a whole page."""
+def document(title: str, parts: Iterable[str], kind: str = "") -> str:
+    """Return a whole page; one of the kind `sheet` is printed on one sheet of paper."""
     head = (
         "<meta charset='utf-8'>"
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -100,8 +105,9 @@ def document(title: str, parts: Iterable[str]) -> str:
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
     )
     body = "\n".join(part for part in parts if part)
+    opened = f"<main class='{kind}'>" if kind else "<main>"
     return (
-        f"<!doctype html>\n<html lang='en'><head>{head}</head><body><main>{body}</main></body>"
+        f"<!doctype html>\n<html lang='en'><head>{head}</head><body>{opened}{body}</main></body>"
         "</html>\n"
     )
 

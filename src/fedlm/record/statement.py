@@ -61,7 +61,7 @@ def page(told: StatementFacts) -> str:
                     ["protected", told["unit"]],
                     ["mechanism", told["mechanism"]],
                     ["who joins a round", told["sampling"]],
-                    *([name, value] for name, value in told["parameters"].items()),
+                    *([name, number(value)] for name, value in told["parameters"].items()),
                 ],
             ),
             *_two_ways(told),
@@ -78,6 +78,7 @@ def page(told: StatementFacts) -> str:
             _checked(told),
             "<div class='signs'><p>Name, date</p><p>Signature</p></div>",
         ],
+        kind="sheet",
     )
 
 
@@ -150,8 +151,8 @@ def _checked(told: StatementFacts) -> str:
     ledger = told["ledger_sha256"]
     rows: list[list[Any]] = [
         ["SHA-256 of the ledger", ledger or "the run has no ledger"],
-        ["lines of the ledger", told["ledger_lines"]],
+        ["lines of the ledger", number(told["ledger_lines"])],
         ["SHA-256 of the model's file", told["model_sha256"]],
-        *([f"version of {name}", str(v)] for name, v in told["versions"].items()),
+        ["versions", ", ".join(f"{name} {v}" for name, v in told["versions"].items())],
     ]
     return table(["what", "value"], rows)

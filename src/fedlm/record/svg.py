@@ -320,11 +320,11 @@ def bars(rows: Sequence[Bar], *, title: str) -> str:
         max((v for v in (row.value for row in rows) if v is not None and _shown(v)), default=1.0)
         or 1.0
     )
-    left, room, step = 190, 270, 26
+    left, room, step = 200, 230, 26
     body = ""
     for i, row in enumerate(rows):
         y = 4 + i * step
-        body += text(left - 8, y + 15, shorten(row.name, 26), anchor="end")
+        body += text(left - 8, y + 15, shorten(row.name, 19), anchor="end")
         if not _shown(row.value):
             body += text(left, y + 15, "-")
             continue
@@ -346,21 +346,22 @@ def spread(quantiles: Mapping[str, float], marks: Mapping[str, float], title: st
     across = axis(values, 30, WIDTH - 30, log=True)
     p = {name: across.at(value) for name, value in quantiles.items()}
     body = ""
+    low = 24 * len(marks)  # names of marks above, each in a line of its own
     for tick in across.ticks:
-        body += line(across.at(tick), 44, across.at(tick), 96)
-        body += text(across.at(tick), 112, number(tick, 3), anchor="middle", kind="quiet")
-    body += line(p["p10"], 70, p["p90"], 70, "rule")
-    body += box(p["p25"], 56, p["p75"] - p["p25"], 28, "soft c0", "the middle half of clients")
-    body += line(p["p50"], 52, p["p50"], 88, "strong")
-    body += text(p["p50"], 44, f"median {number(quantiles['p50'], 3)}", anchor="middle")
+        body += line(across.at(tick), low + 30, across.at(tick), low + 76)
+        body += text(across.at(tick), low + 96, number(tick, 3), anchor="middle", kind="quiet")
+    body += line(p["p10"], low + 54, p["p90"], low + 54, "rule")
+    body += box(p["p25"], low + 40, p["p75"] - p["p25"], 28, "soft c0", "the middle half")
+    body += line(p["p50"], low + 34, p["p50"], low + 74, "strong")
+    body += text(p["p50"], low + 22, f"median {number(quantiles['p50'], 3)}", anchor="middle")
     for i, (name, value) in enumerate(marks.items()):
         at = across.at(value)
-        body += _mark(at, 70, 1, f"{name}: {number(value)}", size=5)
-        end = "end" if at > 0.6 * WIDTH else "start"
-        body += text(at, 16 + 14 * i, f"{name} {number(value, 3)}", anchor=end)
-        body += line(at, 20 + 14 * i, at, 64)
-    body += text(WIDTH / 2, 130, "perplexity of a client", anchor="middle", kind="quiet")
-    return picture(138, title, body)
+        body += _mark(at, low + 54, 1, f"{name}: {number(value)}", size=5)
+        end, aside = ("end", -6) if at > 0.5 * WIDTH else ("start", 6)
+        body += text(at + aside, 18 + 24 * i, f"{name} {number(value, 3)}", anchor=end)
+        body += line(at, 6 + 24 * i, at, low + 48)
+    body += text(WIDTH / 2, low + 120, "perplexity of a client", anchor="middle", kind="quiet")
+    return picture(low + 128, title, body)
 
 
 # ---- heat maps ---------------------------------------------------------------------------------
