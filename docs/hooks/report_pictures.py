@@ -36,8 +36,13 @@ def main(folder: Path) -> None:
         take("report-phone", page_of(longest[:1]), PHONE, dark=True)
     if trees:
         take("report-tree", page_of(trees[:1]), WIDE, at="The tree")
-    if len(flat) > 1:
-        take("report-compared", page_of(flat), WIDE)
+    tokens: dict[str, list[Path]] = {}  # runs whose perplexities can be compared
+    for run in flat:
+        of = (facts[run].header.get("store") or {}).get("tokenizer_sha256", "")
+        tokens.setdefault(of, []).append(run)
+    alike = max(tokens.values(), key=len, default=[])
+    if len(alike) > 1:
+        take("report-compared", page_of(alike), WIDE)
     for run, found in facts.items():
         if found.epsilon is not None:
             take("statement", statement.page(statement_of(run)), WIDE)

@@ -62,7 +62,7 @@ def page(runs: Sequence[Facts], defaults: Tables) -> str:
         *_warnings(runs, split),
         *_table(groups, split),
         *_curves(groups, split),
-        *_front(groups, split),
+        *(_front(groups, split) if of == "perplexity" else []),
         *_differences(groups, defaults),
     ]
     return document(title, parts)

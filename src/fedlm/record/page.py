@@ -81,11 +81,11 @@ body{max-width:none;padding:0;font-size:11pt}h2{break-after:avoid;margin-top:1.2
 svg,table,.tiles,.sample{break-inside:avoid}.switch>label{display:none}
 .switch>input:checked+label{display:inline-block;border:0;background:none;color:#000;padding:0}
 details>summary{display:none}.screen{display:none}*{print-color-adjust:exact;
--webkit-print-color-adjust:exact}@page{margin:14mm}
-.sheet{font-size:8.4pt;line-height:1.3}.sheet .verdict{font-size:10pt;margin:.2rem 0}
-.sheet h1{font-size:12pt}.sheet h2{font-size:9.5pt;margin:.45rem 0 .15rem;padding-top:.2rem}
-.sheet p{margin:.15rem 0}.sheet ul{margin:.1rem 0;padding-left:1.1rem}.sheet svg{max-width:9.5cm}
-.sheet table{font-size:8.2pt}.sheet td,.sheet th{padding:.08rem .8rem .08rem 0}
+-webkit-print-color-adjust:exact}@page{margin:12mm}
+.sheet{font-size:7.8pt;line-height:1.25}.sheet .verdict{font-size:10pt;margin:.2rem 0}
+.sheet h1{font-size:12pt}.sheet h2{font-size:9.5pt;margin:.35rem 0 .1rem;padding-top:.15rem}
+.sheet p{margin:.15rem 0}.sheet ul{margin:.1rem 0;padding-left:1.1rem}.sheet svg{max-width:8cm}
+.sheet table{font-size:7.6pt}.sheet td,.sheet th{padding:.08rem .8rem .08rem 0}
 .sheet .signs{margin-top:1.4rem}}
 """
     + _COLOURS
