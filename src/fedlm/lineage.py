@@ -28,6 +28,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.words import count
 from fedlm.corpus.store import Store
@@ -35,7 +36,6 @@ from fedlm.privacy import account, ledger, spending, vocabulary
 from fedlm.privacy.account import Spent
 from fedlm.privacy.claim import Claim, Context, claim_of
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
-from fedlm.record.checkpoint import write_atomically
 
 FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered
@@ -463,9 +463,14 @@ class StoreSpending(NamedTuple):
     not_covered: tuple[str, ...] = ()
 
 
-def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
-    """Return what all runs that the store has seen cost together, with its vocabulary."""
-    books = [Ledger(path).entries() for path in store.ledgers]
+def spent_on(
+    store: Store, delta: float | None = None, further: Iterable[list[Entry]] = ()
+) -> StoreSpending:
+    """Return what all runs that the store has seen cost together, with its vocabulary.
+
+    `further` are ledgers of runs that are only planned.
+    """
+    books = [*(Ledger(path).entries() for path in store.ledgers), *further]
     plain, private, told = 0, 0, []
     for path in _stores(store):
         for file in sorted((path / REGISTER).glob("*.jsonl")):

@@ -26,12 +26,15 @@ from fedlm.record.journal import dumps
 from fedlm.record.report import Beside
 
 Tables = dict[str, dict[str, Any]]
+SEATS = "seats.json"  # of a run whose members were at nodes
 
 
 def page_of(paths: Iterable[Path]) -> str:
     """Return the report of one run directory, or the comparison of several."""
-    runs = [releasable_facts(path) for path in paths]
-    return report.page(runs, Beside(defaults=defaults_of(runs[0].recipe)))
+    folders = [Path(path) for path in paths]
+    runs = [releasable_facts(path) for path in folders]
+    network = (folders[0] / SEATS).is_file()
+    return report.page(runs, Beside(defaults=defaults_of(runs[0].recipe), network=network))
 
 
 def releasable_facts(path: Path) -> Facts:

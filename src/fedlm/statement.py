@@ -16,17 +16,18 @@ from typing import Any
 
 from fedlm import lineage
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.words import count
 from fedlm.privacy import account, cost
 from fedlm.privacy.ledger import Ledger, rounds_of, spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.journal import dumps
 from fedlm.record.statement import PRIORS, StatementFacts
 from fedlm.record.svg import posterior
+from fedlm.record.trust import trust_rows
 
 AUDIT = "audit.json"  # the result of the last audit, in the run directory
 MECHANISMS = {
@@ -34,6 +35,7 @@ MECHANISMS = {
     "tree": "Gaussian noise on the nodes of a binary tree over rounds (DP-FTRL)",
     "banded": "Gaussian noise that is correlated over neighbouring rounds (banded matrix)",
     "toeplitz": "Gaussian noise that is correlated over rounds (Toeplitz matrix)",
+    "distributed": "discrete Gaussian noise, a share of it added by every node",
     "blt": "Gaussian noise that is correlated over rounds (buffered linear Toeplitz matrix)",
 }
 LAWS = {
@@ -58,7 +60,7 @@ def statement_of(run: Path) -> StatementFacts:
             "it can subtract the noise. Train again without privacy.seed."
         )
     plan = account.plan_from(facts.header["privacy"])
-    book = Ledger(directory.ledger)
+    book, network = Ledger(directory.ledger), (directory.path / "seats.json").is_file()
     entries = book.entries() if book.exists() else []
     released = len(rounds_of(entries)) if entries else len(facts.rounds)
     alone, _ = spent_of_run(directory.path, facts.header, facts.rounds)
@@ -79,7 +81,8 @@ def statement_of(run: Path) -> StatementFacts:
         covers=list(claim.covers),
         not_covered=list(claim.not_covered),
         assumptions=[line for line in claim.assumptions if line not in _said(plan)],
-        trusted=[account.TRUSTED[plan.unit]],
+        trusted=[account.trusted_in(plan)],
+        sees=[list(row) for row in trust_rows(facts.recipe, network=network)],
         audit=read_audit(directory),
         ledger_sha256=_sha256(directory.ledger) if entries else None,
         ledger_lines=len(entries) or None,
@@ -90,7 +93,7 @@ def statement_of(run: Path) -> StatementFacts:
 
 def _said(plan: PrivacyPlan) -> tuple[str, str]:
     """Return the assumptions that have a place of their own on the page."""
-    return account.UNITS[plan.unit], account.TRUSTED[plan.unit]
+    return account.UNITS[plan.unit], account.trusted_in(plan)
 
 
 def _sampling(plan: PrivacyPlan) -> str:
@@ -142,7 +145,11 @@ def read_audit(directory: RunDirectory) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     found = read_json(file, str(file), RecordError)
-    wanted = {"canaries": int, "epsilon_lower": (int, float), "confidence": float}
+    wanted: dict[str, tuple[type, ...]] = {
+        "canaries": (int,),
+        "epsilon_lower": (int, float),
+        "confidence": (float,),
+    }
     if not isinstance(found, dict) or not all(
         isinstance(found.get(name), kind) for name, kind in wanted.items()
     ):

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from fedlm import exporting
-from fedlm.cli.console import AsJson, BestOption, Node, emit, note, out, talk
+from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, note, out, talk
 from fedlm.cli.evaluate import run_of
-from fedlm.core.errors import FedlmError, either
+from fedlm.core.errors import FedlmError, either, require
 from fedlm.core.words import count, number
 from fedlm.engine.devices import use_devices
 from fedlm.evaluate.perplexity import figures
 from fedlm.inference import load_params
+from fedlm.personal.model import mixture_of
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.export import perplexity_by_onnx
@@ -31,6 +32,7 @@ def export(
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
     ] = None,
     node: Node = "",
+    client: Client = "",
     best: BestOption = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,6 +46,12 @@ def export(
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """
     directory = RunDirectory.existing(run).of_node(node)
+    if client:
+        require(not (node or best), "--client", client, "neither --node nor --best beside it")
+        directory = RunDirectory.existing(run).of_client(client)
+        mixed = mixture_of(directory.path)
+        if mixed is not None:
+            note(f"The model of {client} also has {mixed}, which other programs cannot load.")
     target = folder or directory.path / "export"
     with talk.status("converting"):
         file = exporting.write(directory, kind, target, best=best)

@@ -22,12 +22,14 @@ from fedlm.cli import (
     models,
     new,
     node,
+    personalize,
     predict,
     prepare,
     privacy,
     report,
     sweep,
     train,
+    tune,
     watch,
 )
 from fedlm.cli.console import note
@@ -62,11 +64,13 @@ def options(
 for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate, predict.predict):
     app.command()(command)
 app.command()(new.new)
+app.command()(personalize.personalize)
 app.command()(report.report)
 app.command()(watch.watch)
 app.command()(export.export)
 app.command()(convert.convert)
 app.command()(sweep.sweep)
+app.command()(tune.tune)
 app.command()(models.models)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(federation.app, name="federation")
@@ -81,9 +85,11 @@ def main() -> None:
         note(f"fedlm: {error}")
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None:
-            raise
-        note(f"fedlm: {error.filename}: {error.strerror}.")
+        where = "" if error.filename is None else f"{error.filename}: "
+        note(f"fedlm: {where}{error.strerror or error}.")
+        sys.exit(FedlmError.exit_code)
+    except MemoryError:
+        note("fedlm: there is not enough memory for this here: lower the sizes, or free some.")
         sys.exit(FedlmError.exit_code)
 
 

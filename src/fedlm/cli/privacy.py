@@ -13,6 +13,7 @@ from fedlm import lineage
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
 from fedlm.core.words import count, number
@@ -28,7 +29,6 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.statement import page as statement_page
@@ -82,6 +82,12 @@ Bands = Annotated[
 Buffers = Annotated[
     int, typer.Option("--buffers", help=_help_of("buffers", "copies of the model remembered."))
 ]
+Honest = Annotated[
+    int,
+    typer.Option(
+        "--honest-nodes", help=_help_of("honest_nodes", "nodes that keep their noise secret.")
+    ),
+]
 Restart = Annotated[
     int,
     typer.Option(
@@ -111,6 +117,7 @@ def epsilon(
     clip: Clip = 1.0,
     bands: Bands = 0,
     buffers: Buffers = 3,
+    honest_nodes: Honest = 0,
     restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -136,6 +143,7 @@ def epsilon(
         clip_norm=clip,
         bands=bands,
         buffers=buffers,
+        honest_nodes=honest_nodes,
         restart_every=restart_every,
         sampling=(sampling, cohort, population, min_separation, max_participations),
     )
@@ -159,6 +167,7 @@ def calibrate(
     clip: Clip = 1.0,
     bands: Bands = 0,
     buffers: Buffers = 3,
+    honest_nodes: Honest = 0,
     restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -174,6 +183,7 @@ def calibrate(
         clip_norm=clip,
         bands=bands,
         buffers=buffers,
+        honest_nodes=honest_nodes,
         restart_every=restart_every,
         sampling=(sampling, cohort, population, min_separation, max_participations),
     )

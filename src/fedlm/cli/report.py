@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.console import AsJson, emit, out
-from fedlm.record.checkpoint import write_atomically
+from fedlm.core.durable import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.reporting import page_of
 

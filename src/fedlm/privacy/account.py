@@ -61,10 +61,16 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
-    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *_warnings(plan))
+    assumptions = (UNITS[plan.unit], *cost.assumptions, trusted_in(plan), *_warnings(plan))
     return Spent(
         cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
     )
+
+
+def trusted_in(plan: PrivacyPlan) -> str:
+    """Say who is trusted under a plan."""
+    own = MECHANISMS[plan.mechanism].trusted
+    return TRUSTED[plan.unit] if own is None else own(plan)
 
 
 def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:

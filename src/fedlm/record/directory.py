@@ -24,8 +24,9 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from fedlm.core.documents import read_toml
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, nearest, shown
-from fedlm.record.checkpoint import sweep, write_atomically
+from fedlm.record.checkpoint import sweep
 
 LOCK = ".lock"
 # Which nodes answered each round. Who was asked tells of the draw, which a plan keeps secret; so
@@ -86,6 +87,24 @@ class RunDirectory:
                 f"--node {name}: {self.path} has no model of that node. {nearest(name, known)}"
                 if known
                 else f"--node {name}: {self.path} is the run of a single model, without nodes."
+            )
+        return found
+
+    def client(self, name: str) -> RunDirectory:
+        """Return the directory of a member's own model, which is a run of its own."""
+        return RunDirectory(self.path / "clients" / _folder(name))
+
+    def of_client(self, name: str) -> RunDirectory:
+        """Return the directory of a member's own model that is there."""
+        found = self.client(name)
+        if not found.recipe.is_file():
+            known = sorted(
+                unquote(path.parent.name) for path in self.path.glob("clients/*/recipe.toml")
+            )
+            hint = f" {nearest(name, known)}" if known else ""
+            raise RecordError(
+                f"--client {name}: {self.path} has no model of that member: make it with "
+                f"fedlm personalize.{hint}"
             )
         return found
 

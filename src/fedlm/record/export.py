@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.types import PAD
-from fedlm.record.checkpoint import write_atomically
 
 TOKEN, LOGITS, STATE, NEXT = "token", "logits", "state_", "next_"
 LEAST_PACKED = 1024  # numbers of a matrix; smaller ones stay float32

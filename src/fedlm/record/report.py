@@ -11,13 +11,13 @@ Not here: several runs (`comparison.py`), the tree (`tree_report.py`), drawing (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedlm.core.errors import damaged
 from fedlm.core.words import chance, count, duration, number, size
-from fedlm.record import comparison, svg, tree_report
+from fedlm.record import comparison, svg, tree_report, trust
 from fedlm.record.facts import AXES, SPLITS, Facts
 from fedlm.record.page import (
     bullets,
@@ -54,7 +54,7 @@ class Beside:
     """What a page shows beside journals."""
 
     defaults: Tables = field(default_factory=dict)  # of settings; empty: all settings are shown
-    trust: Sequence[Sequence[str]] = ()  # rows: who, sees what
+    network: bool = False  # whether members were at nodes, and not in a simulation
 
 
 def page(runs: list[Facts], beside: Beside = Beside()) -> str:  # noqa: B008
@@ -252,11 +252,11 @@ def _privacy(run: Facts, beside: Beside) -> list[str]:
     plan, parts = run.header.get("privacy"), [heading("Privacy")]
     if plan is None:
         parts.append(paragraph("This run makes no privacy claim."))
-        return [*parts, *_trust(beside)]
+        return [*parts, *_trust(run, beside)]
     claim, last = run.final.get("privacy"), run.rounds[-1] if run.rounds else {}
     if claim is None:
         parts.append(paragraph("The run has not ended, so nothing is claimed yet."))
-        return [*parts, *_trust(beside)]
+        return [*parts, *_trust(run, beside)]
     parts.append(f"<p><b>{escape(claim['sentence'])}</b></p>")
     if claim.get("epsilon") is not None:
         parts.append(svg.odds((0.01, 0.1, 0.5), float(claim["epsilon"])))
@@ -274,13 +274,13 @@ def _privacy(run: Facts, beside: Beside) -> list[str]:
     ):
         if claim.get(name):
             parts.append(f"<p>{title}</p>{bullets(claim[name])}")
-    return [*parts, *_trust(beside), folded("Mechanism", _mechanism(run, plan, claim, last))]
+    return [*parts, *_trust(run, beside), folded("Mechanism", _mechanism(run, plan, claim, last))]
 
 
-def _trust(beside: Beside) -> list[str]:
-    if not beside.trust:
-        return []
-    return ["<h3>Who sees what</h3>", table(["who", "sees"], beside.trust)]
+def _trust(run: Facts, beside: Beside) -> list[str]:
+    rows = trust.trust_rows(run.recipe, network=beside.network)
+    body = table(list(trust.HEAD), rows) + bullets(trust.NOT_DEFENDED)
+    return [folded("Who sees what, and what is not defended", body)]
 
 
 def _mechanism(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from fedlm.core.words import chance, count, number
-from fedlm.record import svg
+from fedlm.record import svg, trust
 from fedlm.record.page import bullets, document, heading, paragraph, table
 from fedlm.record.svg import escape
 
@@ -38,6 +38,7 @@ class StatementFacts(TypedDict):
     not_covered: list[str]
     assumptions: list[str]
     trusted: list[str]
+    sees: list[list[str]]  # who sees what: rows of `trust.trust_rows`
     audit: dict[str, Any] | None
     ledger_sha256: str | None
     ledger_lines: int | None
@@ -71,6 +72,7 @@ def page(told: StatementFacts) -> str:
             bullets(told["not_covered"]),
             heading("Who is trusted"),
             bullets(told["trusted"]),
+            table(list(trust.HEAD), told["sees"]),
             heading("It holds if"),
             bullets(told["assumptions"]),
             *_audit(told),

@@ -13,13 +13,14 @@ from typing import Any
 
 from fedlm import lineage, reporting
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.types import Params, Say
 from fedlm.federation.round import Metrics
 from fedlm.inference import predict
 from fedlm.models.adapters import merged
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.release import release
-from fedlm.record import checkpoint, tree_report
+from fedlm.record import tree_report
 from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import Journal, dumps
 from fedlm.run import Run
@@ -73,10 +74,9 @@ def close(run: Run, last: Resumed, say: Say) -> Summary:
     facts = facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         say(f"Warning: {warning}")
-    page = reporting.page_of([directory.path])
-    checkpoint.write_atomically(directory.report, page.encode())
+    write_atomically(directory.report, reporting.page_of([directory.path]).encode())
     summary = summary_of(run, run.round.params(state), facts)
-    checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()
     return summary
 
