@@ -122,7 +122,7 @@ def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        made = _run_of(recipe, directory)
+        made = run_of(recipe, directory)
         check_same(made)
         member = member_called(made, name)
         model = open_personal(own, made.store.vocabulary)
