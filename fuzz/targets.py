@@ -77,6 +77,7 @@ from fedlm.recipe.settings import parse as parse_tables
 from fedlm.recipe.vocabulary import ORIGIN, vocabulary_of, write_origin
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
+from fedlm.record.status import StatusFile, read_status
 from fedlm.secure import node as secure_node
 from fedlm.secure import server as secure_server
 from fedlm.secure.local import made_up_members, terms_for
@@ -86,6 +87,7 @@ from fedlm.secure.members import read as read_members
 from fedlm.secure.messages import HEAD
 from fedlm.secure.store import NodeStore
 from fedlm.secure.terms import Session
+from fedlm.watch.board import Board
 from fedlm.wire.catalog import CODECS, named
 from fedlm.wire.frame import open_frame, seal_frame
 
@@ -354,6 +356,30 @@ def journal() -> Target:
     plain = {k: v for k, v in HEADER.items() if k not in ("tree", "privacy")}
     seeds = [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(plain, FLAT, {**FLAT, "round": 1})]
     return Target(read, seeds)
+
+
+def live_page() -> Target:
+    """Show a run with any journal on the live page, in the list and in full."""
+    files = Files()
+    (files.path / "run").mkdir()
+    files.put("run/recipe.toml", dump(parse_tables({})).encode())
+
+    def read(data: bytes) -> None:
+        files.put("run/journal.jsonl", data)
+        files.put("run/nodes.jsonl", data)
+        board = Board(files.path)
+        json.dumps([board.rows(), board.details("run"), board.sweeps()])
+
+    return Target(read, [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(HEADER, TALLIES)])
+
+
+def run_status() -> Target:
+    """Read any file that says what a run is doing."""
+    files = Files()
+    made = StatusFile(files.path / "made.json", command="train")
+    made.begin()
+    seed = (files.path / "made.json").read_bytes()
+    return Target(lambda data: read_status(files.put("status.json", data)), [seed])
 
 
 def _gaussian_plan() -> PrivacyPlan:
@@ -1018,6 +1044,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "csv": file_target("t.csv", _documents, [b"client,groups,text\na,x > y,one\nb,,two\n"]),
     "parquet": file_target("t.parquet", _documents, [_parquet()]),
     "journal": journal,
+    "live-page": live_page,
+    "status": run_status,
     "ledger": run_ledger,
     "node-ledger": node_ledger,
     "lineage": ancestry,

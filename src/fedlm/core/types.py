@@ -255,6 +255,7 @@ class Start:
     model: Any  # the server's message
     clip_norm: float = math.inf  # the longest update a member may send; infinite without a plan
     client_state: Any = None  # the members' own state; in a shared start, one row per member
+    noise_secret: bytes = b""  # from which simulated nodes draw their noise, if nodes add it
 
 
 Starts = Start | Sequence[Start]
@@ -267,6 +268,8 @@ class Gathered(NamedTuple):
     total: Total
     upload_bytes: int
     download_bytes: int
+    # Under noise at nodes: the variance in the sum, over the one that its epsilon counts.
+    noise_excess: float | None = None
 
 
 class Arrived(NamedTuple):

@@ -26,13 +26,16 @@ VERSION = 5  # raised whenever a kind of message, its facts or what they mean ch
 COMPATIBLE = (VERSION - 1, VERSION)
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
-REFUSAL = "refusal"  # may reply to either request
+SECURE_REQUEST, SECURE_REPLY = "secure_request", "secure_reply"
+REFUSAL = "refusal"  # may reply to any request
 # What a version added: facts of a kind, with what their absence means; None: the kind itself. Kept
 # for the newest version alone, because messages are one version apart at most.
 ADDED: dict[str, dict[str, Any] | None] = {
     TRAIN_REQUEST: {"remembered": []},
     "evaluate_request": None,
     "evaluate_reply": None,
+    SECURE_REQUEST: None,
+    SECURE_REPLY: None,
 }
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")

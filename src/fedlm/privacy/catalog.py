@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any
 
 from fedlm.core.errors import either, nearest, require
+from fedlm.privacy.at_nodes import DISTRIBUTED
 from fedlm.privacy.gaussian import GAUSSIAN
 from fedlm.privacy.mechanism import Mechanism
 from fedlm.privacy.noise import Noise, silent
@@ -21,6 +22,7 @@ from fedlm.privacy.spaced import BANDED, BLT, TOEPLITZ, TREE
 
 MECHANISMS: dict[str, Mechanism] = {
     "gaussian": GAUSSIAN,
+    "distributed": DISTRIBUTED,
     "tree": TREE,
     "banded": BANDED,
     "toeplitz": TOEPLITZ,

@@ -42,6 +42,7 @@ class PrivacyPlan:
     restart_every: int = 0  # correlated noise begins anew after so many rounds; 0: never
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
+    honest_nodes: int = 0  # distributed: survivors whose noise alone is the plan's
     # banded: the first column; blt: decays, then scales. Found once, when a run begins, and read
     # ever after: an optimiser may find others elsewhere. Empty: not chosen yet.
     matrix: tuple[float, ...] = ()
