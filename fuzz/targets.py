@@ -16,7 +16,10 @@ import hashlib
 import io
 import json
 import os
+import struct
 import tempfile
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,19 +35,23 @@ from fedlm.cohort.sampling import Sampling
 from fedlm.core.documents import json_value
 from fedlm.core.errors import FedlmError
 from fedlm.corpus import sources
+from fedlm.corpus.hdf5 import Hdf5Reader
 from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, StoreSettings, write
 from fedlm.corpus.tokenizer import fit
 from fedlm.corpus.tokenizer_file import load_tokenizer
-from fedlm.deploy import registration, status
-from fedlm.deploy.certificates import authority, check_current, load_private
+from fedlm.deploy import certificates as pem
+from fedlm.deploy import doctor, history, membership, registration, signing, status
 from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import POLICY, load_policy
-from fedlm.deploy.tables import read_table
+from fedlm.deploy.replies import Answers, Replies
+from fedlm.deploy.tables import read_table, write_table
+from fedlm.deploy.versions import older_recipe
 from fedlm.deploy.word_counts import read_words
 from fedlm.deploy.workspace import KitSettings, WorkspaceSettings
 from fedlm.engine import evaluate_messages
+from fedlm.engine.buffered import outcome_of
 from fedlm.engine.counters import Counters
 from fedlm.engine.messages import (
     SUMS,
@@ -60,14 +67,17 @@ from fedlm.engine.messages import (
     read_reply,
     read_request,
 )
-from fedlm.models.interop import huggingface
+from fedlm.models import catalog
+from fedlm.models.interop import gguf, huggingface
 from fedlm.privacy import ledger
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.recipe.settings import dump, load
+from fedlm.recipe.settings import Data, dump, load
 from fedlm.recipe.settings import parse as parse_tables
+from fedlm.recipe.vocabulary import ORIGIN, vocabulary_of, write_origin
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
+from fedlm.record.status import StatusFile, read_status
 from fedlm.secure import node as secure_node
 from fedlm.secure import server as secure_server
 from fedlm.secure.local import made_up_members, terms_for
@@ -77,12 +87,11 @@ from fedlm.secure.members import read as read_members
 from fedlm.secure.messages import HEAD
 from fedlm.secure.store import NodeStore
 from fedlm.secure.terms import Session
+from fedlm.watch.board import Board
 from fedlm.wire.catalog import CODECS, named
 from fedlm.wire.frame import open_frame, seal_frame
 
-EXPECTED = (FedlmError, Refused)
-# The folder of this process, which `fuzz/run.py` makes and removes.
-ROOT = os.environ.get("FEDLM_FUZZ_ROOT")
+EXPECTED = (FedlmError, Refused, signing.Unsigned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +114,9 @@ class Files:
     """A temporary folder with files whose bytes a fuzzer chooses."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="fedlm-fuzz-", dir=ROOT))
+        # `fuzz/run.py` names the folder of this process, and removes it.
+        root = os.environ.get("FEDLM_FUZZ_ROOT")
+        self.path = Path(tempfile.mkdtemp(prefix="fedlm-fuzz-", dir=root))
 
     def put(self, name: str, data: bytes) -> Path:
         """Write a file, anew: an old one may still be mapped."""
@@ -347,6 +358,30 @@ def journal() -> Target:
     return Target(read, seeds)
 
 
+def live_page() -> Target:
+    """Show a run with any journal on the live page, in the list and in full."""
+    files = Files()
+    (files.path / "run").mkdir()
+    files.put("run/recipe.toml", dump(parse_tables({})).encode())
+
+    def read(data: bytes) -> None:
+        files.put("run/journal.jsonl", data)
+        files.put("run/nodes.jsonl", data)
+        board = Board(files.path)
+        json.dumps([board.rows(), board.details("run"), board.sweeps()])
+
+    return Target(read, [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(HEADER, TALLIES)])
+
+
+def run_status() -> Target:
+    """Read any file that says what a run is doing."""
+    files = Files()
+    made = StatusFile(files.path / "made.json", command="train")
+    made.begin()
+    seed = (files.path / "made.json").read_bytes()
+    return Target(lambda data: read_status(files.put("status.json", data)), [seed])
+
+
 def _gaussian_plan() -> PrivacyPlan:
     sampling = Sampling(law="poisson", population=100, cohort=10)
     return PrivacyPlan(
@@ -432,6 +467,7 @@ def federation_file() -> Target:
         for kind in (WorkspaceSettings, KitSettings):
             with contextlib.suppress(FedlmError):
                 read_table(path, kind)
+                return
         load_policy(path)
 
     return Target(read, seeds)
@@ -442,9 +478,14 @@ TALLIES = {"round": 0, "answered": ["north"], "late": [], "away": [], "refused":
 
 
 def request_recipe() -> Target:
-    """Parse the recipe of a request."""
-    text = RECIPE.split(b"\0")[0]
-    return Target(lambda data: parse_recipe(data.decode("utf-8", "replace")), [text])
+    """Parse the recipe of a request, and write it for a node of the version before."""
+
+    def read(data: bytes) -> None:
+        text = data.decode("utf-8", "replace")
+        parse_recipe(text)
+        older_recipe(text)
+
+    return Target(read, [b"[server]\nrounds = 10\n", RECIPE.split(b"\0")[0]])
 
 
 REQUEST = TrainRequest(
@@ -554,7 +595,7 @@ def messages() -> Target:
 
 
 def frames() -> Target:
-    """Decode any body, with a right checksum, by each family of codecs."""
+    """Decode any body by the codec that the first byte names, with and without a right head."""
     like = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.ones(3, "float32")}
     names = [example for family in CODECS.values() for example in family.examples]
     codecs = [named("wire.upload", name) for name in (*names, "uniform-8+zlib")]
@@ -562,34 +603,179 @@ def frames() -> Target:
     bodies = [bytes(open_frame(raw, c.name)) for raw, c in zip(sent, codecs, strict=True)]
 
     def read(data: bytes) -> None:
-        for codec in codecs:
-            with contextlib.suppress(*EXPECTED):
-                codec.decode(data, like)
-            with contextlib.suppress(*EXPECTED):
-                codec.decode(seal_frame(codec.name, data), like)
+        codec = codecs[data[0] % len(codecs)] if data else codecs[0]
+        with contextlib.suppress(*EXPECTED):
+            codec.decode(data[1:], like)
+        codec.decode(seal_frame(codec.name, data[1:]), like)
 
-    return Target(read, [*sent, *bodies])
+    return Target(read, [bytes([i % len(codecs)]) + raw for i, raw in enumerate((*bodies, *sent))])
 
 
 def certificates() -> Target:
-    """Read any PEM as a certificate and as a key."""
+    """Read any PEM as a certificate, as a key, and as the public half of one."""
     files = Files()
-    made = authority("fed")
+    made = pem.authority("fed")
 
     def read(data: bytes) -> None:
-        try:
-            check_current(files.put("cert.pem", data))
-        except FedlmError:
-            load_private(data)
+        accepted = 0
+        for reader in (
+            lambda: pem.check_current(files.put("cert.pem", data)),
+            lambda: pem.names_of(data),
+            lambda: pem.public_of(data),
+            lambda: pem.load_private(data),
+            lambda: pem.check_public(data),
+        ):
+            with contextlib.suppress(FedlmError):
+                reader()
+                accepted += 1
+        if not accepted:
+            raise FedlmError
 
-    return Target(read, [made.certificate, made.key])
+    return Target(read, [made.certificate, made.key, pem.node_key()[1]])
+
+
+def invitation() -> Target:
+    """Accept any invitation into a kit."""
+    files = Files()
+    kit = membership.init_kit(files.path / "kit", "north")
+    made = pem.authority("fed")
+    told = membership.Invitation(
+        federation="fed",
+        name="north",
+        host="localhost",
+        port=9443,
+        authority=made.certificate.decode("ascii"),
+        certificate=pem.node(made, "north", (kit.path / "node.pub").read_bytes()).decode("ascii"),
+    )
+    write_table(files.path / "made.toml", told)
+
+    def read(data: bytes) -> None:
+        membership.accept(kit, files.put("invitation.toml", data))
+
+    return Target(read, [(files.path / "made.toml").read_bytes()])
+
+
+def actions() -> Target:
+    """Read any history of a federation."""
+    files = Files()
+    history.note(files.path / "made.jsonl", "add-node", node="north")
+    history.note(files.path / "made.jsonl", "renew", server=["localhost"])
+
+    def read(data: bytes) -> None:
+        for entry in history.read(files.put("history.jsonl", data)):
+            _ = entry["time"], entry["user"], entry["action"]
+
+    return Target(read, [(files.path / "made.jsonl").read_bytes()])
+
+
+def signatures() -> Target:
+    """Check any headers, a line each, as those of a signed request."""
+    private, public = pem.node_key()
+    identity = signing.Identity("north", public, time.time() + 1e9)
+    verifier = signing.Verifier(lambda: {signing.key_id(public): identity})
+    key = pem.load_private(private)
+    made = signing.sign(key, public, "POST", "/x", b"body", signing.new_process())
+    seed = "\n".join(f"{name}: {value}" for name, value in made.items()).encode()
+
+    def read(data: bytes) -> None:
+        lines = [line.partition(b": ") for line in data.split(b"\n")]
+        verifier.check("POST", "/x", {name: value for name, _, value in lines}, 4)
+
+    return Target(read, [seed])
+
+
+def server_answer() -> Target:
+    """Read any bytes as what a server tells a node of itself."""
+    told = {"name": "north", "fedlm": "0.1.0", "protocol": 5}
+    seeds = [json.dumps(told).encode(), json.dumps({"reason": "the clock differs"}).encode()]
+
+    def read(data: bytes) -> None:
+        with contextlib.suppress(FedlmError):
+            doctor.read_answer(401, data)
+        doctor.read_answer(200, data)
+
+    return Target(read, seeds)
+
+
+def kept_replies() -> Target:
+    """Read any facts of a reply that a relay or a buffered round has kept on disk."""
+    files = Files()
+    kept = Replies(files.path / "round")
+    reply = TrainReply(round=3, members=(11,), frames=(b"one",), sums=(dict.fromkeys(SUMS, 1.0),))
+    sums = dict.fromkeys(evaluate_messages.SUMS, 1.0)
+    answer = evaluate_messages.EvaluateReply(round=3, phase="final", asks=(0,), sums=(sums,))
+    kept.write("north", reply)
+    kept.write("south", answer)
+    seeds = [(files.path / "round" / f"{n}.json").read_bytes() for n in ("north", "south")]
+
+    def read(data: bytes) -> None:
+        files.put("round/north.json", data)
+        with contextlib.suppress(FedlmError):
+            kept.read("north", evaluate_messages.EvaluateReply)
+        kept.read("north", TrainReply)
+
+    return Target(read, seeds)
+
+
+def taken_answers() -> Target:
+    """Read any file that says which answers a buffered round took."""
+    files = Files()
+    answers = Answers(files.path, rounds_kept=3)
+    seed = {"landed": [[3, "north"]], "lost": [[2, "south"]], "clock": 1.5}
+
+    def read(data: bytes) -> None:
+        files.put("taken-00000003.json", data)
+        found = answers.taken(3)
+        assert found is not None
+        outcome_of(found)
+
+    return Target(read, [json.dumps(seed).encode()])
+
+
+def flower_message() -> Target:
+    """Put any objects together to a Flower message, and read it as a payload."""
+    # The extra `federation`; imported here so that other targets run without it.
+    from flwr.app import Message, RecordDict
+    from flwr.app.message import make_message
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+
+    from fedlm.deploy.flower.pull import Missing, assemble
+    from fedlm.deploy.flower.push import push
+    from fedlm.deploy.flower.records import Sender, from_records, request_message, to_records
+
+    asked = request_message(Payload("train_request", {"round": 1}), 77, 1, Sender(1, 1, 1))
+    payload = Payload("train_reply", {"round": 1, "sums": [1.0, 2.0]}, (b"one", b"two"))
+    reply = Message(to_records(payload), reply_to=make_message(asked.metadata, RecordDict()))
+    objects: dict[str, bytes] = {}
+    trees: list[Any] = []
+
+    def announce(head: Any, tree: Any) -> Any:
+        trees.append(tree)
+        return [part.object_id for part in iterate_object_tree(tree)], objects.__setitem__
+
+    push(reply, announce)
+    names = list(objects)
+
+    def read(data: bytes) -> None:
+        said, at = {}, 0
+        for name in names:
+            size = int.from_bytes(data[at : at + 4], "big")
+            said[name] = data[at + 4 : at + 4 + size]
+            at += 4 + size
+        try:
+            from_records(assemble(trees[0], said.__getitem__, 1 << 16).content)
+        except Missing:
+            return
+
+    seed = b"".join(len(raw).to_bytes(4, "big") + raw for raw in objects.values())
+    return Target(read, [seed])
 
 
 # ---- secure sums -----------------------------------------------------------------------------
 
 
 def secure_sums() -> Target:
-    """Give any bytes, also behind a right head, to every step of a node and of the server."""
+    """Give any bytes to the step that the first two name, also behind a right head."""
     members, identities = made_up_members(3)
     session = Session(terms_for(members, 4, 8), "5ec05ec0", 0, 0)
     states = {i: secure_node.begin(session, identities[i]) for i in range(3)}
@@ -628,18 +814,22 @@ def secure_sums() -> Target:
     answers = all_answer(lambda i: secure_node.reveal(states[i], signatures))
     enter(secure_server.take_revealed, answers, at)
     seeds += [each[0], survivors, signatures]
-    heads = [bytes(seed[:HEAD]) for seed in seeds]
+    heads = [b"", *(bytes(seed[:HEAD]) for seed in seeds)]
 
     def read(data: bytes) -> None:
-        for step in steps:
-            with contextlib.suppress(*EXPECTED):
-                step(data)
-        for head in heads:
-            for step in steps:
-                with contextlib.suppress(*EXPECTED):
-                    step(head + data)
+        which = int.from_bytes(data[:2], "big")
+        steps[which % len(steps)](heads[which // 16 % len(heads)] + data[2:])
 
-    return Target(read, [*seeds, *(seed[HEAD:] for seed in seeds)])
+    first_bytes = [which.to_bytes(2, "big") for which in range(16 * len(heads))]
+    return Target(
+        read,
+        [
+            which + seed[HEAD if number >= 16 else 0 :]
+            for number, which in enumerate(first_bytes)
+            if number % 16 < len(steps)
+            for seed in [seeds[number % 16 % len(seeds)]]
+        ],
+    )
 
 
 def secure_state() -> Target:
@@ -695,6 +885,152 @@ def config() -> Target:
     return Target(read, [json.dumps(LLAMA).encode()])
 
 
+TINY = catalog.Dimensions(
+    vocab=8, embedding_size=8, hidden_size=16, layers=1, heads=2, key_heads=1, length=64, tied=False
+)
+
+
+def _llama() -> Any:
+    """Return a tiny model of zeros."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, np.float32), catalog.shapes("llama", TINY))
+
+
+def _shards_of(files: Files) -> Callable[[], Any]:
+    """Return the reader of the weights in a folder; tracing its model would take all the time."""
+    family, like = huggingface.FAMILIES["llama"], catalog.shapes("llama", TINY)
+    return lambda: huggingface.read_weights(files.path, family, like, TINY)
+
+
+def weights() -> Target:
+    """Load any model.safetensors beside a right config.json."""
+    files = Files()
+    files.put("config.json", json.dumps(huggingface.config_of("llama", TINY, {})).encode())
+    seed = huggingface.weights_of("llama", TINY, _llama())
+
+    shards = _shards_of(files)
+
+    def read(data: bytes) -> None:
+        files.put("model.safetensors", data)
+        shards()
+
+    return Target(read, [seed])
+
+
+def weights_index() -> Target:
+    """Load a model whose index of files may say anything."""
+    files = Files()
+    files.put("config.json", json.dumps(huggingface.config_of("llama", TINY, {})).encode())
+    files.put("model.safetensors", huggingface.weights_of("llama", TINY, _llama()))
+
+    shards = _shards_of(files)
+
+    def read(data: bytes) -> None:
+        files.put("model.safetensors.index.json", data)
+        shards()
+
+    return Target(read, [b'{"weight_map": {"lm_head.weight": "model.safetensors"}}'])
+
+
+def _gguf_file() -> bytes:
+    """Return a GGUF file (version 3) of a tiny model, with its tokenizer."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def listed(kind: int, items: list[bytes]) -> bytes:
+        return struct.pack("<IIQ", 9, kind, len(items)) + b"".join(items)
+
+    numbers = {
+        "llama.embedding_length": 8,
+        "llama.feed_forward_length": 16,
+        "llama.block_count": 1,
+        "llama.attention.head_count": 2,
+        "llama.attention.head_count_kv": 1,
+        "llama.context_length": 64,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    words = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+    }
+    tokens = ["<s>", "</s>", "a", "b", "ab", "c", "1", "2"]
+    kinds = listed(5, [struct.pack("<i", kind) for kind in (3, 3, 1, 1, 1, 1, 1, 1)])
+    facts = {
+        **{name: struct.pack("<I", 8) + text(value) for name, value in words.items()},
+        **{name: struct.pack("<II", 4, value) for name, value in numbers.items()},
+        "llama.attention.layer_norm_rms_epsilon": struct.pack("<If", 6, 1e-5),
+        "tokenizer.ggml.tokens": listed(8, [text(token) for token in tokens]),
+        "tokenizer.ggml.merges": listed(8, [text("a b")]),
+        "tokenizer.ggml.token_type": kinds,
+    }
+    arrays = gguf.tensors.write(gguf.TABLE, _llama(), TINY.heads)
+    infos, at = [], 0
+    for name, array in arrays.items():
+        shape = array.shape[::-1]
+        infos.append(text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, at))
+        at += -(-array.nbytes // 32) * 32
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(arrays), len(facts))
+    head += b"".join(text(name) + value for name, value in facts.items()) + b"".join(infos)
+    body = b"".join(array.tobytes() + bytes(-array.nbytes % 32) for array in arrays.values())
+    return head + bytes(-len(head) % 32) + body
+
+
+def gguf_file() -> Target:
+    """Read sizes, weights and tokenizer from any GGUF file."""
+    import gguf as library  # noqa: F401  the extra `gguf`; without it the target is left out
+
+    files, like = Files(), catalog.shapes("llama", TINY)
+    readers: list[Callable[[Path], Any]] = [
+        gguf.tokenizer_of,
+        gguf.read_base,
+        lambda path: gguf.read_weights(path, TINY, like),
+    ]
+
+    def read(data: bytes) -> None:
+        readers[zlib.crc32(data) % len(readers)](files.put("m.gguf", data))
+
+    return Target(read, [_gguf_file()])
+
+
+def hdf5() -> Target:
+    """Read any HDF5 file as text of Stack Overflow."""
+    import h5py  # the extra `hdf5`; without it the target is left out
+
+    files = Files()
+    seeds = []
+    for version in ("earliest", "latest"):
+        path = files.path / f"{version}.h5"
+        with h5py.File(path, "w", libver=version) as made:
+            made["examples/a/tokens"] = ["one two", "three"]
+        seeds.append(path.read_bytes())
+    reader = Hdf5Reader(seconds=1.0)  # one process for all files, until one of them ends it
+
+    def read(data: bytes) -> None:
+        for client, lines in reader.clients(files.put("t.h5", data)):
+            "".join([client, *lines]).encode()
+
+    return Target(read, seeds)
+
+
+def tokenizer_origin() -> Target:
+    """Read any file that says where the tokenizer beside it came from."""
+    files = Files()
+    made = fit(["the cat sat"], "words", 300, True).library
+    path = files.put("tokenizer.json", made.to_str().encode())
+    given = load_tokenizer(path, "<bos>", "<eos>")
+    write_origin(path, {"kind": "private", **WORDS["origin"]})
+    seed = (files.path / ORIGIN).read_bytes()
+
+    def read(data: bytes) -> None:
+        files.put(ORIGIN, data)
+        vocabulary_of(Data(tokenizer=str(path)), given)
+
+    return Target(read, [seed])
+
+
+# One line per parser; whoever adds a reader of files, messages or settings adds a line.
 TARGETS: dict[str, Callable[[], Target]] = {
     "recipe": recipe,
     "sweep": sweeps,
@@ -708,6 +1044,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "csv": file_target("t.csv", _documents, [b"client,groups,text\na,x > y,one\nb,,two\n"]),
     "parquet": file_target("t.parquet", _documents, [_parquet()]),
     "journal": journal,
+    "live-page": live_page,
+    "status": run_status,
     "ledger": run_ledger,
     "node-ledger": node_ledger,
     "lineage": ancestry,
@@ -723,7 +1061,19 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "words": file_target("words.json", read_words, [json.dumps(WORDS).encode()]),
     "frames": frames,
     "certificates": certificates,
+    "invitation": invitation,
+    "history": actions,
+    "signatures": signatures,
+    "server-answer": server_answer,
+    "kept-replies": kept_replies,
+    "taken-answers": taken_answers,
+    "flower-message": flower_message,
+    "tokenizer-origin": tokenizer_origin,
     "config": config,
+    "weights": weights,
+    "weights-index": weights_index,
+    "gguf": gguf_file,
+    "hdf5": hdf5,
     "secure-sums": secure_sums,
     "secure-state": secure_state,
     "member-list": member_list,

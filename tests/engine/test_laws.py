@@ -15,7 +15,7 @@ from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import PAD, BatchSpec, Cohort, Loss, Sampling, Start
 from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import MeshEngine
+from fedlm.engine.mesh import MeshEngine, programs_of
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
@@ -113,7 +113,7 @@ def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
     for arrived in mesh.updates(Start(params, clip_norm), mesh.prepare(3, MEMBERS)):
         assert float(tree.norm(arrived.update.delta)) <= clip_norm
     tighter = total(mesh, params, 3, clip_norm=clip_norm / 2)
-    assert mesh.traces == 1, "a clip_norm is data, and another one no other program"
+    assert mesh.traces <= 1, "a clip_norm is data, and another one no other program"
     assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
 
 
@@ -203,7 +203,7 @@ def test_members_may_begin_from_models_of_their_own():
     sums = [e.total(starts, Cohort(2, few)) for e in (loop, mesh)]
     assert_same(sums[1].total, sums[0].total)
     assert sums[1][1:] == sums[0][1:]
-    assert mesh.traces == 1
+    assert mesh.traces <= 1
 
 
 @pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
@@ -214,6 +214,7 @@ def test_batches_packed_ahead_change_nothing(kind):
 
 
 def test_cohorts_of_any_size_share_one_program():
+    programs_of.cache_clear()
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7, capacity=8)
     for round, size in enumerate((1, 3, 5, 8, 2)):
         total(engine, model(), round, MEMBERS[:size])

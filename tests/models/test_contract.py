@@ -101,6 +101,23 @@ def test_many_blocks_as_a_loop_are_the_same_model(monkeypatch, batch):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "si-transformer"])
+def test_long_rows_one_by_one_are_the_same_model(monkeypatch, name):
+    tokens = rows(batch=3, width=12)
+    size = replace(SIZE, key_heads=2) if name == "llama" else SIZE
+
+    def found(most):
+        monkeypatch.setattr(sys.modules["fedlm.models.attention"], "MOST_SCORES", most)
+        program = jax.jit(jax.value_and_grad(lambda m: catalog.loss(m, tokens).nats))
+        made = program.lower(fresh(name, size))
+        return "while" in made.as_text(), made.compile()(fresh(name, size))
+
+    (_, plain), (looped, other) = found(1 << 24), found(1)
+    assert looped
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_rotary_positions_depend_on_distance_alone():
     turn = Rotary(6, 100.0)
     q, k = (jnp.asarray(np.random.default_rng(n).normal(size=(1, 1, 1, 8))) for n in (0, 1))

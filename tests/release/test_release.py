@@ -46,7 +46,8 @@ def test_the_container_file_is_well_formed_and_runs_without_rights():
     assert [name for name, _ in found].count("FROM") == 2
     last = [i for i, (name, _) in enumerate(found) if name == "FROM"][-1]
     final = dict(found[last:])
-    assert final["USER"] == "fedlm" and json.loads(final["ENTRYPOINT"]) == ["fedlm"]
+    assert final["USER"] == "10001" and "--uid 10001" in text
+    assert json.loads(final["ENTRYPOINT"]) == ["fedlm"]
     for name, rest in found:
         if name in ("ENTRYPOINT", "CMD", "VOLUME"):
             json.loads(rest)
@@ -76,6 +77,43 @@ def test_a_systemd_unit_starts_a_command_that_exists(path):
     program, *words = unit["Service"]["ExecStart"].split()
     assert program.endswith("/fedlm") and is_command(words)
     assert unit["Service"]["User"] == "fedlm" and unit["Service"]["UMask"] == "0077"
+
+
+def linter(name):
+    """The path of a program beside this Python or on the path; skips the test without it."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    return found or pytest.skip(f"{name} is not at hand: make lint-release installs it")
+
+
+def checked(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_linter_of_container_files_finds_nothing():
+    assert not checked(linter("hadolint"), FOLDER / "Containerfile")
+
+
+def test_the_compose_file_follows_the_specification(tmp_path):
+    command = (linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec")
+    checked(*command, FOLDER / "compose.yml")
+    wrong = (FOLDER / "compose.yml").read_text().replace("profiles: [node]", "profile: [node]")
+    (tmp_path / "wrong.yml").write_text(wrong)
+    assert subprocess.run([*command, tmp_path / "wrong.yml"], capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_finds_nothing_wrong_with_a_unit(path, tmp_path):
+    verify = (linter("systemd-analyze"), "verify")
+    # The program is where the units expect it only on a machine on which fedlm is installed.
+    text = path.read_text().replace("/opt/fedlm/bin/fedlm", sys.executable)
+    (tmp_path / path.name).write_text(text)
+    assert not checked(*verify, tmp_path / path.name)
+    (tmp_path / path.name).write_text(text.replace("UMask=0077", "UMaks=0077"))
+    told = subprocess.run([*verify, tmp_path / path.name], capture_output=True, text=True)
+    assert "UMaks" in told.stderr
 
 
 def sbom():

@@ -129,6 +129,23 @@ def damaged(what: str, error: type[FedlmError] = RecordError) -> Iterator[None]:
         raise error(f"{what} is damaged: {reason}.") from problem
 
 
+@contextlib.contextmanager
+def library_errors(
+    what: str, way_out: str, error: type[FedlmError] = CorpusError
+) -> Iterator[None]:
+    """Turn any error of a library into one sentence: the problem, its reason, a way out."""
+    try:
+        yield
+    except FedlmError:
+        raise
+    except BaseException as problem:
+        # A panic of Rust code is a BaseException, but not an Exception.
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(problem).split())[:200]
+        raise error(f"{what} ({reason}). {way_out}") from None
+
+
 def shown(value: object, most: int = 200) -> str:
     """Return a value as an error message shows it, cut off where it is long.
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from fedlm.core.errors import CorpusError, either, nearest, require
 from fedlm.core.types import Say
+from fedlm.corpus.hdf5 import Hdf5Reader
 
 
 class Document(NamedTuple):
@@ -339,29 +340,12 @@ def _need_columns(path: Path, names: Any, client: str, text: str) -> None:
 
 def tff_hdf5(path: Path) -> Documents:
     """Read TFF's Stack Overflow layout: `examples/<client>/tokens` with one sentence per entry."""
+    reader = Hdf5Reader()
     try:
-        import h5py
-    except ImportError:
-        raise CorpusError(
-            f"{path}: reading HDF5 needs h5py. Run pip install 'fedlm[hdf5]'."
-        ) from None
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise CorpusError(f"{path}: not an HDF5 file ({error}).") from None
-    with file:
-        if not isinstance(file.get("examples"), h5py.Group):
-            raise CorpusError(f"{path}: no group 'examples', as in TFF's Stack Overflow file.")
-        for client, group in file["examples"].items():
-            if "tokens" not in group:
-                raise CorpusError(f"{path}: client {client!r} has no dataset 'tokens'.")
-            try:
-                lines = [s.decode() if isinstance(s, bytes) else s for s in group["tokens"][()]]
-            except UnicodeDecodeError as error:
-                raise CorpusError(
-                    f"{path}: client {client!r} is not valid UTF-8 ({error.reason})."
-                ) from None
+        for client, lines in reader.clients(path):
             yield Document(client, (), "\n".join(lines))
+    finally:
+        reader.close()
 
 
 READERS: dict[str, Callable[..., Documents]] = {

@@ -11,7 +11,6 @@ Not here: the choice of training text (`split.py`); tokenizers made elsewhere
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from fedlm.core.errors import CorpusError
+from fedlm.core.errors import CorpusError, library_errors
 from fedlm.core.types import SpecialTokens
 from fedlm.corpus.split import LINE_END
 
@@ -182,19 +181,6 @@ def _bytes(vocabulary: int) -> tuple[Tokenizer, Any]:
 
 
 _MAKERS = {"words": _words, "bpe": _bpe, "bytes": _bytes}
-
-
-@contextlib.contextmanager
-def library_errors(what: str, way_out: str) -> Iterator[None]:
-    """Turn any error of the library into a `CorpusError`: the problem, its reason, a way out."""
-    try:
-        yield
-    except BaseException as error:
-        # A panic of Rust code is a BaseException, but not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise CorpusError(f"{what} ({reason}). {way_out}") from None
 
 
 def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:

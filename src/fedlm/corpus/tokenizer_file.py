@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from fedlm.core.errors import CorpusError
+from fedlm.core.errors import CorpusError, library_errors
 from fedlm.core.types import SpecialTokens
-from fedlm.corpus.tokenizer import TextTokenizer, library_errors
+from fedlm.corpus.tokenizer import TextTokenizer
 
 USUAL = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|im_start|>", "<|endoftext|>"),

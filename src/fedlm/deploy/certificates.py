@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedlm.core.errors import ConfigError, require
+from fedlm.core.errors import ConfigError, library_errors, require
 
 AUTHORITY_DAYS, SERVER_DAYS, NODE_DAYS = 3650, 825, 825
 # Clocks differ: a certificate that begins today must hold on a machine that is a little behind.
@@ -84,19 +84,34 @@ def check_public(pem: bytes) -> ec.EllipticCurvePublicKey:
     """Read a node's public key, PEM; raise `ConfigError` if it is none."""
     try:
         key = serialization.load_pem_public_key(pem)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError("--key: expected the file node.pub of a node's kit.") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
         raise ConfigError("--key: the key is of another kind than fedlm node init makes.")
     return key
 
 
+def load_certificate(pem: bytes, what: str = "the certificate") -> x509.Certificate:
+    """Read a certificate from PEM; raise `ConfigError` about `what` if it is none."""
+    way_out = "Bring it back, or make another with fedlm federation renew."
+    with library_errors(f"{what} is not a certificate", way_out, ConfigError):
+        found = x509.load_pem_x509_certificate(pem)
+        # Read now: what is wrong inside shows only when it is asked for.
+        _ = found.not_valid_before_utc, found.not_valid_after_utc, found.extensions
+        found.public_key()
+        return found
+
+
+def until(certificate: bytes) -> float:
+    """Return the end of a certificate's time, in seconds since 1970."""
+    return load_certificate(certificate).not_valid_after_utc.timestamp()
+
+
 def public_of(certificate: bytes) -> bytes:
     """Return the public key of a certificate, PEM."""
-    return (
-        x509.load_pem_x509_certificate(certificate)
-        .public_key()
-        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    key = load_certificate(certificate).public_key()
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
 
 
@@ -104,7 +119,7 @@ def check_pair(certificate: bytes, authority: bytes, where: str) -> None:
     """Raise `ConfigError` unless an authority signed a certificate, and both can be read."""
     try:
         good = signed_by(certificate, authority)
-    except ValueError:
+    except ConfigError:
         good = False
     if not good:
         raise ConfigError(f"{where}: the certificate in it is not signed by the authority in it.")
@@ -119,12 +134,10 @@ def node_key() -> tuple[bytes, bytes]:
 def check_current(file: Path) -> None:
     """Raise `ConfigError` unless a file holds a certificate that is valid today."""
     try:
-        found = x509.load_pem_x509_certificate(file.read_bytes())
-        first, last = found.not_valid_before_utc, found.not_valid_after_utc
+        found = load_certificate(file.read_bytes(), str(file))
     except OSError as error:
         raise ConfigError(f"{file} is not readable: {error.strerror}.") from None
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{file} is not a certificate: {str(error)[:200]}.") from None
+    first, last = found.not_valid_before_utc, found.not_valid_after_utc
     now = dt.datetime.now(dt.UTC)
     if not first <= now <= last:
         raise ConfigError(
@@ -136,7 +149,7 @@ def check_current(file: Path) -> None:
 
 def names_of(certificate: bytes) -> list[str]:
     """Return the names and addresses for which a certificate is valid."""
-    found = x509.load_pem_x509_certificate(certificate)
+    found = load_certificate(certificate)
     try:
         held = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -147,7 +160,7 @@ def names_of(certificate: bytes) -> list[str]:
 
 def signed_by(certificate: bytes, issuer: bytes) -> bool:
     """Tell whether the authority `issuer` signed a certificate."""
-    found = x509.load_pem_x509_certificate(certificate)
+    found = load_certificate(certificate)
     try:
         found.verify_directly_issued_by(x509.load_pem_x509_certificate(issuer))
     except Exception:  # a wrong name, a wrong kind of key, a wrong signature

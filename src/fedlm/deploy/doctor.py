@@ -8,6 +8,7 @@ Not here: making things (`workspace.py`).
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import email.utils
 import http.client
@@ -20,10 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from cryptography import x509
-
 from fedlm.core.documents import json_value, read_json
-from fedlm.core.errors import RecordError, WireError
+from fedlm.core.errors import ConfigError, RecordError, WireError, damaged, library_errors
 from fedlm.deploy import certificates, history, signing
 from fedlm.deploy.workspace import Kit, Workspace
 from fedlm.engine.messages import COMPATIBLE, printable
@@ -91,8 +90,7 @@ def registered(kit: Kit) -> Iterator[DoctorCheck]:
     private = certificates.load_private(kit.key)
     public = certificates.public_pem(private)
     signed = signing.sign(private, public, "GET", signing.WHO_AM_I, b"", signing.new_process())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=kit.authority.decode("ascii"))
+    context = _trusting(kit.authority)
     settings = kit.settings
     line = http.client.HTTPSConnection(
         settings.host, settings.port, timeout=TIMEOUT, context=context
@@ -100,24 +98,39 @@ def registered(kit: Kit) -> Iterator[DoctorCheck]:
     try:
         line.request("GET", signing.WHO_AM_I, headers=signed)
         answer = line.getresponse()
-        told = json_value(answer.read(1 << 14), "the answer", WireError)
-        if answer.status != 200:
-            raise WireError(printable(str(told["reason"]))[:200])
-        theirs, protocol = printable(str(told["fedlm"]))[:40], int(told["protocol"])
-    except (OSError, http.client.HTTPException, WireError, KeyError, TypeError, ValueError) as e:
+        known = read_answer(answer.status, answer.read(1 << 14))
+    except (OSError, http.client.HTTPException, WireError) as e:
         yield DoctorCheck("registration", False, str(e), _remedy(str(e), kit))
         return
     finally:
         line.close()
-    yield DoctorCheck("registration", True, f"known as {printable(str(told['name']))[:64]}")
+    yield DoctorCheck("registration", True, f"known as {known.name}")
     own = version("fedlm")
-    fits = protocol in COMPATIBLE
+    fits = known.protocol in COMPATIBLE
     yield DoctorCheck(
         "version",
         fits,
-        f"fedlm {own} here, {theirs} at the server; messages of version {protocol}",
+        f"fedlm {own} here, {known.fedlm} at the server; messages of version {known.protocol}",
         "install the same fedlm at the server and at all nodes",
     )
+
+
+class KnownAs(NamedTuple):
+    """What a server tells a node: its name there, and the version of the server."""
+
+    name: str
+    fedlm: str
+    protocol: int
+
+
+def read_answer(status: int, raw: bytes) -> KnownAs:
+    """Return what a server tells of a node's key, or raise `WireError` with its reason."""
+    told = json_value(raw, "the answer", WireError)
+    with damaged("the answer", WireError):
+        if status != 200:
+            raise WireError(printable(str(told["reason"]))[:200])
+        name, fedlm = printable(str(told["name"]))[:64], printable(str(told["fedlm"]))[:40]
+        return KnownAs(name, fedlm, int(told["protocol"]))
 
 
 def _remedy(reason: str, kit: Kit) -> str:
@@ -144,10 +157,12 @@ def _workspace(workspace: Workspace) -> Iterator[DoctorCheck]:
     authority = workspace.authority.read_bytes()
     yield _lifetime("authority", authority)
     yield _lifetime("certificate", certificate)
-    signed = certificates.signed_by(certificate, authority)
-    way_out = "the authority was changed: make the federation anew"
-    yield DoctorCheck("signature", signed, "by the authority" if signed else "by another", way_out)
-    yield checked_names(certificate, workspace.settings.host)
+    with contextlib.suppress(ConfigError):  # no certificate, as was found above
+        signed = certificates.signed_by(certificate, authority)
+        found = "by the authority" if signed else "by another"
+        way_out = "the authority was changed: make the federation anew"
+        yield DoctorCheck("signature", signed, found, way_out)
+        yield checked_names(certificate, workspace.settings.host)
     for name in workspace.nodes():
         file = workspace.kit(name).path / "node.pem"
         if file.is_file():
@@ -207,7 +222,10 @@ def _private(path: Path) -> DoctorCheck:
 
 
 def _lifetime(what: str, pem: bytes, renew: str = "fedlm federation renew HOME") -> DoctorCheck:
-    found = x509.load_pem_x509_certificate(pem)
+    try:
+        found = certificates.load_certificate(pem, what)
+    except ConfigError as error:
+        return DoctorCheck(what, False, str(error), renew)
     now = dt.datetime.now(dt.UTC)
     well = found.not_valid_before_utc <= now <= found.not_valid_after_utc
     until = f"{found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d}"
@@ -241,9 +259,8 @@ def _reach(host: str, port: int, authority: bytes) -> Iterator[DoctorCheck]:
 
 def handshake(host: str, port: int, authority: bytes) -> tuple[list[DoctorCheck], str | None]:
     """Check the server's certificate as a node does; return the checks and the server's date."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=authority.decode("ascii"))
     try:
+        context = _trusting(authority)
         with (
             socket.create_connection((host, port), TIMEOUT) as plain,
             context.wrap_socket(plain, server_hostname=host) as secure,
@@ -252,11 +269,21 @@ def handshake(host: str, port: int, authority: bytes) -> tuple[list[DoctorCheck]
             secure.sendall(request.encode())
             answer = secure.recv(1 << 14).decode("latin-1")
         return [DoctorCheck("tls", True, "the certificate is good for this name")], _date(answer)
+    except ConfigError as error:
+        return [DoctorCheck("tls", False, str(error), "ask for the authority again")], None
     except ssl.SSLCertVerificationError as error:
         return [_why(error, host)], None
     except (OSError, ssl.SSLError) as error:
         way_out = "something else than fedlm federation serve listens there"
         return [DoctorCheck("tls", False, f"no TLS: {error}", way_out)], None
+
+
+def _trusting(authority: bytes) -> ssl.SSLContext:
+    """Return the settings of a TLS client that trusts this authority, PEM, and no other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with library_errors("the authority is not a certificate", "", ConfigError):
+        context.load_verify_locations(cadata=authority.decode("ascii"))
+    return context
 
 
 def _why(error: ssl.SSLCertVerificationError, host: str) -> DoctorCheck:

@@ -24,6 +24,7 @@ from fedlm.core.errors import RecordError
 
 NAME = "history.jsonl"
 START = "0" * 64
+ALWAYS = ("time", "user", "action", "after")  # what every line tells
 
 
 def note(path: Path, action: str, **facts: Any) -> None:
@@ -53,7 +54,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(_lines(path.read_bytes()), 1):
         try:
             entry = json.loads(line)
-            follows = entry["after"] == after
+            follows = entry["after"] == after and all(type(entry[k]) is str for k in ALWAYS)
         except (ValueError, TypeError, KeyError, RecursionError):
             follows = False
         if not follows:

@@ -28,7 +28,7 @@ from pydantic import Field
 from fedlm.core.errors import ConfigError, require
 from fedlm.deploy import certificates, history
 from fedlm.deploy.policy import POLICY
-from fedlm.deploy.signing import Identity, key_id, until
+from fedlm.deploy.signing import Identity, key_id
 from fedlm.deploy.tables import read_table, write_table
 from fedlm.deploy.workspace import TOKENIZER, Kit, KitSettings, Workspace, check_name, loopback
 from fedlm.recipe.settings import Table
@@ -275,8 +275,8 @@ class Identities:
 
     def _until(self, name: str) -> float:
         try:
-            return until((self.workspace.kit(name).path / "node.pem").read_bytes())
+            return certificates.until((self.workspace.kit(name).path / "node.pem").read_bytes())
         except FileNotFoundError:  # of a federation that was made before there were any
             return math.inf
-        except (OSError, ValueError):
+        except (OSError, ConfigError):
             return 0.0

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedlm.core.documents import read_json
-from fedlm.core.errors import RecordError
+from fedlm.core.durable import write_atomically
+from fedlm.core.errors import RecordError, damaged
 from fedlm.engine.evaluate_messages import EvaluateReply
 from fedlm.engine.messages import TrainReply
-from fedlm.record.checkpoint import write_atomically
 
 Reply = TypeVar("Reply", TrainReply, EvaluateReply)
 
@@ -48,10 +48,19 @@ class Replies:
         """Return the reply of a node, as it came."""
         file = self.path / f"{name}.json"
         facts = read_json(file, str(file), RecordError)
-        frames = tuple((self.path / f"{name}.{i}").read_bytes() for i in range(facts["frames"]))
-        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
-        told["frames"] = frames
-        return kind(**told)
+        with damaged(str(file)):
+            told: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()
+            }
+            told["frames"] = tuple(self._frame(name, i) for i in range(facts["frames"]))
+            return kind(**told)
+
+    def _frame(self, name: str, number: int) -> bytes:
+        file = self.path / f"{name}.{number}"
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise RecordError(f"{file} is not readable: {error.strerror}.") from None
 
 
 class Answers:
@@ -70,7 +79,9 @@ class Answers:
         file = self._file(round)
         if not file.is_file():
             return None
-        found: Mapping[str, Any] = read_json(file, str(file), RecordError)
+        found = read_json(file, str(file), RecordError)
+        if not isinstance(found, dict):
+            raise RecordError(f"{file} is damaged: expected a JSON object.")
         return found
 
     def take(self, round: int, taken: Mapping[str, Any]) -> None:
@@ -79,10 +90,10 @@ class Answers:
 
     def forget(self, round: int) -> None:
         """Remove the answers that no round from this one on can ask for."""
-        for path in self.folder.glob("????????-*"):
+        for path in self.folder.glob(f"{'[0-9]' * 8}-*"):
             if int(path.name[:8]) < round - self.rounds_kept:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob("taken-*.json"):
+        for path in self.folder.glob(f"taken-{'[0-9]' * 8}.json"):
             if int(path.stem.removeprefix("taken-")) < round - self.rounds_kept:
                 path.unlink(missing_ok=True)
 

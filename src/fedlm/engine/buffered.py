@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fedlm.core.errors import EngineError
+from fedlm.core.errors import EngineError, damaged
 from fedlm.core.types import Cohort, Gathered
 from fedlm.engine.dispatch import (
     FIRST_TOLD,
@@ -102,7 +102,7 @@ class RemoteWaiting:
             outcome = self._wait(round, asked, enough, clock, stats)
             self.spool.take(round, outcome._asdict())
         else:
-            outcome = _outcome(kept)
+            outcome = outcome_of(kept)
             self._fetch(asked, outcome)
         groups = [g for a in asked.values() if (g := self._group(a, outcome, stats)) is not None]
         lost = tuple(self._lost(asked, outcome, groups))
@@ -270,9 +270,13 @@ def _waited_for(asked: Mapping[int, Pending], outcome: Outcome) -> list[tuple[in
     return [one for one in every if one not in over]
 
 
-def _outcome(kept: Mapping[str, Any]) -> Outcome:
-    landed, lost = (tuple((int(r), str(n)) for r, n in kept[part]) for part in ("landed", "lost"))
-    return Outcome(landed, lost, float(kept["clock"]))
+def outcome_of(kept: Mapping[str, Any]) -> Outcome:
+    """Return what a round took, as it was kept; raise `RecordError` if that is damaged."""
+    with damaged("the record of the answers that a round took"):
+        landed, lost = (
+            tuple((int(r), str(n)) for r, n in kept[part]) for part in ("landed", "lost")
+        )
+        return Outcome(landed, lost, float(kept["clock"]))
 
 
 class _Glances:

@@ -26,7 +26,7 @@ packs its own; what goes in and what comes out is local to the process, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -122,6 +122,114 @@ class Lanes(NamedTuple):
         return Finished(shared, carry, jnp.float32(examples), jnp.asarray(clip_norm), client_state)
 
 
+class Programs:
+    """The compiled programs of all engines with one algorithm on the same devices.
+
+    They hold no parameters and no text: both are arguments. So engines of equal algorithms share
+    them, and the second run of a process traces and compiles nothing (`programs_of`).
+    """
+
+    def __init__(self, algorithm: Algorithm, devices: tuple[jax.Device, ...]) -> None:
+        self.algorithm, self.mesh = algorithm, Mesh(np.array(devices), ("lanes",))
+        per_lane, replicated = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
+        self.per_lane, self.replicated = per_lane, replicated
+        self.traces = 0  # of the largest program
+        self.share = jax.jit(self._make_shared, static_argnums=0)
+        self.start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
+        self.start_own = jax.jit(self._start_own_lanes, static_argnums=0)
+        self.chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=4)
+        self.sum = jax.jit(_sum_lanes, out_shardings=replicated)
+
+    def _make_shared(self, local: ClientMethod, model: Any, keys: tuple[Any, Any]) -> Any:
+        download, round_key = keys
+        return local.shared(self.algorithm.download.apply(model, download), round_key)
+
+    def _start_lanes(self, local: ClientMethod, shared: Any, base: Params | None) -> LaneState:
+        one = _start_lane(local, on_base(base, shared))
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.mesh.size, *x.shape)), one)
+
+    def _start_own_lanes(
+        self, local: ClientMethod, models: Any, base: Params | None, keys: tuple[Any, Any]
+    ) -> tuple[Any, LaneState]:
+        def one(model: Params) -> tuple[Any, LaneState]:
+            shared = self._make_shared(local, model, keys)
+            return shared, _start_lane(local, on_base(base, shared))
+
+        made = jax.vmap(one)(models)
+        lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self.per_lane)
+        return lanes
+
+    def _run_chunk(
+        self,
+        local: ClientMethod,
+        own: bool,
+        begun: tuple[Any, Any],
+        base: Params | None,
+        state: LaneState,
+        stream: Stream,
+    ) -> LaneState:
+        self.traces += 1
+        lanes = P("lanes")
+        of_begun = lanes if own else P()
+        run = jax.shard_map(
+            partial(self._run_lane, local, own),
+            mesh=self.mesh,
+            in_specs=(of_begun, P(), lanes, lanes),
+            out_specs=lanes,
+            check_vma=False,
+        )
+        done: LaneState = run(begun, base, state, stream)
+        return done
+
+    def _run_lane(
+        self,
+        local: ClientMethod,
+        own: bool,
+        begun: tuple[Any, Any],
+        base: Params | None,
+        state: LaneState,
+        stream: Stream,
+    ) -> LaneState:
+        rest, clip_norm = jax.tree.map(lambda x: x[0], begun) if own else begun
+        shared = on_base(base, rest)
+        state, stream = jax.tree.map(lambda x: x[0], (state, stream))
+        codec = self.algorithm.upload
+
+        def take(at_and_carry):  # type: ignore[no-untyped-def]
+            at, carry = at_and_carry
+            tokens = stream.tokens[at].astype(jnp.int32)
+            kept = stream.features
+            batch: Batch = tokens if kept is None else Precomputed(tokens, kept[at])
+            return at + 1, local.step(shared, carry, batch)
+
+        def segment(i, state):  # type: ignore[no-untyped-def]
+            carry, total, client_state = state
+            key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
+            memory = None if client_state is None else client_state.own
+            carry = jax.lax.cond(
+                stream.opens[i], lambda: local.init(shared, key, memory), lambda: carry
+            )
+            _, carry = jax.lax.while_loop(
+                lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
+            )
+            done = Finished(shared, carry, stream.examples[i], clip_norm, client_state)
+            update = member_half(self.algorithm, local, done, lambda d: codec.apply(d, key))
+            # A member that goes on in the next chunk counts nothing yet: a branch would copy.
+            if self.algorithm.remembers:
+                client_state = tree.where(stream.closes[i], update.client_state, client_state)
+            return LaneState(carry, add_member(total, update, stream.closes[i]), client_state)
+
+        state = jax.lax.fori_loop(0, stream.segments, segment, state)
+        return jax.tree.map(lambda x: x[None], state)
+
+
+# Engines of one process seldom have more algorithms than this; programs of others are let go.
+@lru_cache(maxsize=32)
+def programs_of(algorithm: Algorithm, devices: tuple[jax.Device, ...]) -> Programs:
+    """Return the programs of an algorithm without base or seed, shared by all who ask."""
+    return Programs(algorithm, devices)
+
+
 class MeshEngine:
     """An engine that trains a cohort in lanes, one per device."""
 
@@ -142,20 +250,13 @@ class MeshEngine:
             batch = 4 * shape.batch_size * shape.sequence_length * frozen.embed
             capacity = min(capacity, max(1, MOST_FEATURES // batch))
         self.capacity = capacity
-        devices = list(devices or jax.devices())
-        self.mesh = Mesh(np.array(devices), ("lanes",))
+        devices = tuple(devices or jax.devices())
+        self._programs = programs_of(algorithm.without_values, devices)
         self.lanes = len(devices)
         here = jax.process_index()
         self._mine = [lane for lane, d in enumerate(devices) if d.process_index == here]
         self._compared = False
-        self.traces = 0
-        per_lane, replicated = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
-        self._per_lane, self._replicated = per_lane, replicated
-        self._share = jax.jit(self._make_shared, static_argnums=0)
-        self._start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
-        self._start_own = jax.jit(self._start_own_lanes, static_argnums=0)
-        self._chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=4)
-        self._sum = jax.jit(_sum_lanes, out_shardings=replicated)
+        self.traces = 0  # how often the largest program had to be traced for this engine
 
     # ---- the two verbs -----------------------------------------------------------------
 
@@ -181,7 +282,7 @@ class MeshEngine:
         if cohort.batches:
             self._compare(lanes, starts, cohort)
         upload = sum(payload_size.sizes(self.algorithm, starts.model, cohort, self.seed))
-        total = self._from_all(self._sum, lanes.state.total)
+        total = self._from_all(self._programs.sum, lanes.state.total)
         return Gathered(total, upload, self._download_bytes(starts, cohort))
 
     def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
@@ -200,7 +301,7 @@ class MeshEngine:
         total = total_like(summed_like(self.algorithm, model_like(starts), cohort.round))
         remembered = []
         for places, lanes in self._groups(starts, cohort):
-            total = tree.add(total, self._from_all(self._sum, lanes.state.total))
+            total = tree.add(total, self._from_all(self._programs.sum, lanes.state.total))
             for lane, place in enumerate(places):
                 remembered.append(_of_lane(lanes.state.client_state, lane))
                 upload += size_of(lanes, lane, place)
@@ -283,16 +384,16 @@ class MeshEngine:
 
     def _begin(self, local: ClientMethod, start: Start, round: int) -> Lanes:
         """Return lanes that have done nothing yet, whose members all begin from one model."""
-        shared = self._share(local, start.model, self._keys(round))
+        shared = self._programs.share(local, start.model, self._keys(round))
         shared, clip_norm = self._to_all((shared, jnp.float32(start.clip_norm)))
-        return Lanes(shared, clip_norm, self._start(local, shared, self._base))
+        return Lanes(shared, clip_norm, self._programs.start(local, shared, self._base))
 
     def _begin_own(self, local: ClientMethod, starts: Sequence[Start], round: int) -> Lanes:
         """Return lanes that have done nothing yet, with one start for each."""
-        models = jax.device_put(_stack([start.model for start in starts]), self._per_lane)
-        shared, state = self._start_own(local, models, self._base, self._keys(round))
+        models = jax.device_put(_stack([start.model for start in starts]), self._programs.per_lane)
+        shared, state = self._programs.start_own(local, models, self._base, self._keys(round))
         clip_norm = np.array([start.clip_norm for start in starts], np.float32)
-        return Lanes(shared, jax.device_put(clip_norm, self._per_lane), state, own=True)
+        return Lanes(shared, jax.device_put(clip_norm, self._programs.per_lane), state, own=True)
 
     @cached_property
     def _base(self) -> Params | None:
@@ -306,7 +407,9 @@ class MeshEngine:
         """Return the lanes after one more chunk."""
         shared, clip_norm, state, own = lanes
         begun, batches = (shared, clip_norm), self._to_lanes(stream)
-        state = self._chunk(local, own, begun, self._base, state, batches)
+        before = self._programs.traces
+        state = self._programs.chunk(local, own, begun, self._base, state, batches)
+        self.traces += self._programs.traces - before
         return lanes._replace(state=state)
 
     def _groups(self, starts: Starts, cohort: Cohort) -> Iterator[tuple[list[int], Lanes]]:
@@ -326,9 +429,11 @@ class MeshEngine:
             if fresh is None:
                 lanes = self._begin_own(local, own, round)
             else:
-                lanes = fresh._replace(state=self._start(local, fresh.shared, self._base))
+                lanes = fresh._replace(state=self._programs.start(local, fresh.shared, self._base))
             if own[0].client_state is not None:
-                rows = jax.device_put(_stack([s.client_state for s in own]), self._per_lane)
+                rows = jax.device_put(
+                    _stack([s.client_state for s in own]), self._programs.per_lane
+                )
                 lanes = lanes._replace(state=lanes.state._replace(client_state=rows))
             text = [self.rows_of(member) for member in group]
             for stream in self._streams(round, group, text, self._one_each(text)):
@@ -389,16 +494,20 @@ class MeshEngine:
     def _to_all(self, params: Params) -> Params:
         """Copy parameters to every device of every process."""
         if multihost.alone():
-            return jax.device_put(params, self._replicated)
+            return jax.device_put(params, self._programs.replicated)
         put = jax.make_array_from_process_local_data
-        return jax.tree.map(lambda x: put(self._replicated, np.asarray(x), x.shape), params)
+        return jax.tree.map(
+            lambda x: put(self._programs.replicated, np.asarray(x), x.shape), params
+        )
 
     def _to_lanes(self, stream: Stream) -> Stream:
         """Put the batches of this process's lanes on their devices."""
         if multihost.alone():
-            return jax.device_put(stream, self._per_lane)
+            return jax.device_put(stream, self._programs.per_lane)
         put, lanes = jax.make_array_from_process_local_data, self.lanes
-        return jax.tree.map(lambda x: put(self._per_lane, x, (lanes, *x.shape[1:])), stream)
+        return jax.tree.map(
+            lambda x: put(self._programs.per_lane, x, (lanes, *x.shape[1:])), stream
+        )
 
     def _from_all(self, join: Any, total: Total) -> Total:
         """Sum the lanes of all processes, on one device of this process.
@@ -410,90 +519,6 @@ class MeshEngine:
             jax.block_until_ready(total)  # processes differ in speed; they join when all are done
             multihost.meet()
         return jax.tree.map(lambda x: x.addressable_data(0), join(total))
-
-    # ---- compiled ----------------------------------------------------------------------
-
-    def _make_shared(self, local: ClientMethod, model: Any, keys: tuple[Any, Any]) -> Any:
-        download, round_key = keys
-        return local.shared(self.algorithm.download.apply(model, download), round_key)
-
-    def _start_lanes(self, local: ClientMethod, shared: Any, base: Params | None) -> LaneState:
-        one = _start_lane(local, on_base(base, shared))
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
-
-    def _start_own_lanes(
-        self, local: ClientMethod, models: Any, base: Params | None, keys: tuple[Any, Any]
-    ) -> tuple[Any, LaneState]:
-        def one(model: Params) -> tuple[Any, LaneState]:
-            shared = self._make_shared(local, model, keys)
-            return shared, _start_lane(local, on_base(base, shared))
-
-        made = jax.vmap(one)(models)
-        lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self._per_lane)
-        return lanes
-
-    def _run_chunk(
-        self,
-        local: ClientMethod,
-        own: bool,
-        begun: tuple[Any, Any],
-        base: Params | None,
-        state: LaneState,
-        stream: Stream,
-    ) -> LaneState:
-        self.traces += 1
-        lanes = P("lanes")
-        of_begun = lanes if own else P()
-        run = jax.shard_map(
-            partial(self._run_lane, local, own),
-            mesh=self.mesh,
-            in_specs=(of_begun, P(), lanes, lanes),
-            out_specs=lanes,
-            check_vma=False,
-        )
-        done: LaneState = run(begun, base, state, stream)
-        return done
-
-    def _run_lane(
-        self,
-        local: ClientMethod,
-        own: bool,
-        begun: tuple[Any, Any],
-        base: Params | None,
-        state: LaneState,
-        stream: Stream,
-    ) -> LaneState:
-        rest, clip_norm = jax.tree.map(lambda x: x[0], begun) if own else begun
-        shared = on_base(base, rest)
-        state, stream = jax.tree.map(lambda x: x[0], (state, stream))
-        codec = self.algorithm.upload
-
-        def take(at_and_carry):  # type: ignore[no-untyped-def]
-            at, carry = at_and_carry
-            tokens = stream.tokens[at].astype(jnp.int32)
-            kept = stream.features
-            batch: Batch = tokens if kept is None else Precomputed(tokens, kept[at])
-            return at + 1, local.step(shared, carry, batch)
-
-        def segment(i, state):  # type: ignore[no-untyped-def]
-            carry, total, client_state = state
-            key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
-            memory = None if client_state is None else client_state.own
-            carry = jax.lax.cond(
-                stream.opens[i], lambda: local.init(shared, key, memory), lambda: carry
-            )
-            _, carry = jax.lax.while_loop(
-                lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
-            )
-            done = Finished(shared, carry, stream.examples[i], clip_norm, client_state)
-            update = member_half(self.algorithm, local, done, lambda d: codec.apply(d, key))
-            # A member that goes on in the next chunk counts nothing yet: a branch would copy.
-            if self.algorithm.remembers:
-                client_state = tree.where(stream.closes[i], update.client_state, client_state)
-            return LaneState(carry, add_member(total, update, stream.closes[i]), client_state)
-
-        state = jax.lax.fori_loop(0, stream.segments, segment, state)
-        return jax.tree.map(lambda x: x[None], state)
 
 
 def _start_lane(local: ClientMethod, shared: Any) -> LaneState:

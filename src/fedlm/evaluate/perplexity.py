@@ -9,6 +9,8 @@ Not here: which rows (`recipe/build.py` cuts them), per-client figures (`clients
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -64,18 +66,11 @@ class Evaluator:
     """Score rows in equal batches, spread over this process's devices, with one program."""
 
     def __init__(self, score: ScoreFn, special: SpecialTokens, *, batch: int = 32) -> None:
-        devices = jax.local_devices()
+        devices = tuple(jax.local_devices())
         self._batch = -(-batch // len(devices)) * len(devices)
         mesh = Mesh(np.array(devices), ("rows",))
         self._rows, self._shared = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
-        block = jax.shard_map(
-            lambda params, rows: row_sums(score, special, params, rows.astype(jnp.int32)),
-            mesh=mesh,
-            in_specs=(P(), P("rows")),
-            out_specs=P("rows"),
-            check_vma=False,
-        )
-        self._sums = jax.jit(block)
+        self._sums = _program(score, special, devices)
 
     def __call__(self, params: Params, rows: Int[np.ndarray, "rows width"]) -> Sums:
         """Return the sums of every row, as float64 on the host."""
@@ -92,6 +87,21 @@ class Evaluator:
             np.concatenate([np.asarray(p, np.float64) for p in f]) for f in zip(*parts, strict=True)
         ]
         return Sums(*(column[: len(rows)] for column in joined))
+
+
+@lru_cache(maxsize=32)  # evaluators of one process share it
+def _program(
+    score: ScoreFn, special: SpecialTokens, devices: tuple[jax.Device, ...]
+) -> Callable[[Params, Array], Sums]:
+    """Return the compiled sums of rows that are spread over devices."""
+    block = jax.shard_map(
+        lambda params, rows: row_sums(score, special, params, rows.astype(jnp.int32)),
+        mesh=Mesh(np.array(devices), ("rows",)),
+        in_specs=(P(), P("rows")),
+        out_specs=P("rows"),
+        check_vma=False,
+    )
+    return jax.jit(block)
 
 
 def total(sums: Sums) -> Sums:

@@ -10,7 +10,7 @@ Not here: what a member does with it (`member.py`), what the server does (`round
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from fedlm.core.by_value import by_value
 from fedlm.core.keys import key_for
 from fedlm.core.types import ClientMethod, Codec, OnBase, Params, Sampling, ServerMethod, Update
 from fedlm.privacy.catalog import check_plan, noise_for
@@ -85,6 +86,15 @@ class Algorithm:
         with jax.ensure_compile_time_eval():  # arrays, also if a trace is the first to ask
             return self.make_base()
 
+    @cached_property
+    def without_values(self) -> Algorithm:
+        """The same algorithm without base and seed, which compiled programs take as arguments.
+
+        Runs that differ in nothing else share their programs, and a program that is kept keeps no
+        frozen model in memory.
+        """
+        return replace(self, make_base=None, seed=0)
+
     def local_of(self, round: int) -> ClientMethod:
         """Return the client method of a round."""
         return self.turns[round % len(self.turns)] if self.turns else self.local
@@ -107,30 +117,40 @@ def round_key(algorithm: Algorithm, round: int) -> PRNGKeyArray:
 
 def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
     """Return the shapes of a member's update, without training one."""
-    local = algorithm.local_of(round)
-
-    def work(sent: Any, base: Params | None) -> Update:
-        key = key_for(0, "partial")  # only shapes count
-        shared = on_base(base, local.shared(sent, key))
-        client_state = None if local.init_memory is None else local.init_memory(shared)
-        return local.finish(shared, local.init(shared, key, client_state), jnp.zeros(()))
-
-    made: Update = jax.eval_shape(work, sent, algorithm.base)
-    return made
+    local, base = algorithm.local_of(round), algorithm.base
+    return _update_like(local, *_shapes(sent), *_shapes(base))[0]
 
 
 def summed_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
     """Return the shapes of a member's update as it goes into a sum."""
-    local = algorithm.local_of(round)
-    if local.lift is None:
-        return update_like(algorithm, sent, round)
+    local, base = algorithm.local_of(round), algorithm.base
+    return _update_like(local, *_shapes(sent), *_shapes(base))[1]
 
-    def work(sent: Any, base: Params | None, update: Update) -> Update:
-        shared = on_base(base, local.shared(sent, key_for(0, "partial")))
-        return lifted(local, shared, update)
 
-    like = update_like(algorithm, sent, round)
-    made: Update = jax.eval_shape(work, sent, algorithm.base, like)
+Shapes = tuple[jax.ShapeDtypeStruct, ...]
+
+
+def _shapes(values: Any) -> tuple[Shapes, Any]:
+    """Return the shapes of a tree's leaves, and its structure."""
+    leaves, structure = jax.tree.flatten(values)
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
+
+
+@by_value  # a round asks several times, and tracing a member takes 30 ms
+def _update_like(
+    local: ClientMethod, sent: Shapes, structure: Any, base: Shapes, base_structure: Any
+) -> tuple[Update, Update]:
+    """Return the shapes of a member's update, as it is sent and as it goes into a sum."""
+
+    def work(sent: Any, base: Params | None) -> tuple[Update, Update]:
+        key = key_for(0, "partial")  # only shapes count
+        shared = on_base(base, local.shared(sent, key))
+        client_state = None if local.init_memory is None else local.init_memory(shared)
+        update = local.finish(shared, local.init(shared, key, client_state), jnp.zeros(()))
+        return update, lifted(local, shared, update)
+
+    whole = jax.tree.unflatten(structure, sent), jax.tree.unflatten(base_structure, base)
+    made: tuple[Update, Update] = jax.eval_shape(work, *whole)
     return made
 
 

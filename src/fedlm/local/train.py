@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.types import Batch, ClientMethod, LossFn, OptState, Params, TrainablePart, Update
 
 Scalar = Float[Array, ""]
@@ -45,6 +46,7 @@ class Carry(NamedTuple):
     extra: Any = None  # state that a method adds
 
 
+@by_value
 def local_training(
     loss: LossFn,
     optimizer: optax.GradientTransformation,

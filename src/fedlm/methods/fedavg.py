@@ -14,6 +14,7 @@ from __future__ import annotations
 import optax
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.types import OptState, Params, ServerMethod
 from fedlm.local.train import local_training
 from fedlm.methods.method import Halves, Method, MethodOptions
@@ -22,6 +23,7 @@ from fedlm.methods.optimizers import Optimizer
 client = local_training
 
 
+@by_value
 def server(optimizer: Optimizer) -> ServerMethod:
     """Descend along the negated mean change, the pseudo-gradient."""
 

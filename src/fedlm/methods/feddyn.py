@@ -17,6 +17,7 @@ import optax
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.types import Batch, ClientMethod, LossFn, Params, ServerMethod, Update
 from fedlm.local.train import (
     ALL,
@@ -34,6 +35,7 @@ from fedlm.methods.method import Halves, Method, MethodOptions
 from fedlm.methods.optimizers import Optimizer
 
 
+@by_value
 def client(
     loss: LossFn, optimizer: Optimizer, alpha: float, weigh: Weigh = WEIGHTS["examples"]
 ) -> ClientMethod:
@@ -60,6 +62,7 @@ def client(
     return ClientMethod(ALL.shared, init, step, finish, ALL.expand, tree.zeros_like)
 
 
+@by_value
 def server(alpha: float, participation: float) -> ServerMethod:
     """Take the mean model, moved on by the drift that clients have shown so far."""
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.types import Batch, ClientMethod, LossFn, OptState, Params, ServerMethod, Update
 from fedlm.local.train import (
     ALL,
@@ -34,6 +35,7 @@ from fedlm.methods.method import Halves, Method, MethodOptions
 from fedlm.methods.optimizers import Optimizer
 
 
+@by_value
 def client(
     loss: LossFn, base: Optimizer, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]
 ) -> ClientMethod:
@@ -68,6 +70,7 @@ def client(
     return ClientMethod(ALL.shared, init, step, finish, ALL.expand)
 
 
+@by_value
 def server(base: Optimizer, learning_rate: float) -> ServerMethod:
     """Add the mean change; move the statistics by the mean gradient at the old parameters."""
 

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import optax
 
+from fedlm.core.by_value import by_value
+
 Optimizer: TypeAlias = optax.GradientTransformation
 Rate: TypeAlias = float | optax.Schedule
 
@@ -48,7 +50,18 @@ def client_optimizer(
     name: str, rate: Rate, *, momentum: float = 0.9, weight_decay: float = 0.0, clip: float = 0.0
 ) -> Optimizer:
     """Make a client's optimiser; `clip` bounds the gradient norm for stability, not privacy."""
-    made = CLIENT_OPTIMIZERS[name](rate, momentum, weight_decay)
+    return _clipped(CLIENT_OPTIMIZERS[name], rate, momentum, weight_decay, clip)
+
+
+@by_value
+def _clipped(
+    make: Callable[[Rate, float, float], Optimizer],
+    rate: Rate,
+    momentum: float,
+    weight_decay: float,
+    clip: float,
+) -> Optimizer:
+    made = make(rate, momentum, weight_decay)
     return optax.chain(optax.clip_by_global_norm(clip), made) if clip > 0 else made
 
 
@@ -56,7 +69,18 @@ def server_optimizer(
     name: str, rate: Rate, *, momentum: float, beta2: float, epsilon: float
 ) -> Optimizer:
     """Make the server's optimiser, which takes the negated mean change for a gradient."""
-    return SERVER_OPTIMIZERS[name](rate, momentum, beta2, epsilon)
+    return _plain(SERVER_OPTIMIZERS[name], rate, momentum, beta2, epsilon)
+
+
+@by_value
+def _plain(
+    make: Callable[[Rate, float, float, float], Optimizer],
+    rate: Rate,
+    momentum: float,
+    beta2: float,
+    epsilon: float,
+) -> Optimizer:
+    return make(rate, momentum, beta2, epsilon)
 
 
 def schedule(name: str, rate: float, *, rounds: int, warmup: int, end: float) -> Rate:
@@ -67,7 +91,18 @@ def schedule(name: str, rate: float, *, rounds: int, warmup: int, end: float) ->
     if name == "constant" and warmup == 0:
         # A number, not a function: optimisers then count no rounds in their state.
         return rate
-    body = SCHEDULES[name](rate, max(1, rounds - warmup), end)
+    return _warmed_up(SCHEDULES[name], rate, rounds, warmup, end)
+
+
+@by_value
+def _warmed_up(
+    make: Callable[[float, int, float], optax.Schedule],
+    rate: float,
+    rounds: int,
+    warmup: int,
+    end: float,
+) -> optax.Schedule:
+    body = make(rate, max(1, rounds - warmup), end)
     # The first round already moves: warm-up starts at rate / warmup, not at zero.
     ramp = optax.linear_schedule(rate / max(1, warmup), rate, max(1, warmup - 1))
     return optax.join_schedules([ramp, body], [warmup])

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.types import Batch, ClientMethod, LossFn, Params, ServerMethod, Update
 from fedlm.local.train import (
     ALL,
@@ -36,6 +37,7 @@ from fedlm.methods.method import Halves, Method, MethodOptions
 from fedlm.methods.optimizers import Optimizer
 
 
+@by_value
 def client(loss: LossFn, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]) -> ClientMethod:
     """Take SGD steps corrected by the server's control less the client's own.
 
@@ -65,6 +67,7 @@ def client(loss: LossFn, learning_rate: float, weigh: Weigh = WEIGHTS["examples"
     return ClientMethod(ALL.shared, init, step, finish, ALL.expand, init_memory)
 
 
+@by_value
 def server(optimizer: Optimizer, participation: float) -> ServerMethod:
     """Take FedAvg's step; move the control by the mean turn, times the share that took part."""
     outer = fedavg.server(optimizer)

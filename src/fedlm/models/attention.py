@@ -27,6 +27,10 @@ from fedlm.models.layers import (
 )
 from fedlm.models.packed_layout import Layout
 
+# The most attention scores that are held at once, 64 MiB in float32: longer rows go one by one, and
+# keep no scores for the backward pass.
+MOST_SCORES = 1 << 24
+
 
 class Cache(NamedTuple):
     """Keys and values of the tokens so far, with room for `capacity` tokens."""
@@ -57,6 +61,17 @@ class Attention(eqx.Module):
         return layout.product(self.out, layout.rows(self._see, q, k, v))
 
     def _see(self, q: Array, k: Array, v: Array) -> Float[Array, "batch seq embed"]:
+        batch, seq = q.shape[:2]
+        if batch == 1 or batch * self.heads * seq * seq <= MOST_SCORES:
+            return self._see_rows(q, k, v)
+
+        @jax.checkpoint  # the scores of a row are computed again for its gradient
+        def see(row: tuple[Array, Array, Array]) -> Array:
+            return self._see_rows(*(part[None] for part in row))[0]
+
+        return jax.lax.map(see, (q, k, v))
+
+    def _see_rows(self, q: Array, k: Array, v: Array) -> Float[Array, "batch seq embed"]:
         place = jnp.arange(q.shape[1])
         q, k, v = self._split(q, k, v, place)
         return self._join(self._attend(q, k, v, place, place))

@@ -21,6 +21,7 @@ import jax.random as jr
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, ScoreFn, Tokens
 from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
@@ -216,7 +217,12 @@ def make(architecture: str, size: Dimensions, key: PRNGKeyArray) -> Params:
 
 def shapes(architecture: str, size: Dimensions) -> Params:
     """Return the model with shapes in place of values."""
-    return eqx.filter_eval_shape(lambda: make(architecture, size, jr.key(0)))
+    return _shapes(ARCHITECTURES[architecture].make, size)
+
+
+@by_value
+def _shapes(make: Maker, size: Dimensions) -> Params:
+    return eqx.filter_eval_shape(lambda: make(size, jr.key(0)))
 
 
 def count(architecture: str, size: Dimensions) -> int:
@@ -305,17 +311,15 @@ class ModuleSpec:
         """The number of parameters of the module."""
         return tree.size(self._split()[0])
 
-    def _logits(self, params: Params, tokens: Int[Array, "batch seq"]) -> Array:
-        return eqx.combine(params, self._split()[1])(tokens)
-
     @property
     def loss(self) -> LossFn:
         """The function that gives the next-token loss of a batch."""
+        score = self.score
 
         def of(params: Params, batch: Batch) -> Loss:
             assert not isinstance(batch, Precomputed)  # a module has no adapters
             tokens = batch
-            nats, _ = self.score(params, tokens)
+            nats, _ = score(params, tokens)
             count = jnp.sum(tokens[:, 1:] != PAD).astype(nats.dtype)
             return Loss(jnp.sum(nats), count)
 
@@ -324,10 +328,11 @@ class ModuleSpec:
     @property
     def score(self) -> ScoreFn:
         """The function that gives each target's nats and whether it was the likeliest token."""
+        rest = self._split()[1]  # without the arrays, which programs that are kept must not hold
 
         def of(params: Params, tokens: Tokens) -> tuple[Array, Array]:
             targets = tokens[:, 1:]
-            logits = self._logits(params, jnp.maximum(tokens[:, :-1], 0))
+            logits = eqx.combine(params, rest)(jnp.maximum(tokens[:, :-1], 0))
             logs = jax.nn.log_softmax(logits)
             taken = jnp.take_along_axis(logs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
             right = jnp.argmax(logits, -1) == targets

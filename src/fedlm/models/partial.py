@@ -31,6 +31,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params, TrainablePart
 from fedlm.models import adapters
@@ -95,7 +96,11 @@ def subset(keep: Sequence[bool]) -> TrainablePart:
 
     No gradients are computed for the other leaves.
     """
+    return _subset(tuple(keep))
 
+
+@by_value
+def _subset(keep: tuple[bool, ...]) -> TrainablePart:
     def pick(params: Params) -> Params:
         return tree.split(params, keep)[0]
 
@@ -118,6 +123,7 @@ def drawn_subset(params: Params, share: float, key: PRNGKeyArray) -> TrainablePa
     return subset(leaves_by_fraction(params, share, key))
 
 
+@by_value
 def own_subset(share: float) -> TrainablePart:
     """Return the part in which each member trains the leaves that its own key draws.
 
@@ -141,8 +147,11 @@ def low_rank(like: Params, rank: int) -> TrainablePart:
     the mean of the products is the product of the mean B with A: aggregation approximates
     nothing. Leaves that are no matrix, or too small to gain, are trained in full.
     """
-    shapes = [x.shape for x in jax.tree.leaves(like)]
+    return _low_rank(tuple(x.shape for x in jax.tree.leaves(like)), rank)
 
+
+@by_value
+def _low_rank(shapes: tuple[tuple[int, ...], ...], rank: int) -> TrainablePart:
     def start(shared: Basis) -> list[Any]:
         whole = jax.tree.leaves(shared.params)
         both = zip(whole, shared.fixed, strict=True)
@@ -167,7 +176,7 @@ def low_rank(like: Params, rank: int) -> TrainablePart:
     )
 
 
-def _fixed_factors(shapes: list[tuple[int, ...]], rank: int, key: PRNGKeyArray) -> list[Any]:
+def _fixed_factors(shapes: tuple[tuple[int, ...], ...], rank: int, key: PRNGKeyArray) -> list[Any]:
     """Draw the factor that is not trained, for each matrix that is larger than the rank."""
     keys = jr.split(key, len(shapes))
     return [

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fedlm.core.by_value import by_value
 from fedlm.core.errors import ConfigError, nearest
 from fedlm.core.types import Codec
 from fedlm.wire.dense import bfloat16, dense
@@ -72,7 +73,12 @@ def codec(name: str, *, deflate: bool = False, **options: Any) -> Codec:
         if option not in known:
             hint = nearest(option, [*known, "deflate"])
             raise ConfigError(f"wire.{option}: {name!r} has no such option. {hint}")
-    made = CODECS[name].make(**options)
+    return _made(CODECS[name].make, tuple(sorted(options.items())), deflate)
+
+
+@by_value
+def _made(make: Callable[..., Codec], options: tuple[tuple[str, Any], ...], deflate: bool) -> Codec:
+    made = make(**dict(options))
     return deflated(made) if deflate else made
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray, UInt16
 
 from fedlm.core import tree
+from fedlm.core.by_value import by_value
 from fedlm.core.errors import WireError
 from fedlm.core.types import Codec, Params
 from fedlm.wire.frame import Reader, open_frame, overhead, seal_frame
@@ -41,6 +42,7 @@ def _decode(payload: bytes, like: Params) -> Params:
     return jax.tree.unflatten(structure, made)
 
 
+@by_value
 def dense() -> Codec:
     """Make the float32 codec, which changes no number."""
     return Codec(

@@ -4,19 +4,22 @@ In:       the path of a `.gguf` file.
 Out:      architecture and sizes, the model in float32, and its tokenizer.
 Promise:  every quantised block is made into the numbers that it stands for; rows of queries and
           keys, which the format permutes, are put back; a setting or type that is not read is
-          refused by name.
+          refused by name, and so is a file whose counts lead beyond its end.
 Not here: the format itself (PyPI `gguf`, the extra `fedlm[gguf]`).
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fedlm.core.errors import ConfigError, either
+from fedlm.core.errors import SURPRISES, ConfigError, damaged, either, library_errors
 from fedlm.core.types import Params
 from fedlm.models import catalog
 from fedlm.models.catalog import Dimensions
@@ -30,6 +33,10 @@ ABOUT = ("general.", "tokenizer.", "quantize.", "GGUF.", "split.")  # nothing ab
 # How llama.cpp names the splitting of text before byte-level pairs are merged.
 PRE = {"default": False, "gpt-2": False, "smollm": True}  # whether digits stand alone
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+# The bytes of a value by its type in the file; texts and lists tell their own length.
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+TEXT, LIST = 8, 9
+MOST_DIMENSIONS = 4
 _BLOCK = {
     "attention.query": "attn_q",
     "attention.key": "attn_k",
@@ -54,7 +61,11 @@ TABLE = (
 
 def read_base(path: Path) -> Base:
     """Return the sizes of the model in a file."""
-    reader = _open(path)
+    with damaged(str(path), ConfigError):
+        return _read_base(path, _open(path))
+
+
+def _read_base(path: Path, reader: Any) -> Base:
     values = _values(reader)
     settings = Settings(str(path), values)
     settings.choice("general.architecture", {"llama": "llama"})
@@ -91,14 +102,24 @@ def read_base(path: Path) -> Base:
         "tied": "output.weight" not in _shapes(reader),
     }
     settings.finish({name for name in values if name.startswith(ABOUT)})
-    return Base("llama", sizes)
+    return Base("llama", sizes, str(path))
 
 
 def load(path: Path, size: Dimensions) -> Params:
     """Return the model in a file, in float32."""
-    reader = _open(path)
+    with damaged(str(path), ConfigError):
+        like = catalog.shapes("llama", size)
+    return read_weights(path, size, like)
+
+
+def read_weights(path: Path, size: Dimensions, like: Params) -> Params:
+    """Return the model with shapes `like` in a file, in float32."""
+    with damaged(str(path), ConfigError):
+        return _read_weights(path, size, like, _open(path))
+
+
+def _read_weights(path: Path, size: Dimensions, like: Params, reader: Any) -> Params:
     found = {tensor.name: tensor for tensor in reader.tensors}
-    like = catalog.shapes("llama", size)
     wanted = tensors.names(TABLE, like)
     for name in sorted(wanted ^ found.keys()):
         fault = "has no tensor" if name in wanted else "has a tensor that fedlm does not know:"
@@ -126,10 +147,11 @@ def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def tokens_of(path: Path) -> list[str]:
     """Return the vocabulary in a file, in order."""
-    found: list[str] = list(
-        Settings(str(path), _values(_open(path))).value("tokenizer.ggml.tokens")
-    )
-    return found
+    with damaged(str(path), ConfigError):
+        found: list[str] = list(
+            Settings(str(path), _values(_open(path))).value("tokenizer.ggml.tokens")
+        )
+        return found
 
 
 def licence_of(path: Path) -> str | None:
@@ -143,30 +165,38 @@ def chat_template_of(path: Path) -> str | None:
 
 
 def _text(path: Path, name: str) -> str | None:
-    found = _values(_open(path)).get(name)
-    return found if isinstance(found, str) else None
+    with damaged(str(path), ConfigError):
+        found = _values(_open(path)).get(name)
+        return found if isinstance(found, str) else None
 
 
 def tokenizer_of(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
     """Return the tokenizer in a file, and its bos, eos and unk tokens by their usual names."""
+    with damaged(str(path), ConfigError):
+        return _tokenizer_of(path)
+
+
+def _tokenizer_of(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
     settings = Settings(str(path), _values(_open(path)))
     settings.choice("tokenizer.ggml.model", {"gpt2": "gpt2"})
     digits = settings.choice("tokenizer.ggml.pre", PRE, "default")
     tokens = list(settings.value("tokenizer.ggml.tokens"))
     merges = [tuple(line.split(" ", 1)) for line in settings.value("tokenizer.ggml.merges")]
     kinds = list(settings.value("tokenizer.ggml.token_type", [1] * len(tokens)))
-    made = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, merges))
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    first = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    made.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_]) if digits else bytes_
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
-        ]
-    )
+    what = f"the tokenizer of {path} is not one that the tokenizers library can use"
+    with library_errors(what, "Take another file.", ConfigError):
+        made = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, merges))
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        first = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+        made.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_]) if digits else bytes_
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens(
+            [
+                AddedToken(token, special=True, normalized=False)
+                for token, kind in zip(tokens, kinds, strict=True)
+                if kind in (CONTROL, USER_DEFINED)
+            ]
+        )
     names = {
         "bos_token": "tokenizer.ggml.bos_token_id",
         "eos_token": "tokenizer.ggml.eos_token_id",
@@ -182,11 +212,71 @@ def _open(path: Path) -> Any:
     except ImportError:
         raise ConfigError(f"{path}: GGUF needs an extra: run pip install 'fedlm[gguf]'.") from None
     try:
+        check_bounds(path)
         return gguf.GGUFReader(path)
     except OSError as error:
         raise ConfigError(f"{path} is not readable: {error.strerror}.") from None
-    except (ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"{path} is not a whole GGUF file: {error}.") from None
+    except (*SURPRISES, struct.error) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path} is not a whole GGUF file: {reason}.") from None
+
+
+def check_bounds(path: Path) -> None:
+    """Raise `ValueError` if a count or length in a file's head leads beyond the end of the file.
+
+    The library follows such a count for ever, and takes memory as it goes.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        _Head(data).check()
+
+
+class _Head:
+    """The head of a GGUF file, walked from value to value."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at, self.order = data, 4, "<"
+
+    def number(self, kind: str) -> int:
+        (found,) = struct.unpack_from(self.order + kind, self.data, self.at)
+        self.at += struct.calcsize(self.order + kind)
+        return int(found)
+
+    def skip(self, size: int) -> None:
+        if size > len(self.data) - self.at:
+            raise ValueError("a length leads beyond its end")
+        self.at += size
+
+    def check(self) -> None:
+        if self.data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self.number("I")
+        if version & 0xFFFF == 0:  # written on a machine with the other order of bytes
+            self.order = ">"
+        arrays, values = self.number("Q"), self.number("Q")
+        for _ in range(values):
+            self.skip(self.number("Q"))
+            self.value(self.number("I"))
+        for _ in range(arrays):
+            self.skip(self.number("Q"))
+            dimensions = self.number("I")
+            if dimensions > MOST_DIMENSIONS:
+                raise ValueError(f"a tensor of {dimensions} dimensions")
+            if math.prod(self.number("Q") for _ in range(dimensions)) > 64 * len(self.data):
+                raise ValueError("a tensor is larger than the file")
+            self.skip(12)  # its type, and where it begins
+
+    def value(self, kind: int) -> None:
+        if kind == TEXT:
+            self.skip(self.number("Q"))
+        elif kind == LIST:
+            kind, count = self.number("I"), self.number("Q")
+            if kind == TEXT:
+                for _ in range(count):
+                    self.skip(self.number("Q"))
+            else:
+                self.skip(count * VALUE_BYTES[kind])
+        else:
+            self.skip(VALUE_BYTES[kind])
 
 
 def _shortest(value: float) -> float:
