@@ -1,6 +1,6 @@
 """How quick the live page and its keyboard are.
 
-    python -m benchmarks.watch                 # a folder of 500 runs, one of them with 10,000 rounds
+    python -m benchmarks.watch                 # 500 runs, and one with 10,000 rounds
     python -m benchmarks.watch --keyboard      # only the keyboard, 1.4 million parameters
 
 With playwright and Chromium (`make test-browser` installs them) it also prints what a reader sees:

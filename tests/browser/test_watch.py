@@ -21,8 +21,10 @@ NODES = {
     "south": {"up_bytes": 7, "down_bytes": 9, "self_weight": 0.8, "missed": True},
 }
 WAY = {"layer": 0, "from": "north", "to": "south", "likeness": {"south": 0.5}}
-TALLY = {"round": 0, "answered": ["north"], "late": ["south"], "away": [], "refused": {"east": "no"},
-         "garbage": {}, "up_bytes": 5, "down_bytes": 6}  # fmt: skip
+TALLY = {
+    "round": 0, "answered": ["north"], "late": ["south"], "away": [], "refused": {"east": "no"},
+    "garbage": {}, "up_bytes": 5, "down_bytes": 6,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

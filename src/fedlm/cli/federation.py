@@ -233,6 +233,64 @@ def rotate(
 
 
 @app.command()
+def members(
+    home: HOME,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Write a list of all nodes, for members to approve.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show who takes part in secure sums, or propose another list.
+
+    Example: fedlm federation members fed --propose
+    """
+    needs_flower()
+    from fedlm.deploy import member_list
+    from fedlm.deploy.workspace import Workspace
+
+    found = Workspace.existing(home)
+    if propose:
+        file, shown = member_list.propose(found)
+    else:
+        file, shown = found.members, member_list.current(found)
+    names = [member.name for member in shown.members]
+    if as_json:
+        facts = {"number": shown.number, "members": names, "fingerprint": shown.fingerprint}
+        emit({"home": str(home), "file": str(file), **facts})
+        return
+    out.print(f"list {shown.number}: {', '.join(names)}")
+    out.print(f"  fingerprint {shown.fingerprint}")
+    if propose:
+        out.print(f"send {file} to every node; there: fedlm node approve KIT {file.name}")
+
+
+@app.command()
+def approve(
+    home: HOME,
+    files: Annotated[list[Path], typer.Argument(help="The files approval.json that nodes sent.")],
+    as_json: AsJson = False,
+) -> None:
+    """Take in what members signed; a list that all have signed counts from then on.
+
+    Example: fedlm federation approve fed north/approval.json south/approval.json
+    """
+    needs_flower()
+    from fedlm.deploy import member_list
+    from fedlm.deploy.workspace import Workspace
+
+    found = Workspace.existing(home)
+    shown, missing = member_list.collect(found, files)
+    if as_json:
+        emit({"home": str(home), "number": shown.number, "missing": list(missing)})
+        return
+    if missing:
+        out.print(f"list {shown.number} still needs the approval of {', '.join(missing)}")
+        return
+    out.print(f"list {shown.number} counts from now on; fingerprint {shown.fingerprint}")
+    out.print(f"send {found.members} to every node; there: fedlm node approve KIT members.json")
+
+
+@app.command()
 def history(home: HOME, as_json: AsJson = False) -> None:
     """Who did what to a federation: nodes added and removed, keys, servers, runs.
 
@@ -394,6 +452,9 @@ def demo(
             "--tree", help="Relays: two with two nodes each, or as the recipe's [federation] says."
         ),
     ] = False,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Secure sums: the server sees no node's update.")
+    ] = False,
     recipe: Annotated[
         Path | None, typer.Argument(help="A TOML file; by default a small one.")
     ] = None,
@@ -410,11 +471,13 @@ def demo(
     needs_flower()
     from fedlm.deploy import demo as demos
 
-    asked = demos.recipe() if recipe is None else load(recipe, tuple(changes or ()))
+    asked = demos.recipe(secure=secure) if recipe is None else load(recipe, tuple(changes or ()))
     use_devices(1)  # one lane per process, because all nodes share the machine
-    path = (folder or free_path(RUNS, "demo-tree" if tree else "demo")).absolute()
+    path = (folder or free_path(RUNS, f"demo{'-tree' * tree}{'-secure' * secure}")).absolute()
     done = followed(
-        lambda watcher: demos.demo(path, asked, as_tree=tree, devices=1, watcher=watcher),
+        lambda watcher: demos.demo(
+            path, asked, as_tree=tree, secure=secure, devices=1, watcher=watcher
+        ),
         asked.server.rounds,
     )
     assert done is not None
@@ -425,3 +488,5 @@ def demo(
     rows = [[n, *(done[side][n] for side in ("networked", "simulated"))] for n in names]
     show(f"{path}", ["", "over the network", "in simulation"], rows)
     out.print(f"largest difference of a parameter: {done['difference']:.2g}")
+    if secure:
+        out.print(f"members of the secure sums: fingerprint {done['fingerprint']}")

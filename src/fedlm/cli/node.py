@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.train import polite_stop
+from fedlm.core.errors import require
 from fedlm.engine.devices import use_devices
 
 app = typer.Typer(
@@ -66,6 +68,40 @@ def accept(
     out.print(f"{taken.name} of {taken.federation} at {taken.host}:{taken.port}")
     out.print(f"  authority {authority[:32]}: is this what the operator told you?")
     out.print(f"join with: fedlm node join {kit} --store STORE")
+
+
+@app.command()
+def approve(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")],
+    file: Annotated[Path, typer.Argument(help="The list of members that the operator sent.")],
+    fingerprint: Annotated[
+        str, typer.Option(help="As another member tells it: any other list is refused.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Approve who takes part in secure sums: take a list, or sign one that is proposed.
+
+    Example: fedlm node approve kits/north members.json
+    """
+    from fedlm.deploy import member_list
+    from fedlm.deploy.workspace import Kit
+
+    found = member_list.approve(Kit.existing(kit), file, fingerprint)
+    names = [member.name for member in found.list.members]
+    changes = {"added": found.added, "removed": found.removed, "another key": found.rekeyed}
+    if as_json:
+        told = {name.replace(" ", "_"): list(who) for name, who in changes.items()}
+        facts = {"number": found.list.number, "members": names, **told}
+        shown = {"fingerprint": found.list.fingerprint, "file": str(found.file)}
+        emit({"kit": str(kit), "done": found.done, **facts, **shown})
+        return
+    out.print(f"list {found.list.number}, {found.done}: {', '.join(names)}")
+    for what, who in changes.items():
+        if who:
+            out.print(f"  {what}: {', '.join(who)}")
+    out.print(f"  fingerprint {found.list.fingerprint}: do the other members have the same?")
+    if found.done == "signed":
+        out.print(f"send {found.file} to the operator, who runs fedlm federation approve")
 
 
 @app.command()
@@ -232,6 +268,56 @@ def ledger(
     )
     for line in _sentences(told):
         out.print(line)
+
+
+@app.command()
+def forget(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")],
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Runs, by the first digits of their names; left out: by --days."),
+    ] = None,
+    *,
+    days: Annotated[
+        float, typer.Option(help="Without names: runs that asked nothing for so many days.")
+    ] = 90.0,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what members remember of runs that are over; such a run cannot go on here.
+
+    Example: fedlm node forget kits/north 1f0c9ab2
+    """
+    from fedlm.deploy.node_ledger import NodeLedger
+    from fedlm.deploy.node_memory import NodeMemory
+    from fedlm.deploy.workspace import Kit
+
+    found = Kit.existing(kit)
+    with closing(NodeLedger(found.ledger)):  # no node works with this kit meanwhile
+        memory = NodeMemory(found.memory)
+        gone = _over(memory.runs(), runs or [], days)
+        for run in gone:
+            memory.forget_run(run)
+    if as_json:
+        emit({"kit": str(kit), "forgotten": gone})
+        return
+    out.print(f"forgotten: {', '.join(run[:8] for run in gone) or 'nothing'}")
+
+
+def _over(kept: dict[str, float], named: list[str], days: float) -> list[str]:
+    """Return the runs that begin with one of these names, or without names the old ones."""
+    if not named:
+        return sorted(run for run, at in kept.items() if at < time.time() - 86_400 * days)
+    chosen = []
+    for name in named:
+        fitting = [run for run in kept if name and run.startswith(name)]
+        require(
+            len(fitting) == 1,
+            "RUN",
+            name,
+            f"the first digits of one of the runs kept: {', '.join(r[:8] for r in kept) or 'none'}",
+        )
+        chosen += fitting
+    return sorted(set(chosen))
 
 
 def _sentences(told: dict[str, Any]) -> Iterator[str]:

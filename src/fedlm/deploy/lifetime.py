@@ -8,7 +8,7 @@ Promise:  a run counts with all rounds that it planned, because it may go on wit
 Not here: the ledger (`node_ledger.py`), the limit (`policy.py`), accounting (`privacy`).
 
 The two ways to count a run with independent noise. Planned: the draw is secret, so chance counts.
-By turns: even who knows the draw learns no more than from so many releases with Gaussian noise.
+By turns: even who knows the draw learns no more than from so many releases with their noise.
 Both hold, so the smaller one does.
 """
 
@@ -144,6 +144,7 @@ def _cheapest(share: RunTurns, delta: float) -> tuple[float, Any]:
     plan = share.plan
     assert plan is not None
     events = [account.event_of(plan, plan.rounds)]
-    if share.turns is not None and MECHANISMS[plan.mechanism].independent:
-        events.append(cost.gaussian_event(plan.noise_multiplier, share.turns))
+    by_turns = MECHANISMS[plan.mechanism].turn_event
+    if share.turns is not None and by_turns is not None:
+        events.append(by_turns(plan, share.turns))
     return min(((cost.compose([e], delta)[0], e) for e in events), key=lambda pair: pair[0])

@@ -109,6 +109,10 @@ def _check_population(
 def _check_single(
     policy: Policy, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, asked: Asked
 ) -> None:
+    if recipe.wire.secure_nodes:  # under masks a node's sum shows nothing, also of one client
+        if request.each:
+            raise Refusal("the update of each member is asked for: this recipe has secure sums.")
+        return
     needed, allowed = needs_single_updates(recipe), policy.allows_single_updates
     if request.each and not needed and (plan is not None or not allowed):
         raise Refusal(

@@ -61,7 +61,9 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
-    assumptions = (UNITS[plan.unit], *cost.assumptions, TRUSTED[plan.unit], *_warnings(plan))
+    own = MECHANISMS[plan.mechanism].trusted
+    trusted = TRUSTED[plan.unit] if own is None else own(plan)
+    assumptions = (UNITS[plan.unit], *cost.assumptions, trusted, *_warnings(plan))
     return Spent(
         cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
     )

@@ -75,6 +75,17 @@ def gaussian_event(noise_multiplier: float, squared_sensitivity: float = 1.0) ->
     return dp_accounting.GaussianDpEvent(noise_multiplier / math.sqrt(squared_sensitivity))
 
 
+def zcdp_event(rho: float, rounds: int) -> DpEvent:
+    """Return the event of rounds that are rho-zCDP each, whoever joins them."""
+    import dp_accounting
+
+    if rounds == 0 or rho == 0:
+        return dp_accounting.NoOpDpEvent()
+    if math.isinf(rho):
+        return dp_accounting.NonPrivateDpEvent()
+    return dp_accounting.ZCDpEvent(rounds * rho)
+
+
 def sampled_event(noise_multiplier: float, rate: float, rounds: int) -> DpEvent:
     """Return the event of rounds with normal noise that each client joins with chance `rate`."""
     import dp_accounting

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.record.checkpoint import write_atomically
 
 
 def to_onnx(logits: Callable[[Any], Any], length: int) -> bytes:

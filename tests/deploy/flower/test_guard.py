@@ -164,6 +164,39 @@ def test_nonces_are_forgotten_with_their_time():
     assert list(verifier._seen[key_id(PUBLIC)]) == ["1" * 32]
 
 
+def raw(headers):
+    return {k.lower().encode(): str(v).encode() for k, v in headers.items()}
+
+
+def test_a_signature_does_not_count_again_after_a_restart(tmp_path, monkeypatch):
+    file, before = tmp_path / "signed.json", raw(signed(PULL))
+    Verifier(lambda: KNOWN, marks=file).check("POST", PULL, before, 0)
+    assert file.stat().st_mode & 0o777 == 0o600
+    restarted = Verifier(lambda: KNOWN, marks=file)
+    with pytest.raises(signing.Unsigned, match="started again"):
+        restarted.check("POST", PULL, before, 0)
+    later = time.time() + signing.MARK_SECONDS + 0.01
+    monkeypatch.setattr(signing.time, "time", lambda: later)
+    Verifier(lambda: KNOWN, lambda: later, file).check("POST", PULL, raw(signed(PULL)), 0)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"{", b'{"x": "y"}', b'{"x": [1]}'])
+def test_a_damaged_file_of_times_lets_nothing_old_in(damaged, tmp_path):
+    file, before = tmp_path / "signed.json", raw(signed(PULL))
+    file.write_bytes(damaged)
+    restarted = Verifier(lambda: KNOWN, lambda: time.time() + 1, file)
+    with pytest.raises(signing.Unsigned, match="started again"):
+        restarted.check("POST", PULL, before, 0)
+
+
+def test_addresses_of_those_who_showed_a_key_are_known():
+    known = []
+    guard = guard_of(known=known.append)
+    assert ask(guard, PULL, signed(PULL, private=OTHER_PRIVATE, public=OTHER_PUBLIC))[0] == 401
+    assert ask(guard, "/v1/control/list-runs")[0] == 403 and known == []
+    assert ask(guard, PULL, signed(PULL))[0] == 200 and known == ["somebody"]
+
+
 def test_an_expired_certificate_is_turned_away():
     verifier = Verifier(lambda: {key_id(PUBLIC): Identity("north", PUBLIC, time.time() - 1)})
     headers = {k.lower().encode(): str(v).encode() for k, v in signed(PULL).items()}

@@ -81,7 +81,17 @@ const COLUMNS = [
   ["epsilon", (r) => r.private ? spent(r) : "–"], ["time left", (r) => duration(r.left)],
 ];
 
+const drawnRows = new Map(); // a row that did not change is the same element again
+
 function runRow(row, extra = null) {
+  const sign = JSON.stringify([row, extra, chosen.has(row.id)]), old = drawnRows.get(row.id);
+  if (old && old.sign === sign) return old.made;
+  const made = drawRow(row, extra);
+  drawnRows.set(row.id, { sign, made });
+  return made;
+}
+
+function drawRow(row, extra) {
   return el("tr", {},
     el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare ${row.id}`, "data-key": `c-${row.id}`,
       checked: chosen.has(row.id), onchange: (event) => {
