@@ -39,13 +39,16 @@ MAY_IMPORT = {
     # `run` names the parts of a run; `recipe` makes them.
     "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
     "recipe": {"recipe", "run"} | BELOW,
-    # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
+    # `training` carries a run out, `api` and `search` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
     "training": {"inference", "lineage", "recipe", "run", "training"} | BELOW,
-    "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
+    # `personal` makes models of single members from a finished run.
+    "personal": {"inference", "recipe", "run", "training", "personal"} | BELOW,
+    # `search` makes and trains many runs.
+    "search": {"inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.
@@ -53,7 +56,7 @@ MAY_IMPORT = {
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"sweep", "deploy", "watch", "cli"}
+    | {"personal", "search", "deploy", "watch", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fedlm import sweep
 from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.corpus import sources
 from fedlm.recipe import shipped
 from fedlm.recipe.settings import Recipe, load, parse
 from fedlm.recipe.template import template
+from fedlm.search import sweep
 from tests.cli.test_bad_input import refused
 from tests.conftest import call
 

@@ -33,8 +33,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.record.checkpoint import write_atomically
 
 SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
 # Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
