@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedlm import lineage, sweep
+from fedlm import lineage
 from fedlm.cohort.sampling import Sampling
 from fedlm.core.documents import json_value
 from fedlm.core.errors import FedlmError
@@ -79,6 +79,7 @@ from fedlm.recipe.vocabulary import ORIGIN, vocabulary_of, write_origin
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
 from fedlm.record.status import StatusFile, read_status
+from fedlm.search import sweep
 from fedlm.secure import node as secure_node
 from fedlm.secure import server as secure_server
 from fedlm.secure.local import made_up_members, terms_for
