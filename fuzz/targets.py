@@ -41,12 +41,13 @@ from fedlm.corpus.store import Store, StoreSettings, write
 from fedlm.corpus.tokenizer import fit
 from fedlm.corpus.tokenizer_file import load_tokenizer
 from fedlm.deploy import certificates as pem
-from fedlm.deploy import doctor, history, membership, registration, signing, status
+from fedlm.deploy import doctor, history, membership, registration, signing
 from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import POLICY, load_policy
 from fedlm.deploy.replies import Answers, Replies
 from fedlm.deploy.tables import read_table, write_table
+from fedlm.deploy.tallies import read_rounds
 from fedlm.deploy.versions import older_recipe
 from fedlm.deploy.word_counts import read_words
 from fedlm.deploy.workspace import KitSettings, WorkspaceSettings
@@ -1055,7 +1056,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "federation-file": federation_file,
     "seats": file_target("seats.json", registration.load_assignments, [json.dumps(SEATS).encode()]),
     "counters": file_target("counters.json", Counters, [b'{"north": 3}']),
-    "rounds": file_target("rounds.jsonl", status.read_rounds, [_lines(TALLIES, TALLIES)]),
+    "rounds": file_target("rounds.jsonl", read_rounds, [_lines(TALLIES, TALLIES)]),
     "request-recipe": request_recipe,
     "messages": messages,
     "evaluation-messages": evaluation_messages,

@@ -168,7 +168,7 @@ def run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
-    from fedlm.deploy.server_app import again
+    from fedlm.deploy.server_app import again  # flwr costs a second
 
     return again(recipe, directory, STORES)
 
