@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedlm import lineage, sweep
+from fedlm import lineage
 from fedlm.cohort.sampling import Sampling
 from fedlm.core.documents import json_value
 from fedlm.core.errors import FedlmError
@@ -41,12 +41,13 @@ from fedlm.corpus.store import Store, StoreSettings, write
 from fedlm.corpus.tokenizer import fit
 from fedlm.corpus.tokenizer_file import load_tokenizer
 from fedlm.deploy import certificates as pem
-from fedlm.deploy import doctor, history, membership, registration, signing, status
+from fedlm.deploy import doctor, history, membership, registration, signing
 from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import POLICY, load_policy
 from fedlm.deploy.replies import Answers, Replies
 from fedlm.deploy.tables import read_table, write_table
+from fedlm.deploy.tallies import read_rounds
 from fedlm.deploy.versions import older_recipe
 from fedlm.deploy.word_counts import read_words
 from fedlm.deploy.workspace import KitSettings, WorkspaceSettings
@@ -77,6 +78,8 @@ from fedlm.recipe.settings import parse as parse_tables
 from fedlm.recipe.vocabulary import ORIGIN, vocabulary_of, write_origin
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
+from fedlm.record.status import StatusFile, read_status
+from fedlm.search import sweep
 from fedlm.secure import node as secure_node
 from fedlm.secure import server as secure_server
 from fedlm.secure.local import made_up_members, terms_for
@@ -86,6 +89,7 @@ from fedlm.secure.members import read as read_members
 from fedlm.secure.messages import HEAD
 from fedlm.secure.store import NodeStore
 from fedlm.secure.terms import Session
+from fedlm.watch.board import Board
 from fedlm.wire.catalog import CODECS, named
 from fedlm.wire.frame import open_frame, seal_frame
 
@@ -354,6 +358,30 @@ def journal() -> Target:
     plain = {k: v for k, v in HEADER.items() if k not in ("tree", "privacy")}
     seeds = [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(plain, FLAT, {**FLAT, "round": 1})]
     return Target(read, seeds)
+
+
+def live_page() -> Target:
+    """Show a run with any journal on the live page, in the list and in full."""
+    files = Files()
+    (files.path / "run").mkdir()
+    files.put("run/recipe.toml", dump(parse_tables({})).encode())
+
+    def read(data: bytes) -> None:
+        files.put("run/journal.jsonl", data)
+        files.put("run/nodes.jsonl", data)
+        board = Board(files.path)
+        json.dumps([board.rows(), board.details("run"), board.sweeps()])
+
+    return Target(read, [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(HEADER, TALLIES)])
+
+
+def run_status() -> Target:
+    """Read any file that says what a run is doing."""
+    files = Files()
+    made = StatusFile(files.path / "made.json", command="train")
+    made.begin()
+    seed = (files.path / "made.json").read_bytes()
+    return Target(lambda data: read_status(files.put("status.json", data)), [seed])
 
 
 def _gaussian_plan() -> PrivacyPlan:
@@ -1018,6 +1046,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "csv": file_target("t.csv", _documents, [b"client,groups,text\na,x > y,one\nb,,two\n"]),
     "parquet": file_target("t.parquet", _documents, [_parquet()]),
     "journal": journal,
+    "live-page": live_page,
+    "status": run_status,
     "ledger": run_ledger,
     "node-ledger": node_ledger,
     "lineage": ancestry,
@@ -1025,7 +1055,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "federation-file": federation_file,
     "seats": file_target("seats.json", registration.load_assignments, [json.dumps(SEATS).encode()]),
     "counters": file_target("counters.json", Counters, [b'{"north": 3}']),
-    "rounds": file_target("rounds.jsonl", status.read_rounds, [_lines(TALLIES, TALLIES)]),
+    "rounds": file_target("rounds.jsonl", read_rounds, [_lines(TALLIES, TALLIES)]),
     "request-recipe": request_recipe,
     "messages": messages,
     "evaluation-messages": evaluation_messages,

@@ -90,12 +90,37 @@ def test_every_module_says_what_it_is():
     assert not silent
 
 
-def test_importing_fedlm_stays_light():
-    code = "import sys, fedlm; print(*{m.split('.')[0] for m in sys.modules})"
-    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    assert loaded.isdisjoint(
-        {"dp_accounting", "flwr", "h5py", "jax_privacy", "pandas", "plotly", "scipy", "typer"}
-    )
+STAGES = (
+    # what is imported, one after the other, and what that must not load
+    (("fedlm",), {"dp_accounting", "flwr", "h5py", "jax_privacy", "pandas", "plotly", "scipy"}),
+    (("fedlm",), {"typer"}),
+    # A plan, its noise and the command line need no accountant.
+    (
+        ("fedlm.privacy.account", "fedlm.privacy.correlated", "fedlm.cli.main"),
+        {"dp_accounting", "jax_privacy", "scipy", "flwr"},
+    ),
+    # What a node and a server do could run over another transport.
+    (
+        (
+            "fedlm.engine.remote",
+            "fedlm.engine.dispatch",
+            "fedlm.deploy.node_worker",
+            "fedlm.deploy.relay",
+        ),
+        {"flwr"},
+    ),
+)
+
+
+def test_importing_stays_light():
+    """In one process, because each costs two seconds: what is loaded early is loaded later too."""
+    code = "import importlib, sys\n"
+    for modules, _ in STAGES:
+        code += f"for m in {modules}: importlib.import_module(m)\n"
+        code += "print(*{m.split('.')[0] for m in sys.modules})\n"
+    told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    for (modules, never), loaded in zip(STAGES, told, strict=True):
+        assert never.isdisjoint(loaded.split()), modules
 
 
 def test_only_keys_draw_randomness():

@@ -22,6 +22,7 @@ import jax
 import optax
 
 from fedlm import exporting, lineage
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import tokenizer_file
@@ -47,7 +48,7 @@ from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record import report as pages
-from fedlm.record.checkpoint import from_bytes, write_atomically
+from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
 from fedlm.record.export import write_onnx
 from fedlm.run import Run

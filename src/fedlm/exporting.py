@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, require
 from fedlm.core.types import Params
 from fedlm.corpus import tokenizer_file
@@ -32,7 +33,6 @@ from fedlm.models.interop import gguf, huggingface, peft, web
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record import checkpoint, report
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.export import to_onnx
 

@@ -28,13 +28,13 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.corpus.store import Store
 from fedlm.privacy import account, ledger, spending, vocabulary
 from fedlm.privacy.account import Spent
 from fedlm.privacy.claim import Claim, Context, claim_of
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, round_entry
-from fedlm.record.checkpoint import write_atomically
 
 FILE = "lineage.json"
 REGISTER = "ledgers"  # the folder of a store in which its runs are registered

@@ -71,6 +71,13 @@ def test_turns_are_those_of_the_run(audited):
 
 MECHANISMS_HERE = {
     "gaussian": ("server.sampling=poisson", "privacy.min_separation=0"),
+    "distributed": (
+        "server.sampling=fixed",
+        "privacy.min_separation=0",
+        "privacy.honest_nodes=3",
+        "wire.secure_nodes=4",
+        "wire.upload=secure-18-clip1-members16",
+    ),
     "tree": (),
     "banded": (),
     "toeplitz": (),

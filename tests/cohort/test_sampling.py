@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlm.cohort import sampling
-from fedlm.cohort.sampling import check_cohort, joined, no_history
+from fedlm.cohort.sampling import joined, no_history
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Sampling
 
@@ -131,14 +131,14 @@ def test_poisson_members_join_independently():
 def test_a_cohort_that_the_population_cannot_fill_is_refused(law, cohort):
     wanted = rf"server\.cohort = {cohort}: expected between 1 and the 10 training clients"
     with pytest.raises(ConfigError, match=wanted):
-        check_cohort(law(10, cohort))
+        law(10, cohort).check()
 
 
 def test_a_cohort_that_fits_is_accepted_and_an_empty_population_is_not():
-    check_cohort(fixed(10, 1))
-    check_cohort(poisson(10, 10))
+    fixed(10, 1).check()
+    poisson(10, 10).check()
     with pytest.raises(ConfigError, match="at least one client"):
-        check_cohort(fixed(0, 1))
+        fixed(0, 1).check()
 
 
 # ---- separated: rests in between, and only so many turns -------------------------------

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedlm.core.errors import ConfigError, CorpusError
+from fedlm.corpus import hdf5
 from fedlm.corpus.sources import Document, read
 from fedlm.corpus.store import gather_clients
 
@@ -123,6 +124,34 @@ def test_hdf5_of_another_layout_is_refused(tmp_path):
                 file[name] = values
         with pytest.raises(CorpusError, match=message):
             list(read(path))
+
+
+def test_hdf5_that_promises_more_than_it_holds_is_refused(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        file.create_dataset("examples/a/tokens", (10**12,), h5py.string_dtype(), chunks=(1000,))
+    with pytest.raises(CorpusError, match="for which the file has no room"):
+        list(read(tmp_path / "large.h5"))
+    with h5py.File(tmp_path / "numbers.h5", "w") as file:
+        file["examples/a/tokens"] = [1, 2]
+    with pytest.raises(CorpusError, match="something else than text"):
+        list(read(tmp_path / "numbers.h5"))
+
+
+@pytest.mark.parametrize("code", ["os.kill(os.getpid(), 11)", "time.sleep(60)"])
+def test_a_file_that_ends_or_stops_its_reader_is_refused(tmp_path, monkeypatch, code):
+    """The HDF5 library does both for damaged files; found by `make fuzz`."""
+    pytest.importorskip("h5py")
+    (tmp_path / "worker.py").write_text(f"import os, sys, time\nprint({{}}, flush=True)\n{code}\n")
+    monkeypatch.setattr(hdf5, "WORKER", tmp_path / "worker.py")
+    reader = hdf5.Hdf5Reader(seconds=0.2)
+    with pytest.raises(CorpusError, match=r"a\.h5: not a whole HDF5 file: its reader died"):
+        list(reader.clients(tmp_path / "a.h5"))
+    monkeypatch.undo()
+    reader.seconds = 60
+    with pytest.raises(CorpusError, match=r"a\.h5: not an HDF5 file"):
+        list(reader.clients(tmp_path / "a.h5"))  # by another process
+    reader.close()
 
 
 def test_the_installed_corpus_has_its_249_addresses_grouped_by_president():

@@ -12,7 +12,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import workspace
 from fedlm.deploy.demo import demo
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.status import read_rounds
+from fedlm.deploy.tallies import read_rounds
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
 from fedlm.training import Watcher

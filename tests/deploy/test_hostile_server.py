@@ -19,7 +19,7 @@ from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
 from fedlm.deploy.server_app import record_nodes
-from fedlm.deploy.status import rounds_of
+from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.messages import REFUSAL, SUMS, TrainRequest, encode_hello, encode_request

@@ -7,7 +7,7 @@ import stat
 import pytest
 from cryptography import x509
 
-from fedlm.core.errors import ConfigError, RecordError
+from fedlm.core.errors import ConfigError, RecordError, WireError
 from fedlm.deploy import certificates, doctor, history, membership, workspace
 from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import key_id
@@ -149,6 +149,37 @@ def test_who_did_what_is_on_record_and_shows_changes(home, tmp_path):
         home.history.write_text("".join(changed))
         with pytest.raises(RecordError, match="line 2 does not follow"):
             history.read(home.history)
+
+
+@pytest.mark.parametrize("pem", [b"", b"\xff", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
+def test_a_damaged_certificate_is_found_and_named(home, pem):
+    """Found by `make fuzz`: the doctor and renewals died of it."""
+    for reader in (certificates.names_of, certificates.public_of, certificates.until):
+        with pytest.raises(ConfigError, match="is not a certificate"):
+            reader(pem)
+    home.certificate.write_bytes(pem)
+    with pytest.raises(ConfigError, match="is not a certificate"):
+        membership.renew_server(home)
+    found = {check.what: check for check in doctor._workspace(home)}
+    assert not found["certificate"].well and "renew" in found["certificate"].way_out
+    assert "signature" not in found and found["history"].well
+    assert not doctor.handshake("localhost", 1, pem)[0][0].well
+
+
+@pytest.mark.parametrize("line", ['{"after": "%s"}', '{"after": "%s", "time": 1, "user": []}'])
+def test_a_history_without_its_facts_is_refused(home, line):
+    home.history.write_text(line % history.START + "\n")
+    with pytest.raises(RecordError, match="line 1 does not follow"):
+        history.read(home.history)
+
+
+@pytest.mark.parametrize(
+    "told", ["{}", "[]", '{"name": "a", "fedlm": "0", "protocol": 1e400}', '{"reason": []}']
+)
+def test_a_server_that_answers_nonsense_is_refused(told):
+    """Found by `make fuzz`: an answer without a name ended the doctor."""
+    with pytest.raises(WireError, match="the answer is damaged"):
+        doctor.read_answer(200, told.encode())
 
 
 def test_a_node_certificate_signs_nothing_and_serves_nobody(home, tmp_path):

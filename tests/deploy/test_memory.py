@@ -1,6 +1,9 @@
 """What members remember stays at their nodes, and a run over nodes is its simulation."""
 
+import json
+import os
 import stat
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.corpus.store import Store
+from fedlm.deploy import workspace
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_memory import NEVER, NodeMemory
@@ -228,3 +232,24 @@ def test_a_memory_is_kept_as_long_as_a_server_can_go_back(on_disk, tmp_path):
     memory.forget(RUN, 0, last=5, round=12, window=6)  # round 9 did not count
     assert sorted(memory._rounds(RUN, 0)) == [5, 12]
     assert memory.read(RUN, 0, 5, first)["w"].tolist() == [5, 5, 5]
+
+
+def test_what_members_remember_of_runs_that_are_over_is_removed(run_cli, tmp_path):
+    kit = workspace.init(tmp_path / "fed", "fed", ["localhost"], 9443, ["north"]).kit("north")
+    memory = NodeMemory(kit.memory)
+    first, second, third = ("1" * 32, "12" + "0" * 30, "3" * 32)
+    for run in (first, second, third):
+        memory.write(run, 0, 4, {"x": jnp.zeros(2)})
+    os.utime(kit.memory / third / "0" / "round-000004.safetensors", (0, 0))
+    said = run_cli("node", "forget", kit.path, "1")
+    assert said.code == 2 and "RUN" in said.stderr, "two runs begin so"
+    assert run_cli("node", "forget", kit.path, "9").code == 2
+    told = json.loads(run_cli("node", "forget", kit.path, "--json").stdout)
+    assert told["forgotten"] == [third] and set(memory.runs()) == {first, second}
+    assert run_cli("node", "forget", kit.path, "12").code == 0
+    assert set(memory.runs()) == {first}
+    with pytest.raises(Refusal, match="begin another run"):
+        memory.read(second, 0, 4, None)
+    with closing(NodeLedger(kit.ledger)):  # a node is at work
+        assert run_cli("node", "forget", kit.path, "11").code != 0
+    assert set(memory.runs()) == {first}

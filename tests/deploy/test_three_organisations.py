@@ -162,6 +162,16 @@ def wait_for(address, port, before, child):
 # ---- the story -----------------------------------------------------------------------------------
 
 
+def join_by_invitation(folder, server, name):
+    """A node makes its own key; its public half goes to the operator, an invitation comes back."""
+    command(folder, "node", "init", "kit", "--name", name)
+    shutil.copyfile(folder / "kit" / "node.pub", server / f"{name}.pub")
+    told = command(server, "federation", "add-node", "fed", name, "--key", f"{name}.pub")
+    shutil.copytree((server / told["invitation"]).parent, folder / "invitation")
+    accepted = command(folder, "node", "accept", "kit", "invitation")
+    assert accepted["authority"] == told["authority"]
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """Folders of the server and of all organisations after a private and a plain tree run."""
@@ -179,10 +189,9 @@ def story(tmp_path_factory):
         command(server, "federation", "tokenizer", *sent, "--out", "tokenizer", "--vocabulary", 400)
         port = free_port()
         start = ("federation", "init", "fed", "--host", address, "--port", port)
-        start += ("--nodes", ",".join(WORDS), "--quorum", 1)
-        command(server, *start, "--tokenizer", "tokenizer/tokenizer.json")
-        for name in WORDS:  # the kit is handed over
-            shutil.copytree(server / "fed" / "nodes" / name, base / name / "kit")
+        command(server, *start, "--quorum", 1, "--tokenizer", "tokenizer/tokenizer.json")
+        for name in WORDS:
+            join_by_invitation(base / name, server, name)
             like = ("--like", "kit/tokenizer/tokenizer.json", "--words", "words")
             command(base / name, "prepare", "letters.jsonl", "--out", "store", *like)
         serve = Child(
@@ -267,6 +276,9 @@ def test_nothing_of_their_text_is_in_the_servers_files(story, tmp_path):
     base, server, _ = story
     search = searched(base)
     assert search.leaks(server) == []
+    keys = [(base / name / "kit" / "node.key").read_bytes() for name in WORDS]
+    files = [file.read_bytes() for file in server.rglob("*") if file.is_file()]
+    assert not any(key in file for key in keys for file in files), "private keys stay at nodes"
     # The same search finds each kind of leak.
     planted = {
         "norsk sent of the embedding": next((base / "norsk" / "frames").iterdir()),

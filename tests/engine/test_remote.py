@@ -14,12 +14,15 @@ from fedlm.corpus.store import Store
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
+from fedlm.deploy.server_app import record_nodes
+from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import TrainReply, encode_reply
 from fedlm.federation.round import outgoing
 from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
+from fedlm.record.directory import RunDirectory
 from fedlm.run import Hooks, loop
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
@@ -294,6 +297,32 @@ def test_who_sends_garbage_again_and_again_is_put_aside(folder, store, nodes):
     assert [sorted(t.garbage) for t in tallies] == [["south"]] * 3 + [[]] * 2
     assert tallies[2].put_aside == {"south": 13} and tallies[3].aside == ["south"]
     assert transport.asked.count("south") == 3
+
+
+def test_who_never_answers_is_put_aside_and_stays_so_after_a_restart(
+    folder, store, nodes, tmp_path
+):
+    made, assignments, _ = nodes
+    whole, said = simulated(folder, store, "server.rounds=8"), []
+    state = whole.round.init(whole.start())
+    for first in (0, 4):  # the second process knows the rounds of the first from the record alone
+        transport = LocalTransport(made, slow=["south"])
+        over = networked_run(
+            whole.recipe,
+            store,
+            assignments,
+            tmp_path,
+            transport=transport,
+            quorum=Quorum(quorum=0.5, deadline=0.05),
+            on_stats=lambda t: record_nodes(RunDirectory(tmp_path), t, None, 2, said.append),
+        )
+        start = Start(outgoing(over.algorithm, state), np.inf)
+        for round in range(first, first + 4):
+            over.engine.total(start, over.engine.prepare(round, MEMBERS))
+    tallies = rounds_of(tmp_path)
+    assert [t["late"] for t in tallies] == [["south"]] * 3 + [[]] * 5
+    assert [t["aside"] for t in tallies] == [[]] * 3 + [["south"]] * 5
+    assert "south" not in transport.asked and any("aside until round 13" in s for s in said)
 
 
 @pytest.mark.parametrize("sums", [{"nats": 1e300}, {"weight": 1e300}, {"refused": 2.0}], ids=str)

@@ -48,6 +48,11 @@ PLANS: dict[str, PrivacyPlan] = {
     "banded, cyclic": plan("banded", CYCLIC, matrix=COLUMN),
     **CORRELATED,
 }
+# Noise of which each node of a secure sum adds a share: the server adds none.
+AT_NODES: dict[str, PrivacyPlan] = {
+    "distributed": plan("distributed", FIXED, honest_nodes=3),
+    "distributed, spaced": plan("distributed", APART, honest_nodes=3),
+}
 
 
 def tree_nodes(rounds, restart_every=0):

@@ -97,9 +97,12 @@ def test_settings_that_exclude_each_other_are_refused_in_one_sentence(made, chan
         made(*changes)
 
 
-def test_over_a_network_they_are_refused(made):
+def test_over_a_network_robust_rules_are_refused_and_secure_rounds_must_be_saved(made):
     run = made()
-    for change in (SECURE, ("server.aggregate=median",)):
+    for change, why in (
+        (SECURE, r"run.checkpoint_every = 2: expected 1 with secure sums over a network"),
+        (("server.aggregate=median",), "nothing over a network yet"),
+    ):
         recipe = made(*change).recipe
-        with pytest.raises(ConfigError, match="over a network"):
+        with pytest.raises(ConfigError, match=why):
             flat_run(recipe, run.store, out=run.store.path, members=run.population)

@@ -1,6 +1,7 @@
 """`fedlm new` explains every setting, and what it writes is a recipe; recipes come with fedlm."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fedlm.recipe.settings import Recipe, load, parse
 from fedlm.recipe.template import template
 from fedlm.search import sweep
 from tests.cli.test_bad_input import refused
+from tests.conftest import call
 
 GIVEN = {"data": {"source": "sotu"}, "server": {"rounds": 7}}
 TEXT = template(GIVEN, "A title.", "fedlm train x.toml")
@@ -90,10 +92,29 @@ HERE = [
 ]
 
 
+@pytest.mark.parametrize("name", sorted({n for n in shipped.names() if "/" not in n} - {*HERE}))
+def test_a_recipe_without_its_text_says_which_text_it_wants(name, tmp_path):
+    (tmp_path / "clone" / "recipes").mkdir(parents=True)
+    shutil.copy(shipped.folder() / f"{name}.toml", tmp_path / "clone" / "recipes")
+    told = call(tmp_path / "clone", "train", f"recipes/{name}.toml", "--set", "run.devices=2")
+    wanted = Path(load(Path(name)).data.source).name
+    assert f"put {wanted} there, or set data.source to a file of yours" in told.stderr
+    assert told.code == 2 and "Traceback" not in told.stderr
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder in which recipes of the same text share its prepared stores."""
+    return tmp_path_factory.mktemp("clone")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
-def test_recipes_on_text_that_can_be_installed_train_on_a_clone(run_cli, name):
-    less = ("server.rounds=1", "server.evaluate_rows=10", "run.baselines=false", "run.devices=2")
+def test_recipes_on_text_that_can_be_installed_train_on_a_clone(clone, name):
+    if load(Path(name)).data.source == "chitchat":
+        pytest.importorskip("chitchat_dataset", reason="needs pip install 'fedlm[chitchat]'")
+    less = ("server.rounds=2", "server.evaluate_rows=10", "run.baselines=false", "run.devices=2")
     changes = [part for setting in less for part in ("--set", setting)]
-    done = run_cli("train", name, *changes, "--out", "run", "--json")
+    done = call(clone, "train", name, *changes, "--out", f"runs/{name}", "--json")
     assert done.code == 0, done.stderr
+    assert done.json["rounds"] == 2 and done.json["perplexity"] > 1

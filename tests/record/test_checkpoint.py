@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.record import checkpoint
 
@@ -269,7 +270,7 @@ def test_a_checkpoint_is_its_owners_alone(tmp_path, open_umask, monkeypatch):
 
 
 def test_what_is_not_private_is_as_open_as_the_user_wants(tmp_path, open_umask):
-    checkpoint.write_atomically(tmp_path / "page" / "report.html", b"x")
+    write_atomically(tmp_path / "page" / "report.html", b"x")
     assert mode(tmp_path / "page" / "report.html") == 0o666
     assert mode(tmp_path / "page") == 0o777
 

@@ -43,16 +43,29 @@ def check(leaves, threshold=3):
     np.testing.assert_array_equal(found.total, added(sent, survivors))
 
 
-@pytest.mark.parametrize("leaves", [p for i, p in enumerate(patterns()) if i % 32 == 31])
-def test_some_drop_out_patterns(leaves):
-    check(leaves)
+@pytest.mark.parametrize("part", range(8))
+def test_every_drop_out_pattern_up_to_names(part):
+    found = list(patterns())
+    assert len(found) == 252
+    for leaves in found[part::8]:
+        check(leaves)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threshold", [3, 4, 5])
+@pytest.mark.parametrize("threshold", [4, 5])
 def test_every_drop_out_pattern_of_five_nodes(threshold):
     for leaves in patterns():
         check(leaves, threshold)
+
+
+@pytest.mark.slow
+def test_all_7776_named_drop_out_patterns_of_five_nodes():
+    """Six stages, staying to the end among them, to the fifth power."""
+    seen = 0
+    for leaves in itertools.product(range(STAYS + 1), repeat=5):
+        check(leaves)
+        seen += 1
+    assert seen == 7776
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_a_state_is_on_the_disk_before_its_answer_or_there_is_no_answer(tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr("fedlm.secure.store.os.fsync", full)
-        with pytest.raises(RecordError, match=r"No space left on device\. Nothing was answered"):
+        with pytest.raises(RecordError, match=r"No space left on device\. Nothing was sent"):
             nodes.ask("sign", 0, s, ask[0])
     assert before == {path: path.read_bytes() for path in (tmp_path / "0").glob("*.json")}
     # What was not answered was not decided: another list may still be signed.

@@ -25,9 +25,21 @@ from rich.table import Table
 
 from fedlm.record.journal import dumps
 
+
+class Output(Console):
+    """The console of results: on a terminal it breaks lines between words, in a file it does not.
+
+    A line that begins with two blanks and `fedlm` is a command to copy: it stays one line.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        command = isinstance(objects[0], str) and objects[0].startswith("  fedlm ")
+        super().print(*objects, **{"soft_wrap": command or not self.is_terminal, **options})
+
+
 # Names of clients, groups and files are shown as they are, brackets and colons included.
 talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
-out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+out = Output(highlight=False, markup=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Node = Annotated[str, typer.Option("--node", help="A node of the run's tree: its own model.")]

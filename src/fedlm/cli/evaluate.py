@@ -68,7 +68,8 @@ def evaluate(
         found |= made.evaluation.of_models(models, split)
         if keystrokes:
             text = getattr(made.evaluation, "text", {}).get(split)
-            require(text is not None, "--keystrokes", True, "a flat run whose text is here")
+            if text is None:
+                raise ConfigError("--keystrokes: expected a flat run whose text is here.")
             rows, _ = text.rows(1)
             found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, rows)
     if as_json:
@@ -154,7 +155,7 @@ def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
-    from fedlm.deploy.server_app import again
+    from fedlm.deploy.server_app import again  # flwr costs a second
 
     return again(recipe, directory, STORES)
 

@@ -85,9 +85,11 @@ def main() -> None:
         note(f"fedlm: {error}")
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None:
-            raise
-        note(f"fedlm: {error.filename}: {error.strerror}.")
+        where = "" if error.filename is None else f"{error.filename}: "
+        note(f"fedlm: {where}{error.strerror or error}.")
+        sys.exit(FedlmError.exit_code)
+    except MemoryError:
+        note("fedlm: there is not enough memory for this here: lower the sizes, or free some.")
         sys.exit(FedlmError.exit_code)
 
 

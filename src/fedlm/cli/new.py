@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, talk
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import require
 from fedlm.corpus import sources
 from fedlm.corpus.store import Store
 from fedlm.recipe.settings import load
 from fedlm.recipe.template import template
-from fedlm.record.checkpoint import write_atomically
 
 MOST_COUNTED = 100_000  # clients; a larger text is not read to its end
 COHORT, ROUNDS = 20, 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show
+from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import polite_stop
+from fedlm.core.errors import require
+from fedlm.corpus import sources
+from fedlm.corpus.store import StoreSettings
+from fedlm.deploy import member_list, membership
+from fedlm.deploy.guard import store_releases
+from fedlm.deploy.lifetime import summary
+from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
+from fedlm.deploy.signing import key_id
+from fedlm.deploy.word_counts import count_words
+from fedlm.deploy.workspace import Kit
 from fedlm.engine.devices import use_devices
 
 app = typer.Typer(
@@ -34,7 +47,6 @@ def init(
 
     Example: fedlm node init kits/north --name north
     """
-    from fedlm.deploy import membership
 
     made = membership.init_kit(kit, name)
     if as_json:
@@ -55,8 +67,6 @@ def accept(
 
     Example: fedlm node accept kits/north invitation.toml
     """
-    from fedlm.deploy import membership
-    from fedlm.deploy.signing import key_id
 
     taken = membership.accept(membership.made_kit(kit), invitation)
     authority = key_id(taken.authority.encode())
@@ -69,6 +79,38 @@ def accept(
 
 
 @app.command()
+def approve(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")],
+    file: Annotated[Path, typer.Argument(help="The list of members that the operator sent.")],
+    fingerprint: Annotated[
+        str, typer.Option(help="As another member tells it: any other list is refused.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Approve who takes part in secure sums: take a list, or sign one that is proposed.
+
+    Example: fedlm node approve kits/north members.json
+    """
+
+    found = member_list.approve(Kit.existing(kit), file, fingerprint)
+    names = [member.name for member in found.list.members]
+    changes = {"added": found.added, "removed": found.removed, "another key": found.rekeyed}
+    if as_json:
+        told = {name.replace(" ", "_"): list(who) for name, who in changes.items()}
+        facts = {"number": found.list.number, "members": names, **told}
+        shown = {"fingerprint": found.list.fingerprint, "file": str(found.file)}
+        emit({"kit": str(kit), "done": found.done, **facts, **shown})
+        return
+    out.print(f"list {found.list.number}, {found.done}: {', '.join(names)}")
+    for what, who in changes.items():
+        if who:
+            out.print(f"  {what}: {', '.join(who)}")
+    out.print(f"  fingerprint {found.list.fingerprint}: do the other members have the same?")
+    if found.done == "signed":
+        out.print(f"send {found.file} to the operator, who runs fedlm federation approve")
+
+
+@app.command()
 def rotate(
     kit: Annotated[Path, typer.Argument(help="The node's kit.")], as_json: AsJson = False
 ) -> None:
@@ -76,7 +118,6 @@ def rotate(
 
     Example: fedlm node rotate kits/north
     """
-    from fedlm.deploy import membership
 
     public = membership.rotate_kit(membership.made_kit(kit))
     if as_json:
@@ -107,11 +148,10 @@ def join(
 
     Example: fedlm node join kits/north --store stores/letters
     """
-    from fedlm.cli.federation import needs_flower
 
     needs_flower()
     use_devices(devices)
-    from fedlm.deploy.node import work
+    from fedlm.deploy.node import work  # flwr costs a second
 
     with polite_stop() as stop:
         work(kit, store, policy, whole=whole, base=base, say=note, stop=stop.is_set)
@@ -141,9 +181,6 @@ def words(
 
     Example: fedlm node words letters/ --out words --epsilon 2
     """
-    from fedlm.corpus import sources
-    from fedlm.corpus.store import StoreSettings
-    from fedlm.deploy.word_counts import count_words
 
     settings = StoreSettings(
         tokenizer=tokenizer,
@@ -177,10 +214,9 @@ def relay(
 
     Example: fedlm node relay kits/europe --home europe
     """
-    from fedlm.cli.federation import needs_flower
 
     needs_flower()
-    from fedlm.deploy.node import relay as pass_on
+    from fedlm.deploy.node import relay as pass_on  # flwr costs a second
 
     with polite_stop() as stop:
         pass_on(kit, home, say=note, stop=stop.is_set)
@@ -206,10 +242,6 @@ def ledger(
 
     Example: fedlm node ledger kits/north
     """
-    from fedlm.deploy.guard import store_releases
-    from fedlm.deploy.lifetime import summary
-    from fedlm.deploy.node_ledger import NodeLedger
-    from fedlm.deploy.workspace import Kit
 
     path = Kit.existing(kit).ledger
     if confirm is not None:
@@ -232,6 +264,53 @@ def ledger(
     )
     for line in _sentences(told):
         out.print(line)
+
+
+@app.command()
+def forget(
+    kit: Annotated[Path, typer.Argument(help="The node's kit.")],
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Runs, by the first digits of their names; left out: by --days."),
+    ] = None,
+    *,
+    days: Annotated[
+        float, typer.Option(help="Without names: runs that asked nothing for so many days.")
+    ] = 90.0,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what members remember of runs that are over; such a run cannot go on here.
+
+    Example: fedlm node forget kits/north 1f0c9ab2
+    """
+
+    found = Kit.existing(kit)
+    with closing(NodeLedger(found.ledger)):  # no node works with this kit meanwhile
+        memory = NodeMemory(found.memory)
+        gone = _over(memory.runs(), runs or [], days)
+        for run in gone:
+            memory.forget_run(run)
+    if as_json:
+        emit({"kit": str(kit), "forgotten": gone})
+        return
+    out.print(f"forgotten: {', '.join(run[:8] for run in gone) or 'nothing'}")
+
+
+def _over(kept: dict[str, float], named: list[str], days: float) -> list[str]:
+    """Return the runs that begin with one of these names, or without names the old ones."""
+    if not named:
+        return sorted(run for run, at in kept.items() if at < time.time() - 86_400 * days)
+    chosen = []
+    for name in named:
+        fitting = [run for run in kept if name and run.startswith(name)]
+        require(
+            len(fitting) == 1,
+            "RUN",
+            name,
+            f"the first digits of one of the runs kept: {', '.join(r[:8] for r in kept) or 'none'}",
+        )
+        chosen += fitting
+    return sorted(set(chosen))
 
 
 def _sentences(told: dict[str, Any]) -> Iterator[str]:

@@ -78,6 +78,12 @@ Bands = Annotated[
 Buffers = Annotated[
     int, typer.Option("--buffers", help=_help_of("buffers", "copies of the model remembered."))
 ]
+Honest = Annotated[
+    int,
+    typer.Option(
+        "--honest-nodes", help=_help_of("honest_nodes", "nodes that keep their noise secret.")
+    ),
+]
 Restart = Annotated[
     int,
     typer.Option(
@@ -107,6 +113,7 @@ def epsilon(
     clip: Clip = 1.0,
     bands: Bands = 0,
     buffers: Buffers = 3,
+    honest_nodes: Honest = 0,
     restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -132,6 +139,7 @@ def epsilon(
         clip_norm=clip,
         bands=bands,
         buffers=buffers,
+        honest_nodes=honest_nodes,
         restart_every=restart_every,
         sampling=(sampling, cohort, population, min_separation, max_participations),
     )
@@ -155,6 +163,7 @@ def calibrate(
     clip: Clip = 1.0,
     bands: Bands = 0,
     buffers: Buffers = 3,
+    honest_nodes: Honest = 0,
     restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -170,6 +179,7 @@ def calibrate(
         clip_norm=clip,
         bands=bands,
         buffers=buffers,
+        honest_nodes=honest_nodes,
         restart_every=restart_every,
         sampling=(sampling, cohort, population, min_separation, max_participations),
     )

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.console import AsJson, emit, out
+from fedlm.core.durable import write_atomically
 from fedlm.record import report as pages
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 
 

@@ -9,10 +9,10 @@ import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, polite_stop
+from fedlm.core.durable import write_atomically
 from fedlm.core.releasable import Releasable
 from fedlm.engine.devices import use_devices
 from fedlm.record import report
-from fedlm.record.checkpoint import write_atomically
 from fedlm.search import sweep as sweeps
 from fedlm.training import Watcher
 

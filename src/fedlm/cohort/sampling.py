@@ -15,23 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedlm.core.errors import require
 from fedlm.core.keys import generator_for
 from fedlm.core.types import History, Members, Sampling
 
 NEVER = -(1 << 30)
-
-
-def check_cohort(sampling: Sampling) -> None:
-    """Refuse a cohort that the population cannot fill."""
-    require(sampling.population > 0, "population", sampling.population, "at least one client")
-    require(
-        1 <= sampling.cohort <= sampling.population,
-        "server.cohort",
-        sampling.cohort,
-        f"between 1 and the {sampling.population} training clients of this store",
-        "Lower server.cohort or prepare more clients.",
-    )
 
 
 def no_history(sampling: Sampling) -> History:

@@ -2,7 +2,7 @@
 
 In:       nothing.
 Out:      the types that packages share, so that they need not import each other.
-Promise:  types only; no function here computes.
+Promise:  types only; nothing here computes more than whether a value makes sense.
 Not here: settings (`recipe/settings.py`).
 """
 
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
+
+from fedlm.core.errors import require
 
 # Fills the places of a row that hold no token. PAD is in no vocabulary, so that every entry of a
 # vocabulary can be a target; an array indexed with PAD gives its last entry, which no code may use.
@@ -76,6 +78,17 @@ class Sampling:
     cohort: int  # exactly (fixed, spaced) or in expectation (the other laws)
     min_separation: int = 0  # where the law keeps it: rounds strictly between two participations
     max_participations: int = 0  # spaced: per client and run; 0: as many as the separation allows
+
+    def check(self) -> None:
+        """Refuse a cohort that the population cannot fill."""
+        require(self.population > 0, "population", self.population, "at least one client")
+        require(
+            1 <= self.cohort <= self.population,
+            "server.cohort",
+            self.cohort,
+            f"between 1 and the {self.population} training clients",
+            "Lower server.cohort or prepare more clients.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +255,7 @@ class Start:
     model: Any  # the server's message
     clip_norm: float = math.inf  # the longest update a member may send; infinite without a plan
     client_state: Any = None  # the members' own state; in a shared start, one row per member
+    noise_secret: bytes = b""  # from which simulated nodes draw their noise, if nodes add it
 
 
 Starts = Start | Sequence[Start]
@@ -254,6 +268,8 @@ class Gathered(NamedTuple):
     total: Total
     upload_bytes: int
     download_bytes: int
+    # Under noise at nodes: the variance in the sum, over the one that its epsilon counts.
+    noise_excess: float | None = None
 
 
 class Arrived(NamedTuple):

@@ -15,6 +15,7 @@ import os
 import select
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from fedlm.core.errors import CorpusError
 
 WORKER = Path(__file__).with_name("hdf5_worker.py")
 CLIENT_SECONDS = 120.0  # until the next client of a file is there
+START_SECONDS = 120.0  # until the process has imported its library
 
 
 class Died(Exception):
@@ -46,7 +48,7 @@ class Hdf5Reader:
         try:
             self._ask(path)
             while True:
-                answer = self._answer()
+                answer = self._answer(self.seconds)
                 ended = "client" not in answer
                 if "error" in answer:
                     raise CorpusError(f"{path}: {answer['error']}.")
@@ -66,8 +68,7 @@ class Hdf5Reader:
         process, self._process = self._process, None
         self._unread.clear()
         if process is not None:
-            process.kill()
-            process.communicate()
+            _end(process)
 
     def _ask(self, path: Path) -> None:
         if self._process is None:
@@ -75,18 +76,20 @@ class Hdf5Reader:
             # A script, without its folder in the path: importing fedlm itself would take seconds.
             command = [sys.executable, "-P", str(WORKER)]
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
+            weakref.finalize(self, _end, self._process)
+            self._answer(START_SECONDS)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(str(path)).encode() + b"\n")
         self._process.stdin.flush()
 
-    def _answer(self) -> dict[str, Any]:
-        """Return the next line of the process, or raise `Died`."""
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        """Return the next line of the process, or raise `Died` if none comes in time."""
         assert self._process is not None and self._process.stdout is not None
         pipe, seen = self._process.stdout.fileno(), 0
         while (end := self._unread.find(b"\n", seen)) < 0:
             seen = len(self._unread)
             more = b""
-            if select.select([pipe], [], [], self.seconds)[0]:
+            if select.select([pipe], [], [], seconds)[0]:
                 more = os.read(pipe, 1 << 16)
             if not more:
                 raise Died
@@ -95,3 +98,10 @@ class Hdf5Reader:
         del self._unread[: end + 1]
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and close its pipes; once it is over, do nothing."""
+    if process.returncode is None:
+        process.kill()
+        process.communicate()

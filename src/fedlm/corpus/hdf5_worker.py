@@ -1,8 +1,8 @@
 """Reads HDF5 files in a process of its own; run as a script, it imports nothing of fedlm.
 
 In:       on stdin, the path of a file per line.
-Out:      on stdout, a JSON line per client: its name and its sentences; then a line that says that
-          the file ended, or why it cannot be read.
+Out:      on stdout, an empty JSON object when it is ready; per file, a line per client with its
+          name and sentences, then one that says that it ended, or why it cannot be read.
 Promise:  what the HDF5 library makes of a damaged file (a signal, gigabytes of memory) ends this
           process and no other.
 Not here: starting it, and waiting for its answers (`hdf5.py`).
@@ -27,6 +27,7 @@ def main() -> None:
     """Read every file that is named on stdin."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print("{}", flush=True)  # ready
     for line in sys.stdin:
         try:
             for answer in answers(json.loads(line)):

@@ -2,10 +2,11 @@
 
 In:       an ASGI application, an address, certificate and key.
 Out:      a server that runs until it is stopped.
-Promise:  an address has at most so many connections, and all together leave files to open; a
-          connection that has not finished its TLS handshake, or has not sent a whole request head,
-          within a few seconds is closed; heads are small, and a body that nobody asked for stays
-          with its sender but for 64 KiB.
+Promise:  an address has at most so many connections, and all together leave files to open; all
+          strangers together leave a quarter to addresses from which nodes have come; a connection
+          that has not finished its TLS handshake, or has not sent a whole request head, within a
+          few seconds is closed; heads are small, and a body that nobody asked for stays with its
+          sender but for 64 KiB.
 Not here: who may come in (`flower/superlink.py`).
 """
 
@@ -27,19 +28,40 @@ from fedlm.core.errors import ConfigError
 HANDSHAKE_SECONDS = HEAD_SECONDS = 10.0
 LARGEST_HEAD = 32 << 10  # bytes
 IDLE_SECONDS = 75  # between two requests of a connection
+MOST_KNOWN = 1 << 16  # addresses that are remembered
 SPARE_FILES = 128  # for the database, logs and libraries
 
 
 class Connections:
-    """The number of open connections by address."""
+    """The number of open connections by address.
+
+    >>> all_of_them = Connections(per_address=4, total=8)
+    >>> all_of_them.know("10.0.0.1")
+    >>> [all_of_them.enter(f"10.9.0.{n}") for n in range(8)]
+    [True, True, True, True, True, True, False, False]
+    >>> [all_of_them.enter("10.0.0.1") for _ in range(3)]
+    [True, True, False]
+    """
 
     def __init__(self, per_address: int, total: int) -> None:
         self.per_address, self.total = per_address, total
+        self.strangers = total - total // 4  # that addresses which nobody knows may have
         self.open: Counter[str] = Counter()
+        self.known: dict[str, None] = {}  # addresses, the latest last
+
+    def know(self, address: str) -> None:
+        """Remember an address from which somebody has shown a key that counts."""
+        self.known.pop(address, None)
+        self.known[address] = None
+        if len(self.known) > MOST_KNOWN:
+            del self.known[next(iter(self.known))]
 
     def enter(self, address: str) -> bool:
         """Count a connection; return False if its address, or all together, have too many."""
-        if self.open[address] >= self.per_address or self.open.total() >= self.total:
+        most = self.total if address in self.known else self.strangers
+        if self.open[address] >= self.per_address or self.open.total() >= most:
+            if not self.open[address]:
+                del self.open[address]
             return False
         self.open[address] += 1
         return True

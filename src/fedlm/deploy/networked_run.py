@@ -27,6 +27,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.local import bounds_of, held_at_nodes, redacted
 from fedlm.deploy.replies import Answers
+from fedlm.deploy.tallies import earlier_rounds
 from fedlm.engine.buffered import RemoteWaiting
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
@@ -34,6 +35,7 @@ from fedlm.engine.evaluate_messages import SPLITS
 from fedlm.engine.messages import MOST_MEMBERS
 from fedlm.engine.remote import Leaf, RemoteEngine, leaves_of
 from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
+from fedlm.engine.remote_secure import RemoteSecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer
 from fedlm.federation.topology import EVERYBODY, Topology
@@ -42,11 +44,14 @@ from fedlm.privacy.release import hides
 from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
+from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import settings_of, tree_run
 from fedlm.run import Run
+from fedlm.secure.terms import Member
 from fedlm.wire.dense import dense
 
+ATTEMPT = "secure.json"  # who was in which list of the secure sum that is under way
 ANSWERS = "answers"  # of buffered rounds, until they are added
 SURVEY = "held_out.json"  # how much held-out text nodes announced
 
@@ -63,11 +68,13 @@ def networked_run(
     run_id: str | None = None,
     counters: Counters | None = None,
     say: Callable[[str], None] = lambda text: None,
+    secure_members: tuple[Member, ...] = (),
 ) -> Run:
     """Return a run whose members live at nodes.
 
     It is evaluated on held-out text of the local store, or by the nodes if that has none. Nodes
-    tell runs apart by `run_id`; without one the run gets a new one.
+    tell runs apart by `run_id`; without one the run gets a new one. `secure_members` is the
+    federation's list, for recipes with secure sums.
     """
     asking = {
         "exact": dense(),
@@ -76,7 +83,7 @@ def networked_run(
         "counters": counters or Counters(),
         "say": say,
     }
-    nodes = _Nodes(recipe, store, assignments, path, transport, asking, on_stats)
+    nodes = _Nodes(recipe, store, assignments, path, transport, asking, on_stats, secure_members)
     return _flat(nodes) if recipe.federation is None else _tree(nodes)
 
 
@@ -91,6 +98,7 @@ class _Nodes:
     transport: Any
     asking: Mapping[str, Any]  # what questions to train and to score have in common
     on_stats: Callable[[RoundStats], None]
+    secure_members: tuple[Member, ...]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -105,6 +113,8 @@ class _Nodes:
     def engine(self, algorithm: Algorithm, homes: Mapping[int, Leaf] | None = None) -> Engine:
         """Return the engine that asks nodes; `homes`, in a tree, tells whose text a leaf has."""
         base = parts.base_sha256(algorithm) if held_at_nodes(self.recipe) else None
+        if self.recipe.wire.secure_nodes and self.transport is not None:
+            return self._secure_engine(algorithm, self._told(algorithm.plan, base))
         return RemoteEngine(
             algorithm,
             self.transport,
@@ -115,7 +125,26 @@ class _Nodes:
             secret_names=hides(algorithm.plan),
             on_stats=self.on_stats,
             bounds=bounds_of(self.recipe, self.store.vocabulary),
+            earlier=partial(earlier_rounds, self.path),
             **self.asking,
+        )
+
+    def _secure_engine(self, algorithm: Algorithm, told: str) -> Engine:
+        """Return the engine whose totals are secure sums of the members on the list."""
+        recipe = self.recipe
+        return RemoteSecureEngine(
+            algorithm,
+            self.transport,
+            self.assignments,
+            self.secure_members,
+            nodes=nodes_of(recipe),
+            integers=integers_of(recipe, algorithm),
+            shares=shares_of(recipe, algorithm),
+            recipe=told,
+            seed=recipe.run.seed,
+            on_stats=self.on_stats,
+            file=None if self.path == Path() else self.path / ATTEMPT,
+            **{name: of for name, of in self.asking.items() if name != "exact"},
         )
 
     def held_out(

@@ -11,20 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from fedlm.corpus.store import Store
 from fedlm.deploy.delivery import MODELS
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.flower.supernode import SuperNode, serve
+from fedlm.deploy.member_list import read_list
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, load_policy
 from fedlm.deploy.processes import follow_parent
 from fedlm.deploy.relay import Relay
+from fedlm.deploy.secure_worker import SecureAnswers
 from fedlm.deploy.workspace import Kit, Workspace
 from fedlm.engine.dispatch import Quorum
+from fedlm.secure.keys import IdentityKey
+from fedlm.secure.store import NodeStore
 
 
 def work(
@@ -44,7 +49,11 @@ def work(
     store = Store(store_path)
     store.verify()
     warn(policy, say)
-    with closing(NodeLedger(kit.ledger)) as ledger:
+    identity = IdentityKey.from_pem(kit.key)
+    with (
+        closing(NodeLedger(kit.ledger)) as ledger,
+        closing(NodeStore(kit.secure, identity)) as sums,
+    ):
         memory = NodeMemory(kit.memory)
         worker = Worker(
             store,
@@ -56,6 +65,7 @@ def work(
             models=kit.path / MODELS,
             name=kit.settings.name,
             base=base,
+            secure=SecureAnswers(sums, partial(read_list, kit.members)),
         )
         serve(SuperNode(kit, say), worker, say=say, stop=stop)
 

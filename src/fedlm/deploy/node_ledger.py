@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.durable import CUT, append_bytes, ends_whole, sync_path
 from fedlm.core.errors import RecordError
 from fedlm.deploy.policy import Refusal
 from fedlm.engine.messages import MOST_COUNTER
@@ -39,7 +40,6 @@ NAME = "ledger.jsonl"
 WHOLE = "*"  # a member that is all clients of a store
 MOST_REFUSALS = 10_000  # lines: a server that asks without end must not fill the disk
 LONGEST_REASON = 1000
-CUT = b" #cut"
 _HEX = re.compile("[0-9a-f]+")
 _FIELDS: dict[str, dict[str, Any]] = {
     "begin": {"salt": str},
@@ -299,22 +299,13 @@ def _locked(path: Path) -> int:
             f"{path} is in use: another process of this node runs. Stop it first."
         ) from None
     os.fchmod(file, 0o600)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # a new file name is not safe before that
-    finally:
-        os.close(folder)
+    sync_path(path.parent)
     return file
 
 
 def _write(file: int, path: Path, line: bytes) -> None:
     try:
-        size = os.fstat(file).st_size
-        whole = size == 0 or os.pread(file, 1, size - 1) == b"\n"
-        rest = memoryview(line if whole else CUT + b"\n" + line)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
+        append_bytes(file, line if ends_whole(file) else CUT + b"\n" + line)
     except OSError as error:
         raise RecordError(
             f"{path} could not be written: {error.strerror}. Nothing was answered."

@@ -12,10 +12,13 @@ Not here: what is remembered (`methods`, `federation/member.py`).
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.durable import write_atomically
 from fedlm.deploy.policy import Refusal
+from fedlm.engine.messages import RUN_NAME
 from fedlm.record import checkpoint
 
 NEVER = -1  # in place of a round: the member's answers have not counted yet
@@ -50,7 +53,7 @@ class NodeMemory:
         if self.folder is None:
             self._held[run, member, round] = data
         else:
-            checkpoint.write_atomically(self._file(run, member, round), data, private=True)
+            write_atomically(self._file(run, member, round), data, private=True)
 
     def forget(self, run: str, member: int, last: int, round: int, window: int) -> None:
         """Remove what no question can ask for, when `last` counted and `round` is asked.
@@ -68,6 +71,23 @@ class NodeMemory:
             uncounted = last < r < round
             if uncounted or (r < round - window and r not in (*before, last)):
                 self._remove(run, member, r)
+
+    # ---- runs that are over --------------------------------------------------------------
+
+    def runs(self) -> dict[str, float]:
+        """Return the names of the runs of which something is kept, and when it was last written."""
+        folders = [] if self.folder is None or not self.folder.is_dir() else self.folder.iterdir()
+        found = {}
+        for folder in folders:
+            if RUN_NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
+                times = [file.stat().st_mtime for file in folder.rglob("*.safetensors")]
+                found[folder.name] = max(times, default=folder.stat().st_mtime)
+        return found
+
+    def forget_run(self, run: str) -> None:
+        """Remove all that members remember of a run; if it asks again, the node refuses."""
+        assert self.folder is not None and RUN_NAME.fullmatch(run)
+        shutil.rmtree(self.folder / run)
 
     # ---- files ---------------------------------------------------------------------------
 

@@ -30,13 +30,14 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.delivery import keep_models
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
-from fedlm.deploy.limits import cost_of, memory_here, within
+from fedlm.deploy.limits import cost_of, within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.question import Asked
+from fedlm.deploy.secure_worker import SecureAnswers, node_sum
 from fedlm.engine.evaluate_messages import (
     EVALUATE_REQUEST,
     EvaluateReply,
@@ -45,16 +46,30 @@ from fedlm.engine.evaluate_messages import (
     read_request,
 )
 from fedlm.engine.evaluate_messages import SUMS as EVALUATION_SUMS
-from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
+from fedlm.engine.messages import (
+    SECURE_REQUEST,
+    SUMS,
+    Hello,
+    Payload,
+    TrainReply,
+    TrainRequest,
+    respond,
+)
 from fedlm.engine.payload_size import kept_leaves
+from fedlm.engine.secure_messages import SecureReply, SecureRequest
+from fedlm.engine.secure_messages import encode_reply as encode_secure
+from fedlm.engine.secure_messages import read_request as read_secure
+from fedlm.engine.secure_vector import NodeSum
 from fedlm.federation.member import left_out, start_of
 from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
 from fedlm.recipe import parts
+from fedlm.recipe.memory import most_bytes
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.dense import dense
 
+Request = TrainRequest | EvaluateRequest | SecureRequest
 MOST_KEPT = 2  # runs whose compiled programs are kept
 
 
@@ -73,14 +88,16 @@ class Worker:
         models: Path | None = None,
         name: str = "",
         base: Path | None = None,
+        secure: SecureAnswers | None = None,
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
         Without a `ledger` and a `memory` it remembers its answers, and its members what methods
         have them remember, only as long as it lives. What it is given at the end of a run goes to
         the folder `models`, its own model under its `name`. `base` is the model on which
-        it lets adapters be trained.
+        it lets adapters be trained; `secure` is its half of secure sums.
         """
+        self.secure = secure
         self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
         self.base = base
@@ -99,7 +116,10 @@ class Worker:
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
-        others = {EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p)))}
+        others = {
+            EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p))),
+            SECURE_REQUEST: lambda p: encode_secure(self.secure_sum(read_secure(p))),
+        }
         return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 
     def hello(self) -> Hello:
@@ -121,13 +141,15 @@ class Worker:
 
     def train(self, request: TrainRequest) -> TrainReply:
         """Train this node's members of a round."""
-        if request.text != self.text:
-            raise WireError("the text of this node is not the one that the run began with.")
-        if any(m - request.first >= self.clients for m in request.members):
-            raise WireError(f"this node has {self.clients} members: it was asked for others.")
+        self._check_members(request)
         with self.guard.recording(request):
             work = within(self.policy.longest_seconds, lambda: self._work(request))
             recipe, plan = work.recipe, work.algorithm.plan
+            if recipe.wire.secure_nodes:
+                raise Refusal(
+                    "a sum without masks is asked for: this recipe has secure sums "
+                    "(wire.secure_nodes)."
+                )
             self.guard.admit(request, recipe, plan, self._names(request, leaf=work.leaf))
         # How many members a node has in a round tells of the draw, which a plan keeps secret.
         self.say(f"round {request.round}" + (f": {len(request.members)} members" * (plan is None)))
@@ -135,6 +157,40 @@ class Worker:
         kept = MemberMemories(self.memory, work, request)
         reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
         return replace(reply, counter=self.ledger.counter)
+
+    def secure_sum(self, request: SecureRequest) -> SecureReply:
+        """Answer one step of a secure sum; the members train in the step that masks their sum."""
+        self._check_members(request)
+        with self.guard.recording(request):
+            if self.secure is None:
+                raise Refusal("this node takes part in no secure sums: it has no identity key.")
+            work = within(self.policy.longest_seconds, lambda: self._work(request))
+            session, vector = self.secure.session(request, work)
+            if request.step == "mask":
+                plan = work.algorithm.plan
+                names = self._names(request, leaf=False) if request.members else []
+                self.guard.admit(request.training, work.recipe, plan, names)
+                self.say(f"round {request.round}")
+
+        def trained() -> NodeSum:
+            seconds = self.policy.longest_seconds
+            return within(seconds, lambda: node_sum(work, request, vector))
+
+        frame = self.secure.answer(request, session, trained)
+        return SecureReply(
+            round=request.round,
+            attempt=request.attempt,
+            step=request.step,
+            frames=(frame,),
+            counter=self.ledger.counter,
+        )
+
+    def _check_members(self, request: TrainRequest | SecureRequest) -> None:
+        """Raise `WireError` for a question about another text, or members of others."""
+        if request.text != self.text:
+            raise WireError("the text of this node is not the one that the run began with.")
+        if any(m - request.first >= self.clients for m in request.members):
+            raise WireError(f"this node has {self.clients} members: it was asked for others.")
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Score models on this node's held-out text, and reply with sums."""
@@ -172,7 +228,7 @@ class Worker:
             counter=self.ledger.counter,
         )
 
-    def _names(self, request: TrainRequest, *, leaf: bool) -> list[str]:
+    def _names(self, request: TrainRequest | SecureRequest, *, leaf: bool) -> list[str]:
         """Return the clients of a request by their names in the ledger."""
         if leaf or self.whole:
             return [WHOLE]
@@ -180,7 +236,7 @@ class Worker:
         clients = (int(numbers[member - request.first]) for member in request.members)
         return [self.ledger.client(self.store.client(number)) for number in clients]
 
-    def _work(self, request: TrainRequest | EvaluateRequest) -> NodeWork:
+    def _work(self, request: Request) -> NodeWork:
         """Return the work of a recipe, checked once and then kept with its compiled programs."""
         address = f"{request.first}|{request.population}|{request.recipe}"
         if address not in self._kept:
@@ -194,7 +250,7 @@ class Worker:
             self._check_cost(self._kept[address].recipe, request)
         return self._kept[address]
 
-    def _check_cost(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> None:
+    def _check_cost(self, recipe: Recipe, request: Request) -> None:
         """Raise `Refusal` if a request would take more steps or memory than is allowed."""
         numbers = [int(number) for number in self.store.training_clients]
         members = [[numbers[member - request.first]] for member in sorted(set(request.members))]
@@ -202,9 +258,9 @@ class Worker:
             members = [numbers]
         spec = parts.model_spec(recipe, self.store.vocabulary)
         steps, memory = cost_of(recipe, spec, self.store, members)
-        policies.check_cost(self.policy, steps, memory, memory_here())
+        policies.check_cost(self.policy, steps, memory, most_bytes())
 
-    def _check(self, recipe: Recipe, request: TrainRequest | EvaluateRequest) -> NodeWork:
+    def _check(self, recipe: Recipe, request: Request) -> NodeWork:
         check_deployable(recipe)
         base = recipe.model.base_sha256
         recipe = self._on_own_base(recipe)

@@ -19,6 +19,7 @@ from pydantic import Field
 from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import ConfigError, FedlmError
 from fedlm.deploy.tables import read_table
+from fedlm.privacy import account
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, Table
 
@@ -32,6 +33,7 @@ POLICY = """\
 #                                # only if smallest_cohort is left out or 1
 # smallest_evaluation = 5        # held-out clients behind a figure of this node's text; left out:
 #                                # as many as smallest_cohort
+# require_secure_sums = true     # sums under masks: no server sees this node's own
 # require_privacy = true         # a differential privacy mechanism with noise
 # largest_epsilon = 8.0          # what one run may spend on one client; implies the above
 # largest_lifetime_epsilon = 20.0  # what all runs together may, by this node's own ledger
@@ -59,6 +61,7 @@ class Policy(Table):
     smallest_cohort: Annotated[int, Field(ge=1)] | None = None
     single_updates: bool | None = None
     smallest_evaluation: Annotated[int, Field(ge=1)] | None = None
+    require_secure_sums: bool = False
     require_privacy: bool = False
     largest_epsilon: Annotated[float, Field(gt=0)] | None = None
     largest_lifetime_epsilon: Annotated[float, Field(gt=0)] | None = None
@@ -105,6 +108,8 @@ def check_policy(
     if least is not None and asked < least:
         what = "server.cohort" if recipe.federation is None else "[federation]: members of a sum"
         raise Refusal(f"{what} = {asked}: this node wants at least {least}.")
+    if policy.require_secure_sums and not recipe.wire.secure_nodes:
+        raise Refusal("wire.secure_nodes = 0: this node wants secure sums.")
     allowed = policy.allowed_models
     if allowed is not None and recipe.model.name not in allowed:
         raise Refusal(f"model.name = {recipe.model.name!r}: this node allows {', '.join(allowed)}.")
@@ -167,8 +172,6 @@ def _check_privacy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, cli
 
 
 def _check_epsilon(most: float, plan: PrivacyPlan, known: PrivacyPlan) -> None:
-    from fedlm.privacy import account  # here, because importing dp_accounting takes a second
-
     try:
         spent = account.spent(known, known.rounds).epsilon
     except ConfigError as error:

@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 from fedlm.cohort.sampling import LAWS
+from fedlm.core.late import late
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
@@ -25,6 +26,8 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
+
+scipy = late("scipy")  # up to a second
 
 # The share of honest draws that may be taken for a dishonest one.
 CHANCE = 1e-12
@@ -109,6 +112,10 @@ def _check_population(
 def _check_single(
     policy: Policy, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, asked: Asked
 ) -> None:
+    if recipe.wire.secure_nodes:  # under masks a node's sum shows nothing, also of one client
+        if request.each:
+            raise Refusal("the update of each member is asked for: this recipe has secure sums.")
+        return
     needed, allowed = needs_single_updates(recipe), policy.allows_single_updates
     if request.each and not needed and (plan is not None or not allowed):
         raise Refusal(
@@ -157,11 +164,9 @@ def _share(plan: PrivacyPlan) -> float:
 
 def _most_of(tries: int, share: float) -> float:
     """Return a number of successes that honest draws exceed with chance `CHANCE` at most."""
-    from scipy.special import bdtrc  # here, because loading it takes a while
-
     low, high = -1, tries  # nobody exceeds `high`, `low` is exceeded too often
     while high - low > 1:
         middle = (low + high) // 2
-        rare = share < 1 and bdtrc(middle, tries, share) <= CHANCE
+        rare = share < 1 and scipy.special.bdtrc(middle, tries, share) <= CHANCE
         low, high = (low, middle) if rare else (middle, high)
     return high

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, EngineError, FedlmError, RecordError, WireError
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import FIRST_TOLD, Assignment, Quorum, Transport, Undelivered
@@ -30,7 +31,6 @@ from fedlm.engine.messages import (
 )
 from fedlm.engine.remote_evaluation import Survey
 from fedlm.evaluate.held_out import Held
-from fedlm.record.checkpoint import write_atomically
 
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
 NAP = 0.2

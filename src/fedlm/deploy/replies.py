@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, damaged
 from fedlm.engine.evaluate_messages import EvaluateReply
 from fedlm.engine.messages import TrainReply
-from fedlm.record.checkpoint import write_atomically
 
 Reply = TypeVar("Reply", TrainReply, EvaluateReply)
 

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError
 from fedlm.corpus.store import Store
-from fedlm.deploy import history, registration
+from fedlm.deploy import history, member_list, registration
 from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
 from fedlm.deploy.local import check_deployable
@@ -31,7 +32,6 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, dump, load
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
@@ -80,6 +80,7 @@ def train(
         def stats(tally: RoundStats) -> None:
             record_nodes(directory, tally, run.plan, len(assignments), watcher.say)
 
+        members = member_list.current(home).members if resolved.wire.secure_nodes else ()
         run = networked_run(
             resolved,
             store,
@@ -91,6 +92,7 @@ def train(
             run_id=run_id(directory),
             counters=counters,
             say=watcher.say,
+            secure_members=members,
         )
         if hides(run.plan):
             watcher.say(
@@ -199,8 +201,8 @@ def record_nodes(
         say(f"round {tally.round}: without {', '.join(missing)}")
     for name, until in tally.put_aside.items():
         say(
-            f"{name} is put aside until round {until}: what it sent could not be used, in several "
-            "rounds in a row"
+            f"{name} is put aside until round {until}: in several rounds in a row it was late, or "
+            "what it sent could not be used"
         )
     heaviest = max(tally.weights, key=tally.weights.__getitem__, default="")
     share = tally.weights.get(heaviest, 0.0) / (sum(tally.weights.values()) or 1.0)

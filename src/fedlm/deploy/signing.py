@@ -8,29 +8,41 @@ Promise:  a signature covers method, path, time, nonce, process, length and hash
           more.
 Not here: what a request may ask (`flower/superlink.py`), keys and certificates (`certificates.py`).
 
-Nonces are kept in memory for as long as a signature's time is accepted: after a restart of the
-server, whoever broke the TLS before could repeat a request of the last five minutes.
+Nonces are kept in memory for as long as a signature's time is accepted. A file has, per key, a time
+that no accepted signature has passed: after a restart of the server only later ones count, so that
+whoever broke the TLS before cannot repeat a request either.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
+import json
+import math
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
+from fedlm.core.errors import RecordError
+
 SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
 # Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
 WHO_AM_I = "/fedlm/who-am-i"  # where a server tells a node what it knows of it
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
+# Seconds by which the file of times runs ahead: how often it is written, and how long a node may be
+# turned away after a restart.
+MARK_SECONDS = 5.0
 MOST_NONCES = 200_000  # of one node in that time: 600 requests a second
 NAMES = ("scheme", "key", "time", "nonce", "process", "body", "signature")
 HEADERS = {name: f"fedlm-{name}" for name in NAMES}
@@ -102,14 +114,54 @@ def sign(
     return {HEADERS[name]: value for name, value in facts.items()}
 
 
+class Marks:
+    """A time per key, on disk, that no accepted signature of the key has passed.
+
+    All times are those of the nodes' own clocks, and run on with the server's: one writing serves
+    all keys for a few seconds, however many there are and however seldom each comes.
+    """
+
+    def __init__(self, file: Path | None, now: Callable[[], float]) -> None:
+        """Read the times of the processes before; of a damaged file, take the present."""
+        self.file, self.now = file, now
+        self.floor, self.otherwise = dict[str, float](), -math.inf
+        self._marks: dict[str, float] = {}
+        self._ahead: dict[str, float] = {}  # of each key's clock, before the server's, in seconds
+        if file is None or not file.exists():
+            return
+        try:
+            found = read_json(file, str(file), RecordError)
+            self.floor = {str(key): float(at) for key, at in found.items()}
+        except (RecordError, AttributeError, TypeError, ValueError):
+            self.otherwise = now()
+        self._marks = dict(self.floor)
+
+    def check(self, key: str, signed_at: float) -> None:
+        """Raise `Unsigned` for a time that an earlier process may have accepted."""
+        if signed_at <= self.floor.get(key, self.otherwise):
+            raise Unsigned("the request was signed before the server was started again")
+        now = self.now()
+        self._ahead[key] = max(signed_at - now, self._ahead.get(key, -math.inf))
+        if self.file is not None and signed_at > self._marks.get(key, -math.inf):
+            self._marks |= {k: now + ahead + MARK_SECONDS for k, ahead in self._ahead.items()}
+            with contextlib.suppress(RecordError):  # a full disk turns nobody away
+                write_atomically(self.file, json.dumps(self._marks).encode(), private=True)
+
+
 class Verifier:
     """Checks signatures against the keys that are registered now."""
 
     def __init__(
-        self, identities: Callable[[], Mapping[str, Identity]], now: Callable[[], float] = time.time
+        self,
+        identities: Callable[[], Mapping[str, Identity]],
+        now: Callable[[], float] = time.time,
+        marks: Path | None = None,
     ) -> None:
-        """Take a function that returns the registered identities by the id of their key."""
-        self.identities, self.now = identities, now
+        """Take a function that returns the registered identities by the id of their key.
+
+        `marks` is the file of times; without one a restart forgets which signatures were used.
+        """
+        self.identities, self.now, self.marks = identities, now, Marks(marks, now)
         self._seen: dict[str, dict[str, float]] = {}  # times of nonces by key
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes], length: int) -> Signer:
@@ -132,6 +184,7 @@ class Verifier:
         except (InvalidSignature, binascii.Error, ValueError, AssertionError):
             raise Unsigned("the signature is not of this request") from None
         self._count(facts["key"], facts["nonce"], signed_at, now)
+        self.marks.check(facts["key"], signed_at)
         return Signer(identity, facts["process"], facts["body"])
 
     def _count(self, key: str, nonce: str, signed_at: float, now: float) -> None:
@@ -153,9 +206,10 @@ def _facts(headers: Mapping[bytes, bytes]) -> dict[str, str]:
         value = headers.get(header.encode(), b"").decode("latin-1")
         if name == "scheme":
             if value != SCHEME:
+                how = "as this server wants it" if value else "(messages of version 4 or before)"
                 raise Unsigned(
-                    "the request is not signed as this server wants it: install the same fedlm at "
-                    "the server and at all nodes"
+                    f"the request is not signed {how}: install the same fedlm at the server and at "
+                    "all nodes"
                 )
         elif not _FORMS[name].fullmatch(value):
             raise Unsigned(f"the request has no {header}")

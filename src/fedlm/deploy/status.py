@@ -8,16 +8,13 @@ Not here: printing (`cli`).
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.documents import json_value
-from fedlm.core.errors import SURPRISES, RecordError
 from fedlm.deploy.flower.client import SuperLinkClient
+from fedlm.deploy.tallies import rounds_of
 from fedlm.deploy.workspace import Workspace
-from fedlm.record.directory import PRIVATE_TALLIES, TALLIES
 
 COUNTED = ("answered", "late", "away", "refused", "garbage", "aside")
 
@@ -55,35 +52,3 @@ def _last_words(name: str, rounds: list[dict[str, Any]]) -> str | None:
         if name in said:
             return f"round {stats['round']}: {said[name]}"
     return None
-
-
-def rounds_of(run: Path) -> list[dict[str, Any]]:
-    """Read who answered in a run; under a privacy plan only the owner of the run can."""
-    private = run / PRIVATE_TALLIES
-    if os.path.isfile(private):  # others may not even look
-        return read_rounds(private)
-    rounds = read_rounds(run / TALLIES)
-    if any("answered" not in entry for entry in rounds):
-        raise RecordError(
-            f"{run}: who answered is a secret of its owner under the run's privacy plan, in "
-            f"{PRIVATE_TALLIES}, which is not here."
-        )
-    return rounds
-
-
-def read_rounds(file: Path) -> list[dict[str, Any]]:
-    """Read a run's `RoundStats` in order of rounds; a repeated round counts once, the latest."""
-    if not file.is_file():
-        raise RecordError(f"{file.parent} is not a run over a network: it has no {file.name}.")
-    rounds: dict[int, dict[str, Any]] = {}
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RecordError(f"{file} is not readable: {error.strerror}.") from None
-    for line in lines:
-        try:
-            entry = json_value(line, "", RecordError)
-            rounds[int(entry["round"])] = entry
-        except (RecordError, *SURPRISES):
-            continue  # an unfinished line of a killed process
-    return [rounds[number] for number in sorted(rounds)]

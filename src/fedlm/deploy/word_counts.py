@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import CorpusError, require
 from fedlm.corpus.sources import Document
 from fedlm.corpus.store import StoreSettings, gather_clients, training_texts
@@ -36,7 +37,6 @@ from fedlm.recipe.vocabulary import (
     write_origin,
     write_vocabulary_ledger,
 )
-from fedlm.record.checkpoint import write_atomically
 
 FORMAT = 1
 WORDS = "words.json"

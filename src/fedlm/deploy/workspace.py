@@ -9,12 +9,16 @@ Not here: making certificates (`certificates.py`).
     WORKSPACE/federation.toml    name, address, how long a round waits and for how many
     WORKSPACE/authority/         ca.pem, ca.key: the key is needed only to make certificates
     WORKSPACE/server/            cert.pem, cert.key, control.key, link.db (the SuperLink's),
-                                 counters.json (how far nodes' ledgers had come)
+                                 counters.json (how far nodes' ledgers had come), signed.json
+                                 (how far the times of their signatures had)
     WORKSPACE/tokenizer/         tokenizer.json and what belongs to it, if the federation has one
     WORKSPACE/nodes/NAME/        a kit: node.toml, ca.pem, node.key, node.pub, node.pem (the public
                                  key, signed by the authority), policy.toml, tokenizer/; at the
                                  node also ledger.jsonl, what it answered. Of a node that made its
-                                 own key: its public files and invitation.toml
+                                 own key: its public files and invitation.toml. For secure sums
+                                 also members.json, the list that this node approved, and secure/,
+                                 its state of the last sum
+    WORKSPACE/members.json       the list of members of secure sums; members.proposed.json, the next
     WORKSPACE/history.jsonl      who did what
     WORKSPACE/removed/           nodes that were removed, and older certificates
 """
@@ -42,6 +46,7 @@ from fedlm.engine.messages import NODE_NAME
 from fedlm.recipe.settings import Table
 from fedlm.recipe.vocabulary import ORIGIN
 
+MEMBERS = "members.json"
 TOKENIZER = "tokenizer"  # the folder of a tokenizer in a workspace and in a kit
 
 
@@ -106,8 +111,18 @@ class Workspace:
         return self.path / "server" / "sightings.json"
 
     @property
+    def signed(self) -> Path:
+        """The times after which a signature of each node counts when the server starts again."""
+        return self.path / "server" / "signed.json"
+
+    @property
     def counters(self) -> Path:
         return self.path / "server" / "counters.json"
+
+    @property
+    def members(self) -> Path:
+        """The list of members of secure sums, which they approved."""
+        return self.path / MEMBERS
 
     @property
     def tokenizer(self) -> Path:
@@ -168,6 +183,16 @@ class Kit:
     @property
     def memory(self) -> Path:
         return self.path / "memory"
+
+    @property
+    def members(self) -> Path:
+        """The list of members of secure sums that this node approved."""
+        return self.path / MEMBERS
+
+    @property
+    def secure(self) -> Path:
+        """The folder of this node's secure sums."""
+        return self.path / "secure"
 
     def _bytes(self, name: str) -> bytes:
         try:

@@ -11,10 +11,10 @@ Not here: what a ledger holds (`deploy/node_ledger.py`), what a node does that i
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 
 
@@ -43,21 +43,7 @@ class Counters:
             return
         self._largest[node] = counter
         if self.file is not None:
-            self._write(self.file)
-
-    def _write(self, file: Path) -> None:
-        # A name that nobody can foresee: a link of a known name would be followed.
-        partial = file.with_name(f"{file.name}.{os.urandom(8).hex()}.part")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            with open(os.open(partial, flags, 0o600), "w") as out:
-                json.dump(self._largest, out)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(partial, file)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            write_atomically(self.file, json.dumps(self._largest).encode(), private=True)
 
 
 def _read(file: Path) -> dict[str, int]:

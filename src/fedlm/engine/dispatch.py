@@ -93,6 +93,7 @@ class Quorum:
 
     quorum: float = 1.0  # share of the nodes asked, at least one of them
     deadline: float = math.inf  # seconds
+    gives_up: bool = False  # whether to wait no longer, though fewer than the quorum replied
 
 
 @dataclass
@@ -109,6 +110,7 @@ class RoundStats:
     aside: list[str] = field(default_factory=list)  # not asked, because of what they sent before
     weights: dict[str, float] = field(default_factory=dict)  # of the updates that were used
     put_aside: dict[str, int] = field(default_factory=dict)  # now, until this round
+    lost: str = ""  # why a secure sum was not opened
     seconds: float = 0.0
     up_bytes: int = 0  # frames alone, as often as they were fetched or sent
     down_bytes: int = 0
@@ -278,7 +280,7 @@ class Dispatch:
     def _over(self) -> bool:
         """Return whether enough nodes have replied and no other is worth waiting for."""
         if len(self.stats.answered) + len(self.buffered) < self.least:
-            return self._hopeless()
+            return self._hopeless() or (self.quorum.gives_up and time.monotonic() >= self.ends)
         late = time.monotonic() >= self.ends
         return late or not any(self._online(name) for name in self.pending)
 

@@ -24,22 +24,24 @@ from typing import Any
 from fedlm.core.errors import WireError
 from fedlm.engine.dispatch import Exchange
 from fedlm.engine.messages import (
-    LONGEST_RECIPE,
     MOST_BESIDE,
     MOST_CLIENTS,
     MOST_COUNTER,
     MOST_MEMBERS,
     MOST_ROUNDS,
-    RUN_NAME,
-    VERSION,
     Payload,
     check_counter,
     check_facts,
     check_frames,
     check_numbers,
     check_refusal,
+    check_run,
     check_sizes,
+    check_within,
+    columns_of,
+    payload_of,
     request_digest,
+    sums_by_row,
 )
 from fedlm.evaluate.held_out import NO_MODEL, Held, Phase
 from fedlm.evaluate.perplexity import MOST_NATS, Sums
@@ -138,17 +140,13 @@ class EvaluateReply:
 
 def encode_request(request: EvaluateRequest) -> Payload:
     """Convert a request to a payload."""
-    values = {name: getattr(request, name) for name in _REQUEST_FACTS}
-    facts = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    return Payload(EVALUATE_REQUEST, {"version": VERSION, **facts}, request.frames)
+    return payload_of(EVALUATE_REQUEST, request, _REQUEST_FACTS)
 
 
 def read_request(payload: Payload) -> EvaluateRequest:
     """Convert a payload to a request, or raise `WireError`."""
     facts = check_facts(payload, EVALUATE_REQUEST, _REQUEST_FACTS)
-    for name, most in _MOST.items():
-        if not 0 <= facts[name] <= most:
-            raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
+    check_within(facts, _MOST)
     asks = len(facts["members"])
     for name, kind in _BY_ASK.items():
         values = facts[name]
@@ -156,10 +154,7 @@ def read_request(payload: Payload) -> EvaluateRequest:
             raise WireError(f"request has no list {name!r} of one value per ask.")
         facts[name] = tuple(values)
     request = EvaluateRequest(frames=payload.frames, **facts)
-    if not RUN_NAME.fullmatch(request.run):
-        raise WireError("request does not name its run by 32 hexadecimal digits.")
-    if len(request.recipe) > LONGEST_RECIPE:
-        raise WireError(f"request holds a recipe of {len(request.recipe)} characters.")
+    check_run(request.run, request.recipe)
     texts = ROLES if request.phase == "keep" else SPLITS
     if request.phase not in PHASES or not set(request.splits) <= set(texts):
         raise WireError("request asks for another text than fedlm holds out.")
@@ -193,16 +188,8 @@ def _keys(request: EvaluateRequest) -> list[Any]:
 
 def encode_reply(reply: EvaluateReply) -> Payload:
     """Convert a reply to a payload."""
-    columns = {name: [float(part[name]) for part in reply.sums] for name in SUMS}
-    facts = {
-        "version": VERSION,
-        "round": reply.round,
-        "phase": reply.phase,
-        "asks": list(reply.asks),
-        "counter": reply.counter,
-        **columns,
-    }
-    return Payload(EVALUATE_REPLY, facts)
+    told = ("round", "phase", "asks", "counter")
+    return payload_of(EVALUATE_REPLY, reply, told, **columns_of(reply.sums, SUMS))
 
 
 def read_reply(payload: Payload, request: EvaluateRequest) -> EvaluateReply:
@@ -217,7 +204,7 @@ def read_reply(payload: Payload, request: EvaluateRequest) -> EvaluateReply:
     check_counter(facts["counter"])
     for name in SUMS:
         check_sizes(facts[name], name, len(asks))
-    sums = tuple({name: facts[name][i] for name in SUMS} for i in range(len(asks)))
+    sums = sums_by_row(facts, SUMS, len(asks))
     for part in sums:
         _check_sums(part, scored=request.phase in ("watch", "final"))
     return EvaluateReply(

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,13 +26,16 @@ VERSION = 5  # raised whenever a kind of message, its facts or what they mean ch
 COMPATIBLE = (VERSION - 1, VERSION)
 TRAIN_REQUEST, TRAIN_REPLY = "train_request", "train_reply"
 HELLO_REQUEST, HELLO_REPLY = "hello_request", "hello_reply"
-REFUSAL = "refusal"  # may reply to either request
+SECURE_REQUEST, SECURE_REPLY = "secure_request", "secure_reply"
+REFUSAL = "refusal"  # may reply to any request
 # What a version added: facts of a kind, with what their absence means; None: the kind itself. Kept
 # for the newest version alone, because messages are one version apart at most.
 ADDED: dict[str, dict[str, Any] | None] = {
     TRAIN_REQUEST: {"remembered": []},
     "evaluate_request": None,
     "evaluate_reply": None,
+    SECURE_REQUEST: None,
+    SECURE_REPLY: None,
 }
 SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?")
@@ -243,28 +246,56 @@ def request_digest(request: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def payload_of(kind: str, message: Any, names: Iterable[str], **facts: Any) -> Payload:
+    """Return the payload of a message: these of its fields, further facts, and its frames."""
+    values = {name: getattr(message, name) for name in names} | facts
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return Payload(kind, {"version": VERSION, **plain}, message.frames)
+
+
+def columns_of(sums: Iterable[Mapping[str, float]], names: Iterable[str]) -> dict[str, list[float]]:
+    """Return sums as one list per name, as they travel."""
+    rows = list(sums)
+    return {name: [float(row[name]) for row in rows] for name in names}
+
+
+def sums_by_row(
+    facts: Mapping[str, Any], names: Sequence[str], rows: int
+) -> tuple[dict[str, float], ...]:
+    """Return lists of sums that arrived as one mapping per row."""
+    return tuple({name: facts[name][i] for name in names} for i in range(rows))
+
+
+def check_run(run: str, recipe: str) -> None:
+    """Raise `WireError` for a request without the name of a run, or with an endless recipe."""
+    if not RUN_NAME.fullmatch(run):
+        raise WireError("request does not name its run by 32 hexadecimal digits.")
+    if len(recipe) > LONGEST_RECIPE:
+        raise WireError(f"request holds a recipe of {len(recipe)} characters.")
+
+
+def check_within(facts: Mapping[str, Any], most: Mapping[str, int]) -> None:
+    """Raise `WireError` if a number of a request is negative or larger than it may be."""
+    for name, bound in most.items():
+        if not 0 <= facts[name] <= bound:
+            raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
+
+
 def encode_request(request: TrainRequest) -> Payload:
     """Convert a request to a payload."""
-    values = {name: getattr(request, name) for name in _REQUEST_FACTS}
-    facts = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    return Payload(TRAIN_REQUEST, {"version": VERSION, **facts}, request.frames)
+    return payload_of(TRAIN_REQUEST, request, _REQUEST_FACTS)
 
 
 def read_request(payload: Payload) -> TrainRequest:
     """Convert a payload to a request, or raise `WireError`."""
     facts = check_facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
-    for name, most in _MOST.items():
-        if not 0 <= facts[name] <= most:
-            raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
+    check_within(facts, _MOST)
     facts["members"] = check_numbers(facts["members"], "members", rising=True)
     facts["numbers"] = check_numbers(facts["numbers"], "numbers", rising=False)
     facts["remembered"] = check_numbers(facts["remembered"], "remembered", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
     check_frames(payload, len(request.numbers) or 1)
-    if not RUN_NAME.fullmatch(request.run):
-        raise WireError("request does not name its run by 32 hexadecimal digits.")
-    if len(request.recipe) > LONGEST_RECIPE:
-        raise WireError(f"request holds a recipe of {len(request.recipe)} characters.")
+    check_run(request.run, request.recipe)
     if not request.clip_norm > 0:
         raise WireError(f"request says clip_norm = {request.clip_norm}.")
     if not all(request.first <= member < request.population for member in request.members):
@@ -289,15 +320,8 @@ def _are_places(request: TrainRequest) -> bool:
 
 def encode_reply(reply: TrainReply) -> Payload:
     """Convert a reply to a payload."""
-    columns = {name: [float(part[name]) for part in reply.sums] for name in SUMS}
-    facts = {
-        "version": VERSION,
-        "round": reply.round,
-        "members": list(reply.members),
-        "counter": reply.counter,
-        **columns,
-    }
-    return Payload(TRAIN_REPLY, facts, reply.frames)
+    told = ("round", "members", "counter")
+    return payload_of(TRAIN_REPLY, reply, told, **columns_of(reply.sums, SUMS))
 
 
 def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
@@ -315,7 +339,7 @@ def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
         raise WireError(f"reply holds a frame of more than {request.longest} bytes.")
     for name in SUMS:
         check_sizes(facts[name], name, wanted)
-    sums = tuple({name: facts[name][i] for name in SUMS} for i in range(wanted))
+    sums = sums_by_row(facts, SUMS, wanted)
     return TrainReply(
         round=request.round,
         members=members,

@@ -1,18 +1,22 @@
-"""Nodes whose answers could not be used, and who is not asked for a while because of that.
+"""Nodes that sent nothing of use, and who is not asked for a while because of that.
 
-In:       who sent an unusable answer in a round, who sent a usable one.
+In:       who sent an unusable answer in a round or none in time, who sent a usable one.
 Out:      whom to ask in a round.
-Promise:  a node that sends unusable answers in several rounds in a row is put aside for a while,
-          each time for longer; one usable answer clears it; if nobody else is left, it is asked.
-Not here: what is unusable (`messages.py`, `bounds.py`, `remote.py`).
+Promise:  a node that is there and sends nothing of use in several rounds in a row is put aside for
+          a while, each time for longer; one usable answer clears it; if nobody else is left, it is
+          asked; a run that goes on knows what its earlier rounds recorded.
+Not here: what is unusable (`messages.py`, `bounds.py`, `remote.py`), the record
+          (`deploy/tallies.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+Earlier = Callable[[], Iterable[Mapping[str, Any]]]
+"""Gives the fields of a `RoundStats` per round, in order."""
 OFFENCES = 3  # rounds in a row
 SHORTEST, LONGEST = 10, 640  # rounds that a node is put aside
 
@@ -34,7 +38,9 @@ class Offenders:
     {'south': 2}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Earlier = tuple) -> None:
+        """Begin a record; `earlier` gives the outcomes of rounds that another process played."""
+        self._earlier: Earlier | None = earlier
         self._last: dict[str, int] = {}  # the newest round with an unusable answer
         self._in_a_row: dict[str, int] = {}
         self._until: dict[str, int] = {}  # the first round in which it is asked again
@@ -42,6 +48,12 @@ class Offenders:
 
     def to_ask(self, asked: Mapping[str, T], round: int) -> dict[str, T]:
         """Return the requests to nodes that are not put aside; all, if all of them are."""
+        if self._earlier is not None:
+            entries, self._earlier = self._earlier(), None
+            for entry in entries:
+                if entry["round"] < round:  # later ones are played again
+                    bad = {*entry["garbage"], *entry["late"]}
+                    self.judge(entry["round"], bad, entry["answered"])
         kept = {name: one for name, one in asked.items() if self._until.get(name, 0) <= round}
         return kept or dict(asked)
 

@@ -44,7 +44,7 @@ from fedlm.engine.bounds import LARGEST_NORM, SLACK, Bounds
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
-from fedlm.engine.offenders import Offenders
+from fedlm.engine.offenders import Earlier, Offenders
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import ClientState, clip_again, model_like
@@ -105,14 +105,16 @@ class RemoteEngine:
         secret_names: bool = False,
         bounds: Bounds = Bounds(),  # noqa: B008
         say: Callable[[str], None] = lambda text: None,
+        earlier: Earlier = tuple,
     ) -> None:
         """Take `homes`, in a tree: from each node's training number to the holder of its text.
 
         `run` names the run to nodes for as long as it lasts; `counters` is what is known of their
         ledgers; with `secret_names` no error tells who was asked; `bounds` are what the recipe
-        makes possible for a member to report; `say` tells whom a round waits for.
+        makes possible for a member to report; `say` tells whom a round waits for; `earlier` gives
+        the outcomes of rounds that were played before a restart.
         """
-        self.bounds, self.say, self.offenders = bounds, say, Offenders()
+        self.bounds, self.say, self.offenders = bounds, say, Offenders(earlier)
         self.run, self.counters, self.secret_names = run, counters or Counters(), secret_names
         self.algorithm, self.transport, self.assignments = algorithm, transport, tuple(assignments)
         self.recipe, self.seed, self.exact = recipe, seed, exact
@@ -266,7 +268,9 @@ class RemoteEngine:
             yield from self.answers_in(name, asked[name], answer, like, stats)
             del answer
         stats.seconds = time.monotonic() - began
-        stats.put_aside = dict(self.offenders.judge(stats.round, stats.garbage, stats.answered))
+        stats.put_aside = dict(
+            self.offenders.judge(stats.round, {*stats.garbage, *stats.late}, stats.answered)
+        )
         if not isinstance(starts, Start) and stats.round == self._told.round:
             # The levels of a tree are asked one after another: each tells of those before it too.
             stats = _joined(self._told, stats)

@@ -2,62 +2,36 @@
 
 In:       another engine; the integers of updates; how many nodes share the cohort.
 Out:      the sum of a cohort's updates, as the server of a secure sum opens it.
-Promise:  each update is rounded by itself; a node adds up the integers of its members; every sum
-          goes through the whole protocol of `secure`, message by message; flat and relayed nodes
-          give the same bits; single updates are not shown.
-Not here: the protocol (`secure`), the range and the rounding (`wire/fixed_point.py`), nodes on a
-          network.
-
-The numbers beside a change (members, steps, tokens, loss) are added up in a second secure sum of 64
-bits, in units of 2^-20: each may reach 2^42.
+Promise:  each update is rounded by itself; a node adds up the integers of its members, and its
+          share of noise if the plan has nodes add it; every sum goes through the whole protocol of
+          `secure`, message by message; flat and relayed nodes give the same bits; single updates
+          are not shown.
+Not here: the protocol (`secure`), what a vector holds (`secure_vector.py`), nodes on a network
+          (`remote_secure.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core.errors import EngineError
-from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, Starts, Total, Update
+from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, Starts
+from fedlm.engine.secure_vector import Integers, NodeSum, Shares, SumVector
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import model_like, start_of
 from fedlm.secure.keys import IdentityKey
 from fedlm.secure.local import made_up_members, secure_sum
 from fedlm.secure.terms import Member, Session, Terms
 
-COUNTS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
-UNIT = 2.0**-20
-
-
-class Integers(Protocol):
-    """The integers of a secure sum (`recipe/secure_sums.py` makes them)."""
-
-    @property
-    def bits(self) -> int:
-        """Sums are modulo 2^bits."""
-
-    @property
-    def members(self) -> int:
-        """The most updates of a sum."""
-
-    def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
-        """Return the integers of one update."""
-
-    def wrapped(self, total: np.ndarray) -> np.ndarray:
-        """Return signed integers as words modulo 2^bits."""
-
-    def values(self, words: np.ndarray, like: Any, round: int) -> Any:
-        """Return the numbers of a sum in the shapes of a model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a simulated secure federation."""
+    """The nodes of a secure federation."""
 
     count: int
     threshold: int
@@ -69,11 +43,24 @@ class SecureEngine:
     """An engine that makes totals by secure sums of in-process nodes."""
 
     def __init__(
-        self, inner: Engine, algorithm: Algorithm, integers: Integers, nodes: Nodes, seed: int
+        self,
+        inner: Engine,
+        algorithm: Algorithm,
+        integers: Integers,
+        nodes: Nodes,
+        seed: int,
+        shares: Callable[[Any], Shares] | None = None,
     ) -> None:
+        """Take `shares`, from the shapes of an update to its noise, if nodes add noise."""
         self.inner, self.algorithm, self.integers, self.nodes = inner, algorithm, integers, nodes
+        self.shares = shares
         self.members, self.identities = made_up_members(max(nodes.count, nodes.relays))
         self.run = hashlib.sha256(f"fedlm/secure/{seed}".encode()).hexdigest()[:32]
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether a total carries the noise of its nodes."""
+        return self.shares is not None
 
     def prepare(self, round: int, members: Members) -> Cohort:
         """Make the members' batches."""
@@ -85,68 +72,54 @@ class SecureEngine:
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Return the sum of a cohort's updates that the server opens."""
-        if len(cohort.members) > self.integers.members:
-            raise EngineError(
-                f"{len(cohort.members)} members in round {cohort.round}: the range of the sum is "
-                f"for {self.integers.members}. Give wire.upload more members."
-            )
+        check_members(self.integers, cohort)
         like = update_like(self.algorithm, model_like(starts), cohort.round).delta
-        deltas, counts, download = self._sums_of_nodes(starts, cohort)
-        words, sent = self._sum(deltas, self.integers.bits, cohort.round, "")
-        told, more = self._sum(counts, 64, cohort.round, "00")
-        numbers = told.view(np.int64) * UNIT
-        change = self.integers.values(words, like, cohort.round)
-        total = Total(change, *(jnp.float32(x) for x in numbers))
-        return Gathered(total, sent + more, download)
+        shares = None if self.shares is None else self.shares(like)
+        vector = SumVector(integers=self.integers, nodes=self.nodes.count, like=like, shares=shares)
+        sums, download = self._sums_of_nodes(vector, starts, cohort)
+        secret = getattr(starts, "noise_secret", b"")
+        vectors = [part.words(_noise_seed(secret, place, part)) for place, part in enumerate(sums)]
+        words, sent = self._sum(vectors, cohort.round)
+        total = vector.total(words, cohort.round, len(cohort.members))
+        return Gathered(total, sent, download, vector.excess(self.nodes.count))
 
     def _sums_of_nodes(
-        self, starts: Starts, cohort: Cohort
-    ) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-        """Return for each node the words of its members' sum, those of its counts, and bytes."""
+        self, vector: SumVector, starts: Starts, cohort: Cohort
+    ) -> tuple[list[NodeSum], int]:
+        """Return the sum of each node's members, and the bytes that members received."""
         many, download = self.nodes.count, 0
-        deltas: list[Any] = [0] * many
-        counts = [np.zeros(len(COUNTS) + 1) for _ in range(many)]
+        sums = [NodeSum(vector, cohort.round) for _ in range(many)]
         places = {int(member): place for place, member in enumerate(cohort.members)}
         for member, update, _, received in self.inner.updates(starts, cohort):
-            node = member % many
             start = start_of(starts, places[member])
-            codes = self.integers.rounded(update.delta, start.clip_norm, cohort.round, member)
-            deltas[node] = deltas[node] + codes * int(_whole_weight(update))
-            counts[node] += [*(float(getattr(update, name)) for name in COUNTS), 1.0]
+            sums[member % many].add(member, update, start.clip_norm)
             download += received
-        size = max(np.size(total) for total in deltas)
-        words = [
-            self.integers.wrapped(np.broadcast_to(np.asarray(d, np.int64), (size,))) for d in deltas
-        ]
-        told = [np.rint(c / UNIT).astype(np.int64).view(np.uint64) for c in counts]
-        return words, told, download
+        return sums, download
 
-    def _sum(
-        self, vectors: Sequence[np.ndarray], bits: int, round: int, more: str
-    ) -> tuple[np.ndarray, int]:
+    def _sum(self, vectors: Sequence[np.ndarray], round: int) -> tuple[np.ndarray, int]:
         """Sum vectors through the protocol, flat or by way of relays; return words and bytes."""
         nodes, sent = self.nodes, 0
         if not nodes.relays:
-            return self._one(vectors, bits, round, f"{self.run}{more}", nodes.threshold)
+            return self._one(vectors, round, self.run, nodes.threshold)
         above = []
         for relay in range(nodes.relays):
             below = list(vectors[relay :: nodes.relays])
-            run = f"{self.run}{more}{relay + 1:04x}"
-            total, size = self._one(below, bits, round, run, len(below) // 2 + 1)
+            run = f"{self.run}{relay + 1:04x}"
+            total, size = self._one(below, round, run, len(below) // 2 + 1)
             above.append(total)
             sent += size
-        total, size = self._one(above, bits, round, f"{self.run}{more}", nodes.relays // 2 + 1)
+        total, size = self._one(above, round, self.run, nodes.relays // 2 + 1)
         return total, sent + size
 
     def _one(
-        self, vectors: Sequence[np.ndarray], bits: int, round: int, run: str, threshold: int
+        self, vectors: Sequence[np.ndarray], round: int, run: str, threshold: int
     ) -> tuple[np.ndarray, int]:
         members: tuple[Member, ...] = self.members[: len(vectors)]
         identities: list[IdentityKey] = self.identities[: len(vectors)]
         terms = Terms(
             members=members,
             threshold=threshold,
-            bits=bits,
+            bits=self.integers.bits,
             size=len(vectors[0]),
             colluders=0 if self.nodes.relays else self.nodes.colluders,
         )
@@ -154,9 +127,20 @@ class SecureEngine:
         return found.total, found.sent
 
 
-def _whole_weight(update: Update) -> float:
-    """Return the weight of a member: one, or zero where its update was refused."""
-    weight = float(update.weight)
-    if weight not in (0.0, 1.0):
-        raise EngineError(f"a member has the weight {weight:g}: under secure sums all count alike.")
-    return weight
+def check_members(integers: Integers, cohort: Cohort) -> None:
+    """Refuse a cohort that the range of a sum is not made for."""
+    if len(cohort.members) > integers.members:
+        raise EngineError(
+            f"{len(cohort.members)} members in round {cohort.round}: the range of the sum is "
+            f"for {integers.members}. Give wire.upload more members."
+        )
+
+
+def _noise_seed(secret: bytes, place: int, part: NodeSum) -> bytes:
+    """Return the seed of a simulated node's noise, derived also from the sum that gets the noise.
+
+    A round that is played again has the same sum and the same noise. Should its sum differ, the
+    noise does too: the difference of two sums must not cancel it.
+    """
+    address = b"fedlm/secure/noise" + place.to_bytes(4, "big") + part.codes.tobytes()
+    return hashlib.blake2b(address, key=secret, digest_size=32).digest()

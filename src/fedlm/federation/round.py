@@ -27,6 +27,7 @@ from fedlm.cohort.prefetch import prefetch
 from fedlm.cohort.sampling import draw, joined, no_history
 from fedlm.core import tree
 from fedlm.core.chacha import CipherKey
+from fedlm.core.errors import EngineError
 from fedlm.core.keys import cipher_key_for, generator_for
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import (
@@ -43,6 +44,7 @@ from fedlm.core.types import (
 )
 from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
+from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.clip import Limit, clip, next_limit
 from fedlm.privacy.ledger import digest_of
 from fedlm.privacy.normal import standard_normal
@@ -132,7 +134,17 @@ def client_state_of(state: NodeState, members: Members) -> Any:
 def start_of_round(algorithm: Algorithm, state: NodeState, members: Members) -> Start:
     """Return what all members of a round begin from."""
     sent, client_state = outgoing(algorithm, state), client_state_of(state, members)
-    return Start(sent, float(state.clip_norm), client_state)
+    secret = b""
+    if noise_at_nodes(algorithm):
+        address = f"fedlm/nodes/{int(state.round)}".encode()
+        secret = hmac.digest(secret_of(state), address, "sha256")
+    return Start(sent, float(state.clip_norm), client_state, secret)
+
+
+def noise_at_nodes(algorithm: Algorithm) -> bool:
+    """Return whether a sum carries all its noise before the server sees it."""
+    plan = algorithm.plan
+    return plan is not None and MECHANISMS[plan.mechanism].at_nodes
 
 
 def private_seed(state: NodeState) -> int:
@@ -353,6 +365,11 @@ class FlatRound:
     def play(self, state: NodeState, rounds: range) -> Generator[Played, None, None]:
         """Play rounds one after the other; the next cohort is prepared while one trains."""
         algorithm, engine = self.algorithm, self.engine
+        if noise_at_nodes(algorithm) and not getattr(engine, "adds_noise", False):
+            raise EngineError(
+                "the plan has nodes add the noise, and this engine has no such nodes: the sums "
+                "would have none. Set wire.secure_nodes."
+            )
         choose = CohortSampler(algorithm, self.seed, state)
 
         def ready(round: int) -> tuple[Members, Cohort]:
@@ -400,6 +417,7 @@ def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
     nats = read.pop("nats")
     # Nodes under a plan do not tell their tokens: then only a round that all failed has no loss.
     failed = read["refused"] >= read["members"]
+    excess = gathered.noise_excess
     return {
         "round": round,
         **{name: int(value) for name, value in read.items()},
@@ -407,6 +425,7 @@ def metrics_of(round: int, gathered: Gathered, began: float) -> Metrics:
         "upload_bytes": gathered.upload_bytes,
         "download_bytes": gathered.download_bytes,
         "seconds": time.perf_counter() - began,
+        **({} if excess is None else {"noise_excess": excess}),
     }
 
 

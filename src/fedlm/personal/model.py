@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.types import PAD, Params
 from fedlm.evaluate.generate import Speaker
@@ -29,7 +30,6 @@ from fedlm.inference import load_params, speak
 from fedlm.models import catalog
 from fedlm.personal.cache import Cache, cache_from
 from fedlm.recipe.settings import load
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
 

@@ -13,14 +13,16 @@ import dataclasses
 from typing import Any
 
 from fedlm.core.errors import either, nearest, require
+from fedlm.privacy.at_nodes import DISTRIBUTED
 from fedlm.privacy.gaussian import GAUSSIAN
 from fedlm.privacy.mechanism import Mechanism
 from fedlm.privacy.noise import Noise, silent
-from fedlm.privacy.plan import PrivacyPlan, check_numbers, check_population
+from fedlm.privacy.plan import PrivacyPlan, check_numbers
 from fedlm.privacy.spaced import BANDED, BLT, TOEPLITZ, TREE
 
 MECHANISMS: dict[str, Mechanism] = {
     "gaussian": GAUSSIAN,
+    "distributed": DISTRIBUTED,
     "tree": TREE,
     "banded": BANDED,
     "toeplitz": TOEPLITZ,
@@ -81,7 +83,7 @@ def check_plan(plan: PrivacyPlan) -> None:
     mechanism = MECHANISMS[plan.mechanism]
     check_numbers(plan)
     _check_law(plan, mechanism)
-    check_population(plan.sampling)
+    plan.sampling.check()
     _check_unused(plan, mechanism)
     require(
         not plan.matrix or mechanism.find_matrix is not None,

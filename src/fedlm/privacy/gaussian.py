@@ -144,6 +144,7 @@ GAUSSIAN = Mechanism(
     way_out="Or set server.sampling = 'poisson'.",
     clip_moves="every round",
     independent=True,
+    turn_event=lambda plan, turns: cost.gaussian_event(plan.noise_multiplier, turns),
     replay_laws=("poisson", "fixed"),
     chance_laws=("poisson", "fixed", balls_in_bins.LAW),
     first_guess=_first_guess,

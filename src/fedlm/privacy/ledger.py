@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.durable import CUT, append_bytes, ends_whole, sync_path
 from fedlm.core.errors import RecordError
 from fedlm.privacy import account, cost
 from fedlm.privacy.account import Spent
@@ -44,7 +45,6 @@ Entry = dict[str, Any]
 MOST_BYTES = 1 << 28  # of a ledger: two million rounds
 MOST_LINE = 1 << 24  # of a line: the plans of twenty thousand nodes
 MOST_ROUND = 1 << 31
-CUT = " #cut"
 UNKNOWN = "0" * 64  # the digest of a release whose line was lost
 
 _HEX = {"run": re.compile("[0-9a-f]{32}"), "digest": re.compile("[0-9a-f]{64}")}
@@ -168,11 +168,7 @@ class Ledger:
         try:
             os.link(partial.path, self.path)
             partial.path.unlink()
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # a new file name is not safe before that
-            finally:
-                os.close(folder)
+            sync_path(self.path.parent)
         except OSError as error:
             partial.path.unlink(missing_ok=True)
             raise RecordError(f"ledger {self.path} cannot be made: {error.strerror}.") from None
@@ -191,7 +187,7 @@ class Ledger:
         found = [
             _parsed(line, f"{self.path}, line {number}")
             for number, line in enumerate(lines, start=1)
-            if not line.endswith(CUT.encode())
+            if not line.endswith(CUT)
         ]
         # Cut short, unless only its end of line is missing.
         with contextlib.suppress(ValueError, RecursionError):
@@ -214,21 +210,18 @@ class Ledger:
     def _write(self, line: bytes, flags: int) -> None:
         with self._opened(os.O_RDWR | os.O_APPEND | flags) as file:
             os.fchmod(file, 0o600)
-            rest = memoryview(self._ending(file) + line)
-            while rest:
-                rest = rest[os.write(file, rest) :]
-            os.fsync(file)
+            append_bytes(file, self._ending(file) + line)
 
     def _ending(self, file: int) -> bytes:
         """Return what ends a last line that a crash cut short; nothing if it is whole."""
-        size = os.fstat(file).st_size
-        if size == 0 or os.pread(file, 1, size - 1) == b"\n":
+        if ends_whole(file):
             return b""
+        size = os.fstat(file).st_size
         tail = os.pread(file, MOST_LINE, max(0, size - MOST_LINE)).rpartition(b"\n")[2]
         try:
             json.loads(tail)
         except (ValueError, RecursionError):
-            return CUT.encode() + b"\n"
+            return CUT + b"\n"
         return b"\n"
 
     @contextlib.contextmanager

@@ -44,6 +44,10 @@ class Mechanism:
     settings: tuple[str, ...] = ()  # fields of a plan that shape its noise; unused by others
     clip_moves: Literal["at restarts", "every round"] = "at restarts"  # under its noise
     independent: bool = False  # whether noise is fresh in every round
+    # What so many releases cost who knows the draw, where noise is independent.
+    turn_event: Callable[[PrivacyPlan, int], DpEvent] | None = None
+    at_nodes: bool = False  # whether nodes add the noise before the server sees a sum
+    trusted: Callable[[PrivacyPlan], str] | None = None  # against whom it holds, if not as usual
     # Laws under which members and noise of a round are drawn for it alone, so that a round that is
     # played again, or that comes after the planned ones, costs what any other round costs.
     replay_laws: tuple[str, ...] = ()

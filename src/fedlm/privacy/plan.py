@@ -42,6 +42,7 @@ class PrivacyPlan:
     restart_every: int = 0  # correlated noise begins anew after so many rounds; 0: never
     bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
     buffers: int = 3  # blt
+    honest_nodes: int = 0  # distributed: survivors whose noise alone is the plan's
     # banded: the first column; blt: decays, then scales. Found once, when a run begins, and read
     # ever after: an optimiser may find others elsewhere. Empty: not chosen yet.
     matrix: tuple[float, ...] = ()
@@ -115,17 +116,6 @@ def check_numbers(plan: PrivacyPlan) -> None:
         plan.clip_norm,
         "a finite L2 norm, because noise hides only what is bounded",
         "Set privacy.clip_norm, or privacy.noise_multiplier = 0.",
-    )
-
-
-def check_population(sampling: Sampling) -> None:
-    """Refuse a cohort that the population cannot fill."""
-    require(sampling.population > 0, "population", sampling.population, "at least one client")
-    require(
-        1 <= sampling.cohort <= sampling.population,
-        "server.cohort",
-        sampling.cohort,
-        f"between 1 and the {sampling.population} training clients",
     )
 
 

@@ -25,6 +25,7 @@ ROUND = frozenset(
         "clip_norm",
         "unclipped_share",
         "noise_to_signal",
+        "noise_excess",
         "epsilon",
         "releases",
         "perplexity",

@@ -197,14 +197,8 @@ def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
 
 def check_recipe(recipe: Recipe, like: Params, clients: int) -> None:
     """Raise `ConfigError` if settings contradict each other, or so many clients remember much."""
-    method = recipe.client.method
-    check_method_settings(method, related_to_method(recipe))
-    _check_wire(recipe)
-    _check_mode(recipe)
-    check_sums(recipe)
-    if recipe.privacy.mechanism is not None:
-        _check_private(recipe)
-    feedback = recipe.wire.error_feedback
+    check_settings(recipe)
+    method, feedback = recipe.client.method, recipe.wire.error_feedback
     if feedback or METHODS[method].keeps_client_state:
         keep = trained_leaves(recipe, like)
         trained = like if keep is None else tree.split(like, keep)[0]
@@ -217,6 +211,19 @@ def check_recipe(recipe: Recipe, like: Params, clients: int) -> None:
             f"not {remembered >> 20} MiB",
             "Take a smaller model or fewer clients.",
         )
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Raise `ConfigError` if settings contradict each other, whatever the model and its clients.
+
+    It is asked before a privacy plan is made, because that may take minutes.
+    """
+    check_method_settings(recipe.client.method, related_to_method(recipe))
+    _check_wire(recipe)
+    _check_mode(recipe)
+    check_sums(recipe)
+    if recipe.privacy.mechanism is not None:
+        _check_private(recipe)
 
 
 def _check_mode(recipe: Recipe) -> None:

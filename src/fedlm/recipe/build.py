@@ -24,7 +24,7 @@ from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Wa
 from fedlm.federation.round import FlatRound
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
-from fedlm.recipe.assemble import algorithm_of, pooled_algorithm
+from fedlm.recipe.assemble import algorithm_of, check_settings, pooled_algorithm
 from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
     check_base,
@@ -82,6 +82,7 @@ def flat_run(
     `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
     held-out text, or by `evaluation` of its plan.
     """
+    check_settings(recipe)
     people = people_of(recipe, store, members)
     if people.elsewhere:
         check_sums(recipe, network=True)

@@ -1,10 +1,11 @@
 """How much memory a run needs at the least, beside what is free.
 
 In:       a recipe, the shapes of its model, the number of lanes.
-Out:      bytes; an error before anything is allocated.
+Out:      bytes, needed and there; an error before anything is allocated.
 Promise:  the estimate is a lower bound, so that no run is refused that would fit: it counts the
           copies of the parameters that any run holds, and the rows of one member's batches.
-Not here: what a node allows (`deploy/policy.py`), what runs took (`benchmarks/memory.py`).
+Not here: what a question costs a node at the most (`deploy/limits.py`), what runs took
+          (`benchmarks/memory.py`).
 
 Measured with a model of 26 million parameters, FedAdam and two lanes: 62 bytes per parameter, of
 which this estimate counts 40.
@@ -12,6 +13,7 @@ which this estimate counts 40.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -66,6 +68,15 @@ def free_bytes() -> int | None:
     """Return the memory that is free for this process, in bytes; None if nobody says."""
     found = [free for free in (_of_machine(), _of_container()) if free is not None]
     return min(found, default=None)
+
+
+def most_bytes() -> int:
+    """Return the memory that this process may ever use, in bytes."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for most, _ in LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            found = min(found, int(most.read_text(encoding="ascii")))
+    return found
 
 
 def _of_machine() -> int | None:

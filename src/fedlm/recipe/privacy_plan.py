@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedlm.cohort.sampling import LAWS
-from fedlm.cohort.sampling import check_cohort as check_cohort
 from fedlm.core.errors import RecordError, require
 from fedlm.core.types import Sampling
 from fedlm.privacy import account, evaluation
@@ -38,7 +37,7 @@ def sampling_of(recipe: Recipe, clients: int) -> Sampling:
         min_separation=privacy.min_separation,
         max_participations=privacy.max_participations,
     )
-    check_cohort(sampling)
+    sampling.check()
     return sampling
 
 

@@ -27,14 +27,19 @@ from fedlm.engine.secure import Nodes, SecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.methods.catalog import METHODS
 from fedlm.models.partial import TRAINABLE
-from fedlm.privacy.distributed import DistributedNoise
+from fedlm.privacy.at_nodes import LEAST_VARIANCE, round_rho
+from fedlm.privacy.catalog import MECHANISMS
+from fedlm.privacy.distributed import DistributedNoise, shares_for
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.server.robust import RULES, bounded
 from fedlm.wire.bitwise import seed_of
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
 from fedlm.wire.fixed_point import FixedPoint, check_additive, grid_of
-from fedlm.wire.rotation import rotated, unrotated
+from fedlm.wire.rotation import layout, rotated, unrotated
+
+BLOCK = 4096  # values that are rotated together
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class UpdateIntegers:
     seed: int
     private: bool
     rotate: bool = False  # by a rotation that all members of a round share
+    bound: float = math.inf  # the plan's clip norm: noise is made for it, whatever a round says
 
     @property
     def bits(self) -> int:
@@ -56,16 +62,24 @@ class UpdateIntegers:
         """The most updates of a sum."""
         return self.grid.members
 
+    def size(self, like: Any) -> int:
+        """Return how many integers an update has: a rotation fills up its last block."""
+        total = tree.size(like)
+        return sum(n * block for n, block in layout(total, BLOCK)) if self.rotate else total
+
     def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
         """Return the integers of one update, drawn by its own address."""
         flat = flattened(delta)
         if self.rotate:
-            flat = np.asarray(rotated(flat.astype(np.float32), self._rotation(round)), np.float64)
+            flat = np.asarray(
+                rotated(flat.astype(np.float32), self._rotation(round), BLOCK), np.float64
+            )
         if not self.private:
             rng = generator_for(self.seed, "upload", round=round, member=member)
             return self.grid.rounded(flat, rng.random(len(flat)))
         seed = digest_for(self.seed, "upload", round=round, member=member)
-        within = norm_before_rounding(clip_norm, self.grid.step, len(flat))
+        longest = min(clip_norm, self.bound)  # in 32 bits a clip norm may be a little longer
+        within = norm_before_rounding(longest, self.grid.step, len(flat))
         rounding = DistributedNoise(clip=within, size=len(flat), variance=1, honest=1)
         inside = np.clip(flat, -self.grid.clip, self.grid.clip)
         return rounding.rounded(inside / self.grid.step, seed)
@@ -83,7 +97,7 @@ class UpdateIntegers:
             return self.grid.values(words, like)
         turned = (self.grid.signed(words) * self.grid.step).astype(np.float32)
         return like_model(
-            np.asarray(unrotated(turned, self._rotation(round), tree.size(like))), like
+            np.asarray(unrotated(turned, self._rotation(round), tree.size(like), BLOCK)), like
         )
 
 
@@ -113,20 +127,15 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
     """Return the engine of a flat simulation; `make` returns the one that trains its members."""
     server, wire = recipe.server, recipe.wire
     if wire.secure_nodes:
-        grid = grid_of(algorithm.upload)
         exact = dataclasses.replace(algorithm, upload=dense())
-        private = algorithm.plan is not None
-        integers = UpdateIntegers(grid, recipe.run.seed, private, wire.secure_rotation)
-        if algorithm.plan is not None:
-            require(
-                algorithm.plan.clip_norm <= grid.clip or wire.secure_rotation,
-                "privacy.clip_norm",
-                algorithm.plan.clip_norm,
-                f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
-                "Or set wire.secure_rotation, which spreads an update over all values.",
-            )
-        nodes = Nodes(count=wire.secure_nodes, threshold=threshold_of(recipe))
-        return SecureEngine(make(exact), algorithm, integers, nodes, recipe.run.seed)
+        return SecureEngine(
+            make(exact),
+            algorithm,
+            integers_of(recipe, algorithm),
+            nodes_of(recipe),
+            recipe.run.seed,
+            shares_of(recipe, algorithm),
+        )
     inner = make(algorithm)
     if server.aggregate == "mean" and server.update_norm is None:
         return inner
@@ -137,6 +146,67 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
         functools.partial(_centre, server.aggregate, server.trim),
         functools.partial(bounded, norm=norm),
     )
+
+
+def integers_of(recipe: Recipe, algorithm: Algorithm) -> UpdateIntegers:
+    """Return the integers of a recipe's updates, the same at the server and at every node."""
+    wire, plan, grid = recipe.wire, algorithm.plan, grid_of(algorithm.upload)
+    if plan is not None:
+        require(
+            plan.clip_norm <= grid.clip or wire.secure_rotation,
+            "privacy.clip_norm",
+            plan.clip_norm,
+            f"at most {grid.clip:g}, the bound of wire.upload = {wire.upload!r}",
+            "Or set wire.secure_rotation, which spreads an update over all values.",
+        )
+    bound = math.inf if plan is None else plan.clip_norm
+    return UpdateIntegers(grid, recipe.run.seed, plan is not None, wire.secure_rotation, bound)
+
+
+def nodes_of(recipe: Recipe) -> Nodes:
+    """Return how many nodes take part in a recipe's secure sums, and how many must stay."""
+    threshold, honest = threshold_of(recipe), recipe.privacy.honest_nodes
+    colluders = threshold - honest if honest else 0
+    return Nodes(count=recipe.wire.secure_nodes, threshold=threshold, colluders=colluders)
+
+
+def shares_of(recipe: Recipe, algorithm: Algorithm) -> Callable[[Any], DistributedNoise] | None:
+    """Return the noise that nodes share out, by the shapes of an update; None if they add none."""
+    plan = algorithm.plan
+    if plan is None or not MECHANISMS[plan.mechanism].at_nodes:
+        return None
+    integers, nodes = integers_of(recipe, algorithm), recipe.wire.secure_nodes
+    return functools.partial(_shares, plan, integers, nodes)
+
+
+def _shares(plan: PrivacyPlan, integers: UpdateIntegers, nodes: int, like: Any) -> DistributedNoise:
+    """Return the shares of noise for updates of some shapes; refuse a grid that does not fit."""
+    size, grid = integers.size(like), integers.grid
+    made = shares_for(
+        clip=norm_before_rounding(plan.clip_norm, grid.step, size),
+        size=size,
+        noise_multiplier=plan.noise_multiplier,
+        honest=plan.honest_nodes,
+    )
+    require(
+        made.variance >= LEAST_VARIANCE and made.rho <= round_rho(plan),
+        "wire.upload",
+        f"a step of {grid.step:g}",
+        f"a finer one: a share of the noise would have a variance of {made.variance} squared "
+        f"steps, and sums of shares are nearly normal from {LEAST_VARIANCE} on",
+        "Give the codec more bits.",
+    )
+    largest = math.ceil(min(grid.clip, plan.clip_norm) / grid.step)
+    room, wanted = 2 ** (grid.bits - 1) - 1 - plan.sampling.cohort * largest, made.reserve(nodes)
+    require(
+        room >= wanted,
+        "wire.upload",
+        f"{grid.bits} bits for {grid.members} members",
+        f"room for the noise of {nodes} nodes: it takes {wanted} steps, and {room} are free beside "
+        f"{plan.sampling.cohort} updates",
+        "Give the codec twice the members, which leaves half of its range to the noise.",
+    )
+    return made
 
 
 def _centre(rule: str, trim: float, updates: np.ndarray) -> np.ndarray:
@@ -190,7 +260,7 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             recipe.federation is None, name, True, "nothing beside [federation]: flat runs only"
         )
         require(
-            not network,
+            not network or name == "wire.secure_nodes",
             name,
             True,
             "nothing over a network yet: it is for simulations on one machine",
@@ -202,13 +272,49 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             wire.trainable,
             f"a part that all members of a round train alike, with {name}",
         )
+    at_nodes = private and MECHANISMS[str(recipe.privacy.mechanism)].at_nodes
+    require(
+        secure or not at_nodes,
+        "privacy.mechanism",
+        recipe.privacy.mechanism,
+        "wire.secure_nodes beside it: each node of a secure sum adds a share of the noise",
+        "Or privacy.mechanism = 'gaussian', where the server adds it.",
+    )
+    if at_nodes:
+        _check_at_nodes(recipe)
     if secure:
         _check_secure(recipe)
+        require(
+            not network or private or recipe.run.checkpoint_every == 1,
+            "run.checkpoint_every",
+            recipe.run.checkpoint_every,
+            "1 with secure sums over a network: a node answers for its last round only, so that a "
+            "server that is killed must not fall back by more",
+        )
     else:
         for name in ("secure_threshold", "secure_rotation"):
             value = getattr(wire, name)
             only = f"{type(value)()} without wire.secure_nodes"
             require(not value, f"wire.{name}", value, only)
+
+
+def _check_at_nodes(recipe: Recipe) -> None:
+    n, threshold = recipe.wire.secure_nodes, threshold_of(recipe)
+    honest = recipe.privacy.honest_nodes
+    require(
+        1 <= honest <= threshold,
+        "privacy.honest_nodes",
+        honest,
+        f"1 to {threshold}, because so many nodes stay in a sum (wire.secure_threshold)",
+    )
+    require(
+        threshold + honest > n,
+        "privacy.honest_nodes",
+        honest,
+        f"at least {n - threshold + 1}: {threshold - honest} nodes in league with the server could "
+        f"make {n} nodes sign two lists of survivors",
+        "Raise it, or raise wire.secure_threshold.",
+    )
 
 
 def _check_secure(recipe: Recipe) -> None:

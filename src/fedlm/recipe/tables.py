@@ -441,8 +441,9 @@ class Privacy(Table):
     mechanism: Annotated[str, one_of(MECHANISMS)] | None = Field(
         default=None,
         description="The noise on each sum: `gaussian` with `server.sampling` `poisson`, "
-        "`fixed` or `balls-in-bins`; the others with `spaced`, `banded` also with `cyclic-poisson` "
-        "or `balls-in-bins`.",
+        "`fixed` or `balls-in-bins`; `distributed`, of which each node of a secure sum adds a "
+        "share, with `fixed` or `spaced`; the others with `spaced`, `banded` also with "
+        "`cyclic-poisson` or `balls-in-bins`.",
     )
     clip_norm: Positive = Field(
         default=1.0, description="The longest update that one client may send, as an L2 norm."
@@ -483,6 +484,12 @@ class Privacy(Table):
     buffers: Size = Field(
         default=3,
         description="`blt`: how many copies of the model the noise remembers, at most 10.",
+    )
+    honest_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="`distributed`: how many of the nodes that stay in a secure sum keep their "
+        "noise to themselves; theirs alone is the plan's noise. At most "
+        "`wire.secure_threshold`; the claim holds against the server and all other nodes together.",
     )
     clip_quantile: Share = Field(
         default=0.0,
@@ -574,9 +581,10 @@ class Wire(Table):
     )
     secure_nodes: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
-        description="In a simulation: how many nodes share the clients and add up their updates in "
-        "a secure sum, of which the server sees the sum alone; 0 is none. Needs a codec that adds "
-        "up, such as `secure-20-clip1-members100`.",
+        description="How many nodes add up their clients' updates in a secure sum, of which the "
+        "server sees the sum alone; 0 is none. A simulation deals its clients to so many nodes; "
+        "over a network it is the number of members on the federation's list. Needs a codec that "
+        "adds up, such as `secure-20-clip1-members100`.",
     )
     secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,

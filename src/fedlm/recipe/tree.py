@@ -38,7 +38,7 @@ from fedlm.models.split import personal_layers
 from fedlm.privacy import account, release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.assemble import algorithm_of, inner_of
+from fedlm.recipe.assemble import algorithm_of, check_settings, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
 from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.settings import Recipe
@@ -71,6 +71,7 @@ def tree_run(
     tells how many each of these trains on. It is evaluated on the store's held-out text, or on
     `text` elsewhere. `nothing_held` words the error for a tree without held-out text.
     """
+    check_settings(recipe)
     settings, people = settings_of(recipe), parts.people_of(recipe, store, members)
     rows, ledgers, size = people.rows, people.ledgers, people.population.size
     topology = topology_of(settings, people.population.group_paths())

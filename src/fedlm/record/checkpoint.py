@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import SURPRISES, RecordError
 from fedlm.core.types import Say
 
@@ -44,51 +44,11 @@ def _digest(arrays: dict[str, np.ndarray], facts: str) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, data: bytes, *, private: bool = False, sync: bool = True) -> None:
-    """Write a file so that a crash leaves either the old file or the whole new one.
-
-    A `private` file can be read by its owner alone, also while it is written, and so can a folder
-    that is made for it. The new file is made under a name that nobody can foresee, so that no link
-    of that name is followed. Without `sync` nothing is waited for: a power cut may lose the file.
-    """
-    partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        _make_folder(path.parent, private)
-        with open(os.open(partial, flags, 0o600 if private else 0o666), "wb") as file:
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-        if sync:
-            _sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # a read-only disk refuses the removal too
-            partial.unlink(missing_ok=True)
-        raise RecordError(f"{path} could not be written: {error.strerror}.") from None
-
-
-def _make_folder(path: Path, private: bool) -> None:
-    if not path.is_dir():
-        path.mkdir(0o700 if private else 0o777, parents=True, exist_ok=True)
-        _sync_folder(path.parent)
-
-
 def sweep(folder: Path) -> None:
     """Remove the files that killed writes left in a folder in which nobody else writes."""
     for stale in folder.glob("*.part"):
         with contextlib.suppress(OSError):
             stale.unlink()
-
-
-def _sync_folder(path: Path) -> None:
-    """Flush a folder to disk: a new file name is not safe before that."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def to_bytes(state: Any, **facts: Any) -> bytes:

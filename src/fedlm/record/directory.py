@@ -24,8 +24,9 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from fedlm.core.documents import read_toml
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, nearest, shown
-from fedlm.record.checkpoint import sweep, write_atomically
+from fedlm.record.checkpoint import sweep
 
 LOCK = ".lock"
 # Which nodes answered each round. Who was asked tells of the draw, which a plan keeps secret; so

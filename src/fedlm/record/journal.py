@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core.documents import json_value
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, shown
 from fedlm.core.releasable import Releasable
-from fedlm.record.checkpoint import write_atomically
 
 
 def _is_count(value: Any) -> bool:

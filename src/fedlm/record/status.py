@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlm.core.documents import read_text
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.record.checkpoint import write_atomically
 
 State = Literal["preparing", "compiling", "training", "evaluating", "finished", "stopped", "failed"]
 LIVE: tuple[State, ...] = ("preparing", "compiling", "training", "evaluating")

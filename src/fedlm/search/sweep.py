@@ -39,6 +39,7 @@ import jax
 
 from fedlm import lineage
 from fedlm.core.documents import read_json, read_toml
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -56,7 +57,6 @@ from fedlm.recipe import shipped
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, load
 from fedlm.record import report
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run

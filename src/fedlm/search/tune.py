@@ -29,6 +29,7 @@ import tomli_w
 
 from fedlm import lineage
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.keys import generator_for
 from fedlm.inference import load_params
@@ -43,7 +44,6 @@ from fedlm.privacy.ledger import (
 )
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, parse_value
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.record.report import facts_of

@@ -278,6 +278,18 @@ def read_masked(session: Session, payload: bytes) -> tuple[int, np.ndarray]:
     return place, found.astype(word(terms.bits), copy=False)
 
 
+def answer_bytes(terms: Terms) -> dict[str, int]:
+    """Return the largest size of a node's answer in each step."""
+    n = len(terms.members)
+    return {
+        "keys": HEAD + _KEYS_BYTES,
+        "share": HEAD + 4 + n * (2 + SEALED_BYTES),
+        "mask": masked_bytes(terms),
+        "sign": HEAD + 2 + SIGNATURE_BYTES,
+        "reveal": HEAD + 4 + n * (2 + SHARE_BYTES),
+    }
+
+
 # ---- survivors -----------------------------------------------------------------------------------
 
 

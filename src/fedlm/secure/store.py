@@ -156,7 +156,7 @@ class NodeStore:
         plain = {k: v.hex() if isinstance(v, bytes) else v for k, v in facts.items()}
         head = {"version": VERSION, "round": session.round, "attempt": session.attempt}
         text = json.dumps({**head, "session": session.digest.hex(), "state": plain})
-        _write_private(self._path(session.run), text.encode())
+        write_private(self._path(session.run), text.encode())
 
     def _path(self, run: str) -> Path:
         return self.folder / f"{run}.json"
@@ -192,7 +192,7 @@ def _bytes(text: Any) -> bytes:
     return bytes.fromhex(text)
 
 
-def _write_private(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes) -> None:
     """Replace a file by one that only its owner may read; it is on the disk on return."""
     new = path.with_suffix(".new")
     try:
@@ -208,7 +208,7 @@ def _write_private(path: Path, data: bytes) -> None:
             os.fsync(folder)
     except OSError as error:
         raise RecordError(
-            f"{path} could not be written: {error.strerror}. Nothing was answered."
+            f"{path} could not be written: {error.strerror}. Nothing was sent."
         ) from None
 
 

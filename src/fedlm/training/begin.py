@@ -22,6 +22,7 @@ import jax
 
 from fedlm import lineage
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Say
@@ -85,9 +86,9 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None, say: Say) -> Beg
         ahead.begin()
     directory.journal.unlink(missing_ok=True)
     tokenizer = (run.store.path / "tokenizer.json").read_bytes()
-    checkpoint.write_atomically(directory.tokenizer, tokenizer)
+    write_atomically(directory.tokenizer, tokenizer)
     named = special_tokens_map(run.store.tokenizer)
-    checkpoint.write_atomically(directory.special_tokens, named)
+    write_atomically(directory.special_tokens, named)
     if run.plan is not None:
         directory.make_salt()
     _begin_lineage(run, ahead)

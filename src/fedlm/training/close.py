@@ -13,13 +13,14 @@ from typing import Any
 
 from fedlm import lineage
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.types import Params, Say
 from fedlm.federation.round import Metrics
 from fedlm.inference import predict
 from fedlm.models.adapters import merged
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.release import release
-from fedlm.record import checkpoint, report, tree_report
+from fedlm.record import report, tree_report
 from fedlm.record.journal import Journal, dumps
 from fedlm.run import Run
 from fedlm.training.early_stopping import EarlyStopping
@@ -72,9 +73,9 @@ def close(run: Run, last: Resumed, say: Say) -> Summary:
     facts = report.facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         say(f"Warning: {warning}")
-    checkpoint.write_atomically(directory.report, report.page([facts]).encode())
+    write_atomically(directory.report, report.page([facts]).encode())
     summary = summary_of(run, run.round.params(state), facts)
-    checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()
     return summary
 

@@ -14,12 +14,12 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, require
 from fedlm.privacy.catalog import may_grow
 from fedlm.privacy.release import release
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint
-from fedlm.record.checkpoint import write_atomically
 from fedlm.record.journal import Journal
 from fedlm.run import Run
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.types import Params
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer_file import special_tokens_map
@@ -42,12 +43,12 @@ def write_weights(
     """
     model = recipe.model.model_dump_json()
     data = checkpoint.to_bytes(merged(params), model=model, vocabulary=vocabulary)
-    checkpoint.write_atomically(path, data, private=private)
+    write_atomically(path, data, private=private)
     alone = factors(params)
     if alone and not TRAINABLE[recipe.wire.trainable].exact_mean:  # or the base moved too
         base = tree.sha256(without_adapters(params))
         data = checkpoint.to_bytes(alone, base=base)
-        checkpoint.write_atomically(adapter_beside(path), data, private=private)
+        write_atomically(adapter_beside(path), data, private=private)
 
 
 def write_run(
@@ -77,8 +78,8 @@ def write_run(
     directory.recipe.unlink(missing_ok=True)
     write_weights(directory.weights, params, recipe, store.vocabulary)
     tokenizer = (store.path / "tokenizer.json").read_bytes()
-    checkpoint.write_atomically(directory.tokenizer, tokenizer)
-    checkpoint.write_atomically(directory.special_tokens, special_tokens_map(store.tokenizer))
+    write_atomically(directory.tokenizer, tokenizer)
+    write_atomically(directory.special_tokens, special_tokens_map(store.tokenizer))
     directory.journal.unlink(missing_ok=True)
     journal = Journal(directory.journal)
     header = {
@@ -104,5 +105,5 @@ def write_run(
         "params_sha256": tree.sha256(merged(params)),
         "part_of": dict(part_of),
     }
-    checkpoint.write_atomically(directory.summary, (dumps(summary) + "\n").encode())
-    checkpoint.write_atomically(directory.recipe, dump(recipe).encode())
+    write_atomically(directory.summary, (dumps(summary) + "\n").encode())
+    write_atomically(directory.recipe, dump(recipe).encode())

@@ -229,13 +229,13 @@ class Guarded:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address; 0 takes any free port."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        made = socket.socket(family, socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
         made.listen(64)
     except (OSError, OverflowError) as error:
+        made.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"--host {host} --port {port}: expected an address that is free ({reason}). "

@@ -130,6 +130,20 @@ def test_a_signature_covers_all_of_a_request(path, headers, body, words):
     assert status == 401 and words in json.loads(answer)["reason"]
 
 
+def test_a_node_of_version_four_is_told_what_to_install_and_so_is_the_operator():
+    """Such a node shows its key as Flower has it, and signs nothing but the time."""
+    said = []
+    headers = {k: v for k, v in signed(PULL, b"abc").items() if not k.startswith("fedlm-")}
+    assert FLEET_HTTP_PUBLIC_KEY_HEADER in headers
+    guard = guard_of()
+    guard.say = said.append
+    status, answer, read = ask(guard, PULL, headers, b"abc")
+    assert status == 401 and read == 0
+    told = json.loads(answer)["reason"]
+    assert "version 4 or before" in told and "install the same fedlm" in told and len(told) <= 200
+    assert said == [f"turned away somebody: {told}"]
+
+
 def test_a_signature_counts_once():
     guard, headers = guard_of(), signed(PULL)
     assert ask(guard, PULL, headers)[0] == 200
@@ -148,6 +162,64 @@ def test_nonces_are_forgotten_with_their_time():
         verifier.check("POST", PULL, headers, 0)
     verifier._count(key_id(PUBLIC), "1" * 32, now[0], now[0])
     assert list(verifier._seen[key_id(PUBLIC)]) == ["1" * 32]
+
+
+def raw(headers):
+    return {k.lower().encode(): str(v).encode() for k, v in headers.items()}
+
+
+def test_a_signature_does_not_count_again_after_a_restart(tmp_path, monkeypatch):
+    file, before = tmp_path / "signed.json", raw(signed(PULL))
+    Verifier(lambda: KNOWN, marks=file).check("POST", PULL, before, 0)
+    assert file.stat().st_mode & 0o777 == 0o600
+    restarted = Verifier(lambda: KNOWN, marks=file)
+    with pytest.raises(signing.Unsigned, match="started again"):
+        restarted.check("POST", PULL, before, 0)
+    later = time.time() + signing.MARK_SECONDS + 0.01
+    monkeypatch.setattr(signing.time, "time", lambda: later)
+    Verifier(lambda: KNOWN, lambda: later, file).check("POST", PULL, raw(signed(PULL)), 0)
+
+
+def test_many_nodes_that_come_seldom_cost_few_writes(tmp_path, monkeypatch):
+    writes, write, now = [], signing.write_atomically, [0.0]
+
+    def counted(*words, **more):
+        writes.append(now[0])
+        write(*words, **more)
+
+    monkeypatch.setattr(signing, "write_atomically", counted)
+    file = tmp_path / "signed.json"
+    marks, skews = signing.Marks(file, lambda: now[0]), {f"key-{n}": 0.5 * n for n in range(20)}
+    for second in range(100):
+        for place, (key, skew) in enumerate(skews.items()):
+            if (second + place) % 10 == 0:  # each comes every ten seconds
+                now[0] = second + place / 100
+                marks.check(key, now[0] - skew)
+    first = 10  # while keys come for the first time, each is written once
+    later = [at for at in writes if at >= first]
+    assert len(later) <= (100 - first) / signing.MARK_SECONDS + 1
+    again = signing.Marks(file, lambda: now[0])
+    for key, skew in skews.items():
+        with pytest.raises(signing.Unsigned, match="started again"):
+            again.check(key, now[0] - skew)
+        again.check(key, now[0] - skew + signing.MARK_SECONDS + 1)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"{", b'{"x": "y"}', b'{"x": [1]}'])
+def test_a_damaged_file_of_times_lets_nothing_old_in(damaged, tmp_path):
+    file, before = tmp_path / "signed.json", raw(signed(PULL))
+    file.write_bytes(damaged)
+    restarted = Verifier(lambda: KNOWN, lambda: time.time() + 1, file)
+    with pytest.raises(signing.Unsigned, match="started again"):
+        restarted.check("POST", PULL, before, 0)
+
+
+def test_addresses_of_those_who_showed_a_key_are_known():
+    known = []
+    guard = guard_of(known=known.append)
+    assert ask(guard, PULL, signed(PULL, private=OTHER_PRIVATE, public=OTHER_PUBLIC))[0] == 401
+    assert ask(guard, "/v1/control/list-runs")[0] == 403 and known == []
+    assert ask(guard, PULL, signed(PULL))[0] == 200 and known == ["somebody"]
 
 
 def test_an_expired_certificate_is_turned_away():

@@ -108,6 +108,9 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"lacks the shard 'model-1\.safetensors'"):
         hf.load(tmp_path, size)
+    (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": {"x": f"{'9' * 999}.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks the shard '9{100,}\.\.\."):  # by `make fuzz`
+        hf.load(tmp_path, size)
     (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": {"x": "../model-0.safetensors"}}))
     with pytest.raises(ConfigError, match="expected the name of a safetensors file"):
         hf.load(tmp_path, size)

@@ -26,6 +26,8 @@ from alembic.script import ScriptDirectory
 from flwr.supercore.state.alembic.utils import build_alembic_config, run_migrations
 from sqlalchemy import create_engine, event
 
+from fedlm.core.durable import sync_path
+
 UNFINISHED, DAMAGED = ".unfinished-", ".damaged-"
 BESIDE = ("", "-wal", "-shm")  # SQLite's own files beside a database
 
@@ -73,28 +75,20 @@ def _replace(path: Path, like: Path | None = None) -> None:
             engine.dispose()
         if _revisions(made) != _newest():
             raise ValueError("its tables are not those of the installed flwr")
-        _sync(made)
+        sync_path(made)
         for end in BESIDE[1:]:
             path.with_name(path.name + end).unlink(missing_ok=True)
             made.with_name(made.name + end).unlink(missing_ok=True)
         os.replace(made, path)
     finally:
         made.unlink(missing_ok=True)
-    _sync(path.parent)
+    sync_path(path.parent)
 
 
 def _hurry(connection: sqlite3.Connection, _: object) -> None:
     """Leave out syncs: a database that is being made counts only once all of it is on disk."""
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA journal_mode = MEMORY")
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _revisions(path: Path) -> set[str]:

@@ -22,12 +22,13 @@ from flwr.common.serde_utils import metadata_from_proto, metadata_to_proto
 
 from fedlm.core.errors import WireError
 from fedlm.engine.evaluate_messages import EVALUATE_REQUEST
-from fedlm.engine.messages import HELLO_REQUEST, TRAIN_REQUEST, Payload
+from fedlm.engine.messages import HELLO_REQUEST, SECURE_REQUEST, TRAIN_REQUEST, Payload
 
 # Flower knows three categories of requests; the part after the dot is fedlm's.
 MESSAGE_TYPES = {
     TRAIN_REQUEST: "train.fedlm",
     EVALUATE_REQUEST: "evaluate.fedlm",
+    SECURE_REQUEST: "train.secure",
     HELLO_REQUEST: "query.fedlm",
 }
 FRAMES = "frames"

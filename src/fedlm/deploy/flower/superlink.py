@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gc
 import hashlib
 import hmac
 import json
@@ -47,6 +48,7 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import EngineError
 from fedlm.deploy import certificates, connections, history
 from fedlm.deploy.doctor import EXPIRING_DAYS
@@ -57,7 +59,6 @@ from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
-from fedlm.record.checkpoint import write_atomically
 
 # Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
 LARGEST_REQUEST = 48 << 20
@@ -97,6 +98,7 @@ class FrontDoor:
         folder: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
         sightings: Path | None = None,
+        known: Callable[[str], None] = lambda address: None,
     ) -> None:
         """Guard an application.
 
@@ -108,9 +110,11 @@ class FrontDoor:
           folder: where they lie; nodes leave it some room.
           say: is told who was turned away, and why.
           sightings: a file about the processes that use each node's key.
+          known: is told the addresses from which nodes, or the operator, have come.
         """
         self.app, self.secret, self.verifier = app, secret.encode(), verifier
         self.stored, self.folder, self.say = Stored(quota), folder, say
+        self.known = known
         self.seen = Sightings(sightings, say)
         self._at_once: Counter[str] = Counter()
         self._told: dict[str, float] = {}
@@ -143,6 +147,7 @@ class FrontDoor:
             signer = self.verifier.check(scope["method"], scope["path"], headers, length)
         except Unsigned as unsigned:
             raise Turned(401, str(unsigned)) from None
+        self.known(_address(scope))
         name = signer.identity.name
         if self._at_once[name] >= MOST_AT_ONCE:
             raise Turned(429, "the node makes too many requests at once")
@@ -185,6 +190,7 @@ class FrontDoor:
         shown = headers.get(CONTROL_HEADER.encode(), b"")
         if not hmac.compare_digest(shown, self.secret):
             raise Turned(403, "the control key of the federation is wanted")
+        self.known(_address(scope))
         path = scope["path"].rstrip("/")
         if path == CONFIRMED:
             body = await _read(receive, _length(headers))
@@ -199,8 +205,7 @@ class FrontDoor:
 
     def _tell(self, scope: Any, turned: Turned) -> None:
         """Say who was turned away, each address and reason once in a while."""
-        address = (scope.get("client") or ("somebody",))[0]
-        text, now = f"turned away {address}: {turned.reason}", time.monotonic()
+        text, now = f"turned away {_address(scope)}: {turned.reason}", time.monotonic()
         if turned.reason and now - self._told.get(text, -TOLD_SECONDS) >= TOLD_SECONDS:
             if len(self._told) >= MOST_TOLD:
                 self._told.clear()
@@ -297,6 +302,11 @@ def own_replies(body: bytes) -> list[str]:
     return [head.message_id for head in heads]
 
 
+def _address(scope: Any) -> str:
+    """Return the address from which a request came."""
+    return str((scope.get("client") or ("somebody",))[0])
+
+
 def _length(headers: dict[bytes, bytes]) -> int:
     """Return the announced length of a body, or raise `Turned`."""
     size = headers.get(b"content-length", b"")
@@ -350,8 +360,12 @@ async def _refuse(send: Any, turned: Turned) -> None:
     await _answer(send, {"reason": turned.reason}, turned.status)
 
 
-def application(workspace: Workspace, say: Callable[[str], None]) -> Any:
-    """Return the guarded SuperLink of a federation."""
+def application(
+    workspace: Workspace,
+    say: Callable[[str], None],
+    known: Callable[[str], None] = lambda address: None,
+) -> Any:
+    """Return the guarded SuperLink of a federation; `known` is told where nodes are."""
     settings = workspace.settings
     files = (workspace.authority, workspace.certificate, workspace.certificate_key)
     ca, certificate, key = (file.read_bytes() for file in files)
@@ -382,7 +396,8 @@ def application(workspace: Workspace, say: Callable[[str], None]) -> Any:
     return FrontDoor(
         create_app(config, SuperLinkLifespan),
         workspace.control_key.read_text(encoding="ascii"),
-        Verifier(Identities(workspace)),
+        Verifier(Identities(workspace), marks=workspace.signed),
+        known=known,
         quota=settings.quota_gigabytes * 1e9,
         folder=workspace.database.parent,
         say=say,
@@ -418,5 +433,7 @@ def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     forget_deleted(workspace.database)
     history.note(workspace.history, "serve", version=version("fedlm"))
     threading.Thread(target=_register, args=[workspace], daemon=True).start()
-    guarded = application(workspace, say)
+    guarded = application(workspace, say, listener.connections.know)
+    gc.collect()
+    gc.freeze()  # modules live as long as the server: a tenth of its time went into visiting them
     connections.run(guarded, listener, *files)

@@ -51,6 +51,7 @@ LEASE_SECONDS = 10.0  # Flower's minimum; a node counts as away after two leases
 LONGEST_WAIT = 5.0  # seconds between two attempts to reach a server that is not there
 BUSY_NAP, IDLE_NAP = 0.2, 2.0  # seconds between two polls for a request, in a run and after it
 IDLE_SECONDS = 60.0  # without a request, after which a node is idle
+NAP_PER_POLL = 4.0  # a nap is at least so many times as long as the poll before it took
 Stop = Callable[[], bool]
 
 
@@ -89,6 +90,7 @@ def serve(node: SuperNode, respond: Callable[[Payload], Payload], *, say: Say, s
 def _reply_to_all(node: SuperNode, respond: Callable[[Payload], Payload], stop: Stop) -> None:
     last = time.monotonic()
     while not stop():
+        asked = time.monotonic()
         try:
             received = node.receive()
             if received is not None:
@@ -97,7 +99,23 @@ def _reply_to_all(node: SuperNode, respond: Callable[[Payload], Payload], stop: 
                 continue
         except Stale:
             pass  # the run ended while its message was on the way
-        time.sleep(BUSY_NAP if time.monotonic() - last < IDLE_SECONDS else IDLE_NAP)
+        now = time.monotonic()
+        time.sleep(nap_after(now - asked, quiet=now - last))
+
+
+def nap_after(poll: float, *, quiet: float) -> float:
+    """Return the seconds until the next poll, when the last one took `poll` and found nothing.
+
+    `quiet` are the seconds since the last request. The polls of many nodes must not keep a slow
+    server from its work.
+
+    >>> nap_after(0.01, quiet=1.0), nap_after(0.25, quiet=1.0), nap_after(9.0, quiet=1.0)
+    (0.2, 1.0, 2.0)
+    >>> nap_after(0.01, quiet=100.0)
+    2.0
+    """
+    least = BUSY_NAP if quiet < IDLE_SECONDS else IDLE_NAP
+    return max(least, min(IDLE_NAP, NAP_PER_POLL * poll))
 
 
 class _Signature:

@@ -102,12 +102,14 @@ def _read_base(path: Path, reader: Any) -> Base:
         "tied": "output.weight" not in _shapes(reader),
     }
     settings.finish({name for name in values if name.startswith(ABOUT)})
-    return Base("llama", sizes)
+    return Base("llama", sizes, str(path))
 
 
 def load(path: Path, size: Dimensions) -> Params:
     """Return the model in a file, in float32."""
-    return read_weights(path, size, catalog.shapes("llama", size))
+    with damaged(str(path), ConfigError):
+        like = catalog.shapes("llama", size)
+    return read_weights(path, size, like)
 
 
 def read_weights(path: Path, size: Dimensions, like: Params) -> Params:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_tensors
 
 from fedlm.core.documents import json_value
-from fedlm.core.errors import ConfigError, either, shown
+from fedlm.core.errors import ConfigError, damaged, either, shown
 from fedlm.core.types import Params
 from fedlm.models import catalog
 from fedlm.models.catalog import Dimensions
@@ -32,6 +32,7 @@ from fedlm.models.interop.settings import Settings
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LARGEST_JSON = 64 << 20
+MOST_LAYERS, MOST_SIZE = 512, 1 << 24
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that older versions saved beside the weights; they hold no weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -43,6 +44,14 @@ class Base:
 
     architecture: str
     sizes: Mapping[str, Any]  # fields of `Dimensions`
+    where: str = field(default="the model", compare=False)  # the file that says so
+
+    def __post_init__(self) -> None:
+        """Refuse sizes of no model: already the shapes of a billion layers take for ever."""
+        for name, size in self.sizes.items():
+            most = MOST_LAYERS if name == "layers" else MOST_SIZE
+            if type(size) is int and size > most:
+                raise ConfigError(f"{self.where}: {name} = {size:,}: expected at most {most:,}.")
 
 
 # ---- a folder in -----------------------------------------------------------------------------
@@ -59,13 +68,15 @@ def read_base(folder: Path) -> Base:
             "take the model in float32, float16 or bfloat16, or a GGUF file."
         )
     settings.finish(SILENT)
-    return Base(family.architecture, sizes)
+    return Base(family.architecture, sizes, str(folder / CONFIG))
 
 
 def load(folder: Path, size: Dimensions) -> Params:
     """Return the model in a folder, in float32."""
     family, _ = _open(folder)
-    return read_weights(folder, family, catalog.shapes(family.architecture, size), size)
+    with damaged(str(folder), ConfigError):
+        like = catalog.shapes(family.architecture, size)
+    return read_weights(folder, family, like, size)
 
 
 def read_weights(folder: Path, family: ModelFamily, like: Params, size: Dimensions) -> Params:

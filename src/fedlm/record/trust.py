@@ -1,0 +1,76 @@
+"""Who sees what of a client's text in a run, as rows of a table.
+
+In:       the recipe of a run, as its header holds it, and whether its members were at nodes.
+Out:      rows of words: a party, and what it sees.
+Promise:  the rows follow from settings alone; what nobody can promise is in `NOT_DEFENDED`.
+Not here: the page that shows them (`report`), why they hold (docs/trust.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+HEAD = ("who", "one client's update", "a node's sum", "the round's sum")
+NOT_DEFENDED = (
+    "poisoning: masks hide a bad update as well as a good one",
+    "denial of service: nodes that stay away lose rounds",
+    "side channels: when a node answers, and how long it computes",
+    "a server that draws one client alone: without noise at nodes the sum is then its update",
+)
+
+
+class TrustRow(NamedTuple):
+    """One party, and what it sees."""
+
+    who: str
+    update: str
+    node_sum: str
+    round_sum: str
+
+
+def trust_rows(recipe: Mapping[str, Any], *, network: bool) -> tuple[TrustRow, ...]:
+    """Return who sees what in a run, the most trusted first.
+
+    >>> trust_rows({}, network=True)[1].node_sum
+    'yes'
+    """
+    wire, privacy = recipe.get("wire", {}), recipe.get("privacy", {})
+    secure, mechanism = int(wire.get("secure_nodes", 0) or 0), privacy.get("mechanism")
+    at_nodes = mechanism == "distributed"
+    lossy = wire.get("upload", "float32") != "float32" and not secure
+    if not network:
+        whole = "yes: all text is in one place"
+        sums = "simulated" if secure else "yes"
+        return (TrustRow("whoever runs the simulation", whole, sums, "yes"), _readers(mechanism))
+    server = TrustRow(
+        "the server",
+        "no" if secure else "yes, one by one" if lossy else "only where a node sends one alone",
+        "no" if secure else "yes",
+        "only with noise" if at_nodes else "yes, before noise" if mechanism else "yes",
+    )
+    others = TrustRow("other nodes", "no", "no", "no: the model of each round")
+    if secure:
+        threshold = int(wire.get("secure_threshold", 0) or 0) or max(
+            secure // 2 + 1, -(-2 * secure // 3)
+        )
+        honest = int(privacy.get("honest_nodes", 0) or 0) or threshold
+        others = TrustRow(
+            f"the server and {threshold - honest} nodes together",
+            "no",
+            f"no: at least {honest} honest nodes stay in a sum",
+            "only with noise" if at_nodes else "yes",
+        )
+    rows = [
+        TrustRow("the client's own node", "yes", "its own", "no: the model of each round"),
+        server,
+        others,
+        TrustRow("readers of the network", "no (TLS)", "no (TLS)", "no (TLS)"),
+        _readers(mechanism),
+    ]
+    return tuple(rows)
+
+
+def _readers(mechanism: Any) -> TrustRow:
+    told = "only with noise" if mechanism else "what models and figures tell"
+    return TrustRow("readers of the run", "no", "no", told)
