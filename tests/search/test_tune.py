@@ -76,7 +76,7 @@ def test_the_budget_decides_how_many_points_there_are(tiny_recipe):
 
 def test_the_recipe_may_say_what_is_tried(tiny_recipe):
     said = "\n[tune]\nkeep_one_in = 2\nseeds = [3, 4]\n"
-    said += '[tune.over]\n"client.learning_rate" = "0.1..1:2"\n'
+    said += 'over = ["client.learning_rate=0.1..1:2"]\n'
     tiny_recipe.write_text(tiny_recipe.read_text() + said)
     search = plan_search(tiny_recipe)
     assert search.axes == {RATE: (0.1, 1.0)} and search.seeds == (3, 4) and search.keep_one_in == 2
