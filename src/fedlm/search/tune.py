@@ -564,8 +564,8 @@ def _forecast(search: Search, out: Path, stores: Path) -> list[list[Entry]]:
     for point in search.points:
         run = build(search.trial(point, search.seeds[0]), stores, out=out / "none")
         for seed in search.seeds:
-            book = Ledger(out / RUNS / name_of({**point, SEED: seed}) / NAME)
-            found.append(book.entries() if book.exists() else [begin_entry(dict(run.plans))])
+            kept = Ledger(out / RUNS / name_of({**point, SEED: seed}) / NAME)
+            found.append(kept.entries() if kept.exists() else [begin_entry(dict(run.plans))])
     found.sort(key=len, reverse=True)
     alike = all(book[0]["plans"] == found[0][0]["plans"] for book in found)
     for place, book in enumerate(found):

@@ -42,7 +42,8 @@ def pack(params: Params, *, int8: bool) -> tuple[dict[str, Any], bytes]:
         data += bytes(-len(data) % 4)  # floats begin at multiples of four
         parts.append(data)
         offset += len(data)
-    cell = {"kind": KINDS[type(params.cell)], **dataclasses.asdict(params.cell)}
+    made: Any = params.cell  # a dataclass of settings
+    cell = {"kind": KINDS[type(made)], **dataclasses.asdict(made)}
     config = {
         "cell": cell,
         "gates": cell.pop("gates"),
