@@ -29,8 +29,9 @@ test-browser: $(VENV)/.browser  ## the live page in Chromium; installs it with a
 	$(BIN)/python -m pytest -n 0 -m 'slow or not slow' tests/browser
 
 RUNS ?= runs
-pictures: $(VENV)/.browser  ## pictures of the live page over RUNS (a folder), into docs/pictures
+pictures: $(VENV)/.browser  ## pictures of the live page and of reports over RUNS (a folder), into docs/pictures
 	$(BIN)/python docs/hooks/pictures.py $(RUNS)
+	$(BIN)/python docs/hooks/report_pictures.py $(RUNS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

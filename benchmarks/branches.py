@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from fedlm.record.report import Facts, facts_of
+from fedlm.record.facts import Facts, facts_of
 from fedlm.search.sweep import markdown, mean_and_spread
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedlm.models import catalog
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from fedlm.search.sweep import markdown
 
 MARKS = (10, 20, 50)

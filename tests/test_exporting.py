@@ -73,7 +73,7 @@ def test_a_card_says_what_the_run_claims(llama):
     """Perplexity before and after on the same rows, and privacy in the words of the claim."""
     lines = [json.loads(line) for line in llama.journal.read_text().splitlines()]
     before, after = lines[0]["start"]["perplexity"], lines[1]["perplexity"]
-    assert f"same held-out rows: {before:.2f} before, {after:.2f} after" in card(FinishedRun(llama))
+    assert f": {before:.2f} before, {after:.2f} after" in card(FinishedRun(llama), "peft")
     claim = {"sentence": "No more than so much.", "not_covered": ["a"], "assumptions": ["b"]}
     assert _privacy(claim) == [
         "- Privacy: No more than so much.", "  - Not covered: a", "  - Assumed: b"

@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import optax
 
-from fedlm import exporting, lineage
+from fedlm import exporting, lineage, reporting
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
@@ -47,10 +47,10 @@ from fedlm.recipe.private_evaluation import private_evaluation_of
 from fedlm.recipe.secure_sums import check_sums, engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
 from fedlm.recipe.vocabulary import vocabulary_of
-from fedlm.record import report as pages
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
 from fedlm.record.export import write_onnx
+from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher, finish, play
 from fedlm.training import train as carry_out
@@ -176,7 +176,7 @@ def load_run(path: str | Path, model: eqx.Module | None = None) -> TrainedRun:
     True
     """
     directory = RunDirectory.existing(Path(path)).finished()
-    custom = pages.facts_of(directory.path).header.get("custom") or {}
+    custom = facts_of(directory.path).header.get("custom") or {}
     recipe = load(directory.recipe)
     if custom:
         store = parts.open_store(recipe.data, STORES)
@@ -199,7 +199,7 @@ def _looked_at(recipe: Recipe, directory: RunDirectory) -> Run:
     if not parts.names_no_text(recipe.data):
         return build(recipe, STORES, out=directory.path)
     store = parts.tokenizer_store(recipe.data, STORES)
-    plan = pages.facts_of(directory.path).header.get("privacy") or {}
+    plan = facts_of(directory.path).header.get("privacy") or {}
     size = plan.get("sampling", {}).get("population", 0)
     return run_to_look_at(parts.resolve(recipe, store), store, size, out=directory.path)
 
@@ -228,7 +228,7 @@ def epsilon(
         return account.spent(of, of.rounds if rounds is None else rounds)
     if isinstance(of, Store):
         return lineage.spent_on(of)
-    facts = pages.facts_of(RunDirectory.existing(Path(of)).path)
+    facts = facts_of(RunDirectory.existing(Path(of)).path)
     return lineage.claim_of_run(Path(of), facts.header, facts.rounds)
 
 
@@ -280,7 +280,7 @@ class TrainedRun:
         Raises:
           ConfigError: the run has no such split, or its privacy plan forbids it.
         """
-        part = pages.facts_of(self.run.record.path).header.get("part_of") or {}
+        part = facts_of(self.run.record.path).header.get("part_of") or {}
         require(
             not part.get("private"),
             "split",
@@ -306,7 +306,7 @@ class TrainedRun:
 
     def report(self) -> Path:
         """Draw the HTML report again, and return its path."""
-        page = pages.page([pages.facts_of(self.path)])
+        page = reporting.page_of([self.path])
         write_atomically(self.run.record.report, page.encode())
         return self.run.record.report
 
@@ -314,7 +314,7 @@ class TrainedRun:
         """Write the model and its tokenizer into a folder, and return the model's path.
 
         Args:
-          kind: `safetensors`, `onnx`, `huggingface` or `peft` (adapters alone).
+          kind: `safetensors`, `onnx`, `onnx-int8`, `huggingface`, `peft` (adapters alone), `web`.
           folder: the folder, which is made if it is missing.
 
         Raises:
@@ -333,6 +333,8 @@ class TrainedRun:
             length, params = self.run.recipe.data.sequence_length, self._models()[""]
             write_onnx(lambda tokens: params.features(tokens) @ params.readout.T, length, file)
         write_atomically(target / "tokenizer.json", record.tokenizer.read_bytes())
+        made = exporting.card(exporting.FinishedRun(record), kind, "module of one's own")
+        write_atomically(target / exporting.CARD, made.encode())
         return file
 
     def _models(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from fedlm.core import tree
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, require
 from fedlm.core.types import Params
+from fedlm.core.words import count
 from fedlm.corpus import tokenizer_file
 from fedlm.corpus.tokenizer import WORD, TextTokenizer
 from fedlm.inference import load_params
@@ -32,12 +33,15 @@ from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface, peft, web
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, load
-from fedlm.record import checkpoint, report
+from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory, adapter_beside
-from fedlm.record.export import to_onnx
+from fedlm.record.export import step_to_onnx
+from fedlm.record.facts import SPLITS, facts_of
 
 Files = dict[str, bytes]
 CARD, LARGEST_CARD = "README.md", 1 << 20
+LIBRARIES = {"huggingface": "transformers", "peft": "peft", "onnx": "onnx", "onnx-int8": "onnx"}
+LEAST_CAPACITY = 64  # tokens
 
 
 class FinishedRun:
@@ -112,15 +116,33 @@ def _safetensors(run: FinishedRun) -> Files:
     return {"model.safetensors": run.weights.read_bytes()}
 
 
-def _onnx(run: FinishedRun) -> Files:
-    params, length = run.params, run.recipe.data.sequence_length
-    return {"model.onnx": to_onnx(lambda tokens: catalog.logits(params, tokens), length)}
+def _onnx(run: FinishedRun, *, int8: bool) -> Files:
+    """Return one step of the model, with all that is needed to use it in the file's metadata."""
+    params, special = run.params, run.tokenizer.special
+    capacity = min(max(run.recipe.data.sequence_length, LEAST_CAPACITY), run.spec.size.length)
+    claim = facts_of(run.directory.path).final.get("privacy") or {}
+    tokens = {"bos": special.bos, "eos": special.eos, "oov": special.oov}
+    metadata = {
+        "tokenizer": run.directory.tokenizer.read_text(encoding="utf-8"),
+        "special_tokens": json.dumps({**tokens, "reserved": list(special.reserved)}),
+        "capacity": str(capacity),  # tokens that a key-value cache holds
+        "epsilon": json.dumps(claim.get("epsilon")),
+        "delta": json.dumps(claim.get("delta")),
+        "card": card(run, "onnx"),
+    }
+    data = step_to_onnx(
+        lambda state, token: catalog.advance(params, state, token),
+        lambda batch: params.start(batch, capacity),
+        metadata,
+        int8=int8,
+    )
+    return {"model.onnx": data}
 
 
 def _huggingface(run: FinishedRun) -> Files:
     if adapter_beside(run.directory.weights).is_file():
         run.check_learned()
-    return {**_folder(run, run.params), CARD: card(run).encode()}
+    return _folder(run, run.params)
 
 
 def _peft(run: FinishedRun) -> Files:
@@ -132,7 +154,7 @@ def _peft(run: FinishedRun) -> Files:
     where = str(origin) if ready else "base"
     files = peft.files_of(run.kind, run.spec.size, adapters, factors, where)
     beside = {} if ready else {f"base/{k}": v for k, v in _folder(run, base).items()}
-    return {**files, CARD: card(run, adapter=True).encode(), **beside}
+    return {**files, **beside}
 
 
 def _folder(run: FinishedRun, params: Params) -> Files:
@@ -196,7 +218,6 @@ def _web(run: FinishedRun, *, int8: bool) -> Files:
         "weights.js": b'window.FEDLM_WEIGHTS = "' + base64.b64encode(data) + b'";\n',
         "config.js": b"window.FEDLM = " + json.dumps(config).encode() + b";\n",
         **{name: (page / name).read_bytes() for name in ("style.css", "model.js", "page.js")},
-        CARD: card(run).encode(),
     }
 
 
@@ -223,7 +244,8 @@ def _check_tokenizer(library: dict[str, Any]) -> None:
 
 FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
     "safetensors": _plain(_safetensors),
-    "onnx": _plain(_onnx),
+    "onnx": _plain(partial(_onnx, int8=False)),
+    "onnx-int8": _plain(partial(_onnx, int8=True)),
     "huggingface": _huggingface,
     "peft": _peft,
     "web": partial(_web, int8=False),
@@ -232,9 +254,10 @@ FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
 
 
 def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = False) -> Path:
-    """Write a run's model in a format, and return the path of its main file."""
+    """Write a run's model in a format with its card, and return the path of its main file."""
     require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
-    files = FORMATS[kind](FinishedRun(directory, best=best))
+    run = FinishedRun(directory, best=best)
+    files = {**FORMATS[kind](run), CARD: card(run, kind).encode()}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, data)
@@ -244,36 +267,37 @@ def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = Fals
 # ---- the model card --------------------------------------------------------------------------
 
 
-def card(run: FinishedRun, *, adapter: bool = False) -> str:
+def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
     """Return the model card: data, rounds, privacy, bytes, perplexity, and the base's licence."""
-    facts, origin = report.facts_of(run.directory.path), run.recipe.model.init_from
-    licence = licence_of(origin)
-    told = facts.final.get("test") or facts.final.get("validation") or {}
-    head = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "tags: [fedlm]"]
+    facts, origin = facts_of(run.directory.path), run.recipe.model.init_from
+    licence, (split, told) = licence_of(origin), facts.headline
+    head = ["---", f"library_name: {LIBRARIES.get(kind, 'fedlm')}", "tags: [fedlm]"]
     head += [f"license: {licence}"] if licence else []
     head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
-    before = facts.header["start"].get("perplexity")
+    before = (facts.header.get("start") or {}).get("perplexity")
     after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
-    store, last = facts.header["store"], facts.rounds[-1] if facts.rounds else {}
+    clients = (facts.header.get("store") or {}).get("clients")
+    whose = "a number of clients that is not told" if clients is None else count(clients, "client")
+    cohort = count(run.recipe.server.cohort, "client")
     lines = [
         *head,
         "---",
         "",
         f"# {run.directory.path.resolve().name}",
         "",
-        f"A `{run.spec.architecture}` language model, trained by fedlm with federated averaging on "
-        "text that stayed where it was written.",
+        f"A `{architecture or run.spec.architecture}` language model, trained by fedlm with "
+        "federated averaging on text that stayed where it was written.",
         "",
-        f"- Data: {store.get('clients', '?')} clients; tokenizer of {run.tokenizer.vocabulary} "
-        "tokens.",
-        f"- Rounds: {len(facts.rounds)}, {run.recipe.server.cohort} clients each; "
+        f"- Data: {whose}; tokenizer of {count(run.tokenizer.vocabulary, 'token')}.",
+        f"- Rounds: {len(facts.rounds)}, {cohort} each; "
         f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
-        f"- Bytes uploaded by all clients: {last.get('upload_bytes', 0):,}.",
-        f"- Perplexity on the same held-out rows: {_figure(before)} before, "
+        f"- Bytes uploaded by all clients: {facts.upload_bytes:,.0f}.",
+        f"- Perplexity on a fixed sample of {SPLITS[facts.watched]}: {_figure(before)} before, "
         f"{_figure(after)} after.",
-        f"- Perplexity on all held-out text: {_figure(told.get('perplexity'))} after.",
+        f"- Perplexity on {SPLITS[split]}: {_figure(told.get('perplexity'))}.",
         *_privacy(facts.final.get("privacy")),
         f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",
+        "- Not for: advice, facts, or text about people; it repeats what was written before it.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -113,7 +113,7 @@ def _goes_on(tokenizer: TextTokenizer) -> Callable[[int], bool]:
 
 # ---- typing --------------------------------------------------------------------------------
 
-TYPED = re.compile(r"[\w'’\-]*$")  # the beginning of a word at the end of a text
+TYPED = re.compile(r"[\w'’\-]*\Z")  # the beginning of a word at the end of a text
 CAPACITY = 256  # tokens that a model with a cache looks back on
 STATE_BYTES = 64 << 20  # of states to go back to without computing again
 NOTHING = np.zeros(0, np.float32)

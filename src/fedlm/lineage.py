@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
+from fedlm.core.words import count
 from fedlm.corpus.store import Store
 from fedlm.privacy import account, ledger, spending, vocabulary
 from fedlm.privacy.account import Spent
@@ -359,8 +360,8 @@ def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
     context = _context(record, header, plan.unit)
     released = (
         f"the best of a random number of runs ({told['law']}, {told['mean']:g} on average) of "
-        f"{told['rounds']} rounds, chosen by held-out clients; the others, and their number, stay "
-        "secret"
+        f"{count(told['rounds'], 'round')}, chosen by held-out clients; the others, "
+        "and their number, stay secret"
     )
     spent = alone._replace(epsilon=math.inf)
     if not context.broken:

@@ -76,7 +76,7 @@ def test_the_summary_names_every_node(folder):
 
 def test_the_report_shows_tree_matrix_and_routes(folder):
     page = (folder / "run" / "report.html").read_text()
-    for words in ("└─ town", "on the text of every place", "Residuals"):
+    for words in ("town", "text of every place", "routed as residuals", "Attention going up"):
         assert words in page
     assert "This run makes no privacy claim" in page
 
@@ -99,7 +99,10 @@ def test_under_noise_at_the_leaves_files_tell_nothing_of_their_own_models(hidden
     for entry in rounds:
         assert not {"loss", "tokens", "steps", "unclipped", "personal_perplexity"} & entry.keys()
         for node in entry["nodes"].values():
-            assert not {"loss", "change", "self_weight", "entropy_down"} & node.keys()
+            assert (
+                not {"loss", "change", "self_weight", "entropy_down", "attention_down"}
+                & node.keys()
+            )
         assert entry["members"] == 2
     assert rounds[-1]["perplexity"] > 1
     assert all(own is None for _, own in rounds[-1]["places"].values())

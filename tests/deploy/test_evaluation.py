@@ -135,7 +135,7 @@ def same(here, there):
         assert there[name] == pytest.approx(value, rel=1e-12), name
 
 
-FIGURES = ("perplexity", "perplexity_no_oov", "accuracy", "accuracy_no_oov_eos", "tokens")
+FIGURES = ("perplexity", "perplexity_known_words", "accuracy", "accuracy_known_words", "tokens")
 
 
 @pytest.mark.sample(1)

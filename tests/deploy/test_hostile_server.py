@@ -361,7 +361,7 @@ def test_the_ledger_is_shown(node, asked, tmp_path, run_cli):
     assert told["epsilon"] == pytest.approx(run["epsilon"]) and told["epsilon"] > 0
     shown = run_cli("node", "ledger", kit).stdout
     assert "lifetime epsilon is" in shown and "2 questions refused" in shown
-    assert "4 clients 1 times, 1 clients 2 times" in shown
+    assert "4 clients 1 time, 1 client 2 times" in shown
     refused = run_cli("node", "ledger", kit, "--confirm", "1")
     assert refused.code == 2 and "expected the number" in refused.stderr
     assert run_cli("node", "ledger", kit, "--confirm", "500", "--json").json["counter"] == 500

@@ -199,10 +199,10 @@ def test_a_kill_at_any_step_changes_no_bit(nodes, tmp_path, step, who):
     transport = SecureTransport(nodes, change=kill)
     if who == "server":
         with pytest.raises(KeyboardInterrupt):
-            total(server(transport, file))
+            total(server(transport, file, deadline=60.0))
         assert set(json.loads(file.read_text())) == {"round", "attempt", "lists"}
         assert file.stat().st_mode & 0o77 == 0
-    check(total(server(transport, file)), range(5))
+    check(total(server(transport, file, deadline=60.0)), range(5))
     assert killed
 
 
@@ -222,9 +222,9 @@ def test_a_server_killed_after_signatures_opens_the_same_list_again(nodes, tmp_p
 
     transport = SecureTransport(nodes, {"node-4": "mask"}, kill)
     with pytest.raises(KeyboardInterrupt):
-        total(server(transport, file))
+        total(server(transport, file, deadline=60.0))
     transport.leave, transport.away = {}, set()
-    check(total(server(transport, file)), range(4))
+    check(total(server(transport, file, deadline=60.0)), range(4))
 
 
 def test_without_its_file_a_server_cannot_open_a_signed_round_otherwise(nodes):

@@ -32,14 +32,14 @@ def test_figures_by_hand():
     assert found["tokens"] == 9
     assert found["perplexity"] == pytest.approx(math.exp(0.5))
     assert found["accuracy"] == pytest.approx(3 / 9)
-    assert found["accuracy_no_oov_eos"] == pytest.approx(3 / 5)
-    assert found["perplexity_no_oov"] == pytest.approx(math.exp(0.5))
+    assert found["accuracy_known_words"] == pytest.approx(3 / 5)
+    assert found["perplexity_known_words"] == pytest.approx(math.exp(0.5))
 
 
 def test_without_a_token_for_unknown_words_all_are_known():
     found = figures(sums(special=SpecialTokens(bos=2, eos=2, oov=None, reserved=(2,))))
-    assert found["perplexity_no_oov"] == found["perplexity"]
-    assert found["accuracy_no_oov_eos"] == pytest.approx(3 / 6)
+    assert found["perplexity_known_words"] == found["perplexity"]
+    assert found["accuracy_known_words"] == pytest.approx(3 / 6)
 
 
 def test_the_batch_of_evaluation_changes_nothing():
@@ -56,7 +56,9 @@ def test_clients_count_once_each_whatever_their_size():
     each = client_figures(sums(), [7, 9, 9])
     assert each["clients"] == 2
     assert each["p50"] == pytest.approx(math.exp(0.5))
-    assert client_figures(sums(), [7, 9, 9])["worst_tenth"] == pytest.approx(math.exp(0.5))
+    assert client_figures(sums(), [7, 9, 9])["mean_of_worst_10_percent"] == pytest.approx(
+        math.exp(0.5)
+    )
 
 
 def test_groups_partition_the_rows():

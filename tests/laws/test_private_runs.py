@@ -1,8 +1,10 @@
 """Laws 3 and 5 for runs that promise something: the same noise after a kill, no more than the
 budget, and nothing told that the plan does not cover."""
 
+import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,11 +16,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedlm.core.errors import RecordError
 from fedlm.privacy.account import spent
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
+from fedlm.record.statement import page as statement_page
+from fedlm.reporting import page_of
+from fedlm.statement import statement_of
 from tests.conftest import call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 
@@ -205,6 +211,70 @@ def test_the_report_states_the_claim(private):
     ):
         assert words in page, words
     assert "Unsafe for release" not in page and "Training loss" not in page
+
+
+def test_a_page_shows_only_what_the_plan_allows(private, tmp_path):
+    """Facts that a journal should not hold do not reach a page, whoever planted them."""
+    copy = tmp_path / "planted"
+    copy.mkdir()
+    lines = [json.loads(x) for x in (private / "one" / "journal.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"loss": 7.654321, "tokens": 7654321, "train_tokens": 7654321}
+        if line["kind"] == "final":
+            line |= {"validation": {"perplexity": 76543.21, "accuracy": 0.7654}}
+            line |= {"baselines": {"test": {"trigram": 76543.21}}}
+    lines[0]["store"] |= {"train_clients": 7654321, "clients_sha256": "7654321"}
+    (copy / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of([copy])
+    assert not [words for words in ("7.654", "7,654", "76,543", "7654", "76.5") if words in page]
+    assert "trained for" in page and "held-out clients" in page
+    # The same facts are shown where no plan hides them.
+    del lines[0]["privacy"]
+    (copy / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "7,654,321" in page_of([copy]) and "76,543" in page_of([copy])
+
+
+def test_a_statement_is_one_page_of_the_claim(private):
+    done = call(private, "privacy", "statement", "one", "--out", "page.html", "--json")
+    assert done.code == 0, done.stderr
+    told, claim = done.json, facts_of(private / "one").final["privacy"]
+    assert told["epsilon"] == pytest.approx(claim["epsilon"]) and told["sentence"]
+    assert told["rounds_epsilon_published"] >= told["rounds_epsilon_exact"] > 0
+    ledger = (private / "one" / "ledger.jsonl").read_bytes()
+    assert told["ledger_sha256"] == hashlib.sha256(ledger).hexdigest()
+    for each in told["odds"]:
+        before, after = (x / (1 - x) for x in (each["before"], each["at_most_after"]))
+        assert after / before == pytest.approx(math.exp(claim["epsilon"]))
+    page = (private / "page.html").read_text()
+    for words in ("Epsilon, two ways", "What is not covered", "Who is trusted", "Signature",
+                  "No audit was made", told["ledger_sha256"], "may afterwards be"):  # fmt: skip
+        assert words in page, words
+    assert "<script" not in page and len(page) < 60_000
+
+
+def test_an_audit_stands_beside_the_account(private, tmp_path):
+    copy = shutil.copytree(private / "one", tmp_path / "one")
+    found = {"canaries": 1, "epsilon_lower": 0.25, "confidence": 0.95}
+    (copy / "audit.json").write_text(json.dumps(found))
+    page = statement_page(statement_of(copy))
+    assert "search for 1 planted client shows" in page and "does not contradict the account" in page
+    (copy / "audit.json").write_text(json.dumps({**found, "epsilon_lower": 1e9}))
+    assert "It contradicts the account: do not sign." in statement_page(statement_of(copy))
+    (copy / "audit.json").write_text("[]")
+    with pytest.raises(RecordError, match="audit the run again"):
+        statement_of(copy)
+
+
+def test_what_promises_nothing_has_no_statement(private, trained, tmp_path):
+    with pytest.raises(RecordError, match="makes no privacy claim"):
+        statement_of(trained / "runs" / "tiny")
+    copy = shutil.copytree(private / "one", tmp_path / "one")
+    header, *rest = (copy / "journal.jsonl").read_text().splitlines()
+    told = json.loads(header)
+    told["privacy"]["reveal"] = True
+    (copy / "journal.jsonl").write_text("\n".join([json.dumps(told), *rest]) + "\n")
+    with pytest.raises(RecordError, match="nothing to sign for"):
+        statement_of(copy)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from fedlm.privacy.ledger import Ledger, spent_of
 from fedlm.privacy.release import HEADER
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from fedlm.training import check_same, header_of
 from fedlm.training.begin import begin
 from tests.conftest import write_tiny

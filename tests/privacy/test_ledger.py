@@ -227,7 +227,7 @@ def test_each_round_once_costs_what_the_plan_costs(name):
 def test_a_round_released_again_is_one_round_more(name):
     found = spent_of(lines_of([0, 1, 2, 1, 2, 3], {"": PLANS[name]}))
     assert found.epsilon == spent(PLANS[name], 6).epsilon
-    assert "2 rounds were released again" in found.assumptions[-1]
+    assert "2 further releases of rounds" in found.assumptions[-1]
 
 
 def epsilon_of_gaussian(shift, delta):

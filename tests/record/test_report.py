@@ -1,4 +1,4 @@
-"""A report is a function of journals, and a page that needs no network."""
+"""A report is a function of journals, and a page that asks nobody for anything."""
 
 import re
 import shutil
@@ -8,12 +8,17 @@ import pytest
 from fedlm.core.errors import RecordError
 from fedlm.core.releasable import make_releasable
 from fedlm.record import report
+from fedlm.record.facts import facts_of
 from fedlm.record.journal import Journal
+from fedlm.record.report import Beside
 
 RECIPE = {"model": {"name": "si-cifg"}, "client": {"learning_rate": 0.5}}
+COUNTED = {"unigram": 300.0, "bigram": 120.0, "trigram": 90.0}
+LARGEST_PAGE = 300_000
+HOSTILE = "<script>alert('x')</script>"
 
 
-def write(folder, rounds=4, final=True, **header):
+def write(folder, rounds=4, final=True, worse=0.0, closing=None, **header):
     """The journal of a run as `fedlm train` writes it."""
     folder.mkdir(exist_ok=True)
     journal = Journal(folder / "journal.jsonl")
@@ -22,31 +27,28 @@ def write(folder, rounds=4, final=True, **header):
         make_releasable("header", dict(**{**facts, "start": {"perplexity": 321.5}, **header}))
     )
     for number in range(rounds):
-        seen = {"perplexity": 100.0 - number, "accuracy": 0.1} if number % 2 else {}
+        seen = {"perplexity": 100.0 - number + worse, "accuracy": 0.1} if number % 2 else {}
         moved = {"upload_bytes": 1e6 * (number + 1), "download_bytes": 2e6 * (number + 1)}
         facts = {"members": 4, "tokens": 50, "loss": 3.5, "seconds": 0.25, **moved, **seen}
         journal.append(make_releasable("round", dict(round=number, **facts)))
     if final:
-        figures = {"perplexity": 87.65, "accuracy": 0.125, "clients": {"p50": 80.0}}
-        journal.append(
-            make_releasable(
-                "final", dict(test={**figures, "groups": [{"north": figures, "<i>": figures}]})
-            )
-        )
+        figures = {"perplexity": 87.65 + worse, "accuracy": 0.125, "tokens": 70}
+        quantiles = {"p10": 60.0, "p25": 70.0, "p50": 80.0, "p75": 90.0, "p90": 110.0}
+        clients = {**quantiles, "mean_of_worst_10_percent": 160.0, "clients": 1.0}
+        test = {**figures, "clients": clients, "groups": [{"north": figures, HOSTILE: figures}]}
+        told = {"test": test, "baselines": {"test": COUNTED}, **(closing or {})}
+        journal.append(make_releasable("final", told))
     return folder
 
 
-def page_of(*folders):
-    return report.page([report.facts_of(folder) for folder in folders])
+def page_of(*folders, **beside):
+    return report.page([facts_of(folder) for folder in folders], Beside(**beside))
 
 
-def without_ids(page):
-    """Figures carry a random id each; everything else is to be the same."""
-    return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "ID", page)
-
-
-def body(page):
-    return page.partition("<body>")[2]
+def said(page):
+    """The words of a page, without tags."""
+    body = page.partition("<body>")[2]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", re.sub(r"<style>.*?</style>", "", body)))
 
 
 def test_a_real_run_is_told_by_its_journal_alone(trained, tmp_path):
@@ -54,65 +56,95 @@ def test_a_real_run_is_told_by_its_journal_alone(trained, tmp_path):
     (tmp_path / "tiny").mkdir()
     shutil.copy(run / "journal.jsonl", tmp_path / "tiny")
     page = page_of(tmp_path / "tiny")
-    assert without_ids(page) == without_ids((run / "report.html").read_text(encoding="utf-8"))
-    for words in ("Beside what counting reaches", "trigram", "by group, level 2", "the cat"):
-        assert words in page
-    assert "<td>model.hidden_size</td><td>12</td>" in page
+    for words in ("How good is that?", "counting triples of words", "Groups, level 2", "the cat"):
+        assert words in said(page)
+    made = (run / "report.html").read_text(encoding="utf-8")
+    assert said(page).split("Settings")[0] == said(made).split("Settings")[0]
+    assert "Settings that differ from the defaults" in made
+    assert "<td>model.hidden_size</td><td>12</td>" in made
+    changed = made.partition("Settings that differ")[2].partition("<details>")[0]
+    assert "client.momentum" not in changed and "client.momentum" in made
+    assert len(made) < 100_000
 
 
-def test_one_run_has_its_table_curves_and_way_to_repeat(tmp_path):
-    page = body(page_of(write(tmp_path / "one")))
-    row = r"<tr><td>one</td><td class='n'>4</td><td class='n'>87.65</td><td class='n'>0.125</td>"
-    assert re.search(row, page)
-    assert "<td class='n'>4</td><td class='n'>8</td><td class='n'>1</td>" in page  # MB and seconds
-    for title in ("over rounds", "Over megabytes uploaded", "Over seconds", "Training loss"):
-        assert title in page
-    assert page.count("Plotly.newPlot") == 6  # five curves and the groups
-    assert "fedlm train x.toml" in page
+def test_the_verdict_comes_first_and_says_all_four_things(tmp_path):
+    words = said(page_of(write(tmp_path / "one")))
+    assert words.index("one si-cifg of 868 parameters was trained for 4 rounds") < 40
+    for part in (
+        "On the text of held-out clients it reaches perplexity 87.7",
+        "3% better than counting triples of words (90)",
+        "It cost 4.0 MB up and 8.0 MB down and 1.0 s.",
+        "It promises no privacy.",
+    ):
+        assert part in words, part
 
 
-def test_several_runs_are_compared(tmp_path):
-    other = {**RECIPE, "client": {"learning_rate": 0.25}}
-    runs = write(tmp_path / "one"), write(tmp_path / "two", recipe=other)
-    page = body(page_of(*runs))
-    assert "2 runs compared" in page and "Where the recipes differ" in page
-    assert "<th>run</th><th>client.learning_rate</th></tr>" in page  # and nothing else differs
-    assert "<td>two</td><td>0.25</td>" in page
-    assert page.count("Plotly.newPlot") == 5
-    assert all(page.count(f'"name":"{name}"') == 5 for name in ("one", "two"))
-
-
-def test_a_page_of_several_is_made_from_journals_alone(tmp_path):
-    runs = [write(tmp_path / name) for name in ("one", "two")]
-    copies = []
-    for run in runs:
-        (run / "summary.json").write_text("{}")
-        copies.append(tmp_path / "copies" / run.name)
-        copies[-1].mkdir(parents=True)
-        shutil.copy(run / "journal.jsonl", copies[-1])
-    assert without_ids(page_of(*copies)) == without_ids(page_of(*runs))
-
-
-def test_a_page_needs_no_network(tmp_path):
+def test_the_curve_can_be_switched_between_axes_without_a_script(tmp_path):
     page = page_of(write(tmp_path / "one"))
-    tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", body(page))
-    assert tags and not [tag for tag in tags if "http" in tag or "src" in tag or "href" in tag]
-    head = page.partition("<body>")[0]
-    assert not re.search(r"<script[^>]*\bsrc\s*=", head) and "<link" not in head[:5000]
-    assert len(head) > 1_000_000  # the drawing library is in the page
+    for name in ("rounds", "bytes", "bytes of one member", "seconds"):
+        assert f"over {name}</label>" in page
+    assert "over epsilon" not in page and "training loss</label>" in page
+    assert page.count("type='radio'") == 5 and page.count(" checked>") == 1
+    assert "trigram 90" in page.partition("<svg")[2].partition("</svg>")[0]
+    other = page_of(write(tmp_path / "two", closing={"validation": {"perplexity": 55.5}}))
+    assert "trigram 90" not in other.partition("<svg")[2].partition("</svg>")[0]  # of other text
+
+
+def test_the_two_kinds_of_held_out_text_have_two_names(tmp_path):
+    both = {"validation": {"perplexity": 55.5, "accuracy": 0.1}}
+    words = said(page_of(write(tmp_path / "one", closing=both)))
+    assert "perplexity, held-out clients" in words
+    assert "perplexity, held-out text of training clients" in words
+    assert "Perplexity on held-out text of training clients" in words  # the curve
+
+
+def test_who_is_served_badly_is_said(tmp_path):
+    words = said(page_of(write(tmp_path / "one")))
+    assert "Of 1 client (held-out clients), half see a perplexity below 80" in words
+    assert "The worst served tenth see 160 on average, 2 times the median." in words
+
+
+def test_only_settings_that_differ_are_shown(tmp_path):
+    usual = {"model": {"name": "si-cifg"}, "client": {"learning_rate": 0.1}}
+    page = page_of(write(tmp_path / "one"), defaults=usual)
+    shown, _, folded = page.partition("Settings that differ")[2].partition("<details>")
+    assert "<td>client.learning_rate</td><td>0.5</td><td>0.1</td>" in shown
+    assert "model.name" not in shown and "<td>model.name</td>" in folded
+
+
+def test_traffic_is_shown_beside_the_whole_model(tmp_path):
+    words = said(page_of(write(tmp_path / "one")))
+    assert "up: 250.0 kB per member and round" in words and "4 clients per round" in words
+    assert "the whole model in float32 is 3.5 kB" in words
+
+
+def test_a_page_asks_nobody_for_anything(tmp_path):
+    page = page_of(write(tmp_path / "one"), write(tmp_path / "two", worse=1.0))
+    for made in (page, page_of(tmp_path / "one")):
+        assert not re.search(r"<(script|link|img|iframe|object|embed|base|form)\b", made)
+        assert not re.search(r"(href|src|action|srcset)\s*=|url\(|@import|https?:", made)
+        assert "default-src 'none'" in made and len(made) < LARGEST_PAGE
+        assert "prefers-color-scheme:dark" in made and "@media print" in made
+
+
+def test_what_files_say_is_text_and_not_markup(tmp_path):
+    prompts = [{"prompt": HOSTILE, "next": [{"word": HOSTILE, "probability": 0.5}]}]
+    hostile = {"predictions": prompts}
+    recipe = {"data": {"source": HOSTILE}, HOSTILE: {HOSTILE: HOSTILE}, "wire": {"upload": HOSTILE}}
+    made = [
+        write(tmp_path / name, recipe={**recipe, "model": {name: name}}, closing=hostile)
+        for name in ("<b>", f"<script>{'x' * 20}")
+    ]
+    for page in (page_of(made[0]), page_of(*made)):
+        assert "<script" not in page and "<b></" not in page
+        assert "&lt;script&gt;" in page
 
 
 def test_an_unfinished_run_has_a_page_too(tmp_path):
-    page = body(page_of(write(tmp_path / "one", rounds=2, final=False)))
-    assert "<td class='n'>99</td>" in page  # the last perplexity on the way
-    page = body(page_of(write(tmp_path / "two", rounds=0, final=False)))
-    assert "No round has been evaluated yet." in page
-
-
-def test_what_the_journal_says_is_text_not_markup(tmp_path):
-    run = write(tmp_path / "<b>", command="fedlm train '<script>x</script>'")
-    page = body(page_of(run))
-    assert "<h1>&lt;b&gt;</h1>" in page and "<script>x</script>" not in page
+    words = said(page_of(write(tmp_path / "one", rounds=2, final=False)))
+    assert "has been trained for 2 rounds" in words and "reaches perplexity 99" in words
+    words = said(page_of(write(tmp_path / "two", rounds=0, final=False)))
+    assert "No round has been evaluated yet." in words
 
 
 def test_null_figures_do_not_stop_a_page(tmp_path):
@@ -120,20 +152,37 @@ def test_null_figures_do_not_stop_a_page(tmp_path):
     Journal(run / "journal.jsonl").append(
         make_releasable("final", dict(test={"perplexity": None}, baselines={}))
     )
-    assert "<td class='n'>-</td>" in body(page_of(run))
+    assert "reaches perplexity 97" in said(page_of(run))
+
+
+def test_a_long_run_has_a_small_page(tmp_path):
+    run = write(tmp_path / "one", rounds=10_000, final=False)
+    assert len(page_of(run)) < LARGEST_PAGE
 
 
 def test_curves_count_rounds_from_one_and_add_seconds_up(tmp_path):
-    facts = report.facts_of(write(tmp_path / "one"))
-    assert facts.over("round") == ("one", [2, 4], [99.0, 97.0])
-    assert facts.over("seconds") == ("one", [0.5, 1.0], [99.0, 97.0])
-    assert facts.over("upload_bytes") == ("one", [2.0, 4.0], [99.0, 97.0])
+    facts = facts_of(write(tmp_path / "one"))
+    assert facts.over("round") == ([0, 2, 4], [321.5, 99.0, 97.0])
+    assert facts.over("seconds") == ([0.5, 1.0], [99.0, 97.0])
+    assert facts.over("upload_bytes") == ([2.0, 4.0], [99.0, 97.0])
+    assert facts.over("member_bytes") == ([0.5, 1.0], [99.0, 97.0])
 
 
 def test_a_journal_without_header_is_refused(tmp_path):
     Journal(tmp_path / "journal.jsonl").append(make_releasable("round", dict(round=0)))
     with pytest.raises(RecordError, match="its journal has no header"):
-        report.facts_of(tmp_path)
+        facts_of(tmp_path)
+
+
+def test_figures_of_earlier_versions_are_read_under_their_new_names(tmp_path):
+    old = {
+        "perplexity": 9.0,
+        "perplexity_no_oov": 8.0,
+        "clients": {"p50": 7.0, "worst_tenth": 11.0},
+    }
+    found = facts_of(write(tmp_path / "one", closing={"test": old})).final["test"]
+    assert found["perplexity_known_words"] == 8.0
+    assert found["clients"] == {"p50": 7.0, "mean_of_worst_10_percent": 11.0}
 
 
 def test_noisy_figures_stand_beside_their_errors(tmp_path):

@@ -13,7 +13,7 @@ from fedlm.core.errors import ConfigError, RecordError
 from fedlm.privacy.ledger import Ledger
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from fedlm.search import splits
 from fedlm.search.tune import (
     axis_of,
@@ -76,7 +76,7 @@ def test_the_budget_decides_how_many_points_there_are(tiny_recipe):
 
 def test_the_recipe_may_say_what_is_tried(tiny_recipe):
     said = "\n[tune]\nkeep_one_in = 2\nseeds = [3, 4]\n"
-    said += '[tune.over]\n"client.learning_rate" = "0.1..1:2"\n'
+    said += 'over = ["client.learning_rate=0.1..1:2"]\n'
     tiny_recipe.write_text(tiny_recipe.read_text() + said)
     search = plan_search(tiny_recipe)
     assert search.axes == {RATE: (0.1, 1.0)} and search.seeds == (3, 4) and search.keep_one_in == 2
@@ -155,6 +155,8 @@ def test_a_tree_is_chosen_by_other_rows_than_it_is_judged_by(tiny_recipe, tmp_pa
 # ---- whole searches --------------------------------------------------------------------------
 
 OVER = {RATE: (0.5, 1e9)}  # the second one diverges
+SERVER_RATE = "server.learning_rate"
+RATES = {SERVER_RATE: (1e-7, 0.01)}  # the first one stands still, the second is the default
 
 
 def quiet(label):
@@ -163,7 +165,7 @@ def quiet(label):
 
 @pytest.fixture
 def search(tiny_recipe):
-    return plan_search(tiny_recipe, ("server.rounds=4",), over={RATE: (0.01, 0.5)}, keep_one_in=2)
+    return plan_search(tiny_recipe, ("server.rounds=4",), over=RATES, keep_one_in=2)
 
 
 def test_a_search_that_is_stopped_goes_on_to_the_same_end(search, tmp_path):
@@ -172,11 +174,11 @@ def test_a_search_that_is_stopped_goes_on_to_the_same_end(search, tmp_path):
         search_settings(search, tmp_path / "a", tmp_path / "s", quiet, lambda: next(asked))
     assert not (tmp_path / "a" / "best.toml").exists()
     found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
-    assert found.complete and found.best.point == {RATE: 0.5}
+    assert found.complete and found.best.point == {SERVER_RATE: 0.01}
     assert [t.rounds for t in found.trials] == [4, 2]
     assert found.edges and found.last["perplexity"][0] > 1
     best = tomllib.loads((tmp_path / "a" / "best.toml").read_text())
-    assert best["client"]["learning_rate"] == 0.5 and best["server"]["evaluate_every"] == 2
+    assert best["server"]["learning_rate"] == 0.01 and best["server"]["evaluate_every"] == 2
     load(tmp_path / "a" / "best.toml")
     # The run that went on is one run: its rounds are those of an uninterrupted one.
     again = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
@@ -193,7 +195,7 @@ def test_a_schedule_is_that_of_the_whole_length(tiny_recipe, tmp_path, run_cli):
     """A trial that goes on from a rung ends with the parameters of `fedlm train`."""
     changes = ("server.rounds=4", "server.schedule=linear")
     found = search_settings(
-        plan_search(tiny_recipe, changes, over={RATE: (0.01, 0.5)}, keep_one_in=2),
+        plan_search(tiny_recipe, changes, over=RATES, keep_one_in=2),
         tmp_path / "a",
         tmp_path / ".fedlm" / "stores",
         quiet,

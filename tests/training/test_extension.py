@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fedlm.record import report
+from fedlm.record.facts import facts_of
 from fedlm.record.journal import read
 from fedlm.training.early_stopping import EarlyStopping
 from tests.cli.test_bad_input import refused
@@ -139,7 +139,7 @@ def early(tmp_path_factory):
 
 def test_a_run_stops_early_and_keeps_its_best_model(early):
     folder, done = early
-    facts = report.facts_of(folder / "run")
+    facts = facts_of(folder / "run")
     seen = [r["perplexity"] for r in facts.evaluated]
     best = seen.index(min(seen))
     assert len(seen) == best + 3 < 40 and done.json["rounds"] == len(seen)

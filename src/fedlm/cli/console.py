@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from fedlm.core.words import number
 from fedlm.record.journal import dumps
 
 
@@ -78,8 +79,8 @@ def note(text: str) -> None:
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """Print a table on stdout."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
-    for number, name in enumerate(head):
-        drawn.add_column(name, justify="left" if number == 0 else "right")
+    for place, name in enumerate(head):
+        drawn.add_column(name, justify="left" if place == 0 else "right")
     for row in rows:
         drawn.add_row(*(text(value) for value in row))
     out.print(drawn)
@@ -87,20 +88,7 @@ def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None
 
 def text(value: Any) -> str:
     """Return a value as text for a table."""
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def size(number: float) -> str:
-    """Return a number of bytes with a unit."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 1000 or unit == "TB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return ""
+    return number(value)
 
 
 def bar() -> Progress:

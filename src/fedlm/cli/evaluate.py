@@ -21,9 +21,27 @@ from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import SPLITS, facts_of
 from fedlm.run import Run
 from fedlm.training import check_same
+
+FIGURES = {
+    "perplexity": "perplexity",
+    "perplexity_known_words": "perplexity, without unknown words",
+    "accuracy": "accuracy",
+    "accuracy_known_words": "accuracy, without unknown words and ends",
+    "tokens": "tokens",
+    "bits_per_byte": "bits per byte",
+}
+CLIENTS = {
+    "p10": "a tenth below",
+    "p25": "a quarter below",
+    "p50": "median",
+    "p75": "three quarters below",
+    "p90": "nine tenths below",
+    "mean_of_worst_10_percent": "worst served tenth, mean",
+    "clients": "clients",
+}
 
 
 def evaluate(
@@ -53,7 +71,7 @@ def evaluate(
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        made = _run_of(recipe, directory)
+        made = run_of(recipe, directory)
         check_same(made)
         split = _allowed(made, split)
         models = {
@@ -78,15 +96,8 @@ def evaluate(
     if "matrix" in found:
         _show_tree(found)
         return
-    names: tuple[str, ...] = (
-        "perplexity",
-        "perplexity_no_oov",
-        "accuracy",
-        "accuracy_no_oov_eos",
-        "tokens",
-    )
-    names += ("bits_per_byte",) if "bits_per_byte" in found else ()
-    show(f"{run}, {split}", ["", "value"], [[name, found[name]] for name in names])
+    rows = [[words, found[name]] for name, words in FIGURES.items() if name in found]
+    show(f"{run}, {SPLITS[split]}", ["", "value"], rows)
     if keystrokes:
         told = found["keystrokes"]
         saved = "-" if told["saved"] is None else f"{told['saved']:.1%}"
@@ -95,11 +106,13 @@ def evaluate(
         rows += [["words that were tapped", told["tapped"]]]
         show("keystrokes", ["", "value"], rows)
     if found["clients"]:
-        show("perplexity over clients", list(found["clients"]), [found["clients"].values()])
+        shown = {words: found["clients"].get(name) for name, words in CLIENTS.items()}
+        show("perplexity over clients", list(shown), [shown.values()])
     for depth, groups in enumerate(found["groups"]):
-        head = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
-        rows = [[g, *(f.get(name) for name in head)] for g, f in groups.items()]
-        show(f"groups, level {depth + 1}", ["group", *head], rows)
+        names = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
+        rows = [[g, *(f.get(name) for name in names)] for g, f in groups.items()]
+        head = ["group", *(FIGURES[name] for name in names)]
+        show(f"groups, level {depth + 1}", head, rows)
 
 
 def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
@@ -109,7 +122,7 @@ def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
     recipe = load(directory.recipe)
     use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        made = _run_of(recipe, directory)
+        made = run_of(recipe, directory)
         check_same(made)
         member = member_called(made, name)
         model = open_personal(own, made.store.vocabulary)
@@ -148,14 +161,14 @@ def _allowed(run: Run, split: str) -> str:
     )
 
 
-def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
+def run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     """Return the run of a directory, with the members at its nodes if it ran over a network."""
     if names_no_text(recipe.data):
         raise ConfigError(ELSEWHERE)
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
-    from fedlm.deploy.server_app import again
+    from fedlm.deploy.server_app import again  # flwr costs a second
 
     return again(recipe, directory, STORES)
 
@@ -166,7 +179,7 @@ def _show_tree(found: dict[str, Any]) -> None:
         [n["name"], n["perplexity"], n.get("bits_per_byte"), n["parent"]] for n in found["nodes"]
     ]
     head = ["node", "perplexity", "bits per byte", "parent"]
-    show(f"{found['run']}, {found['split']}", head, rows)
+    show(f"{found['run']}, {SPLITS[found['split']]}", head, rows)
     matrix = found["matrix"]
     rows = [[n, *v] for n, v in zip(matrix["nodes"], matrix["perplexity"], strict=True)]
     show("each node on the text of each place", ["node", *matrix["places"]], rows)

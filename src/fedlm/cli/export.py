@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedlm import exporting
 from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, note, out, talk
-from fedlm.core.errors import either, require
+from fedlm.cli.evaluate import run_of
+from fedlm.core.errors import FedlmError, either, require
+from fedlm.core.words import count, number
+from fedlm.engine.devices import use_devices
+from fedlm.evaluate.perplexity import figures
+from fedlm.inference import load_params
 from fedlm.personal.model import mixture_of
+from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
+from fedlm.record.export import perplexity_by_onnx
+
+COST_ROWS = 256  # held-out rows by which int8 weights are compared with float32
 
 
 def export(
@@ -29,8 +38,10 @@ def export(
 ) -> None:
     """Write the model and its tokenizer where other programs can load them.
 
-    `huggingface` is a folder for Transformers, adapters merged; `peft` are the adapters alone;
-    `web` and `web-int8` are a page with a keyboard that computes by itself, for recurrent models.
+    `onnx` is one step of the model, its state as inputs and outputs; `onnx-int8` has weights of a
+    quarter of the size and prints what that costs. `huggingface` is a folder for Transformers,
+    adapters merged; `peft` are the adapters alone; `web` and `web-int8` are a page with a keyboard
+    that computes by itself, for recurrent models. Every export has a model card, README.md.
 
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """
@@ -44,6 +55,7 @@ def export(
     target = folder or directory.path / "export"
     with talk.status("converting"):
         file = exporting.write(directory, kind, target, best=best)
+    cost = _int8_cost(directory, file, best) if kind == "onnx-int8" else {}
     if as_json:
         emit(
             {
@@ -51,9 +63,39 @@ def export(
                 "format": kind,
                 "model": str(file),
                 "bytes": file.stat().st_size,
+                **cost,
             }
         )
     else:
         tokenizer = target / "tokenizer.json"
         words = f"; tokenizer: {tokenizer}" if tokenizer.is_file() else ""
         out.print(f"model: {file}{words}", markup=False)
+        if cost:
+            before, after = cost["perplexity_float32"], cost["perplexity_int8"]
+            out.print(
+                f"int8 weights: perplexity {number(after)} instead of {number(before)} on "
+                f"{count(cost['rows'], 'held-out row')}"
+            )
+
+
+def _int8_cost(directory: RunDirectory, file: Path, best: bool) -> dict[str, Any]:
+    """Return perplexity with float32 and with int8 weights on the same held-out rows.
+
+    Nothing where the text is not here, or may not be told of.
+    """
+    recipe = load(directory.recipe)
+    use_devices(recipe.run.devices)
+    try:
+        run = run_of(recipe, directory)
+    except FedlmError as error:
+        note(f"What int8 costs is not known, because the text is not here: {error}")
+        return {}
+    watched = getattr(run.evaluation, "watched", None)
+    if watched is None:
+        note("What int8 costs is not known: no held-out text may be scored here.")
+        return {}
+    rows = watched[:COST_ROWS]
+    params = load_params(recipe.model, run.store.vocabulary, directory.weights_to_use(best=best))
+    before = figures(run.evaluation.evaluator(params, rows))["perplexity"]  # type: ignore[attr-defined]
+    after = perplexity_by_onnx(file.read_bytes(), rows)
+    return {"perplexity_float32": before, "perplexity_int8": after, "rows": len(rows)}

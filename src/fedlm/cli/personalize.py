@@ -58,7 +58,7 @@ def personalize(
 
     Each member chooses among several ways on text that it held out.
 
-    Example: fedlm personalize runs/sotu --client 1862-Lincoln
+    Example: fedlm personalize runs/sotu --client 1862-Lincoln-1
 
     Example: fedlm personalize runs/sotu --all --most 20
     """

@@ -13,8 +13,10 @@ from fedlm import lineage
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
 from fedlm.core import tree
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
 from fedlm.core.types import Sampling
+from fedlm.core.words import count, number
 from fedlm.corpus.store import Store
 from fedlm.engine.devices import use_devices
 from fedlm.federation.audit import Seen, look
@@ -28,7 +30,9 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
+from fedlm.record.statement import page as statement_page
+from fedlm.statement import statement_of, write_audit
 from fedlm.training import check_same
 
 app = typer.Typer(
@@ -216,6 +220,31 @@ def audit(
     _show_audit(run, seen, found, accounted, as_json)
 
 
+@app.command()
+def statement(
+    run: Annotated[Path, typer.Argument(help="A finished run with a privacy plan.")],
+    page: Annotated[
+        Path | None, typer.Option("--out", help="The page; by default RUN/statement.html.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one printable page that a data-protection officer can sign.
+
+    Example: fedlm privacy statement runs/private --out statement.html
+    """
+    told = statement_of(run)
+    if as_json and page is None:
+        emit(told)
+        return
+    path = page or run / "statement.html"
+    write_atomically(path, statement_page(told).encode())
+    if as_json:
+        emit({**told, "statement": str(path)})
+    else:
+        out.print(told["sentence"])
+        out.print(f"statement: {path}")
+
+
 def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
     """Return what a run's canaries show, from its recipe, weights and checkpointed secret."""
     recipe = load(directory.recipe)
@@ -256,10 +285,11 @@ def _show_audit(
         "epsilon_accounted": accounted.epsilon,
         "delta": accounted.delta,
     }
+    write_audit(RunDirectory(run), facts)
     if as_json:
         emit(facts)
     else:
-        show("audit", ["what", "value"], list(facts.items()))
+        show("audit", ["what", "value"], [(k.replace("_", " "), v) for k, v in facts.items()])
     if found.lower > accounted.epsilon:
         note(
             "fedlm: this run is less private than its account says: its clip, its noise or its "
@@ -358,15 +388,16 @@ def _answer_store(store: Path, found: lineage.StoreSpending, as_json: bool) -> N
 
 def store_sentence(found: lineage.StoreSpending) -> str:
     """Say in one sentence what all runs on a store cost together."""
-    known = f"the {found.private_runs} private runs known to this store"
+    known = f"{count(found.private_runs, 'private run')} known to this store"
     spent = "nothing that is known"
     if found.private_epsilon is not None:
-        spent = f"epsilon {found.private_epsilon:.4g} at delta {found.delta:g}"
+        spent = f"epsilon {number(found.private_epsilon)} at delta {found.delta:g}"
     if not found.other_runs:
         return f"Together, {known} cost one client {spent} ({found.accountant})."
+    others = count(found.other_runs, "known run")
     return (
-        f"No finite epsilon holds for the clients of this store: {found.other_runs} known runs on "
-        f"it have no privacy plan, or told exact sums. Alone, {known} cost {spent}."
+        f"No finite epsilon holds for the clients of this store: {others} on it without a privacy "
+        f"plan, or with exact sums told. Alone, {known} cost {spent}."
     )
 
 

@@ -9,8 +9,8 @@ import typer
 
 from fedlm.cli.console import AsJson, emit, out
 from fedlm.core.durable import write_atomically
-from fedlm.record import report as pages
 from fedlm.record.directory import RunDirectory
+from fedlm.reporting import page_of
 
 
 def report(
@@ -20,13 +20,13 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curves of a run, or compare several.
+    """Make a page of one run, or compare several.
 
     Example: fedlm report runs/si-cifg runs/cifg --out compare.html
     """
-    facts = [pages.facts_of(RunDirectory.existing(run).path) for run in runs]
+    made = page_of([RunDirectory.existing(run).path for run in runs])
     path = page or (RunDirectory(runs[0]).report if len(runs) == 1 else Path("report.html"))
-    write_atomically(path, pages.page(facts).encode())
+    write_atomically(path, made.encode())
     if as_json:
         emit({"report": str(path), "runs": [str(run) for run in runs]})
     else:

@@ -12,7 +12,7 @@ from fedlm.cli.train import RUNS, STORES, polite_stop
 from fedlm.core.durable import write_atomically
 from fedlm.core.releasable import Releasable
 from fedlm.engine.devices import use_devices
-from fedlm.record import report
+from fedlm.reporting import page_of
 from fedlm.search import sweep as sweeps
 from fedlm.training import Watcher
 
@@ -48,7 +48,7 @@ def sweep(
         results = sweeps.carry_out(plan, folder, STORES, watch)
     head, rows = sweeps.sweep_table(plan, results)
     write_atomically(folder / "table.md", sweeps.markdown(head, rows).encode())
-    page = report.page([report.facts_of(r.path) for r in results])
+    page = page_of([r.path for r in results])
     write_atomically(folder / "report.html", page.encode())
     total = sweeps.total_of(results)
     if as_json:

@@ -24,11 +24,11 @@ from fedlm.cli.console import (
     note,
     out,
     show,
-    size,
     talk,
 )
 from fedlm.core import tree as trees
 from fedlm.core.releasable import Releasable
+from fedlm.core.words import count, duration, size
 from fedlm.engine import multihost
 from fedlm.engine.devices import use_devices
 from fedlm.privacy import release
@@ -130,7 +130,7 @@ def _with_progress(
         run = build(recipe, STORES, say, out=path, pooled=pooled)
     multihost.meet()  # from here on, the other processes find the prepared store
     facts = run.store.manifest
-    tokens = "" if release.hides(run.plan) else f", {facts['train_tokens']:,} tokens in all"
+    tokens = "" if release.hides(run.plan) else f", {count(facts['train_tokens'], 'token')} in all"
     note(
         f"{_model_words(run)}; {run.population.size:,} of "
         f"{facts['train_clients']:,} training clients{tokens}; "
@@ -269,10 +269,11 @@ def print_summary(summary: Summary) -> None:
         )
     accuracy = "" if summary["accuracy"] is None else f"; accuracy {summary['accuracy']:.1%}"
     moved = f"{size(summary['upload_bytes'])} up, {size(summary['download_bytes'])} down"
-    learned = "" if summary["tokens"] is None else f", {summary['tokens']:,} tokens"
+    learned = "" if summary["tokens"] is None else f", {count(summary['tokens'], 'token')}"
     speed = summary["clients_per_second"]
     rate = "" if speed is None else f" ({speed:.1f} clients/s)"
-    out.print(f"{summary['rounds']} rounds{learned} in {summary['seconds']:.0f} s{rate};")
+    rounds = count(summary["rounds"], "round")
+    out.print(f"{rounds}{learned} in {duration(summary['seconds'])}{rate};")
     out.print(f"{moved}{accuracy}")
     if summary.get("best"):
         best = summary["best"]

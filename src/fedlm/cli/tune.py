@@ -56,7 +56,7 @@ def tune(
     """
     for name, value in (("--minutes", minutes), ("--epsilon", epsilon)):
         require(value is None or 0 < value < float("inf"), name, value, "a positive number")
-    axes = _axes(over or [])
+    axes = searches.axes_of(over or [])
     search = searches.plan_search(
         recipe,
         tuple(changes or ()),
@@ -83,15 +83,6 @@ def tune(
         emit(searches.as_facts(search, found, folder))
         return
     _print(search, found, folder)
-
-
-def _axes(over: list[str]) -> dict[str, tuple[object, ...]]:
-    axes: dict[str, tuple[object, ...]] = {}
-    for text in over:
-        name, values = searches.axis_of(text)
-        require(name not in axes, "--over", text, "each setting once")
-        axes[name] = values
-    return axes
 
 
 def _seeds(text: str) -> tuple[int, ...]:

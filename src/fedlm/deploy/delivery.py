@@ -31,7 +31,7 @@ from fedlm.inference import load_params
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe
 from fedlm.record.directory import RunDirectory
-from fedlm.record.report import facts_of
+from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.training.node_runs import write_run
 from fedlm.wire.dense import dense

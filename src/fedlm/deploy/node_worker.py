@@ -26,6 +26,7 @@ from fedlm.core import tree
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Arrived, Codec, Cohort, Start, Total, Update
+from fedlm.core.words import count
 from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.delivery import keep_models
@@ -152,7 +153,10 @@ class Worker:
                 )
             self.guard.admit(request, recipe, plan, self._names(request, leaf=work.leaf))
         # How many members a node has in a round tells of the draw, which a plan keeps secret.
-        self.say(f"round {request.round}" + (f": {len(request.members)} members" * (plan is None)))
+        self.say(
+            f"round {request.round}"
+            + (f": {count(len(request.members), 'member')}" * (plan is None))
+        )
         train = _train_leaf if work.leaf else _train_members
         kept = MemberMemories(self.memory, work, request)
         reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
@@ -190,7 +194,9 @@ class Worker:
         if request.text != self.text:
             raise WireError("the text of this node is not the one that the run began with.")
         if any(m - request.first >= self.clients for m in request.members):
-            raise WireError(f"this node has {self.clients} members: it was asked for others.")
+            raise WireError(
+                f"this node has {count(self.clients, 'member')}: it was asked for others."
+            )
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Score models on this node's held-out text, and reply with sums."""
@@ -219,7 +225,8 @@ class Worker:
         if self.models is None:
             raise Refusal("this node has no folder for models.")
         for path in keep_models(self.models, self.name, work.recipe, self.store, request):
-            self.say(f"a model of run {request.run[:8]} after {request.round} rounds is in {path}")
+            rounds = count(request.round, "round")
+            self.say(f"a model of run {request.run[:8]} after {rounds} is in {path}")
         return EvaluateReply(
             round=request.round,
             phase=request.phase,

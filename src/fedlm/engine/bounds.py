@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedlm.core.errors import WireError
+from fedlm.core.words import count, number
 
 # What float32 rounding can add to a sum or a norm.
 SLACK = 1 + 1e-5
@@ -35,7 +36,7 @@ class Bounds:
     1000.0
     >>> bounds.checked({**sums, "refused": 0.0, "unclipped": 2.0}, 1)
     Traceback (most recent call last):
-    fedlm.core.errors.WireError: report of weight = 2: 1 members have at most 1.
+    fedlm.core.errors.WireError: report of weight = 2: at most 1 from 1 member.
     """
 
     weight: float = MOST_STEPS
@@ -51,6 +52,7 @@ class Bounds:
             most = getattr(self, name) * members
             if not sums[name] <= most * SLACK:
                 raise WireError(
-                    f"report of {name} = {sums[name]:.4g}: {members} members have at most {most:g}."
+                    f"report of {name} = {number(sums[name])}: at most {number(most)} from "
+                    f"{count(members, 'member')}."
                 )
         return {**sums, "nats": min(sums["nats"], sums["tokens"] * self.nats_per_token)}

@@ -35,7 +35,7 @@ def client_figures(sums: Sums, owners: Sequence[int] | np.ndarray) -> dict[str, 
         return {}
     out = {f"p{round(100 * q)}": float(np.quantile(values, q)) for q in QUANTILES}
     worst = values[-max(1, len(values) // 10) :]
-    return {**out, "worst_tenth": float(np.mean(worst)), "clients": float(len(values))}
+    return {**out, "mean_of_worst_10_percent": float(np.mean(worst)), "clients": float(len(values))}
 
 
 def group_figures(

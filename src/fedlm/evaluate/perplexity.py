@@ -121,9 +121,9 @@ def figures(sums: Sums) -> dict[str, float]:
     s = total(sums)
     return {
         "perplexity": perplexity_of(s.nats, s.tokens),
-        "perplexity_no_oov": perplexity_of(s.known_nats, s.known),
+        "perplexity_known_words": perplexity_of(s.known_nats, s.known),
         "accuracy": s.correct / s.tokens if s.tokens else math.nan,
-        "accuracy_no_oov_eos": s.correct_words / s.words if s.words else math.nan,
+        "accuracy_known_words": s.correct_words / s.words if s.words else math.nan,
         "tokens": s.tokens,
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -155,7 +155,7 @@ class TreeRound:
 def metrics_of(config: TreeConfig, round: int, results: Results, began: float) -> Metrics:
     """Return sums over the nodes that trained, the bytes of the round, and figures per node."""
     names, trained = config.topology.names, results.trained.values()
-    nodes = {name: _node_metrics(config, node, results) for node, name in enumerate(names)}
+    nodes = {name: _node_metrics(config, round, node, results) for node, name in enumerate(names)}
     edges = nodes.values()
     upload, download = (sum(edge[way] for edge in edges) for way in ("up_bytes", "down_bytes"))
     sums = _sums([done.sums for done in trained])
@@ -191,7 +191,7 @@ def _route(names: Sequence[str], sent: Routed) -> Metrics:
     }
 
 
-def _node_metrics(config: TreeConfig, node: int, results: Results) -> Metrics:
+def _node_metrics(config: TreeConfig, round: int, node: int, results: Results) -> Metrics:
     received, trained = results.received[node], results.trained.get(node)
     reported = results.reported.get(node)
     if reported is None:  # what was sent to it counts as not received
@@ -203,16 +203,40 @@ def _node_metrics(config: TreeConfig, node: int, results: Results) -> Metrics:
             found["change"] = trained.change
     elif config.topology.clients[node]:
         found["missed"] = True
+    topology = config.topology
     if received.attention is not None:
         own = [float(weights[0]) for weights in received.attention.values()]
         found["entropy_down"] = entropy(received.attention)
         found["self_weight"] = float(np.mean(own))
+        parent = topology.parents[node]
+        assert parent is not None  # the root receives nothing
+        came = [sent.residual for sent in results.received[parent].routed if sent.to == node]
+        peers = {
+            layer: [node, parent, *(r.origin for r in came if r.layer == layer)]
+            for layer in received.attention
+        }
+        found["attention_down"] = _heard(topology.names, received.attention, peers)
     if reported.attention is not None:
         found["entropy_up"] = entropy(reported.attention)
+        due = (child for child in topology.children[node] if config.reports(child, round))
+        answered = [child for child in due if child in results.reported]
+        peers = {layer: [node, *answered] for layer in reported.attention}
+        found["attention_up"] = _heard(topology.names, reported.attention, peers)
     if reported.agreement is not None:
         found["agreement"] = reported.agreement
         found["backbone_norm"] = length(config.backbone(reported.after.params))
     return found
+
+
+def _heard(
+    names: Sequence[str], weights: Mapping[str, np.ndarray], peers: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Return how much a node listens to whom, by name, in the mean over layers."""
+    found: dict[str, float] = {}
+    for layer, share in weights.items():
+        for peer, part in zip(peers[layer], share, strict=True):
+            found[names[peer]] = found.get(names[peer], 0.0) + float(part) / len(weights)
+    return {name: round(part, 4) for name, part in found.items()}
 
 
 def _secret(root: bytes, node: int) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,13 +139,13 @@ class Line:
 def table(outcomes: Sequence[Outcome]) -> list[Line]:
     """Return a line per way, and one for what each member chose."""
     ways = list(outcomes[0].perplexity)
-    lines = [_line(way, outcomes, lambda outcome, way=way: way) for way in ways]
-    return [*lines, _line(CHOSEN, outcomes, lambda outcome: outcome.way)]
+    lines = [_line(way, outcomes, [way] * len(outcomes)) for way in ways]
+    return [*lines, _line(CHOSEN, outcomes, [outcome.way for outcome in outcomes])]
 
 
-def _line(way: str, outcomes: Sequence[Outcome], of: Callable[[Outcome], str]) -> Line:
-    own = [outcome.perplexity[of(outcome)] for outcome in outcomes]
-    nats = sum(outcome.nats[of(outcome)] for outcome in outcomes)
+def _line(way: str, outcomes: Sequence[Outcome], taken: Sequence[str]) -> Line:
+    own = [outcome.perplexity[by] for outcome, by in zip(outcomes, taken, strict=True)]
+    nats = sum(outcome.nats[by] for outcome, by in zip(outcomes, taken, strict=True))
     tokens = sum(outcome.tokens for outcome in outcomes)
     alone = [o.perplexity["local"] for o in outcomes if "local" in o.perplexity]
     return Line(

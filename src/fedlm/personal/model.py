@@ -170,7 +170,8 @@ def open_personal(directory: RunDirectory, vocabulary: int) -> Personal:
     """Read a member's model, or raise `RecordError`."""
     file = directory.path / FACTS
     facts = read_json(file, str(file), RecordError)
-    shares = [facts.get(name) for name in ("share", "cache_share")] if _is_table(facts) else [None]
+    names = ("share", "cache_share")
+    shares: list[Any] = [facts.get(name) for name in names] if _is_table(facts) else [None]
     if not all(type(x) in (int, float) and 0 <= x <= 1 for x in shares):
         raise RecordError(f"{file} is damaged: personalize the member again.")
     settings = load(directory.recipe).model

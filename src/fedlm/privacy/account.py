@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import SURPRISES, ConfigError, RecordError, require
+from fedlm.core.late import late
 from fedlm.core.types import Sampling
 from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
@@ -26,6 +27,8 @@ from fedlm.privacy.cost import MOST_NOISE, DpEvent, compose
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
 from fedlm.privacy.mechanism import Cost
 from fedlm.privacy.plan import PrivacyPlan
+
+scipy = late("scipy")  # up to a second
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
 SERVER = "whoever sees updates or sums before noise is added is trusted"
@@ -61,12 +64,16 @@ def spent(plan: PrivacyPlan, rounds: int) -> Spent:
     check_plan(plan)
     require(rounds >= 0, "rounds", rounds, "zero or more rounds")
     cost = _cost(plan, rounds)
-    own = MECHANISMS[plan.mechanism].trusted
-    trusted = TRUSTED[plan.unit] if own is None else own(plan)
-    assumptions = (UNITS[plan.unit], *cost.assumptions, trusted, *_warnings(plan))
+    assumptions = (UNITS[plan.unit], *cost.assumptions, trusted_in(plan), *_warnings(plan))
     return Spent(
         cost.epsilon, plan.delta, cost.rho, cost.accountant, assumptions, cost.published_epsilon
     )
+
+
+def trusted_in(plan: PrivacyPlan) -> str:
+    """Say who is trusted under a plan."""
+    own = MECHANISMS[plan.mechanism].trusted
+    return TRUSTED[plan.unit] if own is None else own(plan)
 
 
 def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
@@ -110,8 +117,6 @@ def calibrate(
     `others` are further releases about the same clients that the target must hold too, and
     `extra_delta` the chance that one of them is not covered by its noise.
     """
-    import scipy.optimize  # here, because loading it takes half a second
-
     _check_target(target_epsilon)
     check_plan(dataclasses.replace(plan, noise_multiplier=1.0))
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fedlm.core.words import chance, count, number
 from fedlm.privacy.account import Spent
 from fedlm.privacy.plan import PrivacyPlan
 
@@ -72,7 +73,10 @@ def claim_of(spent: Spent, plan: PrivacyPlan, releases: int, context: Context = 
     if not reasons and math.isinf(spent.epsilon):
         reasons = ["what was released has no finite cost"] if releases else []
     what = "sums" if plan.unit == "client" else "changes of every leaf"
-    rounds = f"the noisy {what} of {releases} released rounds, and every model computed from them"
+    rounds = (
+        f"the noisy {what} of {count(releases, 'released round')}, and every model computed from "
+        f"{'it' if releases == 1 else 'them'}"
+    )
     covers = (context.released or rounds, *context.covered)
     uncovered = [*context.uncovered]
     uncovered += [REVEALED] if plan.reveal else []
@@ -115,15 +119,17 @@ def sentence(
             f"{_meaning(epsilon, delta, unit)}."
         )
     warned = "Unsafe for release, because the seed of the noise is fixed: " if unsafe_seed else ""
-    return f"{warned}Epsilon {epsilon:.4g} at delta {delta:g}: {_meaning(epsilon, delta, unit)}."
+    return (
+        f"{warned}Epsilon {number(epsilon)} at delta {delta:g}: {_meaning(epsilon, delta, unit)}."
+    )
 
 
 def _meaning(epsilon: float, delta: float, unit: str) -> str:
     who, otherwise = WHO[unit]
     factor = math.exp(min(epsilon, 700.0))
-    said = f"{factor:.3g}" if factor < 1e6 else f"{factor:.0e}"
+    said = number(factor, 3) if factor < 1e12 else "more than 1,000,000,000,000"
     end = "; so large a factor promises next to nothing" if epsilon > MEANINGFUL else ""
     return (
         f"for any {who}, whatever somebody concludes from what was released is at most {said} "
-        f"times as likely as if {otherwise}, apart from a chance of {delta:g}{end}"
+        f"times as likely as if {otherwise}, apart from a chance of {chance(delta)}{end}"
     )

@@ -33,6 +33,7 @@ from typing import Any
 
 from fedlm.core.durable import CUT, append_bytes, ends_whole, sync_path
 from fedlm.core.errors import RecordError
+from fedlm.core.words import count
 from fedlm.privacy import account, cost
 from fedlm.privacy.account import Spent
 from fedlm.privacy.catalog import MECHANISMS
@@ -419,7 +420,7 @@ def _of_rounds(plan: PrivacyPlan, rounds: Sequence[int]) -> Spent:
     found, extra = _cost(*_as_one_run(plan, rounds)), extra_releases(rounds)
     if not extra:
         return found
-    said = f"{extra} rounds were released again after their states were lost, and are counted"
+    said = f"{count(extra, 'further release')} of rounds whose states were lost: counted"
     return found._replace(assumptions=(*found.assumptions, said))
 
 

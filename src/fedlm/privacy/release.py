@@ -47,6 +47,8 @@ NODE = frozenset(
         "missed",
         "entropy_down",
         "entropy_up",
+        "attention_down",
+        "attention_up",
         "self_weight",
         "agreement",
         "backbone_norm",
@@ -61,7 +63,7 @@ NODES = frozenset({"round"})
 
 # Under noise at the leaves of a tree, a leaf's own model carries no noise: what is computed from
 # it stays, also its attention to what others sent.
-OF_OWN_MODEL = frozenset({"personal_perplexity", "entropy_down", "self_weight"})
+OF_OWN_MODEL = frozenset({"personal_perplexity", "entropy_down", "attention_down", "self_weight"})
 # Of the header: what was fixed before the first round, and figures of held-out clients.
 HEADER = frozenset(
     {

@@ -648,11 +648,11 @@ class RunTable(Table):
 class Tune(Table):
     """What `fedlm tune` tries, and how much of it; training does not read this table."""
 
-    over: dict[str, list[bool | int | float | str] | str] | None = Field(
-        default=None,
-        description="The settings to try, by name: a list of values, or a range of numbers that "
-        "are evenly spaced in their logarithm, `low..high` or `low..high:count`. Not set: rates "
-        "and clips that are usual for the optimisers.",
+    over: tuple[str, ...] = Field(
+        default=(),
+        description="The settings to try, each as `table.key=value,value` or, for numbers evenly "
+        "spaced in their logarithm, `table.key=low..high:count`. `[]`: rates and clips that are "
+        "usual for the optimisers.",
     )
     points: Count | None = Field(
         default=None,
@@ -697,5 +697,5 @@ class Recipe(Table):
     federation: FederationTable | None = Field(
         default=None, description="A tree of federations; without it the federation is flat."
     )
-    run: RunTable = Field(default=RunTable(), description="How the run is carried out.")
     tune: Tune | None = Field(default=None, description="What `fedlm tune` tries.")
+    run: RunTable = Field(default=RunTable(), description="How the run is carried out.")

@@ -1,36 +1,36 @@
-"""A report from journals alone.
+"""The report of one run, from its journal alone.
 
-In:       the journals of one run or of several.
-Out:      one HTML page that needs no network.
-Promise:  every number on the page is in a journal or computed from it.
-Not here: drawing (`plots.py`), live objects of any kind.
+In:       the facts of a run; what its readers know beside them (default settings, who is trusted).
+Out:      one HTML page: a verdict in a sentence, then curve, samples, privacy, clients, groups,
+          tree, traffic, settings.
+Promise:  every number on the page is in the journal or computed from it; held-out clients and
+          held-out text of training clients are never called by one name.
+Not here: several runs (`comparison.py`), the tree (`tree_report.py`), drawing (`svg.py`), which
+          facts may be told (`privacy/release.py`).
 """
 
 from __future__ import annotations
 
-import html
-import itertools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from fedlm.core.errors import RecordError, damaged
-from fedlm.record import journal, plots, tree_report
-from fedlm.record.plots import Series
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-       color: #111827; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; } th, td { padding: .25rem .9rem .25rem 0; text-align: left; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; }
-tr + tr { border-top: 1px solid #e5e7eb; }
-code, pre { background: #f3f4f6; border-radius: 4px; padding: .1rem .3rem; }
-pre { padding: .7rem; overflow: auto; }
-.wide { overflow-x: auto; }
-"""
-
+from fedlm.core.errors import damaged
+from fedlm.core.words import chance, count, duration, number, size
+from fedlm.record import comparison, svg, tree_report, trust
+from fedlm.record.facts import AXES, SPLITS, Facts
+from fedlm.record.page import (
+    bullets,
+    document,
+    folded,
+    heading,
+    paragraph,
+    switch,
+    table,
+    tiles,
+)
+from fedlm.record.settings import Tables, changed_rows
+from fedlm.record.svg import Bar, Flow, Series, escape
 
 # Noisy figures of training clients, by their names in a journal.
 NOISY = {
@@ -40,217 +40,255 @@ NOISY = {
     "p50": "median client",
     "p90": "nine tenths below",
 }
+COUNTED = {
+    "unigram": "counting words",
+    "bigram": "counting pairs of words",
+    "trigram": "counting triples of words",
+}
+MOST_GROUPS = 60
+FLOAT32 = 4
 
 
-@dataclass
-class Facts:
-    """The facts of one run, from its journal."""
+@dataclass(frozen=True)
+class Beside:
+    """What a page shows beside journals."""
 
-    name: str
-    header: dict[str, Any]
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    final: dict[str, Any] = field(default_factory=dict)
-    history: list[dict[str, Any]] = field(default_factory=list)  # extended or stopped early
-
-    @property
-    def rounds_planned(self) -> int | None:
-        """How many rounds the run was extended to last; None if it never was."""
-        found = [entry["rounds"] for entry in self.history if entry["kind"] == "extended"]
-        return found[-1] if found else None
-
-    @property
-    def stopped_after(self) -> int | None:
-        """After how many rounds the run stopped early; None if it did not."""
-        if not self.history or self.history[-1]["kind"] != "stopped":
-            return None
-        return int(self.history[-1]["round"]) + 1
-
-    @property
-    def evaluated(self) -> list[dict[str, Any]]:
-        return [r for r in self.rounds if r.get("perplexity") is not None]
-
-    @property
-    def tokens(self) -> int | None:
-        """The number of training tokens, or None for a private run, which does not tell it."""
-        if any("tokens" not in r for r in self.rounds):
-            return None
-        return sum(r["tokens"] for r in self.rounds)
-
-    @property
-    def member_bytes(self) -> list[float]:
-        """The mean upload per member in each round, in bytes."""
-        totals = [0, *(r["upload_bytes"] for r in self.rounds)]
-        came = [max(1, r["members"]) for r in self.rounds]
-        return [(b - a) / n for a, b, n in zip(totals, totals[1:], came, strict=False)]
-
-    def over(self, axis: str) -> Series:
-        """Return perplexity over an axis.
-
-        The axes are rounds, seconds, epsilon, megabytes uploaded by all members, and megabytes
-        uploaded by a member of every round.
-        """
-        elapsed = list(itertools.accumulate(r["seconds"] for r in self.rounds))
-        each = list(itertools.accumulate(self.member_bytes))
-        x = {
-            "round": lambda i, r: r["round"] + 1,
-            "seconds": lambda i, r: elapsed[i],
-            "upload_bytes": lambda i, r: r["upload_bytes"] / 1e6,
-            "a member": lambda i, r: each[i] / 1e6,
-            "epsilon": lambda i, r: r.get("epsilon"),
-        }[axis]
-        points = [
-            (x(i, r), r["perplexity"])
-            for i, r in enumerate(self.rounds)
-            if r.get("perplexity") is not None and x(i, r) is not None
-        ]
-        return Series(self.name, [p[0] for p in points], [p[1] for p in points])
+    defaults: Tables = field(default_factory=dict)  # of settings; empty: all settings are shown
+    network: bool = False  # whether members were at nodes, and not in a simulation
 
 
-def facts_of(path: Path) -> Facts:
-    """Read the journal of a run directory."""
-    entries = list(journal.read(Path(path) / "journal.jsonl"))
-    if not entries or entries[0]["kind"] != "header":
-        raise RecordError(f"{path}: its journal has no header, so there is nothing to report.")
-    facts = Facts(Path(path).name, entries[0])
-    for entry in entries[1:]:
-        if entry["kind"] == "round":
-            facts.rounds.append(entry)
-        elif entry["kind"] == "final":
-            facts.final = entry
-        elif entry["kind"] in ("extended", "stopped"):
-            facts.history.append(entry)
-    return facts
-
-
-def page(runs: list[Facts]) -> str:
-    """Return the whole report as an HTML page."""
+def page(runs: list[Facts], beside: Beside = Beside()) -> str:  # noqa: B008
+    """Return the page of one run, or the comparison of several."""
     with damaged(f"the journal of {', '.join(run.name for run in runs)}"):
-        return _page(runs)
+        if len(runs) == 1:
+            return document(runs[0].name, _one_run(runs[0], beside))
+        return comparison.page(runs, beside.defaults)
 
 
-def _page(runs: list[Facts]) -> str:
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    parts = [f"<h1>{html.escape(title)}</h1>", _overview(runs)]
-    parts += _curves(runs)
-    if len(runs) == 1:
-        parts += _one_run(runs[0])
-    else:
-        parts += ["<h2>Where the recipes differ</h2>", _differences(runs)]
-    body = "\n".join(parts)
-    return (
-        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}"
-        f"</title><style>{STYLE}</style>{plots.script()}</head><body>{body}</body></html>\n"
-    )
-
-
-def table(head: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return an HTML table with numbers aligned to the right."""
-
-    def cell(value: Any) -> str:
-        if value is None:
-            return "<td class='n'>-</td>"
-        if isinstance(value, float):
-            return (
-                f"<td class='n'>{value:,.4g}</td>"
-                if value < 1e4
-                else f"<td class='n'>{value:,.0f}</td>"
-            )
-        if isinstance(value, int):
-            return f"<td class='n'>{value:,}</td>"
-        return f"<td>{html.escape(str(value))}</td>"
-
-    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    lines = "".join("<tr>" + "".join(cell(v) for v in row) + "</tr>" for row in rows)
-    return f"<div class='wide'><table><tr>{top}</tr>{lines}</table></div>"
-
-
-def _overview(runs: list[Facts]) -> str:
-    head = ["run", "rounds", "test perplexity", "test accuracy", "validation perplexity"]
-    head += ["bits per byte"]
-    head += ["epsilon", "tokens", "MB up", "MB down", "seconds", "parameters"]
-
-    def row(run: Facts) -> list[Any]:
-        test, validation = run.final.get("test") or {}, run.final.get("validation") or {}
-        last = run.rounds[-1] if run.rounds else {}
-        watched = run.evaluated[-1]["perplexity"] if run.evaluated else None
-        return [
-            run.name,
-            len(run.rounds),
-            test.get("perplexity"),
-            test.get("accuracy"),
-            validation.get("perplexity") or watched,
-            test.get("bits_per_byte") or validation.get("bits_per_byte"),
-            (run.final.get("privacy") or {}).get("epsilon"),
-            run.tokens,
-            last.get("upload_bytes", 0) / 1e6,
-            last.get("download_bytes", 0) / 1e6,
-            sum(r["seconds"] for r in run.rounds),
-            run.header.get("parameters"),
-        ]
-
-    return table(head, [row(run) for run in runs])
-
-
-def _curves(runs: list[Facts]) -> list[str]:
-    drawn = [run for run in runs if run.evaluated]
-    if not drawn:
-        return ["<p>No round has been evaluated yet.</p>"]
-    marks = runs[0].final.get("baselines", {}).get("validation") if len(runs) == 1 else None
-    start = runs[0].header.get("start") if len(runs) == 1 else None
-    parts = ["<h2>Validation perplexity over rounds</h2>"]
-    curve = [run.over("round") for run in drawn]
-    if start and start.get("perplexity"):
-        curve = [Series(c.name, [0, *c.x], [start["perplexity"], *c.y]) for c in curve]
-    parts.append(plots.lines(curve, x="round", y="perplexity", log_y=True, marks=marks))
-    parts.append("<h2>Over megabytes uploaded</h2>")
-    parts.append(
-        plots.lines(
-            [run.over("upload_bytes") for run in drawn], x="MB uploaded", y="perplexity", log_y=True
-        )
-    )
-    parts.append("<h2>Over megabytes uploaded by a client that joins every round</h2>")
-    parts.append(
-        plots.lines([run.over("a member") for run in drawn], x="MB", y="perplexity", log_y=True)
-    )
-    parts.append("<h2>Over seconds of training</h2>")
-    parts.append(
-        plots.lines([run.over("seconds") for run in drawn], x="seconds", y="perplexity", log_y=True)
-    )
-    spent = [curve for curve in (run.over("epsilon") for run in drawn) if curve.x]
-    if spent:
-        parts.append("<h2>Over epsilon spent</h2>")
-        parts.append(plots.lines(spent, x="epsilon", y="perplexity", log_y=True))
-    told = [run for run in drawn if all("loss" in r for r in run.rounds)]
-    losses = [
-        Series(run.name, [r["round"] + 1 for r in run.rounds], [r["loss"] for r in run.rounds])
-        for run in told
+def _one_run(run: Facts, beside: Beside) -> list[str]:
+    return [
+        f"<h1>{escape(run.name)}</h1>",
+        f"<p class='verdict'>{verdict(run)}</p>",
+        tiles(_tiles(run)),
+        *tree_report.warned(run),
+        *_curve(run),
+        *_counting(run),
+        *_samples(run),
+        *_privacy(run, beside),
+        *_noisy_figures(run),
+        *_clients(run),
+        *_groups(run),
+        *tree_report.section(run),
+        *_traffic(run),
+        *_settings(run, beside.defaults),
     ]
-    if losses:
-        parts.append("<h2>Training loss of the cohort</h2>")
-        parts.append(plots.lines(losses, x="round", y="nats per token"))
-    return parts
 
 
-def _privacy(run: Facts) -> list[str]:
-    """State the privacy claim in plain words, as it was made when the run ended."""
-    plan = run.header.get("privacy")
+# ---- the verdict -------------------------------------------------------------------------------
+
+
+def verdict(run: Facts) -> str:
+    """Say what was trained, how good it is beside counting, what it cost and what it promises."""
+    return " ".join([_what(run), _how_good(run), _cost(run), _promise(run)])
+
+
+def _what(run: Facts) -> str:
+    model = run.recipe.get("model", {}).get("name", "a model")
+    sized = run.header.get("parameters")
+    size_ = f" of {count(sized, 'parameter')}" if sized else ""
+    who, plan = run.header.get("store", {}).get("train_clients"), run.header.get("privacy")
+    if who is None and isinstance(plan, dict):
+        who = plan.get("sampling", {}).get("population")
+    whose = f" on the text of {count(who, 'client')}" if who else ""
+    nodes = (run.header.get("tree") or {}).get("names")
+    where = f", in a tree of {count(len(nodes), 'node')}" if nodes else ""
+    state = "was trained for" if run.final else "has been trained for"
+    return (
+        f"<b>{escape(model)}</b>{escape(size_)} {state} {escape(count(len(run.rounds), 'round'))}"
+        f"{escape(whose)}{escape(where)}."
+    )
+
+
+def _how_good(run: Facts) -> str:
+    split, found = run.headline
+    reached = found.get("perplexity")
+    if reached is None:
+        if not run.evaluated:
+            return "No round has been evaluated yet."
+        split, reached = run.watched, run.evaluated[-1]["perplexity"]
+    said = f"On {whose_text(split)} it reaches perplexity <b>{escape(number(reached, 3))}</b>"
+    counted = (run.final.get("baselines") or {}).get(split) or {}
+    best = min(
+        ((v, k) for k, v in counted.items() if isinstance(v, (int, float))), default=(None, "")
+    )
+    if best[0]:
+        ratio, name = reached / best[0], COUNTED.get(best[1], best[1])
+        how = (
+            "as good as"
+            if 0.98 <= ratio <= 1.02
+            else f"{abs(1 - ratio):.0%} {'better' if ratio < 1 else 'worse'} than"
+        )
+        return f"{said}, <b>{how}</b> {escape(name)} ({escape(number(best[0], 3))})."
+    start = (run.header.get("start") or {}).get("perplexity")
+    before = f", from {escape(number(start, 3))} before training" if start else ""
+    return f"{said}{before}."
+
+
+def whose_text(split: str) -> str:
+    """Return in full which text a figure is of."""
+    return "the text of held-out clients" if split == "test" else SPLITS[split]
+
+
+def _cost(run: Facts) -> str:
+    if not run.rounds:
+        return ""
+    moved = f"{size(run.upload_bytes)} up and {size(run.download_bytes)} down"
+    return escape(f"It cost {moved} and {duration(run.seconds)}.")
+
+
+def _promise(run: Facts) -> str:
+    plan, claim = run.header.get("privacy"), run.final.get("privacy")
     if plan is None:
-        return ["<h2>Privacy</h2><p>This run makes no privacy claim.</p>"]
+        return "It promises no privacy."
+    epsilon = run.epsilon
+    if claim is None:
+        so_far = f" So far epsilon is {number(epsilon, 3)}." if epsilon is not None else ""
+        return escape(f"What it promises is claimed when it ends.{so_far}")
+    if epsilon is None:
+        return "<b>It promises no finite epsilon.</b>"
+    unit = "client" if plan.get("unit", "client") == "client" else "leaf"
+    return (
+        f"It promises every {unit} <b>epsilon {escape(number(epsilon, 3))}</b> at delta "
+        f"{escape(chance(claim['delta']))}."
+    )
+
+
+def _tiles(run: Facts) -> list[tuple[str, str]]:
+    shown = []
+    for split, words in SPLITS.items():
+        found = run.final.get(split) or {}
+        if found.get("perplexity") is not None:
+            shown.append((number(found["perplexity"], 3), f"perplexity, {words}"))
+    split, found = run.headline
+    if found.get("accuracy") is not None:
+        shown.append((f"{found['accuracy']:.1%}", f"next words right, {SPLITS[split]}"))
+    if found.get("bits_per_byte") is not None:
+        shown.append((number(found["bits_per_byte"], 3), "bits per byte"))
+    if run.header.get("privacy") is not None:
+        epsilon = run.epsilon
+        told = number(epsilon, 3) if epsilon is not None else "none"
+        shown.append((told, "epsilon: what is promised" if run.final else "epsilon so far"))
+    if run.rounds:
+        shown.append((size(run.upload_bytes), "uploaded by all members"))
+        shown.append((duration(run.seconds), f"for {count(len(run.rounds), 'round')}"))
+    if run.tokens:
+        shown.append((number(run.tokens), "tokens trained on"))
+    return shown
+
+
+# ---- sections ----------------------------------------------------------------------------------
+
+
+def _curve(run: Facts) -> list[str]:
+    parts = [heading("How it learned")]
+    if not run.evaluated:
+        return [*parts, paragraph("No round has been evaluated yet.")]
+    counted = (run.final.get("baselines") or {}).get(run.watched) or {}
+    marks = {name: v for name, v in counted.items() if isinstance(v, (int, float))}
+    y = "perplexity"
+    panels = []
+    for axis, (name, words) in AXES.items():
+        x, values = run.over(axis)
+        if x:
+            curve = [Series(run.name, x, values)]
+            drawn = svg.lines(curve, x=words, y=y, log_y=True, marks=marks)
+            panels.append((f"over {name}", drawn))
+    told = [r for r in run.rounds if r.get("loss") is not None]
+    if told and len(told) == len(run.rounds):
+        loss = Series("loss", [r["round"] + 1 for r in told], [r["loss"] for r in told])
+        drawn = svg.lines([loss], x="rounds", y="training loss, nats per token")
+        panels.append(("training loss", drawn))
+    parts.append(switch("axis", panels))
+    which = f"Perplexity on {whose_text(run.watched)}, on a logarithmic scale; lower is better."
+    rows = run.recipe.get("server", {}).get("evaluate_rows")
+    sampled = f" In training a fixed sample of {count(rows, 'row')} is scored." if rows else ""
+    return [*parts, paragraph(which + sampled, "quiet")]
+
+
+def _counting(run: Facts) -> list[str]:
+    counted = run.final.get("baselines") or {}
+    splits = [s for s in SPLITS if (run.final.get(s) or {}).get("perplexity") is not None]
+    if not any(counted.get(split) for split in splits):
+        return []
+    rows: list[list[Any]] = [
+        [words, *((counted.get(s) or {}).get(name) for s in splits)]
+        for name, words in COUNTED.items()
+    ]
+    rows.append(["this run", *(run.final[s]["perplexity"] for s in splits)])
+    return [
+        heading("How good is that?"),
+        table(["perplexity of", *(SPLITS[s] for s in splits)], rows),
+        paragraph(
+            "Counting is done on the same training text, all in one place; a federated model that "
+            "does not beat it has learned little.",
+            "quiet",
+        ),
+    ]
+
+
+def _samples(run: Facts) -> list[str]:
+    parts = []
+    for prompt in run.final.get("predictions") or []:
+        said = "".join(
+            f"<span>{escape(w['word'])} <i class='quiet'>{w['probability']:.0%}</i></span>"
+            for w in prompt["next"]
+        )
+        parts.append(f"<p class='sample'><b>{escape(prompt['prompt'])}</b> … {said}</p>")
+    return [heading("What it says next"), *parts] if parts else []
+
+
+def _privacy(run: Facts, beside: Beside) -> list[str]:
+    """State the privacy claim in plain words, as it was made when the run ended."""
+    plan, parts = run.header.get("privacy"), [heading("Privacy")]
+    if plan is None:
+        parts.append(paragraph("This run makes no privacy claim."))
+        return [*parts, *_trust(run, beside)]
     claim, last = run.final.get("privacy"), run.rounds[-1] if run.rounds else {}
     if claim is None:
-        return ["<h2>Privacy</h2><p>The run has not ended, so nothing is claimed yet.</p>"]
-    parts = [f"<h2>Privacy</h2><p><b>{html.escape(claim['sentence'])}</b></p>"]
+        parts.append(paragraph("The run has not ended, so nothing is claimed yet."))
+        return [*parts, *_trust(run, beside)]
+    parts.append(f"<p><b>{escape(claim['sentence'])}</b></p>")
+    if claim.get("epsilon") is not None:
+        parts.append(svg.odds((0.01, 0.1, 0.5), float(claim["epsilon"])))
+        parts.append(
+            paragraph(
+                "How sure somebody may become at most that a given client took part, whatever "
+                "else he knows, from how sure he was before.",
+                "quiet",
+            )
+        )
     for title, name in (
         ("It covers:", "covers"),
         ("It does not cover:", "not_covered"),
         ("It holds if:", "assumptions"),
     ):
-        words = "".join(f"<li>{html.escape(str(w))}</li>" for w in claim.get(name) or ())
-        parts.append(f"<p>{title}</p><ul>{words}</ul>" if words else "")
-    noisy = plan["clip_noise"] and plan["noise_multiplier"]
+        if claim.get(name):
+            parts.append(f"<p>{title}</p>{bullets(claim[name])}")
+    return [*parts, *_trust(run, beside), folded("Mechanism", _mechanism(run, plan, claim, last))]
+
+
+def _trust(run: Facts, beside: Beside) -> list[str]:
+    rows = trust.trust_rows(run.recipe, network=beside.network)
+    body = table(list(trust.HEAD), rows) + bullets(trust.NOT_DEFENDED)
+    return [folded("Who sees what, and what is not defended", body)]
+
+
+def _mechanism(
+    run: Facts, plan: Mapping[str, Any], claim: Mapping[str, Any], last: Mapping[str, Any]
+) -> str:
+    noisy = plan.get("clip_noise") and plan.get("noise_multiplier")
     share = f"share of updates within the clip, {'with' if noisy else 'without'} noise"
-    sampling = plan["sampling"]
-    leaf = plan.get("unit") == "leaf"
+    sampling, leaf = plan["sampling"], plan.get("unit") == "leaf"
     rows = [
         ["mechanism", plan["mechanism"]],
         ["who joins a round", "every leaf" if leaf else sampling["law"]],
@@ -261,101 +299,132 @@ def _privacy(run: Facts) -> list[str]:
         ["fixed denominator", None if leaf else sampling["cohort"]],
         ["budget", run.header.get("privacy_budget")],
         ["canaries, for audits", run.header.get("canaries") or None],
+        ["epsilon by the published conversion", claim.get("published_epsilon")],
         ["computed by", claim.get("accountant", "-")],
     ]
-    return [*parts, table(["what", "value"], rows)]
+    return table(["what", "value"], rows)
 
 
 def _noisy_figures(run: Facts) -> list[str]:
     """Show the noisy figures of training clients, each with its standard error."""
-    told = [(r["round"] + 1, r["private_validation"]) for r in run.rounds if _has_noisy(r)]
+    told = [
+        (r["round"] + 1, r["private_validation"])
+        for r in run.rounds
+        if isinstance(r.get("private_validation"), dict)
+    ]
     if not told:
         return []
     last = told[-1][1]
     rows = []
-    for number, figures in told:
+    for after, figures in told:
         flat = {**figures, **figures["clients"]}
         pairs = [(flat[name], flat[f"{name}_error"]) for name in NOISY]
-        rows.append([number, *(value for pair in pairs for value in pair)])
+        rows.append([after, *(value for pair in pairs for value in pair)])
     head = ["after round", *(word for title in NOISY.values() for word in (title, "error"))]
     return [
-        "<h2>Held-out text of training clients, with noise</h2>",
-        f"<p>Sums over clients, each with at most {last['tokens_per_client']} tokens, with noise "
-        f"of {last['noise_multiplier']:g} times what one client can change. Errors are standard "
-        "errors of the noise. Every line is a release that epsilon counts.</p>",
+        heading("Held-out text of training clients, with noise"),
+        paragraph(
+            f"Sums over clients, each with at most {count(last['tokens_per_client'], 'token')}, "
+            f"with noise of {number(last['noise_multiplier'])} times what one client can change. "
+            "Errors are standard errors of the noise. Every line is a release that epsilon counts."
+        ),
         table(head, rows),
     ]
 
 
-def _has_noisy(round: dict[str, Any]) -> bool:
-    return isinstance(round.get("private_validation"), dict)
+def _clients(run: Facts) -> list[str]:
+    split, found = run.headline
+    told = found.get("clients") or {}
+    quantiles = {name: told[name] for name in ("p10", "p25", "p50", "p75", "p90") if name in told}
+    worst = told.get("mean_of_worst_10_percent")
+    if len(quantiles) < 5 or not quantiles["p50"]:
+        return []
+    whose = "held-out clients" if split == "test" else "training clients, on their held-out text"
+    total = told.get("clients")
+    many = f"Of {count(total, 'client')}" if total else "Of all clients"
+    said = (
+        f"{many} ({whose}), half see a perplexity below {number(quantiles['p50'], 3)}, and one in "
+        f"ten sees more than {number(quantiles['p90'], 3)}."
+    )
+    marks = {"best served tenth below": quantiles["p10"]}
+    if worst is not None:
+        ratio = worst / quantiles["p50"]
+        times = f", {number(ratio, 2)} times the median" if ratio > 1.1 else ""
+        said += f" The worst served tenth see {number(worst, 3)} on average{times}."
+        marks = {"worst served tenth, mean": worst, **marks}
+    drawn = svg.spread(quantiles, marks, f"perplexity over {whose}")
+    return [heading("Who is served badly?"), paragraph(said), drawn]
 
 
-def _one_run(run: Facts) -> list[str]:
-    parts = tree_report.section(run.header, run.rounds, run.final, table)
-    parts += _privacy(run)
-    parts += _noisy_figures(run)
-    baselines = run.final.get("baselines") or {}
-    if baselines:
-        parts.append("<h2>Beside what counting reaches</h2>")
-        rows = [
-            [name, *(baselines.get(split, {}).get(name) for split in ("test", "validation"))]
-            for name in ("unigram", "bigram", "trigram")
-        ]
-        trained = [(run.final.get(s) or {}).get("perplexity") for s in ("test", "validation")]
-        parts.append(table(["model", "test", "validation"], [*rows, ["this run", *trained]]))
-    test = run.final.get("test") or run.final.get("validation") or {}
-    if test.get("clients"):
-        parts.append("<h2>Perplexity over clients</h2>")
-        parts.append(table(list(test["clients"]), [list(test["clients"].values())]))
-    for depth, groups in enumerate(test.get("groups") or []):
-        if 1 < len(groups) <= 60:
-            parts.append(f"<h2>Perplexity by group, level {depth + 1}</h2>")
-            values = [g["perplexity"] for g in groups.values()]
-            parts.append(plots.bars(list(groups), values, y="perplexity"))
-            bits = [g.get("bits_per_byte") for g in groups.values()]
-            if all(value is not None for value in bits):  # comparable between languages
-                parts.append(plots.bars(list(groups), bits, y="bits per byte"))
-    for prompt in run.final.get("predictions") or []:
-        said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in prompt["next"])
-        parts.append(f"<p><b>{html.escape(prompt['prompt'])}</b> … {html.escape(said)}</p>")
+def _groups(run: Facts) -> list[str]:
+    parts: list[str] = []
+    split, found = run.headline
+    for depth, groups in enumerate(found.get("groups") or []):
+        if not 1 < len(groups) <= MOST_GROUPS:
+            continue
+        worst = sorted(groups.items(), key=lambda item: -(item[1].get("perplexity") or 0))
+        rows = [Bar(name, g.get("perplexity"), 0, _tokens(g.get("tokens"))) for name, g in worst]
+        parts.append(f"<h3>Groups, level {depth + 1}: perplexity, worst first</h3>")
+        parts.append(svg.bars(rows, title=f"perplexity by group, level {depth + 1}"))
+        bits = [Bar(name, g.get("bits_per_byte"), 2) for name, g in worst]
+        if all(bar.value is not None for bar in bits):  # comparable between languages
+            drawn = svg.bars(bits, title=f"bits per byte by group, level {depth + 1}")
+            parts.append("<h3>Bits per byte, comparable between languages</h3>" + drawn)
+    if not parts:
+        return []
+    return [heading("Groups"), paragraph(f"Figures of {whose_text(split)}.", "quiet"), *parts]
+
+
+def _tokens(value: Any) -> str:
+    return f"({count(value, 'token')})" if isinstance(value, (int, float)) else ""
+
+
+def _traffic(run: Facts) -> list[str]:
+    parameters, rounds = run.header.get("parameters"), len(run.rounds)
+    members = sum(r.get("members", 0) for r in run.rounds)
+    if not (parameters and rounds and members and run.upload_bytes) or run.header.get("tree"):
+        return []
+    full = parameters * FLOAT32
+    flows = []
+    for name, total in (("up", run.upload_bytes), ("down", run.download_bytes)):
+        each = total / members
+        share = each / full
+        whole = f"{size(total)} in all; the whole model in float32 is {size(full)}" + (
+            "" if share > 0.99 else f", so this is {share:.0%} of it"
+        )
+        flows.append(Flow(name, share, f"{size(each)} per member and round", whole))
+    cohort = members / rounds
+    who = "client" if not run.header.get("part_of") else "member"
+    wire = run.recipe.get("wire", {})
+    codecs = [f"{way}: {wire[way]}" for way in ("upload", "download") if wire.get(way)]
+    return [
+        heading("Traffic"),
+        svg.flow(f"{count(round(cohort, 1), who)} per round", "server", flows),
+        paragraph(f"Codecs: {', '.join(codecs)}.", "quiet") if codecs else "",
+    ]
+
+
+def _settings(run: Facts, defaults: Tables) -> list[str]:
+    parts: list[str] = []
     if run.history:
-        said = "".join(f"<li>{html.escape(_event(entry))}</li>" for entry in run.history)
-        parts.append(f"<h2>History</h2><ul>{said}</ul>")
-    parts.append("<h2>How to repeat it</h2>")
-    parts.append(f"<pre>{html.escape(run.header.get('command', ''))}</pre>")
-    parts.append("<h2>Settings</h2>")
-    parts.append(_settings(run))
-    versions = run.header.get("versions", {})
-    parts.append("<h2>Made with</h2>")
-    parts.append(table(["what", "version"], [[k, str(v)] for k, v in versions.items()]))
+        parts += [heading("History"), bullets(_event(entry) for entry in run.history)]
+    rows, others = changed_rows(run.recipe, defaults)
+    title = "Settings that differ from the defaults" if defaults else "Settings"
+    parts += [heading(title), table(["setting", "value", "default"], rows)]
+    if others:
+        parts.append(folded("All other settings", table(["setting", "value"], others)))
+    parts.append(heading("How to repeat it"))
+    parts.append(f"<pre>{escape(run.header.get('command', ''))}</pre>")
+    versions = run.header.get("versions") or {}
+    made = table(["what", "version"], [[k, str(v)] for k, v in versions.items()])
+    parts.append(folded("Made with", made))
     return parts
 
 
-def _event(entry: dict[str, Any]) -> str:
+def _event(entry: Mapping[str, Any]) -> str:
     if entry["kind"] == "extended":
-        return f"Extended from {entry.get('before')} to {entry['rounds']} rounds."
+        return f"Extended from {entry.get('before')} to {count(entry['rounds'], 'round')}."
     return (
         f"Stopped early after round {entry['round'] + 1}: no better perplexity in "
-        f"{entry.get('patience')} evaluations."
+        f"{count(entry.get('patience') or 0, 'evaluation')}."
     )
-
-
-def _settings(run: Facts) -> str:
-    recipe = run.header.get("recipe", {})
-    rows = [[f"{t}.{k}", str(v)] for t, keys in recipe.items() for k, v in keys.items()]
-    return table(["setting", "value"], rows)
-
-
-def _differences(runs: list[Facts]) -> str:
-    flat = [
-        {f"{t}.{k}": v for t, keys in run.header.get("recipe", {}).items() for k, v in keys.items()}
-        for run in runs
-    ]
-    names = sorted(set().union(*flat))
-    differing = [n for n in names if len({str(f.get(n)) for f in flat}) > 1]
-    rows = [
-        [run.name, *(str(f.get(n, "-")) for n in differing)]
-        for run, f in zip(runs, flat, strict=True)
-    ]
-    return table(["run", *differing], rows)

@@ -1,8 +1,8 @@
 """The section of a report about a tree.
 
 In:       the journal of a run whose header holds a tree.
-Out:      HTML: the tree with perplexity and traffic, the matrix of nodes and places, attention,
-          routes of residuals, warnings.
+Out:      HTML: the tree as a picture with perplexity, traffic and routes, the matrix of nodes and
+          places and the attention between nodes as heat maps, curves per leaf, warnings.
 Promise:  every number is in the journal or computed from it; the failure signs that are known
           (a backbone that diverges, attention that collapses) are said in plain words.
 Not here: the rest of the page and privacy, also that of the leaves (`report.py`).
@@ -10,72 +10,76 @@ Not here: the rest of the page and privacy, also that of the leaves (`report.py`
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-from fedlm.record import plots
-from fedlm.record.plots import Series
+from fedlm.core.words import count, size
+from fedlm.record import svg
+from fedlm.record.facts import Facts
+from fedlm.record.page import folded, heading, paragraph, switch, table
+from fedlm.record.svg import Series, TreeNode
 
-HtmlTable = Callable[[list[str], list[list[Any]]], str]
 # A backbone diverges if its norm grows to LONGER times that of the first round, or if receiving it
 # makes the perplexity of the leaves WORSE times as high.
 LONGER, WORSE = 10.0, 2.0
 # Entropy below ALONE: every node attends to itself only; above EVEN: all peers count alike.
 ALONE, EVEN = 0.02, 0.98
+MOST_CURVES = 8
+MOST_COLUMNS = 20  # of a table
 
 
-def section(
-    header: dict[str, Any], rounds: list[dict[str, Any]], final: dict[str, Any], table: HtmlTable
-) -> list[str]:
+def warned(run: Facts) -> list[str]:
+    """Return the warnings about a tree, for the top of the page."""
+    return [paragraph(f"Warning: {w}", "warning") for w in warnings(run.header, run.rounds)]
+
+
+def section(run: Facts) -> list[str]:
     """Return the part of the page about the tree, or nothing for a flat run."""
-    tree = header.get("tree")
+    tree = run.header.get("tree")
     if tree is None:
         return []
-    parts = ["<h2>The tree</h2>"]
-    parts += [f"<p><b>Warning:</b> {html.escape(w)}</p>" for w in warnings(header, rounds)]
-    found = final.get("test") or final.get("validation") or {}
-    parts.append(f"<pre>{html.escape(chr(10).join(picture(tree, rounds, found)))}</pre>")
+    found, routes = run.headline[1], routed(run.rounds)
+    parts = [
+        heading("The tree"),
+        svg.tree(nodes_of(tree, run.rounds, found), routes, title="the tree of nodes"),
+        paragraph(
+            "Bars: perplexity of a node's model on the held-out text below it; squares: after its "
+            "own steps. Branches are as thick as what travels on them."
+            + (" Arcs: layers that were sent on as residuals." if routes else ""),
+            "quiet",
+        ),
+    ]
     if tree.get("left_out"):
-        parts.append(f"<p>{tree['left_out']} clients feed no place and were left out.</p>")
-    parts += _curves(rounds)
-    if found.get("matrix"):
-        matrix = found["matrix"]
-        parts.append("<h2>Perplexity of every node on the text of every place</h2>")
+        parts.append(paragraph(f"{count(tree['left_out'], 'client')} feed no place: left out."))
+    parts += _curves(run.rounds)
+    matrix = found.get("matrix")
+    if matrix:
+        parts.append("<h3>Perplexity of every node on the held-out text of every place</h3>")
+        drawn = svg.heat_map(
+            matrix["nodes"], matrix["places"], matrix["perplexity"], title="perplexity", log=True
+        )
+        parts.append(drawn)
         rows = [[n, *v] for n, v in zip(matrix["nodes"], matrix["perplexity"], strict=True)]
-        parts.append(table(["node", *matrix["places"]], rows))
-    return parts + _attention(rounds, table) + _routes(rounds, table)
+        if len(matrix["places"]) <= MOST_COLUMNS:
+            parts.append(folded("As a table", table(["node", *matrix["places"]], rows)))
+    return parts + _attention(tree, run.rounds) + _routes(run.rounds, routes)
 
 
-def picture(tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str, Any]) -> list[str]:
-    """Draw the tree, one line per node, with perplexity and total bytes sent and received."""
-    names, parents = tree["names"], tree["parents"]
+def nodes_of(
+    tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str, Any]
+) -> list[TreeNode]:
+    """Return the nodes of a tree with their perplexity and the bytes they sent and received."""
     scores = {node["name"]: node for node in found.get("nodes") or []}
-    sent = {n: [_sum(rounds, n, way) for way in ("up_bytes", "down_bytes")] for n in names}
-    lines: list[str] = []
-
-    def draw(node: int, before: str, mark: str, after: str) -> None:
-        score = scores.get(names[node], {})
-        told = [f"{before}{mark}{names[node]}"]
-        if score.get("perplexity") is not None:
-            told.append(f"perplexity {score['perplexity']:.1f}")
-        if score.get("bits_per_byte") is not None:
-            told.append(f"{score['bits_per_byte']:.3f} bits per byte")
-        if score.get("personal") is not None:
-            told.append(f"after own steps {score['personal']:.1f}")
-        if node:
-            told.append(
-                "up {:.1f} MB, down {:.1f} MB".format(*(b / 1e6 for b in sent[names[node]]))
-            )
-        lines.append("  ".join(told))
-        children = [i for i, parent in enumerate(parents) if parent == node]
-        for child in children:
-            ends = child == children[-1]
-            draw(child, before + after, "└─ " if ends else "├─ ", "   " if ends else "│  ")
-
-    draw(0, "", "", "")
-    return lines
+    made = []
+    for name, parent in zip(tree["names"], tree["parents"], strict=True):
+        score = scores.get(name, {})
+        up, down = (_sum(rounds, name, way) for way in ("up_bytes", "down_bytes"))
+        bits = score.get("bits_per_byte")
+        told = [] if bits is None else [f"{bits:.3f} bits per byte"]
+        told += [] if parent is None else [f"↑ {size(up)} ↓ {size(down)}"]
+        value, own = score.get("perplexity"), score.get("personal")
+        made.append(TreeNode(name, parent, value, ", ".join(told), own, up, down))
+    return made
 
 
 def _sum(rounds: list[dict[str, Any]], name: str, what: str) -> int:
@@ -124,23 +128,37 @@ def _curves(rounds: list[dict[str, Any]]) -> list[str]:
         kinds = kinds[:1]  # leaves whose own models stay private
     mean = [
         Series(
-            name, steps, [sum(p[i] for p in r["places"].values()) / len(r["places"]) for r in seen]
+            name,
+            steps,
+            [sum(p[i] for p in r["places"].values()) / len(r["places"]) for r in seen],
+            i,
         )
         for name, i in kinds
     ]
     each = [
-        Series(place, steps, [r["places"][place][0] for r in seen]) for place in seen[-1]["places"]
+        Series(place, steps, [r["places"][place][0] for r in seen], i)
+        for i, place in enumerate(list(seen[-1]["places"])[:MOST_CURVES])
+        if all(place in r["places"] for r in seen)
     ]
-    return [
-        "<h2>What a leaf receives, and what it makes of it</h2>",
-        plots.lines(mean, x="round", y="perplexity, mean over leaves", log_y=True),
-        "<h2>Each leaf, as received</h2>",
-        plots.lines(each, x="round", y="perplexity", log_y=True),
-    ]
+    panels = []
+    for name, series in (("mean over leaves", mean), ("each leaf, as received", each)):
+        drawn = svg.lines(series, x="rounds", y="perplexity", log_y=True)
+        panels.append((name, svg.legend([(s.name, s.colour) for s in series]) + drawn))
+    return ["<h3>What a leaf receives, and what it makes of it</h3>", switch("leaf", panels)]
 
 
-def _attention(rounds: list[dict[str, Any]], table: HtmlTable) -> list[str]:
+def _attention(tree: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
+    """Show who listened to whom in the last round, and how evenly."""
     last = rounds[-1].get("nodes", {}) if rounds else {}
+    parts: list[str] = []
+    for way, title in (("attention_down", "going down"), ("attention_up", "going up")):
+        told = {name: node[way] for name, node in last.items() if node.get(way)}
+        heard = [name for name in tree["names"] if any(name in of for of in told.values())]
+        if told:
+            cells = [[of.get(name) for name in heard] for of in told.values()]
+            title = f"attention {title}: rows listen to columns"
+            parts.append(f"<h3>Attention {title.removeprefix('attention ')}</h3>")
+            parts.append(svg.heat_map(list(told), heard, cells, title=title, digits=2))
     names = ("self_weight", "entropy_down", "entropy_up", "agreement")
     rows = [
         [name, *(node.get(n) for n in names)]
@@ -148,19 +166,24 @@ def _attention(rounds: list[dict[str, Any]], table: HtmlTable) -> list[str]:
         if any(node.get(n) is not None for n in names)
     ]
     head = ["node", "weight of self", "entropy going down", "going up", "agreement of children"]
-    return ["<h2>Attention in the last round</h2>", table(head, rows)] if rows else []
+    if rows:
+        parts.append(folded("Attention in the last round, as a table", table(head, rows)))
+    return parts
 
 
-def _routes(rounds: list[dict[str, Any]], table: HtmlTable) -> list[str]:
-    ways = [way for r in rounds for way in r.get("routes", [])]
-    if not ways:
+def routed(rounds: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """Return how many layers were sent on as residuals, by where from and where to."""
+    return Counter((way["from"], way["to"]) for r in rounds for way in r.get("routes", []))
+
+
+def _routes(rounds: list[dict[str, Any]], counts: Counter[tuple[str, str]]) -> list[str]:
+    if not counts:
         return []
-    counts = Counter((way["from"], way["to"]) for way in ways)
     alike: dict[tuple[str, str], list[float]] = {}
-    for way in ways:
+    for way in (way for r in rounds for way in r.get("routes", [])):
         alike.setdefault((way["from"], way["to"]), []).append(way["likeness"][way["to"]])
     rows = [[a, b, n, sum(alike[a, b]) / n] for (a, b), n in counts.most_common(30)]
-    return [
-        f"<h2>Residuals</h2><p>{len(ways)} layers were routed; the most frequent ways:</p>",
-        table(["from", "to", "layers", "mean likeness"], rows),
-    ]
+    total = count(sum(counts.values()), "layer")
+    verb = "was" if sum(counts.values()) == 1 else "were"
+    body = table(["from", "to", "layers", "mean likeness"], rows)
+    return [folded(f"{total} {verb} routed as residuals; the most frequent ways", body)]

@@ -49,6 +49,7 @@ from fedlm.core.errors import (
     shown,
 )
 from fedlm.core.keys import generator_for
+from fedlm.core.words import count, number
 from fedlm.privacy import ledger, selection
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.ledger import Ledger, selection_entry
@@ -56,8 +57,8 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import shipped
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, load
-from fedlm.record import report
 from fedlm.record.directory import RunDirectory
+from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Watcher, start_sha256, train
@@ -189,9 +190,9 @@ def carry_out(
         recipe_of(sweep, point)
     planned = [{"name": name_of(p), "settings": _settings(p)} for p in sweep.points]
     write_atomically(out / PLANNED, (dumps({"points": planned}) + "\n").encode())
-    found, count = [], len(sweep.points)
-    for number, point in enumerate(sweep.points, start=1):
-        label = f"point {number} of {count}: {name_of(point)}"
+    found, total = [], len(sweep.points)
+    for place, point in enumerate(sweep.points, start=1):
+        label = f"point {place} of {total}: {name_of(point)}"
         found.append(_one(sweep, point, out, stores, functools.partial(watcher, label)))
     return found
 
@@ -261,13 +262,13 @@ def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> B
         start=start,
     )
     scores = {}
-    for number, index in enumerate(_drawn(sweep, hidden)):
-        scores[number] = _score(sweep, sweep.points[index], hidden / str(number), stores, stop)
-    found = {number: score for number, score in scores.items() if math.isfinite(score[1])}
+    for place, index in enumerate(_drawn(sweep, hidden)):
+        scores[place] = _score(sweep, sweep.points[index], hidden / str(place), stores, stop)
+    found = {place: score for place, score in scores.items() if math.isfinite(score[1])}
     best = None
     if found:
-        number = min(found, key=lambda n: found[n][1])
-        best = _release(out, hidden / str(number), *found[number], first)
+        place = min(found, key=lambda n: found[n][1])
+        best = _release(out, hidden / str(place), *found[place], first)
     shutil.rmtree(hidden, ignore_errors=True)
     return best
 
@@ -329,14 +330,14 @@ def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
     if not file.is_file():
         seed = int.from_bytes(os.urandom(16), "little")
         rng = generator_for(seed, "selection")
-        count = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
+        runs = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
         hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
-        points = [int(rng.integers(len(sweep.points))) for _ in range(count)]
+        points = [int(rng.integers(len(sweep.points))) for _ in range(runs)]
         write_atomically(file, json.dumps(points).encode(), private=True)
     hidden.chmod(0o700)
     found: list[int] = read_json(file, str(file), RecordError)
-    count = len(sweep.points)
-    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < count for n in found):
+    most = len(sweep.points)
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < most for n in found):
         raise RecordError(f"{file} is damaged, or of another sweep: give another --out.")
     return found
 
@@ -359,7 +360,7 @@ def _score(
 
 def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -> Best:
     """Copy the best model out of the candidates, with the claim of the selection."""
-    facts = report.facts_of(path)
+    facts = facts_of(path)
     claim = lineage.claim_of_selection(out, facts.header)
     target = out / BEST
     target.mkdir(exist_ok=True)
@@ -379,19 +380,20 @@ def total_of(results: list[Result]) -> str | None:
         return None
     private = sum(Ledger(result.path / ledger.NAME).exists() for result in results)
     open_runs = len(results) - private
-    also = f" {open_runs} further runs have no privacy plan." if open_runs else ""
+    verb = "has" if open_runs == 1 else "have"
+    also = f" {count(open_runs, 'further run')} {verb} no privacy plan." if open_runs else ""
     if math.isinf(spent.epsilon):
-        return f"No finite epsilon holds for the {private} private runs together.{also}"
+        return f"No finite epsilon holds for {count(private, 'private run')} together.{also}"
     return (
-        f"Together, the {private} private runs of this sweep cost one client epsilon "
-        f"{spent.epsilon:.4g} at delta {spent.delta:g} ({spent.accountant}); choosing the best of "
-        f"them by their figures costs no less.{also}"
+        f"Together, {count(private, 'private run')} of this sweep cost one client epsilon "
+        f"{number(spent.epsilon)} at delta {spent.delta:g} ({spent.accountant}); choosing the "
+        f"best of them by their figures costs no less.{also}"
     )
 
 
 def result_of(sweep: Sweep, point: Point, path: Path) -> Result:
     """Return the figures of a point's run, also if it has not come to its end."""
-    facts = report.facts_of(path)
+    facts = facts_of(path)
     seen = [(r["round"] + 1, r["perplexity"]) for r in facts.evaluated]
     reached = next((n for n, p in seen if sweep.target and p <= sweep.target), None)
     failed = (path / FAILED).is_file()
@@ -409,7 +411,7 @@ def result_of(sweep: Sweep, point: Point, path: Path) -> Result:
     )
 
 
-def _personal(facts: report.Facts) -> float | None:
+def _personal(facts: Facts) -> float | None:
     last: dict[str, Any] = facts.final.get("test") or facts.final.get("validation") or {}
     return last.get("personal_perplexity")
 
@@ -435,7 +437,7 @@ def sweep_table(sweep: Sweep, results: list[Result]) -> tuple[list[str], list[li
     head += ["epsilon"] if private else []
     sizes = {round(r.upload_bytes) for r in results if r.upload_bytes}
     moved = len(sizes) > 1
-    head += ["kB up a member and round", "of the most"] if moved else []
+    head += ["kB up per member and round", "share of the largest upload"] if moved else []
     most = max(sizes) if moved else 0
     grown = any(r.personal is not None for r in results)
     head += ["after own steps"] if grown else []
@@ -463,10 +465,10 @@ def _row(
     if target:
         row.append(mean_and_spread([r.reached for r in group], digits=0))
     if private:
-        row.append("-" if group[0].epsilon is None else f"{group[0].epsilon:.3g}")
+        row.append("-" if group[0].epsilon is None else number(group[0].epsilon, 3))
     if most:
         each = statistics.fmean(r.upload_bytes for r in group)
-        row += [f"{each / 1e3:.1f}", f"1/{most / each:.1f}" if each else "-"]
+        row += [f"{each / 1e3:.1f}", f"{each / most:.0%}"]
     if grown:
         row.append(mean_and_spread([r.personal for r in group]))
     failed = [r.diverged for r in group if r.diverged is not None]

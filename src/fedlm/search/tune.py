@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +45,8 @@ from fedlm.privacy.ledger import (
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump, parse_value
 from fedlm.record.directory import RunDirectory
+from fedlm.record.facts import facts_of
 from fedlm.record.journal import dumps
-from fedlm.record.report import facts_of
 from fedlm.run import Run
 from fedlm.search import splits
 from fedlm.search.sweep import (
@@ -111,20 +111,27 @@ def axis_of(text: str) -> tuple[str, tuple[Any, ...]]:
         text,
         "table.key=value,value or table.key=low..high, as in client.learning_rate=0.1,0.3,1",
     )
-    return name, values_of(name, values)
+    return name, _values(name, values)
 
 
-def values_of(name: str, given: Any) -> tuple[Any, ...]:
-    """Return the values of a setting to try: a list, or the text of a list or of a range."""
+def axes_of(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+    """Read several settings to try, each of which may be named once."""
+    axes: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        name, values = axis_of(text)
+        require(name not in axes, "over", text, "each setting once")
+        axes[name] = values
+    return axes
+
+
+def _values(name: str, text: str) -> tuple[Any, ...]:
+    """Return the values of a setting to try, from the text of a list or of a range."""
     what = f"over {name}"
-    if isinstance(given, str) and RANGE in given:
-        return _spaced(what, given)
-    if isinstance(given, str):
-        given = [parse_value(part.strip(), what) for part in given.split(",") if part.strip()]
-    values = tuple(dict.fromkeys(given))
-    require(
-        0 < len(values) <= MOST_VALUES, what, list(given), f"one to {MOST_VALUES} different values"
-    )
+    if RANGE in text:
+        return _spaced(what, text)
+    given = [parse_value(part.strip(), what) for part in text.split(",") if part.strip()]
+    values = tuple(v for n, v in enumerate(given) if v not in given[:n])  # a list has no hash
+    require(0 < len(values) <= MOST_VALUES, what, text, f"one to {MOST_VALUES} different values")
     return values
 
 
@@ -262,8 +269,7 @@ def plan_search(
     """
     base = recipe_of(Sweep(recipe, [{}], None, changes=changes), {})
     table = base.tune
-    given = over or {n: values_of(n, v) for n, v in ((table and table.over) or {}).items()}
-    axes = given or default_axes(base)
+    axes = over or axes_of(table.over if table else ()) or default_axes(base)
     for name in (SEED, "server.rounds", *TRIAL):
         require(name not in axes, "over", name, "settings that a search does not decide itself")
 
@@ -558,8 +564,8 @@ def _forecast(search: Search, out: Path, stores: Path) -> list[list[Entry]]:
     for point in search.points:
         run = build(search.trial(point, search.seeds[0]), stores, out=out / "none")
         for seed in search.seeds:
-            book = Ledger(out / RUNS / name_of({**point, SEED: seed}) / NAME)
-            found.append(book.entries() if book.exists() else [begin_entry(dict(run.plans))])
+            kept = Ledger(out / RUNS / name_of({**point, SEED: seed}) / NAME)
+            found.append(kept.entries() if kept.exists() else [begin_entry(dict(run.plans))])
     found.sort(key=len, reverse=True)
     alike = all(book[0]["plans"] == found[0][0]["plans"] for book in found)
     for place, book in enumerate(found):

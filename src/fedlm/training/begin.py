@@ -32,8 +32,9 @@ from fedlm.models.adapters import without_adapters
 from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
-from fedlm.record import checkpoint, report
+from fedlm.record import checkpoint
 from fedlm.record.directory import difference
+from fedlm.record.facts import facts_of
 from fedlm.record.journal import Journal, dumps
 from fedlm.run import Run
 from fedlm.training.write_ahead import Resumed, WriteAhead
@@ -106,7 +107,7 @@ def _begin_anew(run: Run, fresh: Any, ahead: WriteAhead | None, say: Say) -> Beg
 def unless_stopped(run: Run, last: Resumed) -> Resumed:
     """Return a state as the last one if the run stopped early after it."""
     round = int(last.state.round)
-    if report.facts_of(run.record.path).stopped_after != round:
+    if facts_of(run.record.path).stopped_after != round:
         return last
     return last._replace(rounds=round, ended=True)
 
@@ -166,7 +167,7 @@ def check_same(run: Run) -> None:
 
 def _header_now(run: Run) -> Metrics:
     """Return a run's header with the rounds to which it was extended since."""
-    facts = report.facts_of(run.record.path)
+    facts = facts_of(run.record.path)
     if facts.rounds_planned is None:
         return facts.header
     rounds, header = {"rounds": facts.rounds_planned}, facts.header
@@ -181,7 +182,7 @@ def check_frozen(run: Run, fresh: Any) -> None:
     """Raise `RecordError` if the frozen part, which no checkpoint holds, has changed."""
     if run.algorithm.base is None:
         return
-    begun = report.facts_of(run.record.path).header["start_sha256"]
+    begun = facts_of(run.record.path).header["start_sha256"]
     if tree.sha256(run.round.params(fresh)) != begun:
         raise RecordError(
             f"{run.record.path} began with another model than its recipe makes now, and its "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedlm import lineage
+from fedlm import lineage, reporting
 from fedlm.core import tree
 from fedlm.core.durable import write_atomically
 from fedlm.core.types import Params, Say
@@ -20,7 +20,8 @@ from fedlm.inference import predict
 from fedlm.models.adapters import merged
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.release import release
-from fedlm.record import report, tree_report
+from fedlm.record import tree_report
+from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import Journal, dumps
 from fedlm.run import Run
 from fedlm.training.early_stopping import EarlyStopping
@@ -70,10 +71,10 @@ def close(run: Run, last: Resumed, say: Say) -> Summary:
     for name, params in own.items():
         path = directory.own_weights_of(name)
         write_weights(path, params, recipe, run.store.vocabulary, private=True)
-    facts = report.facts_of(directory.path)
+    facts = facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         say(f"Warning: {warning}")
-    write_atomically(directory.report, report.page([facts]).encode())
+    write_atomically(directory.report, reporting.page_of([directory.path]).encode())
     summary = summary_of(run, run.round.params(state), facts)
     write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()
@@ -115,11 +116,11 @@ def _claim(run: Run) -> Claim | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
     if run.plan is None:
         return None
-    facts = report.facts_of(run.record.path)
+    facts = facts_of(run.record.path)
     return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
 
 
-def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
+def summary_of(run: Run, params: Params, facts: Facts) -> Summary:
     """Return the figures of a finished run, by the names that the command line prints."""
     headline = facts.final.get("test") or facts.final.get("validation") or {}
     seconds = sum(r["seconds"] for r in facts.rounds)
@@ -151,7 +152,7 @@ def summary_of(run: Run, params: Params, facts: report.Facts) -> Summary:
     }
 
 
-def _best(facts: report.Facts, run: Run) -> Metrics:
+def _best(facts: Facts, run: Run) -> Metrics:
     """Return when a run stopped early, and the figures of the best model if it keeps one."""
     found: Metrics = {}
     if facts.stopped_after is not None:
@@ -162,7 +163,7 @@ def _best(facts: report.Facts, run: Run) -> Metrics:
     return found
 
 
-def _spent(facts: report.Facts) -> Metrics:
+def _spent(facts: Facts) -> Metrics:
     claim = facts.final.get("privacy") or {}
     return {"epsilon": claim.get("epsilon"), "delta": claim.get("delta")} | (
         {"privacy": claim["sentence"]} if claim else {}

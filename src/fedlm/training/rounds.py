@@ -21,7 +21,8 @@ from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.adapters import merged
 from fedlm.privacy.release import extend, release
-from fedlm.record import checkpoint, report
+from fedlm.record import checkpoint
+from fedlm.record.facts import facts_of
 from fedlm.record.journal import Journal, dumps
 from fedlm.record.trackers import TrackerContext, Trackers
 from fedlm.run import Hooks, Run, rounds
@@ -53,7 +54,7 @@ class RoundRecord:
     """
 
     def __init__(self, run: Run, begun: Begun, watcher: Watcher) -> None:
-        before = report.facts_of(run.record.path)
+        before = facts_of(run.record.path)
         self.run, self.watcher, self.ahead = run, watcher, begun.ahead
         self.header = before.header
         self.on_record = int(begun.state.round)  # how many rounds

@@ -261,7 +261,7 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
         raise RecordError(f"{path}: its journal has no header; the journal is damaged.")
     entries = [_entry(line, f"{path}, near its end") for line in lines]
     rounds = [entry for entry in entries if entry["kind"] == "round"]
-    final = next((e for e in reversed(entries) if e["kind"] == "final"), {})
+    final: dict[str, Any] = next((e for e in reversed(entries) if e["kind"] == "final"), {})
     extended = next((e["rounds"] for e in reversed(entries) if e["kind"] == "extended"), None)
     recipe = header.get("recipe", {})
     last = rounds[-1] if rounds else {}

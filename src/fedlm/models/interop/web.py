@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core import tree
@@ -41,7 +42,8 @@ def pack(params: Params, *, int8: bool) -> tuple[dict[str, Any], bytes]:
         data += bytes(-len(data) % 4)  # floats begin at multiples of four
         parts.append(data)
         offset += len(data)
-    cell = {"kind": KINDS[type(params.cell)], **dataclasses.asdict(params.cell)}
+    made: Any = params.cell  # a dataclass of settings
+    cell = {"kind": KINDS[type(made)], **dataclasses.asdict(made)}
     config = {
         "cell": cell,
         "gates": cell.pop("gates"),
@@ -69,9 +71,9 @@ def rounded(params: Params) -> Params:
     def round_rows(leaf: Any) -> Any:
         array = np.asarray(leaf, np.float32)
         if array.ndim != 2:
-            return array
+            return jnp.asarray(array)
         scales = _scales(array)[:, None]
-        return np.rint(array / scales) * scales
+        return jnp.asarray(np.rint(array / scales) * scales)
 
     leaves = tree.named_leaves(params)
     return tree.with_leaves(params, {name: round_rows(leaf) for name, leaf in leaves.items()})

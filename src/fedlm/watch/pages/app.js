@@ -63,6 +63,8 @@ const spent = (row) => row.epsilon === null || row.epsilon === undefined
   : number(row.epsilon, 3) + (row.budget ? ` of ${number(row.budget, 3)}` : "");
 const bar = (row) => row.live && row.rounds
   ? el("progress", { max: row.rounds, value: row.round || 0, "aria-label": `rounds of ${row.name}` }) : null;
+// A table that may be wider than the screen: it is scrolled by itself, with keys too.
+const wide = (table) => el("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "a table that can be scrolled" }, table);
 const fact = (name, ...value) => el("div", {}, el("dt", {}, name), el("dd", {}, ...value));
 
 // Replace a node's content, but keep the focus if the same control is there again.
@@ -134,7 +136,7 @@ function homeView() {
     const plain = all.filter((row) => !grouped.has(row.id) && fits(row))
       .sort((a, b) => b.live - a.live || a.id.localeCompare(b.id));
     const parts = [];
-    if (plain.length) parts.push(el("div", { class: "wide" }, el("table", { class: "runs" },
+    if (plain.length) parts.push(wide(el("table", { class: "runs" },
       el("caption", {}, "The figures of each run; perplexity is of text held out from training."),
       head(), el("tbody", {}, plain.map((row) => runRow(row))))));
     for (const sweep of sweeps) parts.push(...sweepTable(sweep, fits));
@@ -153,7 +155,7 @@ function sweepTable(sweep, fits) {
   const names = sweep.head.map((name) => name.replace(/^[a-z]+\./, ""));
   const values = (id) => (sweep.values[id] || []).map((value) => value === null ? "–" : String(value));
   const done = there.filter((row) => row.state === "finished").length;
-  return [el("h2", {}, sweep.name), el("div", { class: "wide" }, el("table", { class: "runs" },
+  return [el("h2", {}, sweep.name), wide(el("table", { class: "runs" },
     el("caption", {}, `${done} of ${there.length + waiting.length} points are finished; the columns after the name are settings in which they differ.`),
     head(names), el("tbody", {}, there.map((row) => runRow(row, values(row.id))),
       waiting.map((point) => el("tr", {}, el("td"), el("th", { scope: "row" }, point.name),
@@ -239,7 +241,7 @@ function runView(id) {
         at = Number(event.target.value) === frames.length - 1 ? null : Number(event.target.value); update(); } })),
       el("span", {}, `${frame.round}${at === null ? ", the latest" : ""}`)), treePicture(tree, frame),
       el("p", { class: "quiet" }, "The number at a node is its perplexity on its own text. The blue part of its ring is how much it listens to itself instead of its peers. Arrows are residuals: layers that were sent on to the node they resemble most."),
-      el("details", {}, el("summary", {}, "The same in numbers"), el("div", { class: "wide" }, el("table", {},
+      el("details", {}, el("summary", {}, "The same in numbers"), wide(el("table", {},
         el("thead", {}, el("tr", {}, ["node", "parent", "perplexity", "weight of itself", "spread of attention", "agreement of children", "sent up", "sent down"]
           .map((name, m) => el("th", { scope: "col", class: m > 1 ? "n" : null }, name)))),
         el("tbody", {}, tree.names.map((name, m) => { const of = frame.nodes[name] || {}, moved = tree.moved[name] || [];
@@ -257,7 +259,7 @@ function federationPart(federation) {
   const outcomes = ["answered", "late", "away", "refused", "garbage", "aside"];
   return [title, el("p", {}, last.round ? `Round ${last.round}; ${bytes(federation.bytes[0])} received from nodes and ${bytes(federation.bytes[1])} sent to them in all rounds.` : "No round has been played yet."),
     federationMap(federation),
-    el("div", { class: "wide" }, el("table", {}, el("caption", {}, "How often each node answered, and what it said last."),
+    wide(el("table", {}, el("caption", {}, "How often each node answered, and what it said last."),
       el("thead", {}, el("tr", {}, ["node", ...outcomes].map((name, n) => el("th", { scope: "col", class: n ? "n" : null }, name)), el("th", { scope: "col" }, "last words"))),
       el("tbody", {}, Object.keys(counts).sort().map((name) => el("tr", {}, el("th", { scope: "row" }, name),
         outcomes.map((what) => el("td", { class: "n" }, String(counts[name][what] || 0))), el("td", {}, (last.said || {})[name] || "–"))))))];
@@ -275,7 +277,7 @@ function samplesPart(found) {
 }
 
 function settingsPart(found) {
-  return el("details", {}, el("summary", {}, "Settings"), el("div", { class: "wide" }, el("table", {},
+  return el("details", {}, el("summary", {}, "Settings"), wide(el("table", {},
     el("tbody", {}, Object.entries(found.settings).map(([name, value]) =>
       el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value === null ? "–" : String(value))))))));
 }
@@ -299,7 +301,7 @@ function compareView(ids) {
       parts.push(el("div", { class: "bar" }, axisChoice(axis, (name) => { axis = name; update(); })), el("div", { class: "pair" },
         el("section", {}, el("h2", {}, "Perplexity"), chart({ series: drawn("perplexity"), x: AXES[axis][0], y: "perplexity", log: true })),
         el("section", {}, el("h2", {}, "Training loss"), chart({ series: drawn("loss"), x: AXES[axis][0], y: "nats per token" }))),
-        el("h2", {}, "Figures"), el("div", { class: "wide" }, el("table", { class: "runs" }, head(), el("tbody", {}, known.map(([row]) => runRow(row))))),
+        el("h2", {}, "Figures"), wide(el("table", { class: "runs" }, head(), el("tbody", {}, known.map(([row]) => runRow(row))))),
         el("h2", {}, "Settings that differ"), differing(known));
     } else parts.push(el("p", {}, "Choose two runs or more."));
     show(body, ...parts);
@@ -312,7 +314,7 @@ function differing(known) {
   const text = (found, name) => found.settings[name] === undefined || found.settings[name] === null ? "–" : String(found.settings[name]);
   const differ = names.filter((name) => new Set(known.map(([, found]) => text(found, name))).size > 1);
   if (!differ.length) return el("p", {}, "None.");
-  return el("div", { class: "wide" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"),
+  return wide(el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"),
     known.map(([row]) => el("th", { scope: "col" }, swatch(row.number), row.id)))),
     el("tbody", {}, differ.map((name) => el("tr", {}, el("th", { scope: "row" }, name), known.map(([, found]) => el("td", {}, text(found, name))))))));
 }
