@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.record.report import Facts, facts_of
-from fedlm.sweep import markdown, mean_and_spread
+from fedlm.search.sweep import markdown, mean_and_spread
 
 
 def finished(folder: Path) -> dict[str, list[Facts]]:

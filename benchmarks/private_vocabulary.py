@@ -28,9 +28,9 @@ import numpy as np
 
 import fedlm
 from fedlm.api import TrainedRun
+from fedlm.core.durable import write_atomically
 from fedlm.corpus.store import Store
 from fedlm.evaluate.perplexity import total
-from fedlm.record.checkpoint import write_atomically
 
 CORPORA = {"irc-ubuntu": "../shared/data/irc-ubuntu.jsonl.gz", "chitchat": "chitchat"}
 VOCABULARY = {"words": 4000, "bpe": 2000}

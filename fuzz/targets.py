@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedlm import lineage, sweep
+from fedlm import lineage
 from fedlm.cohort.sampling import Sampling
 from fedlm.core.documents import json_value
 from fedlm.core.errors import FedlmError
@@ -41,12 +41,13 @@ from fedlm.corpus.store import Store, StoreSettings, write
 from fedlm.corpus.tokenizer import fit
 from fedlm.corpus.tokenizer_file import load_tokenizer
 from fedlm.deploy import certificates as pem
-from fedlm.deploy import doctor, history, membership, registration, signing, status
+from fedlm.deploy import doctor, history, membership, registration, signing
 from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.policy import POLICY, load_policy
 from fedlm.deploy.replies import Answers, Replies
 from fedlm.deploy.tables import read_table, write_table
+from fedlm.deploy.tallies import read_rounds
 from fedlm.deploy.versions import older_recipe
 from fedlm.deploy.word_counts import read_words
 from fedlm.deploy.workspace import KitSettings, WorkspaceSettings
@@ -78,6 +79,7 @@ from fedlm.recipe.vocabulary import ORIGIN, vocabulary_of, write_origin
 from fedlm.record import checkpoint, report
 from fedlm.record.directory import RunDirectory
 from fedlm.record.status import StatusFile, read_status
+from fedlm.search import sweep
 from fedlm.secure import node as secure_node
 from fedlm.secure import server as secure_server
 from fedlm.secure.local import made_up_members, terms_for
@@ -1053,7 +1055,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "federation-file": federation_file,
     "seats": file_target("seats.json", registration.load_assignments, [json.dumps(SEATS).encode()]),
     "counters": file_target("counters.json", Counters, [b'{"north": 3}']),
-    "rounds": file_target("rounds.jsonl", status.read_rounds, [_lines(TALLIES, TALLIES)]),
+    "rounds": file_target("rounds.jsonl", read_rounds, [_lines(TALLIES, TALLIES)]),
     "request-recipe": request_recipe,
     "messages": messages,
     "evaluation-messages": evaluation_messages,

@@ -39,13 +39,16 @@ MAY_IMPORT = {
     # `run` names the parts of a run; `recipe` makes them.
     "run.py": {"core", "corpus", "federation", "models", "privacy", "record"},
     "recipe": {"recipe", "run"} | BELOW,
-    # `training` carries a run out, `api` and `sweep` make and train runs; above are only doors.
+    # `training` carries a run out, `api` and `search` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
     "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
     "training": {"inference", "lineage", "recipe", "run", "training"} | BELOW,
-    "sweep.py": {"core", "lineage", "privacy", "recipe", "record", "run", "training"},
+    # `personal` makes models of single members from a finished run.
+    "personal": {"inference", "recipe", "run", "training", "personal"} | BELOW,
+    # `search` makes and trains many runs.
+    "search": {"inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"exporting", "inference", "lineage", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.
@@ -53,7 +56,7 @@ MAY_IMPORT = {
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
     "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"sweep", "deploy", "watch", "cli"}
+    | {"personal", "search", "deploy", "watch", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))
@@ -87,12 +90,37 @@ def test_every_module_says_what_it_is():
     assert not silent
 
 
-def test_importing_fedlm_stays_light():
-    code = "import sys, fedlm; print(*{m.split('.')[0] for m in sys.modules})"
-    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    assert loaded.isdisjoint(
-        {"dp_accounting", "flwr", "h5py", "jax_privacy", "pandas", "plotly", "scipy", "typer"}
-    )
+STAGES = (
+    # what is imported, one after the other, and what that must not load
+    (("fedlm",), {"dp_accounting", "flwr", "h5py", "jax_privacy", "pandas", "plotly", "scipy"}),
+    (("fedlm",), {"typer"}),
+    # A plan, its noise and the command line need no accountant.
+    (
+        ("fedlm.privacy.account", "fedlm.privacy.correlated", "fedlm.cli.main"),
+        {"dp_accounting", "jax_privacy", "scipy", "flwr"},
+    ),
+    # What a node and a server do could run over another transport.
+    (
+        (
+            "fedlm.engine.remote",
+            "fedlm.engine.dispatch",
+            "fedlm.deploy.node_worker",
+            "fedlm.deploy.relay",
+        ),
+        {"flwr"},
+    ),
+)
+
+
+def test_importing_stays_light():
+    """In one process, because each costs two seconds: what is loaded early is loaded later too."""
+    code = "import importlib, sys\n"
+    for modules, _ in STAGES:
+        code += f"for m in {modules}: importlib.import_module(m)\n"
+        code += "print(*{m.split('.')[0] for m in sys.modules})\n"
+    told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    for (modules, never), loaded in zip(STAGES, told, strict=True):
+        assert never.isdisjoint(loaded.split()), modules
 
 
 def test_only_keys_draw_randomness():

@@ -75,8 +75,15 @@ def predict(
     params: Params, tokenizer: TextTokenizer, prompt: str, count: int = 5
 ) -> list[dict[str, Any]]:
     """Return the likeliest next words after a prompt, with their probabilities."""
+    return words_after(lambda capacity: speak(params, capacity), tokenizer, prompt, count)
+
+
+def words_after(
+    speaker_for: Callable[[int], Speaker], tokenizer: TextTokenizer, prompt: str, count: int = 5
+) -> list[dict[str, Any]]:
+    """Return the likeliest next words by a predictor that is made for a number of tokens."""
     tokens = tok.encode_prompt(tokenizer, prompt)
-    model, special = speak(params, room_for(tokens)), tokenizer.special
+    model, special = speaker_for(room_for(tokens)), tokenizer.special
     found = next_words(model, tokens, count, special, _goes_on(tokenizer))
     return [
         {"word": tok.decode(tokenizer, word).strip(), "probability": chance}

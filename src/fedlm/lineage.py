@@ -462,9 +462,14 @@ class StoreSpending(NamedTuple):
     not_covered: tuple[str, ...] = ()
 
 
-def spent_on(store: Store, delta: float | None = None) -> StoreSpending:
-    """Return what all runs that the store has seen cost together, with its vocabulary."""
-    books = [Ledger(path).entries() for path in store.ledgers]
+def spent_on(
+    store: Store, delta: float | None = None, further: Iterable[list[Entry]] = ()
+) -> StoreSpending:
+    """Return what all runs that the store has seen cost together, with its vocabulary.
+
+    `further` are ledgers of runs that are only planned.
+    """
+    books = [*(Ledger(path).entries() for path in store.ledgers), *further]
     plain, private, told = 0, 0, []
     for path in _stores(store):
         for file in sorted((path / REGISTER).glob("*.jsonl")):

@@ -111,6 +111,7 @@ RUNNER = """
 import json, os, sys, time
 from argparse import Namespace
 from pathlib import Path
+from fuzz import run
 
 run.GUIDED = False
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fedlm import sweep
 from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.corpus import sources
 from fedlm.recipe import shipped
 from fedlm.recipe.settings import Recipe, load, parse
 from fedlm.recipe.template import template
+from fedlm.search import sweep
 from tests.cli.test_bad_input import refused
 from tests.conftest import call
 
@@ -96,7 +96,7 @@ HERE = [
 def test_a_recipe_without_its_text_says_which_text_it_wants(name, tmp_path):
     (tmp_path / "clone" / "recipes").mkdir(parents=True)
     shutil.copy(shipped.folder() / f"{name}.toml", tmp_path / "clone" / "recipes")
-    told = call(tmp_path / "clone", "train", f"recipes/{name}.toml")
+    told = call(tmp_path / "clone", "train", f"recipes/{name}.toml", "--set", "run.devices=2")
     wanted = Path(load(Path(name)).data.source).name
     assert f"put {wanted} there, or set data.source to a file of yours" in told.stderr
     assert told.code == 2 and "Traceback" not in told.stderr

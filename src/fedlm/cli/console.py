@@ -43,6 +43,9 @@ out = Output(highlight=False, markup=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Node = Annotated[str, typer.Option("--node", help="A node of the run's tree: its own model.")]
+Client = Annotated[
+    str, typer.Option("--client", help="A member whose own model fedlm personalize made.")
+]
 RecipeFile = Annotated[
     Path, typer.Argument(help="A TOML file, or the name of a recipe that comes with fedlm: sotu.")
 ]

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, BestOption, Node, emit, show, talk
+from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.engine.remote_evaluation import ELSEWHERE
 from fedlm.inference import keystrokes_on, load_params
+from fedlm.personal.members import member_called
+from fedlm.personal.model import Scorer, open_personal, perplexity_of
 from fedlm.privacy import release
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
@@ -28,6 +30,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     split: Annotated[str, typer.Option(help="test (held-out clients) or validation.")] = "test",
     node: Node = "",
+    client: Client = "",
     best: BestOption = False,
     keystrokes: Annotated[
         bool, typer.Option("--keystrokes", help="Also count the keys that three suggestions save.")
@@ -40,6 +43,10 @@ def evaluate(
     """
     if split not in ("test", "validation"):
         raise ConfigError(f"--split = {split!r}: expected test or validation.")
+    if client:
+        alone = not (node or best or keystrokes)
+        require(alone, "--client", client, "neither --node, --best nor --keystrokes beside it")
+        return _evaluate_client(run, client, as_json)
     directory = RunDirectory.existing(run).of_node(node)
     weights = directory.weights_to_use(best=best)
     check_told(directory)
@@ -61,7 +68,8 @@ def evaluate(
         found |= made.evaluation.of_models(models, split)
         if keystrokes:
             text = getattr(made.evaluation, "text", {}).get(split)
-            require(text is not None, "--keystrokes", True, "a flat run whose text is here")
+            if text is None:
+                raise ConfigError("--keystrokes: expected a flat run whose text is here.")
             rows, _ = text.rows(1)
             found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, rows)
     if as_json:
@@ -92,6 +100,26 @@ def evaluate(
         head = ["perplexity", "accuracy", "tokens", "bits_per_byte"]
         rows = [[g, *(f.get(name) for name in head)] for g, f in groups.items()]
         show(f"groups, level {depth + 1}", ["group", *head], rows)
+
+
+def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
+    """Score a member's own model on its held-out text that chose nothing."""
+    directory = RunDirectory.existing(path)
+    own = directory.of_client(name)
+    recipe = load(directory.recipe)
+    use_devices(recipe.run.devices)
+    with talk.status("evaluating"):
+        made = _run_of(recipe, directory)
+        check_same(made)
+        member = member_called(made, name)
+        model = open_personal(own, made.store.vocabulary)
+        nats = model.nats(member.report, Scorer())
+    found = {"run": str(path), "client": name, "way": model.way, "note": model.note}
+    figures = {**found, "perplexity": perplexity_of(nats, member.report)}
+    if as_json:
+        emit(figures)
+    else:
+        show(f"{path}, {name}", ["", "value"], [[k, v] for k, v in figures.items()])
 
 
 def check_told(directory: RunDirectory) -> None:
@@ -127,7 +155,7 @@ def _run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     if not (directory.path / "seats.json").is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
-    from fedlm.deploy.server_app import again
+    from fedlm.deploy.server_app import again  # flwr costs a second
 
     return again(recipe, directory, STORES)
 

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from fedlm import exporting
-from fedlm.cli.console import AsJson, BestOption, Node, emit, out, talk
-from fedlm.core.errors import either
+from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, note, out, talk
+from fedlm.core.errors import either, require
+from fedlm.personal.model import mixture_of
 from fedlm.record.directory import RunDirectory
 
 
@@ -22,6 +23,7 @@ def export(
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
     ] = None,
     node: Node = "",
+    client: Client = "",
     best: BestOption = False,
     as_json: AsJson = False,
 ) -> None:
@@ -33,6 +35,12 @@ def export(
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """
     directory = RunDirectory.existing(run).of_node(node)
+    if client:
+        require(not (node or best), "--client", client, "neither --node nor --best beside it")
+        directory = RunDirectory.existing(run).of_client(client)
+        mixed = mixture_of(directory.path)
+        if mixed is not None:
+            note(f"The model of {client} also has {mixed}, which other programs cannot load.")
     target = folder or directory.path / "export"
     with talk.status("converting"):
         file = exporting.write(directory, kind, target, best=best)

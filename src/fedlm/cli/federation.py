@@ -13,6 +13,13 @@ import typer
 from fedlm.cli.console import AsJson, Changes, OutPath, RecipeFile, Resume, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, end, followed, run_path
 from fedlm.core.errors import ConfigError
+from fedlm.deploy import history as log
+from fedlm.deploy import member_list, membership, workspace
+from fedlm.deploy.certificates import check_current
+from fedlm.deploy.processes import follow_parent
+from fedlm.deploy.signing import key_id
+from fedlm.deploy.word_counts import join_words
+from fedlm.deploy.workspace import Workspace
 from fedlm.engine.devices import use_devices
 from fedlm.recipe.settings import load
 from fedlm.record.directory import free_path
@@ -65,7 +72,6 @@ def init(
     Example: fedlm federation init fed --host server.example.org --nodes north,south
     """
     needs_flower()
-    from fedlm.deploy import workspace
 
     names = [part.strip() for part in nodes.split(",") if part.strip()]
     more = {"bind": bind, "quorum": quorum, "deadline": deadline}
@@ -94,7 +100,6 @@ def tokenizer(
 
     Example: fedlm federation tokenizer north/words.json south/words.json --out tokenizer
     """
-    from fedlm.deploy.word_counts import join_words
 
     made = join_words(words, out_path, vocabulary)
     facts = {"tokenizer": str(out_path / "tokenizer.json"), "vocabulary": made.tokenizer.vocabulary}
@@ -116,10 +121,7 @@ def serve(home: HOME) -> None:
     Example: fedlm federation serve fed
     """
     needs_flower()
-    from fedlm.deploy.certificates import check_current
-    from fedlm.deploy.flower import superlink
-    from fedlm.deploy.processes import follow_parent
-    from fedlm.deploy.workspace import Workspace
+    from fedlm.deploy.flower import superlink  # flwr costs a second
 
     follow_parent()
     found = Workspace.existing(home)
@@ -140,8 +142,6 @@ def add_node(home: HOME, name: NAME, *, key: KEY, as_json: AsJson = False) -> No
     Example: fedlm federation add-node fed north --key north.pub
     """
     needs_flower()
-    from fedlm.deploy import membership
-    from fedlm.deploy.workspace import Workspace
 
     found = Workspace.existing(home)
     _invite(found, name, membership.add_node(found, name, _public(key)), as_json)
@@ -154,8 +154,6 @@ def remove_node(home: HOME, name: NAME, as_json: AsJson = False) -> None:
     Example: fedlm federation remove-node fed north
     """
     needs_flower()
-    from fedlm.deploy import membership
-    from fedlm.deploy.workspace import Workspace
 
     gone = membership.remove_node(Workspace.existing(home), name)
     if as_json:
@@ -181,8 +179,6 @@ def renew(
     Example: fedlm federation renew fed north
     """
     needs_flower()
-    from fedlm.deploy import membership
-    from fedlm.deploy.workspace import Workspace
 
     found = Workspace.existing(home)
     if name and hosts:
@@ -213,8 +209,6 @@ def rotate(
     Example: fedlm federation rotate fed north --key north.pub.next
     """
     needs_flower()
-    from fedlm.deploy import membership
-    from fedlm.deploy.workspace import Workspace
 
     found = Workspace.existing(home)
     if name:
@@ -245,8 +239,6 @@ def members(
     Example: fedlm federation members fed --propose
     """
     needs_flower()
-    from fedlm.deploy import member_list
-    from fedlm.deploy.workspace import Workspace
 
     found = Workspace.existing(home)
     if propose:
@@ -275,8 +267,6 @@ def approve(
     Example: fedlm federation approve fed north/approval.json south/approval.json
     """
     needs_flower()
-    from fedlm.deploy import member_list
-    from fedlm.deploy.workspace import Workspace
 
     found = Workspace.existing(home)
     shown, missing = member_list.collect(found, files)
@@ -297,8 +287,6 @@ def history(home: HOME, as_json: AsJson = False) -> None:
     Example: fedlm federation history fed
     """
     needs_flower()
-    from fedlm.deploy import history as log
-    from fedlm.deploy.workspace import Workspace
 
     entries = log.read(Workspace.existing(home).history)
     if as_json:
@@ -325,7 +313,6 @@ def _public(key: Path) -> bytes:
 
 
 def _invite(found: Any, name: str, file: Path, as_json: bool) -> None:
-    from fedlm.deploy.signing import key_id
 
     authority = key_id(found.authority.read_bytes())
     if as_json:
@@ -351,8 +338,7 @@ def train(
     needs_flower()
     loaded = load(recipe, tuple(changes or ()))
     use_devices(loaded.run.devices)
-    from fedlm.deploy.server_app import train as carry_out
-    from fedlm.deploy.workspace import Workspace
+    from fedlm.deploy.server_app import train as carry_out  # flwr costs a second
 
     path = run_path(recipe, out_path, resume)
     found = Workspace.existing(home)
@@ -377,8 +363,7 @@ def deliver(
     Example: fedlm federation deliver fed runs/first --node north
     """
     needs_flower()
-    from fedlm.deploy.server_app import deliver_again
-    from fedlm.deploy.workspace import Workspace
+    from fedlm.deploy.server_app import deliver_again  # flwr costs a second
 
     kept = deliver_again(Workspace.existing(home), run, only=node, stores=STORES, say=note)
     if as_json:
@@ -398,8 +383,7 @@ def status(
     Example: fedlm federation status fed --run runs/first
     """
     needs_flower()
-    from fedlm.deploy.status import nodes_of
-    from fedlm.deploy.workspace import Workspace
+    from fedlm.deploy.status import nodes_of  # flwr costs a second
 
     found = nodes_of(Workspace.existing(home), run)
     if as_json:
@@ -430,7 +414,7 @@ def doctor(
     Example: fedlm federation doctor kits/north
     """
     needs_flower()
-    from fedlm.deploy.doctor import examine
+    from fedlm.deploy.doctor import examine  # flwr costs a second
 
     checks = examine(path)
     sick = [check for check in checks if not check.well]
@@ -469,7 +453,7 @@ def demo(
     Example: fedlm federation demo --tree
     """
     needs_flower()
-    from fedlm.deploy import demo as demos
+    from fedlm.deploy import demo as demos  # flwr costs a second
 
     asked = demos.recipe(secure=secure) if recipe is None else load(recipe, tuple(changes or ()))
     use_devices(1)  # one lane per process, because all nodes share the machine

@@ -22,12 +22,14 @@ from fedlm.cli import (
     models,
     new,
     node,
+    personalize,
     predict,
     prepare,
     privacy,
     report,
     sweep,
     train,
+    tune,
     watch,
 )
 from fedlm.cli.console import note
@@ -62,11 +64,13 @@ def options(
 for command in (prepare.prepare, train.train, train.pretrain, evaluate.evaluate, predict.predict):
     app.command()(command)
 app.command()(new.new)
+app.command()(personalize.personalize)
 app.command()(report.report)
 app.command()(watch.watch)
 app.command()(export.export)
 app.command()(convert.convert)
 app.command()(sweep.sweep)
+app.command()(tune.tune)
 app.command()(models.models)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(federation.app, name="federation")

@@ -11,8 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show
+from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import polite_stop
 from fedlm.core.errors import require
+from fedlm.corpus import sources
+from fedlm.corpus.store import StoreSettings
+from fedlm.deploy import member_list, membership
+from fedlm.deploy.guard import store_releases
+from fedlm.deploy.lifetime import summary
+from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
+from fedlm.deploy.signing import key_id
+from fedlm.deploy.word_counts import count_words
+from fedlm.deploy.workspace import Kit
 from fedlm.engine.devices import use_devices
 
 app = typer.Typer(
@@ -36,7 +47,6 @@ def init(
 
     Example: fedlm node init kits/north --name north
     """
-    from fedlm.deploy import membership
 
     made = membership.init_kit(kit, name)
     if as_json:
@@ -57,8 +67,6 @@ def accept(
 
     Example: fedlm node accept kits/north invitation.toml
     """
-    from fedlm.deploy import membership
-    from fedlm.deploy.signing import key_id
 
     taken = membership.accept(membership.made_kit(kit), invitation)
     authority = key_id(taken.authority.encode())
@@ -83,8 +91,6 @@ def approve(
 
     Example: fedlm node approve kits/north members.json
     """
-    from fedlm.deploy import member_list
-    from fedlm.deploy.workspace import Kit
 
     found = member_list.approve(Kit.existing(kit), file, fingerprint)
     names = [member.name for member in found.list.members]
@@ -112,7 +118,6 @@ def rotate(
 
     Example: fedlm node rotate kits/north
     """
-    from fedlm.deploy import membership
 
     public = membership.rotate_kit(membership.made_kit(kit))
     if as_json:
@@ -143,11 +148,10 @@ def join(
 
     Example: fedlm node join kits/north --store stores/letters
     """
-    from fedlm.cli.federation import needs_flower
 
     needs_flower()
     use_devices(devices)
-    from fedlm.deploy.node import work
+    from fedlm.deploy.node import work  # flwr costs a second
 
     with polite_stop() as stop:
         work(kit, store, policy, whole=whole, base=base, say=note, stop=stop.is_set)
@@ -177,9 +181,6 @@ def words(
 
     Example: fedlm node words letters/ --out words --epsilon 2
     """
-    from fedlm.corpus import sources
-    from fedlm.corpus.store import StoreSettings
-    from fedlm.deploy.word_counts import count_words
 
     settings = StoreSettings(
         tokenizer=tokenizer,
@@ -213,10 +214,9 @@ def relay(
 
     Example: fedlm node relay kits/europe --home europe
     """
-    from fedlm.cli.federation import needs_flower
 
     needs_flower()
-    from fedlm.deploy.node import relay as pass_on
+    from fedlm.deploy.node import relay as pass_on  # flwr costs a second
 
     with polite_stop() as stop:
         pass_on(kit, home, say=note, stop=stop.is_set)
@@ -242,10 +242,6 @@ def ledger(
 
     Example: fedlm node ledger kits/north
     """
-    from fedlm.deploy.guard import store_releases
-    from fedlm.deploy.lifetime import summary
-    from fedlm.deploy.node_ledger import NodeLedger
-    from fedlm.deploy.workspace import Kit
 
     path = Kit.existing(kit).ledger
     if confirm is not None:
@@ -287,9 +283,6 @@ def forget(
 
     Example: fedlm node forget kits/north 1f0c9ab2
     """
-    from fedlm.deploy.node_ledger import NodeLedger
-    from fedlm.deploy.node_memory import NodeMemory
-    from fedlm.deploy.workspace import Kit
 
     found = Kit.existing(kit)
     with closing(NodeLedger(found.ledger)):  # no node works with this kit meanwhile

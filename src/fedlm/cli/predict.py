@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, BestOption, Node, emit, out, talk
-from fedlm.core.errors import ConfigError
+from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, out, talk
+from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
-from fedlm.evaluate.generate import sample
-from fedlm.inference import open_model, room_for, speak
-from fedlm.inference import predict as next_words
+from fedlm.corpus.tokenizer import TextTokenizer
+from fedlm.corpus.tokenizer_file import load_tokenizer
+from fedlm.evaluate.generate import Speaker, sample
+from fedlm.inference import open_model, room_for, speak, words_after
+from fedlm.personal.model import open_personal
+from fedlm.record.directory import RunDirectory
 
 
 def predict(
@@ -27,6 +31,7 @@ def predict(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the continuation.")] = 0,
     node: Node = "",
+    client: Client = "",
     best: BestOption = False,
     as_json: AsJson = False,
 ) -> None:
@@ -38,16 +43,16 @@ def predict(
     """
     if temperature < 0:
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
-    params, tokenizer = open_model(run, node=node, best=best)
+    speaker_for, tokenizer = _speaker(run, node, client, best)
 
     def answer(prompt: str) -> dict[str, Any]:
         found: dict[str, Any] = {
             "prompt": prompt,
-            "next": next_words(params, tokenizer, prompt, count),
+            "next": words_after(speaker_for, tokenizer, prompt, count),
         }
         if length:
             tokens = tok.encode_prompt(tokenizer, prompt)
-            model = speak(params, room_for(tokens, length))
+            model = speaker_for(room_for(tokens, length))
             key = key_for(seed, "generate")
             special = tokenizer.special
             said = sample(model, tokens, length, special, temperature=temperature, key=key)
@@ -65,6 +70,19 @@ def predict(
     if text is not None:
         return show(answer(text))
     _converse(answer, show)
+
+
+def _speaker(
+    run: Path, node: str, client: str, best: bool
+) -> tuple[Callable[[int], Speaker], TextTokenizer]:
+    """Return a maker of predictors for a number of tokens, and the tokenizer."""
+    if not client:
+        params, tokenizer = open_model(run, node=node, best=best)
+        return lambda capacity: speak(params, capacity), tokenizer
+    require(not (node or best), "--client", client, "neither --node nor --best beside it")
+    directory = RunDirectory.existing(run).of_client(client)
+    tokenizer = load_tokenizer(directory.tokenizer)
+    return open_personal(directory, tokenizer.vocabulary).speaker, tokenizer
 
 
 def _converse(answer: Any, show: Any) -> None:

@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from fedlm import sweep as sweeps
 from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, polite_stop
 from fedlm.core.durable import write_atomically
 from fedlm.core.releasable import Releasable
 from fedlm.engine.devices import use_devices
 from fedlm.record import report
+from fedlm.search import sweep as sweeps
 from fedlm.training import Watcher
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A sweep file; see src/fedlm/sweep.py.")],
+    file: Annotated[Path, typer.Argument(help="A sweep file; see docs/settings.md.")],
     out_path: Annotated[
         Path | None, typer.Option("--out", help="The folder of its runs; goes on if it is there.")
     ] = None,

@@ -35,7 +35,7 @@ def watch(
     require(0 <= port < 1 << 16, "--port", port, "a port, or 0 for any free one")
     # Here, because the web server is an extra.
     from fedlm.watch.guard import is_loopback
-    from fedlm.watch.server import serve
+    from fedlm.watch.server import serve  # an extra: starlette, uvicorn
 
     if not is_loopback(host):
         note(

@@ -39,6 +39,7 @@ Purpose = Literal[
     "selection",
     "account",
     "delay",
+    "tune",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 

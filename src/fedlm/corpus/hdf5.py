@@ -15,6 +15,7 @@ import os
 import select
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,7 @@ class Hdf5Reader:
         process, self._process = self._process, None
         self._unread.clear()
         if process is not None:
-            process.kill()
-            process.communicate()
+            _end(process)
 
     def _ask(self, path: Path) -> None:
         if self._process is None:
@@ -76,6 +76,7 @@ class Hdf5Reader:
             # A script, without its folder in the path: importing fedlm itself would take seconds.
             command = [sys.executable, "-P", str(WORKER)]
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
+            weakref.finalize(self, _end, self._process)
             self._answer(START_SECONDS)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(str(path)).encode() + b"\n")
@@ -97,3 +98,10 @@ class Hdf5Reader:
         del self._unread[: end + 1]
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and close its pipes; once it is over, do nothing."""
+    if process.returncode is None:
+        process.kill()
+        process.communicate()

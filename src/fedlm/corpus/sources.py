@@ -21,6 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
+from pyarrow import ArrowException
+
 from fedlm.core.errors import CorpusError, either, nearest, require
 from fedlm.core.types import Say
 from fedlm.corpus.hdf5 import Hdf5Reader
@@ -302,9 +305,6 @@ def parquet(
 
     The arguments are the names of these columns. A client may be an integer.
     """
-    import pyarrow.parquet as pq
-    from pyarrow import ArrowException
-
     try:
         file = pq.ParquetFile(path)
         _need_columns(path, file.schema_arrow.names, client, text)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger, RunEntry
+from fedlm.privacy import account, cost
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.plan import PrivacyPlan
 
@@ -127,8 +128,6 @@ def epsilon_of(
     shares: tuple[RunTurns, ...], delta: float, others: tuple[Release, ...] = ()
 ) -> float:
     """Return the epsilon of runs and other releases together, at a delta."""
-    from fedlm.privacy import cost  # here, because importing dp_accounting takes a second
-
     if any(share.plan is None for share in shares):
         return math.inf
     events = [_cheapest(share, delta)[1] for share in shares]
@@ -139,8 +138,6 @@ def epsilon_of(
 @functools.lru_cache(maxsize=4096)
 def _cheapest(share: RunTurns, delta: float) -> tuple[float, Any]:
     """Return the epsilon and the event of one run for one client, counted in the cheaper way."""
-    from fedlm.privacy import account, cost  # here, because importing dp_accounting takes a second
-
     plan = share.plan
     assert plan is not None
     events = [account.event_of(plan, plan.rounds)]

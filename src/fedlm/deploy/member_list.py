@@ -23,10 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.deploy import history
 from fedlm.deploy.workspace import Kit, Workspace
-from fedlm.record.checkpoint import write_atomically
 from fedlm.secure import members
 from fedlm.secure.keys import IdentityKey, public_from_pem
 from fedlm.secure.members import MemberList

@@ -19,6 +19,7 @@ from pydantic import Field
 from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import ConfigError, FedlmError
 from fedlm.deploy.tables import read_table
+from fedlm.privacy import account
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe, Table
 
@@ -171,8 +172,6 @@ def _check_privacy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, cli
 
 
 def _check_epsilon(most: float, plan: PrivacyPlan, known: PrivacyPlan) -> None:
-    from fedlm.privacy import account  # here, because importing dp_accounting takes a second
-
     try:
         spent = account.spent(known, known.rounds).epsilon
     except ConfigError as error:

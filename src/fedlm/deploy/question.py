@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 from fedlm.cohort.sampling import LAWS
+from fedlm.core.late import late
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
@@ -25,6 +26,8 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
+
+scipy = late("scipy")  # up to a second
 
 # The share of honest draws that may be taken for a dishonest one.
 CHANCE = 1e-12
@@ -161,11 +164,9 @@ def _share(plan: PrivacyPlan) -> float:
 
 def _most_of(tries: int, share: float) -> float:
     """Return a number of successes that honest draws exceed with chance `CHANCE` at most."""
-    from scipy.special import bdtrc  # here, because loading it takes a while
-
     low, high = -1, tries  # nobody exceeds `high`, `low` is exceeded too often
     while high - low > 1:
         middle = (low + high) // 2
-        rare = share < 1 and bdtrc(middle, tries, share) <= CHANCE
+        rare = share < 1 and scipy.special.bdtrc(middle, tries, share) <= CHANCE
         low, high = (low, middle) if rare else (middle, high)
     return high

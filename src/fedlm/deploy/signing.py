@@ -33,8 +33,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedlm.core.documents import read_json
+from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.record.checkpoint import write_atomically
 
 SCHEME = "fedlm-1"  # the form of what is signed; an unknown one is refused
 # Seconds by which a request's time may differ from the server's clock; Flower accepts the same.
@@ -115,13 +115,18 @@ def sign(
 
 
 class Marks:
-    """A time per key, on disk, that no accepted signature of the key has passed."""
+    """A time per key, on disk, that no accepted signature of the key has passed.
+
+    All times are those of the nodes' own clocks, and run on with the server's: one writing serves
+    all keys for a few seconds, however many there are and however seldom each comes.
+    """
 
     def __init__(self, file: Path | None, now: Callable[[], float]) -> None:
         """Read the times of the processes before; of a damaged file, take the present."""
-        self.file, self.floor, self.otherwise = file, dict[str, float](), -math.inf
+        self.file, self.now = file, now
+        self.floor, self.otherwise = dict[str, float](), -math.inf
         self._marks: dict[str, float] = {}
-        self._newest: dict[str, float] = {}
+        self._ahead: dict[str, float] = {}  # of each key's clock, before the server's, in seconds
         if file is None or not file.exists():
             return
         try:
@@ -135,9 +140,10 @@ class Marks:
         """Raise `Unsigned` for a time that an earlier process may have accepted."""
         if signed_at <= self.floor.get(key, self.otherwise):
             raise Unsigned("the request was signed before the server was started again")
-        self._newest[key] = max(signed_at, self._newest.get(key, signed_at))
+        now = self.now()
+        self._ahead[key] = max(signed_at - now, self._ahead.get(key, -math.inf))
         if self.file is not None and signed_at > self._marks.get(key, -math.inf):
-            self._marks |= {k: at + MARK_SECONDS for k, at in self._newest.items()}
+            self._marks |= {k: now + ahead + MARK_SECONDS for k, ahead in self._ahead.items()}
             with contextlib.suppress(RecordError):  # a full disk turns nobody away
                 write_atomically(self.file, json.dumps(self._marks).encode(), private=True)
 

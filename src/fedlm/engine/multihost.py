@@ -164,7 +164,7 @@ def _add(rows: Any) -> Any:
 
 def _client() -> Any:
     """Return the client of the coordination service; JAX has no public name for it."""
-    from jax._src import distributed
+    from jax._src import distributed  # private to jax: only where several processes meet
 
     return distributed.global_state.client
 

@@ -36,8 +36,10 @@ from fedlm.models.layers import (
     Rotary,
     bare_norm,
     has_adapters,
+    last_gain,
     linear,
     norm,
+    residual_scale,
     tied,
 )
 from fedlm.models.packed_layout import Layout, Packed, Whole
@@ -64,13 +66,23 @@ class Feedforward(eqx.Module):
 
 
 def feedforward(
-    key: PRNGKeyArray, embed: int, units: int, *, bias: bool, invariant: bool, activation: str
+    key: PRNGKeyArray,
+    embed: int,
+    units: int,
+    *,
+    bias: bool,
+    invariant: bool,
+    activation: str,
+    out_scale: float,
 ) -> Feedforward:
-    """Make a fresh layer; an invariant layer has no bias after its second product."""
+    """Make a fresh layer, whose second product begins with weights times `out_scale`.
+
+    An invariant layer has no bias after that product.
+    """
     k_up, k_down = jr.split(key)
     return Feedforward(
         linear(k_up, embed, units, bias=bias),
-        linear(k_down, units, embed, bias=bias and not invariant),
+        linear(k_down, units, embed, bias=bias and not invariant, scale=out_scale),
         "relu" if invariant else activation,
     )
 
@@ -216,8 +228,8 @@ def _through_blocks(step: Callable[[Any, Array], Array], blocks: list[Any], x: A
 
 
 def head(key: PRNGKeyArray, vocab: int, embed: int, *, tied: bool) -> Array | None:
-    """Make an output matrix whose first logits are near zero, or None for a tied one."""
-    return None if tied else 0.02 * jr.normal(jr.fold_in(key, 1), (vocab, embed))
+    """Make an output matrix with rows of unit expected length, or None for a tied one."""
+    return None if tied else jr.normal(jr.fold_in(key, 1), (vocab, embed)) * embed**-0.5
 
 
 def transformer(
@@ -248,7 +260,7 @@ def transformer(
     """
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
     width = int(rotary_fraction * (embed // heads)) // 2 * 2  # pairs are turned
-    made = []
+    made, out_scale = [], residual_scale(layers)
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):
         attend = attention(
             k_attention,
@@ -258,16 +270,23 @@ def transformer(
             row_floor=row_floor if invariant else None,
             alibi=positions == "alibi",
             rotary=Rotary(width, rope_theta, rope_scaling) if width else None,
+            out_scale=out_scale,
         )
         feed = feedforward(
-            k_feedforward, embed, units, bias=bias, invariant=invariant, activation=activation
+            k_feedforward,
+            embed,
+            units,
+            bias=bias,
+            invariant=invariant,
+            activation=activation,
+            out_scale=out_scale,
         )
         norms = [_norm(embed, bias, norm_epsilon, invariant) for _ in range(2)]
         made.append(Block(norms[0], attend, norms[1], feed, parallel))
     first = stem(k_stem, vocab, embed, positions=positions, length=length, invariant=invariant)
-    last = _norm(embed, bias, norm_epsilon, invariant)
+    last = _norm(embed, bias, norm_epsilon, invariant, last_gain(embed))
     return Decoder(first, tuple(made), last, head(k_stem, vocab, embed, tied=tied))
 
 
-def _norm(embed: int, shift: bool, floor: float, invariant: bool) -> Norm:
-    return bare_norm() if invariant else norm(embed, shift=shift, floor=floor)
+def _norm(embed: int, shift: bool, floor: float, invariant: bool, gain: float = 1.0) -> Norm:
+    return bare_norm() if invariant else norm(embed, shift=shift, floor=floor, gain=gain)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.core.errors import SURPRISES, ConfigError, RecordError, require
+from fedlm.core.late import late
 from fedlm.core.types import Sampling
 from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
@@ -26,6 +27,8 @@ from fedlm.privacy.cost import MOST_NOISE, DpEvent, compose
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
 from fedlm.privacy.mechanism import Cost
 from fedlm.privacy.plan import PrivacyPlan
+
+scipy = late("scipy")  # up to a second
 
 UNIT = "one client with all its text; neighbours differ by its contributions replaced by zero"
 SERVER = "whoever sees updates or sums before noise is added is trusted"
@@ -110,8 +113,6 @@ def calibrate(
     `others` are further releases about the same clients that the target must hold too, and
     `extra_delta` the chance that one of them is not covered by its noise.
     """
-    import scipy.optimize  # here, because loading it takes half a second
-
     _check_target(target_epsilon)
     check_plan(dataclasses.replace(plan, noise_multiplier=1.0))
 

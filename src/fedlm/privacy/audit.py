@@ -29,6 +29,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fedlm.core.errors import require
+from fedlm.core.late import late
+
+scipy = late("scipy")  # up to a second
+auditing = late("jax_privacy.auditing")  # over a second
 
 Scores = np.ndarray
 # Ranks at which a lower bound is looked for, as shares of the canaries; each costs confidence.
@@ -76,8 +80,6 @@ def _beyond_chance(spread: float, count: int) -> float:
     At a delta of one in a million, a few percent more spread look like an epsilon of one, and
     a hundred canaries deviate by a few percent by chance.
     """
-    import scipy.stats
-
     low, high = scipy.stats.chi2.interval(0.99, count - 1)
     return 1.0 if low <= (count - 1) * spread**2 <= high else spread
 
@@ -96,8 +98,6 @@ def epsilon_between(mean: float, spread: float, delta: float) -> float:
 
 def _one_way(a: tuple[float, float], b: tuple[float, float], delta: float) -> float:
     """Return the maximum over thresholds t of log((P_a(x > t) - delta) / P_b(x > t))."""
-    import scipy.optimize
-    import scipy.special
 
     def log_above(law: tuple[float, float], t: np.ndarray) -> np.ndarray:
         return scipy.special.log_ndtr((law[0] - t) / law[1])
@@ -125,9 +125,6 @@ def lower_bound(scores: Scores, dimensions: int, delta: float, confidence: float
     Beta(j, n - j + 1): Clopper and Pearson's lower bound for j of n. That a stranger is above it
     needs no sample, because its law is known. The confidence is divided among the ranks tried.
     """
-    import scipy.special
-    import scipy.stats
-
     ordered = np.sort(np.asarray(scores, np.float64))[::-1]
     ranks = sorted({max(1, math.ceil(share * len(ordered))) for share in RANKS})
     wrong, best = (1 - confidence) / len(ranks), 0.0
@@ -145,8 +142,6 @@ def log_stranger_above(cosine: float, dimensions: int) -> float:
     (1 + cosine) / 2 has the law Beta((d - 1)/2, (d - 1)/2), the same statement as that of its
     square. Far out, where that probability underflows, Mill's ratio replaces it.
     """
-    import scipy.special
-
     half, cosine = (dimensions - 1) / 2, min(cosine, 1 - 1e-12)
     chance = float(scipy.special.betaincc(half, half, (1 + cosine) / 2))
     if chance > 1e-280:
@@ -166,7 +161,5 @@ def second_opinion(
     scores: Scores, strangers: Scores, delta: float, confidence: float = 0.95
 ) -> float:
     """Return jax_privacy's lower bound, which samples strangers instead of using their law."""
-    from jax_privacy import auditing
-
     auditor = auditing.CanaryScoreAuditor(scores, strangers)
     return float(auditor.epsilon_clopper_pearson(1 - confidence, delta, one_sided=True))

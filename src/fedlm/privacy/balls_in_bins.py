@@ -60,9 +60,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from fedlm.core.late import late
 from fedlm.privacy import bin_samples
 from fedlm.privacy.bin_samples import Overlap
 from fedlm.privacy.fixed_size import distribution_of
+
+scipy = late("scipy")  # up to a second
 
 LAW = "balls-in-bins"
 Vector = Float[np.ndarray, " n"]
@@ -158,18 +161,16 @@ def _ratio(event: BallsInBinsEvent) -> _Law:
 
 def _one_bin(s: float) -> _Law:
     """Return the law of exp(N(0, s^2) - s^2 / 2), each interval split between its ends."""
-    from scipy.special import log_ndtr, ndtr  # here, because loading it takes a while
-
     z = np.linspace(-FAR, FAR + s, POINTS)
     values = np.append(0.0, np.exp(s * z - s * s / 2))
     edges = np.append(-np.inf, z)
     # The mean over an interval is its chance when N has mean s; far out, by the nearer tail.
-    chance, mean = (_between(edges - shift, ndtr) for shift in (0.0, s))
+    chance, mean = (_between(edges - shift, scipy.special.ndtr) for shift in (0.0, s))
     upper = np.clip((mean - values[:-1] * chance) / np.diff(values), 0.0, chance)
     chances = np.zeros(POINTS + 1)
     chances[:-1] += chance - upper
     chances[1:] += upper
-    chances[0] += math.exp(log_ndtr(-z[-1]))  # beyond the last value: dropped
+    chances[0] += math.exp(scipy.special.log_ndtr(-z[-1]))  # beyond the last value: dropped
     return _Law(values, chances)
 
 

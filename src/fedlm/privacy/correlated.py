@@ -17,11 +17,15 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from fedlm.core.chacha import CipherKey
+from fedlm.core.late import late
 from fedlm.core.tree import where
 from fedlm.core.types import Params
 from fedlm.privacy.noise import Noise
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.strategy import Strategy
+
+toeplitz = late("jax_privacy.matrix_factorization.toeplitz")  # over a second
+buffered_toeplitz = late("jax_privacy.matrix_factorization.buffered_toeplitz")  # over a second
 
 Memory = dict[str, Any]
 
@@ -94,8 +98,6 @@ def for_strategy(stddev: float, chosen: Strategy, *, rounds: int) -> Noise:
 def _inverse(chosen: Strategy) -> Any:
     """Make jax_privacy's streaming form of M^-1."""
     # Imported here: it costs over a second, which runs without such noise need not pay.
-    from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz
-
     if chosen.decay is not None:
         terms = buffered_toeplitz.BufferedToeplitz.build(
             chosen.decay, chosen.scale, dtype=jnp.float32

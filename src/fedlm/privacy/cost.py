@@ -6,7 +6,7 @@ Promise:  epsilon holds for one client replaced by zero in every round; no round
           without noise the cost is infinite.
 Not here: which noise a plan has (`catalog.py`), the noise for a target (`account.py`).
 
-dp_accounting is imported inside functions: it costs over a second, and training does not need it.
+dp_accounting is loaded when it is first used: training does not need it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from fedlm.core.late import late
 from fedlm.privacy import balls_in_bins, fixed_size
 from fedlm.privacy.balls_in_bins import BallsInBinsEvent
 from fedlm.privacy.bin_samples import Overlap
+
+dp_accounting = late("dp_accounting")  # over a second
+privacy_loss_distribution = late("dp_accounting.pld.privacy_loss_distribution")  # over a second
+scipy = late("scipy")  # up to a second
 
 # An event of dp_accounting: what was released, with how much noise, on which sample.
 DpEvent = Any
@@ -42,8 +47,6 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
 
     It is the minimum over orders a of rho a + log(1 - 1/a) - log(delta a) / (a - 1).
     """
-    import dp_accounting
-
     if rho == 0 or math.isinf(rho):
         return rho
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
@@ -68,8 +71,6 @@ def poisson_by_rdp(noise_multiplier: float, rate: float, rounds: int, delta: flo
 
 def gaussian_event(noise_multiplier: float, squared_sensitivity: float = 1.0) -> DpEvent:
     """Return the event of one sum with normal noise, or of many rounds that are one such sum."""
-    import dp_accounting
-
     if squared_sensitivity == 0:
         return dp_accounting.NoOpDpEvent()
     return dp_accounting.GaussianDpEvent(noise_multiplier / math.sqrt(squared_sensitivity))
@@ -77,8 +78,6 @@ def gaussian_event(noise_multiplier: float, squared_sensitivity: float = 1.0) ->
 
 def zcdp_event(rho: float, rounds: int) -> DpEvent:
     """Return the event of rounds that are rho-zCDP each, whoever joins them."""
-    import dp_accounting
-
     if rounds == 0 or rho == 0:
         return dp_accounting.NoOpDpEvent()
     if math.isinf(rho):
@@ -88,8 +87,6 @@ def zcdp_event(rho: float, rounds: int) -> DpEvent:
 
 def sampled_event(noise_multiplier: float, rate: float, rounds: int) -> DpEvent:
     """Return the event of rounds with normal noise that each client joins with chance `rate`."""
-    import dp_accounting
-
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
     return dp_accounting.SelfComposedDpEvent(_sampled(noise_multiplier, rate), rounds)
@@ -100,8 +97,6 @@ def fixed_size_event(noise_multiplier: float, cohort: int, population: int, roun
 
     Its noise is in units of what replacing a client by another one moves: twice the clip.
     """
-    import dp_accounting
-
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
     if cohort == population:
@@ -123,8 +118,6 @@ def balls_in_bins_event(
 
     A client is in one of the bins with chance `share`, and otherwise in none.
     """
-    import dp_accounting
-
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
     return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share, overlap)
@@ -138,8 +131,6 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
     which one client replaced by another moves it (twice as much). `extra_delta` is the chance that
     a release fails to be covered by its event; it is taken off `delta`.
     """
-    import dp_accounting
-
     left = delta - extra_delta
     leaves = _leaves(events)
     if not leaves:
@@ -155,8 +146,6 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
 
 def _leaves(events: Iterable[DpEvent]) -> Leaves:
     """Return how often each single release happened; without noise it is a non-private one."""
-    import dp_accounting
-
     counts: Leaves = []  # a list, because events may hold lists, which cannot be hashed
 
     def add(event: DpEvent, count: int) -> None:
@@ -185,8 +174,6 @@ def _leaves(events: Iterable[DpEvent]) -> Leaves:
 
 def _by_profile(leaves: Leaves, delta: float) -> tuple[float, str] | None:
     """Compose Gaussian releases alone: together they are one, and its profile is exact."""
-    import dp_accounting
-
     if not all(isinstance(event, dp_accounting.GaussianDpEvent) for event, _ in leaves):
         return None
     squared = sum(count / event.noise_multiplier**2 for event, count in leaves)
@@ -203,8 +190,6 @@ def _by_pld(leaves: Leaves, delta: float) -> tuple[float, str] | None:
 @functools.lru_cache(maxsize=256)  # journal, claim, store and summary ask for the same
 def _epsilon_by_pld(leaves: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
     """Return the epsilon of releases that all have a loss distribution."""
-    from dp_accounting.pld import privacy_loss_distribution
-
     noises = [_noise_of(event) for event, _ in leaves]
     step = STEP * max(1.0, *((0.3 / noise) ** 2 for noise in noises if noise))
     whole = privacy_loss_distribution.identity(value_discretization_interval=step)
@@ -215,8 +200,6 @@ def _epsilon_by_pld(leaves: tuple[tuple[DpEvent, int], ...], delta: float) -> fl
 
 def _noise_of(event: DpEvent) -> float | None:
     """Return the noise multiplier of an event that has a loss distribution, None of others."""
-    import dp_accounting
-
     if isinstance(event, BallsInBinsEvent):
         return event.noise_multiplier / math.sqrt(event.most_turns)
     kinds = (dp_accounting.PoissonSampledDpEvent, dp_accounting.SampledWithoutReplacementDpEvent)
@@ -227,19 +210,20 @@ def _noise_of(event: DpEvent) -> float | None:
 
 def _loss_of(event: DpEvent, count: int, step: float) -> Any:
     """Return the privacy loss distribution of a release that happened `count` times."""
-    import dp_accounting
-    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
-
     if isinstance(event, dp_accounting.GaussianDpEvent):
         noise = event.noise_multiplier / math.sqrt(count)
-        return from_gaussian_mechanism(noise, value_discretization_interval=step)
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            noise, value_discretization_interval=step
+        )
     if isinstance(event, BallsInBinsEvent):
         once = balls_in_bins.loss_distribution(event, step)
         return once if count == 1 else once.self_compose(count)
     noise = event.event.noise_multiplier
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         rate = event.sampling_probability
-        one = from_gaussian_mechanism(noise, value_discretization_interval=step, sampling_prob=rate)
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            noise, value_discretization_interval=step, sampling_prob=rate
+        )
     else:
         rate = event.sample_size / event.source_dataset_size
         one = fixed_size.loss_distribution(2 * noise, rate, step)
@@ -248,8 +232,6 @@ def _loss_of(event: DpEvent, count: int, step: float) -> Any:
 
 def _without_draws(leaves: Leaves) -> Leaves:
     """Return the releases as if every client joined each fixed-size cohort, or told its bin."""
-    import dp_accounting
-
     drawn = dp_accounting.SampledWithoutReplacementDpEvent
     return [
         (dp_accounting.GaussianDpEvent(2 * event.event.noise_multiplier), count)
@@ -271,8 +253,6 @@ def _known_bins(leaves: Leaves) -> Leaves:
 
 def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
     """Add up Renyi divergences, each under the relation that its event is stated for."""
-    import dp_accounting
-
     total, orders = 0.0, np.zeros(0)
     for event, count in leaves:
         drawn = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
@@ -288,8 +268,6 @@ def _by_rdp(leaves: Leaves, delta: float) -> tuple[float, str]:
 
 
 def _repeated(event: DpEvent, count: int) -> DpEvent:
-    import dp_accounting
-
     return event if count == 1 else dp_accounting.SelfComposedDpEvent(event, count)
 
 
@@ -304,9 +282,6 @@ def epsilon_of_shift(shift: float, delta: float) -> float:
     With a = epsilon/shift - shift/2, the density f and Mills' ratio m(x) = Phi(-x) / f(x), delta is
     f(a) (m(a) - m(a + shift)): no product of a huge and a tiny number, whatever delta is.
     """
-    import scipy.optimize  # here, because loading it takes half a second
-    import scipy.special
-
     if shift == 0 or math.isinf(shift):
         return shift
 
@@ -343,7 +318,5 @@ def quiet(name: str) -> Iterator[None]:
 
 def _sampled(noise_multiplier: float, rate: float) -> Any:
     """Return the accounting event of one round: Gaussian noise on a Poisson cohort."""
-    import dp_accounting
-
     gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
     return dp_accounting.PoissonSampledDpEvent(rate, gaussian)

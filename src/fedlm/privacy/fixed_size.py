@@ -50,6 +50,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from fedlm.core.late import late
+
+pld_pmf = late("dp_accounting.pld.pld_pmf")  # over a second
+privacy_loss_distribution = late("dp_accounting.pld.privacy_loss_distribution")  # over a second
+scipy = late("scipy")  # up to a second
+
 Vector = Float[np.ndarray, " n"]
 # A mass so small is counted as a failure in every round.
 TAIL = 1e-18
@@ -68,9 +74,8 @@ def distribution_of(forth: Vector, back: Vector, step: float, *, convex: bool = 
     Deltas are convex in exp(epsilon). Bounds that are not are lowered to the largest convex
     function below them, which bounds the profile too.
     """
-    # Imported here: it costs over a second, and training does not need it.
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
+    # Imported here: it costs over a second, and training does not need it.
     def mass(above: Vector, below: Vector) -> Any:
         """Return the distribution with these deltas for positive and for negative epsilons."""
         epsilons = np.arange(len(below)) * step
@@ -106,8 +111,6 @@ def forward(epsilons: Vector, noise_multiplier: float, rate: float) -> Vector:
     The density of N(1) is that of (b - a) N(-1) + a N(0) where y = exp(-x / s^2) is the positive
     root of (b - a) y^2 + a exp(1 / (2 s^2)) y = 1; the rest is normal tails.
     """
-    import scipy.special
-
     s, a = noise_multiplier, np.exp(epsilons)
     other = np.expm1(epsilons) * (1 / rate - 1)  # b - a
     with np.errstate(divide="ignore"):
@@ -125,8 +128,6 @@ def forward(epsilons: Vector, noise_multiplier: float, rate: float) -> Vector:
 
 def backward(epsilons: Vector, noise_multiplier: float, rate: float) -> Vector:
     """Return the largest deltas of the run without the client against the client's."""
-    import scipy.special
-
     s, b = noise_multiplier, 1 + np.expm1(epsilons) / rate
     begin = np.log(b) * s + 1 / (2 * s)
     deltas: Vector = scipy.special.ndtr(1 / s - begin) - b * scipy.special.ndtr(-begin)

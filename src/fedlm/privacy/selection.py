@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.errors import require
+from fedlm.core.late import late
 from fedlm.privacy.cost import DpEvent
+
+dp_accounting = late("dp_accounting")  # over a second
 
 # By name: the shape of the truncated negative binomial law, infinite for the law of Poisson.
 LAWS = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
@@ -61,6 +64,4 @@ def gamma_of_logarithmic(mean: float) -> float:
 
 def event_of_best(event: DpEvent, law: str, mean: float) -> DpEvent:
     """Return the event of releasing the best of the runs, each of which is `event`."""
-    import dp_accounting  # here, because it costs over a second
-
     return dp_accounting.dp_event.RepeatAndSelectDpEvent(event, mean, LAWS[law])

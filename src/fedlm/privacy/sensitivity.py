@@ -76,7 +76,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from fedlm.core.late import late
 from fedlm.privacy.strategy import Strategy, exact
+
+library = late("jax_privacy.matrix_factorization.sensitivity")  # over a second
+toeplitz = late("jax_privacy.matrix_factorization.toeplitz")  # over a second
 
 # Array elements that the tree's dynamic programme may touch: a few seconds on one core. A row
 # costs as much as ROW elements, however short it is.
@@ -111,13 +115,11 @@ def of_strategy(
     non-negative and falling; then the worst placement is the earliest and closest one.
     """
     # Imported here: it costs over a second, which runs without such noise need not pay.
-    from jax_privacy.matrix_factorization import sensitivity, toeplitz
-
     apart, most = min_separation + 1, max_participations or None
     with exact():
         if len(chosen.coefficients) <= apart:
             squares = jnp.asarray(chosen.column_norms(rounds) ** 2)
-            return float(sensitivity.max_participation_for_linear_fn(squares, apart, most))
+            return float(library.max_participation_for_linear_fn(squares, apart, most))
         if chosen.normalized:
             raise ValueError("a normalised strategy must not be wider than the separation")
         column = jnp.asarray(chosen.coefficients)
@@ -141,11 +143,9 @@ def of_restarted(
     lengths = [length] * (rounds // length) + [rounds % length] * (rounds % length > 0)
     most = participations(rounds, min_separation, max_participations)
     if len(chosen.coefficients) <= apart:
-        from jax_privacy.matrix_factorization import sensitivity  # dear to import, as above
-
         squares = np.concatenate([chosen.column_norms(part) ** 2 for part in lengths])
         with exact():
-            found = sensitivity.max_participation_for_linear_fn(jnp.asarray(squares), apart, most)
+            found = library.max_participation_for_linear_fn(jnp.asarray(squares), apart, most)
         return Squared(float(found))
     tables = {
         part: [0.0, *(of_strategy(chosen, part, min_separation, c) for c in range(1, fit + 1))]

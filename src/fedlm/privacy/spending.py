@@ -15,9 +15,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedlm.core.errors import RecordError
+from fedlm.core.late import late
 from fedlm.privacy import account, cost, selection
 from fedlm.privacy.account import Spent
 from fedlm.privacy.ledger import Entry, plans_of, released, rounds_of
+
+dp_accounting = late("dp_accounting")  # over a second
 
 Book = Sequence[Entry]
 # Trees whose nodes have different noise give each client one of several plans; beyond so many
@@ -93,8 +96,6 @@ def _choices(book: Book) -> list[Any]:
 
 def _composed(events: list[Any]) -> Any:
     """Return several releases as one event."""
-    import dp_accounting  # here, because it costs over a second
-
     return dp_accounting.ComposedDpEvent(events)
 
 

@@ -32,7 +32,11 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from fedlm.core.late import late
 from fedlm.privacy.cost import quiet
+
+library = late("jax_privacy.matrix_factorization.toeplitz")  # over a second
+buffered_library = late("jax_privacy.matrix_factorization.buffered_toeplitz")  # over a second
 
 Vector = Float[np.ndarray, " n"]
 
@@ -70,8 +74,6 @@ class Strategy:
 
 def toeplitz(rounds: int, bands: int) -> Strategy:
     """Return the square root of the prefix-sum matrix, cut to `bands` diagonals."""
-    from jax_privacy.matrix_factorization import toeplitz as library
-
     with exact():
         root = np.asarray(library.optimal_max_error_strategy_coefs(bands), np.float64)
     return Strategy(rounds, _as_used(root))
@@ -80,8 +82,6 @@ def toeplitz(rounds: int, bands: int) -> Strategy:
 @functools.lru_cache(maxsize=16)
 def find_banded(rounds: int, bands: int) -> tuple[float, ...]:
     """Optimise a Toeplitz matrix of `bands` diagonals for the error of prefix sums."""
-    from jax_privacy.matrix_factorization import toeplitz as library
-
     with exact():
         found = np.asarray(library.optimize_banded_toeplitz(rounds, bands), np.float64)
     return _six_digits(found / np.linalg.norm(found))
@@ -100,11 +100,9 @@ def find_blt(
 
     Return the decays, then the scales.
     """
-    from jax_privacy.matrix_factorization import buffered_toeplitz as library
-
     # It advises fewer buffers; a buffer of no weight does no harm.
     with exact(), quiet("absl"):
-        found = library.optimize(
+        found = buffered_library.optimize(
             n=rounds,
             min_sep=min_separation + 1,  # there, the difference of indices
             max_participations=max_participations or None,

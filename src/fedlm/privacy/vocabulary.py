@@ -60,7 +60,10 @@ import numpy as np
 
 from fedlm.core.errors import require
 from fedlm.core.keys import generator_for
+from fedlm.core.late import late
 from fedlm.privacy.host_noise import STEPS, on_grid, standard_normal
+
+dp_accounting = late("dp_accounting")  # over a second
 
 NOT_COVERED = "the epsilon does not cover it"
 WEIGHT_STEPS = 1 << 20  # steps per unit of a weight
@@ -101,8 +104,6 @@ def word_selection(epsilon: float, delta: float, words: int) -> WordSelection:
     >>> round(made.noise_multiplier, 2), round(made.threshold, 1)
     (4.81, 31.1)
     """
-    import dp_accounting  # here, because loading it takes over a second
-
     require(0 < epsilon < math.inf, "data.vocabulary_epsilon", epsilon, "a positive number")
     require(0 < delta < 1, "data.vocabulary_delta", delta, "between 0 and 1")
     require(words >= 1, "data.vocabulary_words", words, "at least one word per client")

@@ -31,6 +31,7 @@ from fedlm.recipe.tables import Recipe as Recipe
 from fedlm.recipe.tables import RunTable as RunTable
 from fedlm.recipe.tables import Server as Server
 from fedlm.recipe.tables import Table as Table
+from fedlm.recipe.tables import Tune as Tune
 from fedlm.recipe.tables import Wire as Wire
 
 # Settings that had another name before 0.1.0; the error for an old name gives the new one.
@@ -83,10 +84,10 @@ def _apply(tables: dict[str, Any], change: str) -> None:
     held = tables.setdefault(table, {})
     if not isinstance(held, dict):
         raise ConfigError(f"--set {shown(change)}: {shown(table)} is not a table of this recipe.")
-    held[key] = _value(value.strip(), f"--set {shown(name.strip())}")
+    held[key] = parse_value(value.strip(), f"--set {shown(name.strip())}")
 
 
-def _value(text: str, what: str) -> Any:
+def parse_value(text: str, what: str) -> Any:
     """Parse a TOML value; any other text is a string, so that quotes are not needed."""
     try:
         tomllib.loads(f"x = {text}")

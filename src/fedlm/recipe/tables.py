@@ -645,6 +645,41 @@ class RunTable(Table):
     )
 
 
+class Tune(Table):
+    """What `fedlm tune` tries, and how much of it; training does not read this table."""
+
+    over: dict[str, list[bool | int | float | str] | str] | None = Field(
+        default=None,
+        description="The settings to try, by name: a list of values, or a range of numbers that "
+        "are evenly spaced in their logarithm, `low..high` or `low..high:count`. Not set: rates "
+        "and clips that are usual for the optimisers.",
+    )
+    points: Count | None = Field(
+        default=None,
+        description="The most points, drawn at random from all combinations; not set: all.",
+    )
+    keep_one_in: Annotated[int, Field(ge=2, le=100)] = Field(
+        default=3,
+        description="Of so many points one goes on, and is trained so many times as long.",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...] = Field(
+        default=(), description="The seeds of every point; `[]` is that of `run.seed`."
+    )
+    rounds: Count | None = Field(
+        default=None,
+        description="The most rounds that all runs play together; fewer points are tried where it "
+        "is too little for all. Not set: no limit.",
+    )
+    minutes: Positive | None = Field(
+        default=None, description="The most minutes that all runs train together."
+    )
+    epsilon: Positive | None = Field(
+        default=None,
+        description="The most that all runs on the store, before and in the search, may cost a "
+        "client together; a search that would cost more is refused.",
+    )
+
+
 class Recipe(Table):
     """All settings of an experiment, one table per attribute; the TOML of a recipe is one.
 
@@ -663,3 +698,4 @@ class Recipe(Table):
         default=None, description="A tree of federations; without it the federation is flat."
     )
     run: RunTable = Field(default=RunTable(), description="How the run is carried out.")
+    tune: Tune | None = Field(default=None, description="What `fedlm tune` tries.")

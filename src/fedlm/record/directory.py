@@ -90,6 +90,24 @@ class RunDirectory:
             )
         return found
 
+    def client(self, name: str) -> RunDirectory:
+        """Return the directory of a member's own model, which is a run of its own."""
+        return RunDirectory(self.path / "clients" / _folder(name))
+
+    def of_client(self, name: str) -> RunDirectory:
+        """Return the directory of a member's own model that is there."""
+        found = self.client(name)
+        if not found.recipe.is_file():
+            known = sorted(
+                unquote(path.parent.name) for path in self.path.glob("clients/*/recipe.toml")
+            )
+            hint = f" {nearest(name, known)}" if known else ""
+            raise RecordError(
+                f"--client {name}: {self.path} has no model of that member: make it with "
+                f"fedlm personalize.{hint}"
+            )
+        return found
+
     def own_weights_of(self, node: str) -> Path:
         """Return the path of the model that a leaf keeps to itself, for its owner's eyes alone."""
         return self.path / "private" / f"{_folder(node)}.safetensors"

@@ -22,7 +22,7 @@ from fedlm.core.errors import RecordError
 def to_onnx(logits: Callable[[Any], Any], length: int) -> bytes:
     """Return ONNX bytes with input `tokens` of shape (batch, length) and output `logits`."""
     try:
-        import jax2onnx
+        import jax2onnx  # an extra
     except ImportError:
         raise RecordError("ONNX needs an extra: run pip install 'fedlm[onnx]'.") from None
     rows = jax.ShapeDtypeStruct(("batch", length), jnp.int32)

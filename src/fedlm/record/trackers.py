@@ -100,7 +100,7 @@ class WeightsAndBiases:
     def __init__(self, context: TrackerContext) -> None:
         # Crash reports go over the network even offline. wandb reads this when it is imported.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
+        import wandb  # an extra
 
         mode: Any = os.environ.get("WANDB_MODE") or "offline"
         known = _RunId(context.directory / "wandb" / "run-id")
@@ -150,7 +150,7 @@ class MLflow:
         # MLflow sends telemetry over the network, and refuses a file store unless told to allow it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow.tracking import MlflowClient
+        from mlflow.tracking import MlflowClient  # an extra
 
         folder = context.directory.resolve() / "mlflow"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder.as_uri())
@@ -163,7 +163,7 @@ class MLflow:
 
     def _found(self, id: str | None) -> Any:
         """Return the run that an earlier session wrote; None if this store has no such run."""
-        from mlflow.exceptions import MlflowException
+        from mlflow.exceptions import MlflowException  # an extra
 
         try:
             run = self._client.get_run(id) if id else None
@@ -175,7 +175,7 @@ class MLflow:
 
     def _begin(self, context: TrackerContext) -> Any:
         """Create the run, with the recipe as its parameters."""
-        from mlflow.entities import Param
+        from mlflow.entities import Param  # an extra
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fedlm"
         experiment = self._client.get_experiment_by_name(name)
@@ -189,7 +189,7 @@ class MLflow:
     def log(self, round: int, metrics: TrackedMetrics) -> None:
         if round <= self._last:
             return
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # an extra
 
         now = int(time.time() * 1000)
         numbers = scalars({**metrics, "round": round})

@@ -180,6 +180,31 @@ def test_a_signature_does_not_count_again_after_a_restart(tmp_path, monkeypatch)
     Verifier(lambda: KNOWN, lambda: later, file).check("POST", PULL, raw(signed(PULL)), 0)
 
 
+def test_many_nodes_that_come_seldom_cost_few_writes(tmp_path, monkeypatch):
+    writes, write, now = [], signing.write_atomically, [0.0]
+
+    def counted(*words, **more):
+        writes.append(now[0])
+        write(*words, **more)
+
+    monkeypatch.setattr(signing, "write_atomically", counted)
+    file = tmp_path / "signed.json"
+    marks, skews = signing.Marks(file, lambda: now[0]), {f"key-{n}": 0.5 * n for n in range(20)}
+    for second in range(100):
+        for place, (key, skew) in enumerate(skews.items()):
+            if (second + place) % 10 == 0:  # each comes every ten seconds
+                now[0] = second + place / 100
+                marks.check(key, now[0] - skew)
+    first = 10  # while keys come for the first time, each is written once
+    later = [at for at in writes if at >= first]
+    assert len(later) <= (100 - first) / signing.MARK_SECONDS + 1
+    again = signing.Marks(file, lambda: now[0])
+    for key, skew in skews.items():
+        with pytest.raises(signing.Unsigned, match="started again"):
+            again.check(key, now[0] - skew)
+        again.check(key, now[0] - skew + signing.MARK_SECONDS + 1)
+
+
 @pytest.mark.parametrize("damaged", [b"", b"[]", b"{", b'{"x": "y"}', b'{"x": [1]}'])
 def test_a_damaged_file_of_times_lets_nothing_old_in(damaged, tmp_path):
     file, before = tmp_path / "signed.json", raw(signed(PULL))

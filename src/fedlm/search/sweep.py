@@ -64,6 +64,7 @@ from fedlm.training import Watcher, start_sha256, train
 
 Point = dict[str, Any]
 SEED, NAME = "run.seed", "name"
+FAILED = "diverged.json"  # of a run that ended because its loss ran away
 PLANNED = "sweep.json"  # all points, written before the first run
 # Laws whose Renyi divergence, by which a selection is accounted, is not at hand.
 NO_RENYI = ("fixed", "balls-in-bins")
@@ -86,6 +87,7 @@ class Sweep:
     points: list[Point]
     target: float | None
     selection: Selection | None = None
+    changes: tuple[str, ...] = ()  # of the recipe, at every point
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
 
 def recipe_of(sweep: Sweep, point: Point) -> Recipe:
     """Return the recipe of one point."""
-    return load(sweep.recipe, tuple(f"{k}={_literal(v)}" for k, v in _settings(point).items()))
+    changes = (f"{k}={_literal(v)}" for k, v in _settings(point).items())
+    return load(sweep.recipe, (*sweep.changes, *changes))
 
 
 def _settings(point: Point) -> Point:
@@ -197,18 +200,27 @@ def _one(
     sweep: Sweep, point: Point, out: Path, stores: Path, watcher: Callable[[], Watcher]
 ) -> Result:
     directory = RunDirectory(out / name_of(point))
-    failed = directory.path / "diverged.json"
     run = build(recipe_of(sweep, point), stores, out=directory.path)
-    if failed.is_file() or directory.summary.is_file():
+    if (directory.path / FAILED).is_file() or directory.summary.is_file():
         directory.claim(dump(run.recipe), resume=True)  # raises if the recipe differs
-        return _result(sweep, point, directory.path)
+    elif not train_point(run, watcher()):
+        raise KeyboardInterrupt
+    return result_of(sweep, point, directory.path)
+
+
+def train_point(run: Run, watcher: Watcher) -> bool:
+    """Begin or go on with the run of a point; return False if it was stopped before its end.
+
+    That a run diverged is written down beside it: it is a result.
+    """
     try:
-        if train(run, resume=True, watcher=watcher()) is None:
-            raise KeyboardInterrupt
+        return train(run, resume=True, watcher=watcher) is not None
     except DivergenceError as error:
-        write_atomically(failed, (dumps({"error": str(error)}) + "\n").encode())
-    jax.clear_caches()  # programs of finished points would only fill memory
-    return _result(sweep, point, directory.path)
+        told = (dumps({"error": str(error)}) + "\n").encode()
+        write_atomically(run.record.path / FAILED, told)
+        return True
+    finally:
+        jax.clear_caches()  # programs of finished points would only fill memory
 
 
 # ---- private selection -----------------------------------------------------------------------
@@ -377,11 +389,12 @@ def total_of(results: list[Result]) -> str | None:
     )
 
 
-def _result(sweep: Sweep, point: Point, path: Path) -> Result:
+def result_of(sweep: Sweep, point: Point, path: Path) -> Result:
+    """Return the figures of a point's run, also if it has not come to its end."""
     facts = report.facts_of(path)
     seen = [(r["round"] + 1, r["perplexity"]) for r in facts.evaluated]
     reached = next((n for n, p in seen if sweep.target and p <= sweep.target), None)
-    failed = (path / "diverged.json").is_file()
+    failed = (path / FAILED).is_file()
     return Result(
         point=point,
         path=path,
