@@ -53,9 +53,13 @@ def take_all(page: Page, address: str, kind: str) -> None:
     show(page, address, f"#/compare/{'/'.join(plain[:4])}", "path.curve")
     take(page, f"watch-compare{kind}", "path.curve")
     if trees:
+        size = page.viewport_size or {"width": 850, "height": 760}
+        # Many thin curves make a large file: a smaller window.
+        page.set_viewport_size({**size, "width": min(850, size["width"])})
         show(page, address, f"#/run/{trees[0]}", "svg.map")
         page.locator("svg.map").scroll_into_view_if_needed()
         take(page, f"watch-tree{kind}", "svg.map")
+        page.set_viewport_size(size)
     show(page, address, f"#/keyboard/{plain[-1]}", ".words button")
     page.locator("#text").press_sequentially("we must protect the ")
     page.wait_for_timeout(1500)

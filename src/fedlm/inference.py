@@ -358,5 +358,5 @@ class _Pieces:
     def text(self, spelling: str) -> str:
         """Return a spelling as people read it."""
         if not self.byte_level:
-            return spelling.replace(self.mark, " ").replace("##", "").strip()
-        return decoders.ByteLevel().decode([spelling]).strip()
+            return spelling.replace(self.mark, " ").replace("##", "").strip(" ")
+        return decoders.ByteLevel().decode([spelling]).strip(" ")

@@ -19,8 +19,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from fedlm.models.layers import Linear, Norm, linear, norm, sinusoids
 
 Positions = Literal["learned", "sinusoidal", "alibi", "none"]
-# The length of fresh embeddings of an invariant model: logits of variance 0.09.
-INVARIANT_LENGTH = 0.3
 
 
 class Stem(eqx.Module):
@@ -78,18 +76,13 @@ class Stem(eqx.Module):
 def stem(
     key: PRNGKeyArray, vocab: int, embed: int, *, positions: Positions, length: int, invariant: bool
 ) -> Stem:
-    """Make a fresh stem, with embeddings of unit expected length.
-
-    An invariant model has no gain before its output matrix: there embeddings are shorter, so that
-    the logits of a fresh model are near zero.
-    """
-    length_of_one = INVARIANT_LENGTH if invariant else 1.0
+    """Make a fresh stem, with embeddings of unit expected length."""
     k_embed, k_place, k_lift = jr.split(key, 3)
     places = None
     if positions == "learned":
         places = 0.02 * jr.normal(k_place, (length, embed))
     return Stem(
-        jr.normal(k_embed, (vocab, embed)) * length_of_one * embed**-0.5,
+        jr.normal(k_embed, (vocab, embed)) * embed**-0.5,
         places,
         norm(embed) if invariant else None,
         linear(k_lift, embed, embed, bias=False) if invariant else None,

@@ -68,11 +68,9 @@ def has_adapters(part: Any) -> bool:
     return any(isinstance(x, Adapted) for x in found)
 
 
-def linear(
-    key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True, scale: float = 1.0
-) -> Linear:
-    """Make a linear layer with Glorot weights, times `scale`, and zero bias."""
-    spread = scale * (6.0 / (inputs + outputs)) ** 0.5
+def linear(key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
+    """Make a linear layer with Glorot weights and zero bias."""
+    spread = (6.0 / (inputs + outputs)) ** 0.5
     weight = jr.uniform(key, (outputs, inputs), minval=-spread, maxval=spread)
     return Linear(weight, jnp.zeros(outputs) if bias else None)
 
@@ -92,36 +90,9 @@ class Norm(eqx.Module):
         return x if self.shift is None else x + jnp.broadcast_to(self.shift, x.shape)
 
 
-def norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR, gain: float = 1.0) -> Norm:
+def norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR) -> Norm:
     """Make the usual layer norm, with a gain and perhaps a shift."""
-    return Norm(jnp.full(embed, gain), jnp.zeros(embed) if shift else None, floor)
-
-
-LAST_LENGTH = 4.0
-
-
-def last_gain(embed: int) -> float:
-    """Return the first gain of a norm before the output matrix.
-
-    A norm of gain one gives rows of length sqrt(embed). With embeddings of unit length the logits
-    of a fresh model then have variance one, half a nat above guessing, and that of the input word,
-    of which its last features are mostly made, is up to sqrt(embed): it begins by repeating its
-    input. A step of SGD on the output matrix moves logits by the rate times the squared length, so
-    that long rows also run away at the usual client rates, and short ones learn slowly. Rows begin
-    with length 4, or less where the embedding is so small that the variance would show.
-
-    >>> [round(last_gain(size) * size**0.5, 2) for size in (16, 96, 256, 1024)]
-    [1.0, 2.45, 4.0, 4.0]
-    """
-    return min(LAST_LENGTH, embed**0.5 / 4) * embed**-0.5
-
-
-def residual_scale(layers: int) -> float:
-    """Return the first scale of what a sub-block adds to the stream, of two in each layer.
-
-    The stream then keeps its size however deep the model is (Radford et al. 2019).
-    """
-    return float((2 * layers) ** -0.5)
+    return Norm(jnp.ones(embed), jnp.zeros(embed) if shift else None, floor)
 
 
 def bare_norm() -> Norm:

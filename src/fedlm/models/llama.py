@@ -16,7 +16,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.models.attention import attention
 from fedlm.models.embedding import stem
-from fedlm.models.layers import Linear, RmsNorm, Rotary, last_gain, linear, residual_scale
+from fedlm.models.layers import Linear, RmsNorm, Rotary, linear
 from fedlm.models.packed_layout import Layout
 from fedlm.models.transformer import Block, Decoder, head
 
@@ -55,10 +55,10 @@ def llama(
     k_stem, *keys = jr.split(key, 1 + layers)
     rotary = Rotary(head_size or embed // heads, rope_theta, rope_scaling)
 
-    def norm(gain: float = 1.0) -> RmsNorm:
-        return RmsNorm(jnp.full(embed, gain), norm_epsilon)
+    def norm() -> RmsNorm:
+        return RmsNorm(jnp.ones(embed), norm_epsilon)
 
-    made, out_scale = [], residual_scale(layers)
+    made = []
     for k_block in keys:
         k_attention, k_gate, k_up, k_down = jr.split(k_block, 4)
         attend = attention(
@@ -70,14 +70,12 @@ def llama(
             key_heads=key_heads,
             head_size=head_size,
             rotary=rotary,
-            out_scale=out_scale,
         )
         feed = Gated(
             linear(k_gate, embed, units, bias=mlp_bias),
             linear(k_up, embed, units, bias=mlp_bias),
-            linear(k_down, units, embed, bias=mlp_bias, scale=out_scale),
+            linear(k_down, units, embed, bias=mlp_bias),
         )
         made.append(Block(norm(), attend, norm(), feed))
     first = stem(k_stem, vocab, embed, positions="none", length=0, invariant=False)
-    last = norm(last_gain(embed))
-    return Decoder(first, tuple(made), last, head(k_stem, vocab, embed, tied=tied))
+    return Decoder(first, tuple(made), norm(), head(k_stem, vocab, embed, tied=tied))

@@ -36,10 +36,8 @@ from fedlm.models.layers import (
     Rotary,
     bare_norm,
     has_adapters,
-    last_gain,
     linear,
     norm,
-    residual_scale,
     tied,
 )
 from fedlm.models.packed_layout import Layout, Packed, Whole
@@ -66,23 +64,13 @@ class Feedforward(eqx.Module):
 
 
 def feedforward(
-    key: PRNGKeyArray,
-    embed: int,
-    units: int,
-    *,
-    bias: bool,
-    invariant: bool,
-    activation: str,
-    out_scale: float,
+    key: PRNGKeyArray, embed: int, units: int, *, bias: bool, invariant: bool, activation: str
 ) -> Feedforward:
-    """Make a fresh layer, whose second product begins with weights times `out_scale`.
-
-    An invariant layer has no bias after that product.
-    """
+    """Make a fresh layer; an invariant layer has no bias after its second product."""
     k_up, k_down = jr.split(key)
     return Feedforward(
         linear(k_up, embed, units, bias=bias),
-        linear(k_down, units, embed, bias=bias and not invariant, scale=out_scale),
+        linear(k_down, units, embed, bias=bias and not invariant),
         "relu" if invariant else activation,
     )
 
@@ -228,8 +216,8 @@ def _through_blocks(step: Callable[[Any, Array], Array], blocks: list[Any], x: A
 
 
 def head(key: PRNGKeyArray, vocab: int, embed: int, *, tied: bool) -> Array | None:
-    """Make an output matrix with rows of unit expected length, or None for a tied one."""
-    return None if tied else jr.normal(jr.fold_in(key, 1), (vocab, embed)) * embed**-0.5
+    """Make an output matrix whose first logits are near zero, or None for a tied one."""
+    return None if tied else 0.02 * jr.normal(jr.fold_in(key, 1), (vocab, embed))
 
 
 def transformer(
@@ -260,7 +248,7 @@ def transformer(
     """
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
     width = int(rotary_fraction * (embed // heads)) // 2 * 2  # pairs are turned
-    made, out_scale = [], residual_scale(layers)
+    made = []
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):
         attend = attention(
             k_attention,
@@ -270,23 +258,16 @@ def transformer(
             row_floor=row_floor if invariant else None,
             alibi=positions == "alibi",
             rotary=Rotary(width, rope_theta, rope_scaling) if width else None,
-            out_scale=out_scale,
         )
         feed = feedforward(
-            k_feedforward,
-            embed,
-            units,
-            bias=bias,
-            invariant=invariant,
-            activation=activation,
-            out_scale=out_scale,
+            k_feedforward, embed, units, bias=bias, invariant=invariant, activation=activation
         )
         norms = [_norm(embed, bias, norm_epsilon, invariant) for _ in range(2)]
         made.append(Block(norms[0], attend, norms[1], feed, parallel))
     first = stem(k_stem, vocab, embed, positions=positions, length=length, invariant=invariant)
-    last = _norm(embed, bias, norm_epsilon, invariant, last_gain(embed))
+    last = _norm(embed, bias, norm_epsilon, invariant)
     return Decoder(first, tuple(made), last, head(k_stem, vocab, embed, tied=tied))
 
 
-def _norm(embed: int, shift: bool, floor: float, invariant: bool, gain: float = 1.0) -> Norm:
-    return bare_norm() if invariant else norm(embed, shift=shift, floor=floor, gain=gain)
+def _norm(embed: int, shift: bool, floor: float, invariant: bool) -> Norm:
+    return bare_norm() if invariant else norm(embed, shift=shift, floor=floor)

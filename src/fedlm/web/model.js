@@ -254,7 +254,7 @@ class Typist {
         steps--;
         here = this.model.advance(here.state, next);
       }
-      const word = fromSigns(spelling).trim();
+      const word = fromSigns(spelling).replace(/^ +| +$/g, "");
       if (/[\p{L}\p{N}]/u.test(word)) found.set(word, Math.max(found.get(word) || 0, Math.exp(-nats)));
     }
     return [...found].sort((a, b) => b[1] - a[1]);

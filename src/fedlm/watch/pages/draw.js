@@ -66,7 +66,7 @@ export function swatch(n) {
 
 // ---- curves
 
-const W = 760, H = 300, LEFT = 58, RIGHT = 14, TOP = 12, BOTTOM = 42;
+const W = 560, H = 280, LEFT = 58, RIGHT = 14, TOP = 12, BOTTOM = 42;
 
 function ticks(low, high, most) {
   if (!(high > low)) return [low];
