@@ -1,13 +1,13 @@
 """56 nodes over TLS, some absent, some hostile: what a run learns all the same.
 
     python -m benchmarks.hostile_nodes
-    python -m benchmarks.hostile_nodes --nodes 12 --cohort 6 --rounds 4 --only clean    a short one
+    python -m benchmarks.hostile_nodes --called        nodes are called in this process, without TLS
 
 In:       how many nodes there are, how many of them a round asks, how many rounds.
 Out:      a table: perplexity, rounds, messages that were not used, who was put aside, seconds.
-Promise:  every node has a key, a kit and TLS connections of its own; who is absent and who is
-          hostile is drawn from a seed and is the same in every row; the server, the transport and
-          `fedlm federation train` are those of a real federation.
+Promise:  every node has a key, a kit and TLS connections of its own (not with --called); who is
+          absent and who is hostile is drawn from a seed and is the same in every row; server,
+          transport and rounds are those of a real federation.
 Not here: the defences (`engine/bounds.py`, `engine/offenders.py`, `server/robust.py`).
 
 State of the Union addresses are dealt to the nodes, each of which is one member; held-out clients
@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedlm.core.errors import WireError
 from fedlm.core.keys import key_for
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import server_app, workspace
 from fedlm.deploy.flower import supernode
 from fedlm.deploy.flower.supernode import Lost, Stale, SuperNode, nap_after
+from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
+from fedlm.deploy.registration import assign_members
 from fedlm.deploy.tables import write_table
 from fedlm.deploy.tallies import rounds_of
+from fedlm.engine.dispatch import Presence, Quorum
 from fedlm.engine.messages import TRAIN_REQUEST, Payload, TrainReply, TrainRequest
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.parts import open_store, resolve
 from fedlm.recipe.settings import Recipe, parse
+from fedlm.record.directory import RunDirectory
 from fedlm.training import Watcher
+from fedlm.training import train as carry_out
 from fedlm.wire.dense import dense
 
 ABSENT, HOSTILE = 0.3, 0.2
@@ -61,10 +67,18 @@ COMPILING_SECONDS = 1200.0  # the deadline of the first round; that of the other
 LEASE_SECONDS = 120.0  # longer than usual: on a busy machine renewals alone would keep it busy
 ROWS: dict[str, dict[str, Any]] = {
     "all there, all honest": {},
-    "30% absent": {"absent": True},
     "30% absent, 20% hostile": {"absent": True, "hostile": True},
-    '... `server.aggregate = "median"`': {"absent": True, "hostile": True, "aggregate": "median"},
-    "... `server.update_norm = 1`": {"absent": True, "hostile": True, "update_norm": 1.0},
+    '30% absent, 20% hostile, `server.aggregate = "median"`': {
+        "absent": True,
+        "hostile": True,
+        "aggregate": "median",
+    },
+    "30% absent": {"absent": True},
+    "30% absent, 20% hostile, `server.update_norm = 1`": {
+        "absent": True,
+        "hostile": True,
+        "update_norm": 1.0,
+    },
 }
 
 
@@ -282,6 +296,83 @@ RECIPE: dict[str, dict[str, Any]] = {
 }
 
 
+class Called:
+    """A `Transport` to nodes in this process, which behave as they do over the network."""
+
+    def __init__(self, stores: Path, names: list[str], seed: int) -> None:
+        self.names, self.seed, self.row, self.round = names, seed, dict[str, Any](), -1
+        bad = attackers(names, seed)
+        self.attack = {name: bad.get(name) for name in names}
+        self.workers = {n: HostileWorker(Store(stores / n), Policy(), whole=True) for n in names}
+        self.gone: dict[str, int] = {}  # in which round a node went away
+        self.replies: dict[str, tuple[str, Payload | None]] = {}
+
+    def send(self, node_id: int, payload: Payload, round: int) -> str:
+        name, message = self.names[node_id], f"message-{len(self.replies)}"
+        reply: Payload | None = None
+        if payload.kind == TRAIN_REQUEST:
+            self.round = int(payload.facts["round"])
+            worker = self.workers[name]
+            worker.attack = self.attack[name] if self.row.get("hostile") else None
+            if self.row.get("absent") and name in away(self.names, self.round, self.seed):
+                self.gone[name] = self.round
+                return ""
+        with suppress(Silence):
+            reply = self.workers[name](payload)
+        self.replies[message] = name, reply
+        return message
+
+    def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
+        reply = self.replies[message_id][1]
+        if reply is not None and sum(map(len, reply.frames)) > max_bytes:
+            raise WireError("the reply is larger than it can be.")
+        return reply
+
+    def presence(self) -> dict[str, Presence]:
+        return {
+            name: Presence(number, self.gone.get(name) != self.round, "")
+            for number, name in enumerate(self.names)
+        }
+
+
+class MeasuredHere:
+    """A run over nodes that are called."""
+
+    def __init__(self, transport: Called, folder: Path, asked: argparse.Namespace) -> None:
+        self.transport, self.folder, self.asked = transport, folder, asked
+
+    def __call__(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        """Train, and return what came of it."""
+        asked, transport, began = self.asked, self.transport, time.monotonic()
+        transport.row, transport.round = row, -1
+        transport.gone.clear()
+        transport.replies.clear()
+        data = self.folder / "stores" / "server"
+        recipe = recipe_of(asked.rounds, asked.cohort, row, data)
+        store, out = Store(data), self.folder / "runs" / str(number)
+        directory = RunDirectory(out)
+        say = print if asked.verbose else lambda text: None
+        quorum = Quorum(quorum=0.5, deadline=asked.deadline)
+        accept = lambda name, hello: None  # noqa: E731
+        assignments = assign_members(transport, transport.names, accept, say, quorum)
+        run = networked_run(
+            resolve(recipe, store),
+            store,
+            assignments,
+            out,
+            transport=transport,
+            quorum=quorum,
+            on_stats=lambda tally: server_app.record_nodes(directory, tally, None, 0, say),
+        )
+        summary, error = None, ""
+        try:
+            summary = carry_out(run, watcher=Watcher(say=say))
+        except Exception as failed:  # a row of the table
+            error = str(failed)
+        seconds = time.monotonic() - began
+        return {**told(out), "summary": summary, "error": error, "seconds": seconds}
+
+
 class Measured:
     """A run over the network in two parts: its first round, then the others with a deadline."""
 
@@ -366,6 +457,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds of a round")
     parser.add_argument("--nap", type=float, default=0.5, help="seconds between a node's polls")
+    parser.add_argument("--called", action="store_true", help="call nodes here, without TLS")
     parser.add_argument("--verbose", action="store_true", help="what the server says")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="rows whose name contains this")
@@ -379,11 +471,10 @@ def main() -> None:
         measure(Path(path), started, asked)
 
 
-def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> None:
-    """Start a federation and print a line per row."""
-    names = [f"n{number:02d}" for number in range(asked.nodes)]
-    whole = open_store(parse({**RECIPE, "data": TEXT}).data, folder / "text")
-    deal(whole, names, folder / "stores")
+def _start(
+    folder: Path, names: list[str], started: list[Child], asked: argparse.Namespace
+) -> workspace.Workspace:
+    """Start a federation's server and its nodes."""
     port = free_port()
     made = workspace.init(folder / "fed", "fed", ["127.0.0.1"], port, names, bind="127.0.0.1")
     started.append(Child(["federation", "serve", str(made.path)], folder / "serve.log"))
@@ -391,6 +482,19 @@ def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> No
     write_row(folder, {})
     words = ["--be-nodes", str(folder), "--seed", str(asked.seed), "--nap", str(asked.nap)]
     started.append(Child(words, folder / "nodes.log", module="benchmarks.hostile_nodes"))
+    return made
+
+
+def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> None:
+    """Start a federation and print a line per row."""
+    names = [f"n{number:02d}" for number in range(asked.nodes)]
+    whole = open_store(parse({**RECIPE, "data": TEXT}).data, folder / "text")
+    deal(whole, names, folder / "stores")
+    one: Measured | MeasuredHere
+    if asked.called:
+        one = MeasuredHere(Called(folder / "stores", names, asked.seed), folder, asked)
+    else:
+        one = Measured(_start(folder, names, started, asked), folder, asked)
     bad = attackers(names, asked.seed)
     print(f"{asked.nodes} nodes, {asked.cohort} asked per round, {asked.rounds} rounds")
     print(f"hostile, seed {asked.seed}: {bad}")
@@ -398,7 +502,6 @@ def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> No
     head = ["nodes", "perplexity", "rounds", "answers used per round", "not used", "put aside"]
     print("| " + " | ".join([*head, "honest among them", "seconds"]) + " |")
     print("|---" * (len(head) + 2) + "|", flush=True)
-    one = Measured(made, folder, asked)
     for number, (name, row) in enumerate(ROWS.items()):
         if asked.only not in name:
             continue

@@ -94,5 +94,5 @@ def test_a_model_is_finite_and_better_than_its_start():
 
 def test_lines_that_a_kill_cut_short_are_no_lines(tmp_path):
     file = tmp_path / "ledger.jsonl"
-    file.write_bytes(b'{"kind": "begin"}\n{"kind": "ans #cut\n{"kind": "answer"}\n{"kind"')
+    file.write_bytes(b'{"kind": "begin"}\n{"kind": "beg #cut\n{"kind": "answer"}\n{"kind"')
     assert [line["kind"] for line in lines_of(file)] == ["begin", "answer"]

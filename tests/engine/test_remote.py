@@ -17,7 +17,7 @@ from fedlm.deploy.relay import Relay
 from fedlm.deploy.server_app import record_nodes
 from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.dispatch import Quorum
-from fedlm.engine.messages import TrainReply, encode_reply
+from fedlm.engine.messages import TrainReply, encode_reply, read_request
 from fedlm.federation.round import outgoing
 from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.parts import resolve
@@ -297,6 +297,33 @@ def test_who_sends_garbage_again_and_again_is_put_aside(folder, store, nodes):
     assert [sorted(t.garbage) for t in tallies] == [["south"]] * 3 + [[]] * 2
     assert tallies[2].put_aside == {"south": 13} and tallies[3].aside == ["south"]
     assert transport.asked.count("south") == 3
+
+
+@pytest.mark.parametrize("rule", ["server.aggregate=median", "server.update_norm=0.05"])
+def test_robust_rules_over_nodes_are_those_of_the_simulation_and_bound_a_liar(
+    rule, folder, store, nodes
+):
+    made, assignments, _ = nodes
+    whole = simulated(folder, store, "wire.upload=float32", rule)
+    plain = simulated(folder, store, "wire.upload=float32")
+    state = whole.round.init(whole.start())
+    wanted = round_of(whole, state)
+    got = round_of(deployed(whole, LocalTransport(made), assignments), state)
+    assert apart(got.delta, wanted.delta) < 1e-6 and float(got.members) == 5
+
+    def liar(payload):
+        asked = read_request(payload)
+        reply = made["south"].train(asked)
+        like = made["south"]._work(asked).sent_like
+        huge = [jax.tree.map(lambda x: -1e4 * x, dense().decode(f, like)) for f in reply.frames]
+        frames = tuple(dense().encode(one, key_for(0, "upload")) for one in huge)
+        return encode_reply(replace(reply, frames=frames))
+
+    lying = LocalTransport({**made, "south": liar})
+    norm = lambda total: float(np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(total.delta))))  # noqa: E731
+    bounded = norm(round_of(deployed(whole, lying, assignments), state))
+    free = norm(round_of(deployed(plain, lying, assignments), state))
+    assert free > 1e3 * norm(wanted) and bounded < 5 * norm(wanted)
 
 
 def test_who_never_answers_is_put_aside_and_stays_so_after_a_restart(

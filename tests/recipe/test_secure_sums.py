@@ -97,12 +97,21 @@ def test_settings_that_exclude_each_other_are_refused_in_one_sentence(made, chan
         made(*changes)
 
 
-def test_over_a_network_robust_rules_are_refused_and_secure_rounds_must_be_saved(made):
+def test_over_a_network_secure_rounds_must_be_saved_and_robust_rules_need_no_memory(made):
     run = made()
     for change, why in (
         (SECURE, r"run.checkpoint_every = 2: expected 1 with secure sums over a network"),
-        (("server.aggregate=median",), "nothing over a network yet"),
+        (
+            ("server.aggregate=median", "client.method=scaffold"),
+            "server.aggregate = 'median': expected nothing over a network where members remember",
+        ),
     ):
         recipe = made(*change).recipe
         with pytest.raises(ConfigError, match=why):
-            flat_run(recipe, run.store, out=run.store.path, members=run.population)
+            flat_run(
+                recipe,
+                run.store,
+                out=run.store.path,
+                members=run.population,
+                engine=lambda algorithm: run.engine,
+            )

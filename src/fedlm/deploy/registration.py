@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def assign_members(
     wait.
     """
     hellos: dict[str, Hello] = {}
-    sent: dict[str, tuple[str, float]] = {}
+    asked: dict[str, _Asked] = {name: _Asked() for name in names}
     unfit: dict[str, FedlmError] = {}
     least = max(1, math.ceil(quorum.quorum * len(names) - 1e-9))
     began, told, tells = time.monotonic(), -1, FIRST_TOLD
@@ -61,7 +62,7 @@ def assign_members(
         online = {n: p for n, p in transport.presence().items() if p.online and n in names}
         for name in sorted(online.keys() - hellos.keys() - unfit.keys()):
             try:
-                payload = _ask_hello(transport, online[name].node_id, name, sent)
+                payload = _ask_hello(transport, online[name].node_id, name, asked[name])
                 if payload is not None:
                     hello = hello_of(name, payload)
                     check(name, hello)
@@ -87,24 +88,39 @@ def assign_members(
     return _number([(name, hellos[name]) for name in sorted(hellos)])
 
 
-def _ask_hello(
-    transport: Transport, node_id: int, name: str, sent: dict[str, tuple[str, float]]
-) -> Payload | None:
+@dataclass
+class _Asked:
+    """The hello requests that a node was sent: a reply to any of them counts."""
+
+    messages: list[str] = field(default_factory=list)
+    at: float = -math.inf  # when the newest was sent
+    timeout: float = HELLO_TIMEOUT  # seconds until it is asked again, longer each time
+
+
+def _ask_hello(transport: Transport, node_id: int, name: str, asked: _Asked) -> Payload | None:
     """Return a node's reply, or None if it is not there yet.
 
-    A node that was not asked is asked now; one that is silent is asked again after a while.
+    A node that was not asked is asked now; one that is silent is asked again after a while. Looking
+    for a reply comes first: with many nodes and a slow server, more than that while may pass
+    between two looks at a node.
     """
-    message_id, at = sent.get(name, ("", 0.0))
-    if not message_id or time.monotonic() - at > HELLO_TIMEOUT:
-        sent[name] = transport.send(node_id, encode_hello_request(), 0), time.monotonic()
-        return None
-    try:
-        return transport.fetch(message_id, MOST_HELLO_BYTES)
-    except Undelivered:
-        del sent[name]
-        return None
-    except WireError as error:
-        raise EngineError(f"node {name} did not say who it is: {error}") from None
+    for message_id in list(asked.messages):
+        try:
+            payload = transport.fetch(message_id, MOST_HELLO_BYTES)
+        except Undelivered:
+            asked.messages.remove(message_id)
+            continue
+        except WireError as error:
+            raise EngineError(f"node {name} did not say who it is: {error}") from None
+        if payload is not None:
+            return payload
+    if not asked.messages or time.monotonic() - asked.at > asked.timeout:
+        if asked.messages:
+            asked.timeout *= 2
+        message_id = transport.send(node_id, encode_hello_request(), 0)
+        asked.messages += [message_id] if message_id else []
+        asked.at = time.monotonic()
+    return None
 
 
 def hello_of(name: str, payload: Payload) -> Hello:

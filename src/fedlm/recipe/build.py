@@ -41,7 +41,7 @@ from fedlm.recipe.parts import (
     training_clients,
 )
 from fedlm.recipe.private_evaluation import private_evaluation_of
-from fedlm.recipe.secure_sums import check_sums, engine_for
+from fedlm.recipe.secure_sums import check_sums, engine_for, with_centre
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import tree_run
 from fedlm.record.directory import RunDirectory
@@ -94,7 +94,7 @@ def flat_run(
     algorithm = people.work(algorithm_of(recipe, participation, shapes, start, remembered=kept))
     check_base(recipe, algorithm)
     made = (
-        engine(algorithm)
+        with_centre(recipe, algorithm, engine(algorithm))
         if engine
         else engine_for(
             recipe,

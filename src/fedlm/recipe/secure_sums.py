@@ -125,7 +125,7 @@ def norm_before_rounding(clip_norm: float, step: float, size: int) -> float:
 
 def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm], Engine]) -> Engine:
     """Return the engine of a flat simulation; `make` returns the one that trains its members."""
-    server, wire = recipe.server, recipe.wire
+    wire = recipe.wire
     if wire.secure_nodes:
         exact = dataclasses.replace(algorithm, upload=dense())
         return SecureEngine(
@@ -136,9 +136,21 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
             recipe.run.seed,
             shares_of(recipe, algorithm),
         )
-    inner = make(algorithm)
+    return with_centre(recipe, algorithm, make(algorithm))
+
+
+def with_centre(recipe: Recipe, algorithm: Algorithm, inner: Engine) -> Engine:
+    """Return an engine whose totals follow the recipe's rule, which may look at single updates."""
+    server = recipe.server
     if server.aggregate == "mean" and server.update_norm is None:
         return inner
+    require(
+        not algorithm.memory_at_nodes,
+        "server.aggregate" if server.update_norm is None else "server.update_norm",
+        server.aggregate if server.update_norm is None else server.update_norm,
+        "nothing over a network where members remember something (client.method, "
+        "wire.error_feedback)",
+    )
     norm = math.inf if server.update_norm is None else server.update_norm
     return RobustEngine(
         inner,
@@ -258,12 +270,6 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             continue
         require(
             recipe.federation is None, name, True, "nothing beside [federation]: flat runs only"
-        )
-        require(
-            not network or name == "wire.secure_nodes",
-            name,
-            True,
-            "nothing over a network yet: it is for simulations on one machine",
         )
         require(server.mode == "synchronous", name, True, "nothing with server.mode = 'buffered'")
         require(
