@@ -20,7 +20,9 @@ def refused(result, *words):
 
 
 def content(folder):
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """Return the contents of all files but the one that says what a run is doing now."""
+    found = (p for p in folder.rglob("*") if p.is_file() and p.name != "status.json")
+    return {p: p.read_bytes() for p in found}
 
 
 def write_text(path, *clients):

@@ -100,3 +100,12 @@ def test_a_tokenizer_is_taken_over(run_cli, tiny_text):
     other = run_cli("prepare", tiny_text, "--out", "two", "--like", "one", "--json").json
     assert other["tokenizer_sha256"] == first["tokenizer_sha256"]
     assert other["settings"]["vocabulary"] == 30
+
+
+def test_a_demonstration_that_was_stopped_compares_nothing(run_cli, monkeypatch):
+    stopped = {"networked": {"rounds": 3}, "simulated": None, "difference": None}
+    monkeypatch.setattr("fedlm.deploy.demo.demo", lambda *args, **options: stopped)
+    monkeypatch.setattr("fedlm.cli.federation.use_devices", lambda devices: None)
+    found = run_cli("federation", "demo", "--json")
+    assert found.code == 130 and not found.stdout
+    assert "was stopped" in found.stderr

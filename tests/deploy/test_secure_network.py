@@ -12,7 +12,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import member_list, workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.secure_worker import node_sum, vector_of
-from fedlm.deploy.status import read_rounds
+from fedlm.deploy.tallies import read_rounds
 from fedlm.engine.secure_messages import read_request
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load

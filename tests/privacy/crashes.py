@@ -26,7 +26,7 @@ from fedlm.training import Watcher, train
 from tests.conftest import write_tiny
 
 # What may be seen while it is written: what was there before a round, or was seen already.
-PUBLIC = ("recipe", "tokenizer", "special", "journal", "model", "report", "summary")
+PUBLIC = ("recipe", "tokenizer", "special", "journal", "model", "report", "summary", "status")
 
 
 class Killed(BaseException):
@@ -128,6 +128,9 @@ class Observer:
             assert not data or path.name.startswith(PUBLIC)
         elif path.suffix == ".safetensors":
             self.models.add((path.name, data))
+        elif path.name == "status.json":  # how far a run is, and nothing of its text
+            numbers = {k for k, v in json.loads(data).items() if isinstance(v, int | float)}
+            assert numbers <= {"format", "pid", "round", "rounds", "started", "updated"}, numbers
         elif path.name == "journal.jsonl":
             for line in data.splitlines():
                 with contextlib.suppress(ValueError):

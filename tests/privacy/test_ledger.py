@@ -320,4 +320,7 @@ def test_a_run_is_accounted_by_its_ledger_and_a_copied_journal_by_itself(tmp_pat
 
 def test_only_independent_noise_counts_rounds_one_by_one():
     """A mechanism whose rounds hang together must not say that they do not."""
-    assert [name for name, entry in MECHANISMS.items() if entry.independent] == ["gaussian", "distributed"]
+    assert [name for name, entry in MECHANISMS.items() if entry.independent] == [
+        "gaussian",
+        "distributed",
+    ]

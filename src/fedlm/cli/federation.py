@@ -464,7 +464,9 @@ def demo(
         ),
         asked.server.rounds,
     )
-    assert done is not None
+    if done is None or done["difference"] is None:
+        note("The demonstration was stopped; there is nothing to compare.")
+        raise typer.Exit(130)
     if as_json:
         emit(done)
         return

@@ -101,13 +101,15 @@ def demo(
     watcher.say("text dealt to nodes; the server keeps a tokenizer")
     write_tokenizer(whole.tokenizer, folder / "tokenizer")
     networked = _train(folder, asked, network, devices=devices, watcher=watcher)
+    if networked is None:
+        return {"networked": None, "simulated": None, "difference": None}
     watcher.say("the same recipe in simulation")
     run = build(asked, folder / "text", out=folder / "simulated")
     simulated = simulate(run, watcher=watcher)
     listed = member_list.read_list(folder / "federations" / "world" / workspace.MEMBERS)
     more = {"fingerprint": listed.fingerprint} if secure and listed else {}
-    if networked is None or simulated is None:
-        return {"networked": networked, "simulated": simulated, "difference": None, **more}
+    if simulated is None:
+        return {"networked": networked, "simulated": None, "difference": None, **more}
     apart = largest_difference(folder / "networked", folder / "simulated", run)
     return {"networked": networked, "simulated": simulated, "difference": apart, **more}
 

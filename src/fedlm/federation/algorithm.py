@@ -73,7 +73,8 @@ class Algorithm:
     @cached_property
     def noise(self) -> Noise:
         """The plan's noise, in units of the clip norm; silent without a plan."""
-        return silent() if self.plan is None else noise_for(self.plan)
+        with jax.ensure_compile_time_eval():  # numbers, also if a trace is the first to ask
+            return silent() if self.plan is None else noise_for(self.plan)
 
     @cached_property
     def base(self) -> Params | None:

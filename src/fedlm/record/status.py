@@ -72,6 +72,7 @@ class StatusFile:
         """Take the path of the file, and what resumes the run: a command, and its federation."""
         now = time.time()
         self.path, self._open, self._wrote = path, False, -WRITE_SECONDS
+        before = _before(path)  # a run that may not go on has still come as far as it had
         self._status = Status(
             pid=os.getpid(),
             process=process_start(os.getpid()),
@@ -80,6 +81,8 @@ class StatusFile:
             folder=os.getcwd(),
             started=now,
             updated=now,
+            round=before.round if before else 0,
+            rounds=before.rounds if before else 0,
         )
 
     def begin(self) -> None:
@@ -105,6 +108,13 @@ class StatusFile:
         data = self._status.model_dump_json().encode() + b"\n"
         with contextlib.suppress(RecordError):  # the journal is the record, and says so itself
             write_atomically(self.path, data, sync=False)
+
+
+def _before(path: Path) -> Status | None:
+    """Return what the file said before, if it is there and sound."""
+    with contextlib.suppress(RecordError, OSError):
+        return read_status(path)
+    return None
 
 
 def _of(home: Path | None) -> Command:
