@@ -98,7 +98,9 @@ class StatusFile:
         before = self._status.state
         self._status = self._status.model_copy(update=changes)
         state, since = self._status.state, time.monotonic() - self._wrote
-        least = WRITE_SECONDS if state == before else CHANGE_SECONDS if state in LIVE else 0.0
+        # Training and evaluation take turns, as often as rounds are short; other states come once.
+        quick = state in ("training", "evaluating")
+        least = WRITE_SECONDS if state == before else CHANGE_SECONDS if quick else 0.0
         if self._open and since >= least:
             self._write()
 
