@@ -24,7 +24,7 @@ from fedlm.core.errors import require
 from fedlm.privacy import cost
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise, silent
-from fedlm.privacy.plan import PrivacyPlan, check_separation
+from fedlm.privacy.plan import PrivacyPlan, check_separation, check_without_separation
 from fedlm.privacy.sensitivity import participations
 
 LEAST_VARIANCE = 16  # of a share, in squared steps
@@ -100,15 +100,7 @@ def _check(plan: PrivacyPlan) -> None:
     )
     if plan.sampling.law == "spaced":
         return check_separation(plan.sampling, plan.rounds)
-    for name in ("min_separation", "max_participations"):
-        value = getattr(plan.sampling, name)
-        require(
-            value == 0,
-            f"privacy.{name}",
-            value,
-            f"0 when server.sampling = {plan.sampling.law!r}, which does not enforce it",
-            "Or set server.sampling = 'spaced'.",
-        )
+    check_without_separation(plan.sampling)
 
 
 def _event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:

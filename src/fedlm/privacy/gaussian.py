@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 
-from fedlm.core.errors import require
 from fedlm.privacy import balls_in_bins, cost
 from fedlm.privacy.bin_samples import Overlap
 from fedlm.privacy.mechanism import Cost, Mechanism
 from fedlm.privacy.noise import Noise, gaussian
-from fedlm.privacy.plan import PrivacyPlan, check_bins
+from fedlm.privacy.plan import PrivacyPlan, check_bins, check_without_separation
 
 
 def _noise(plan: PrivacyPlan, stddev: float) -> Noise:
@@ -26,15 +25,7 @@ def _check(plan: PrivacyPlan) -> None:
     """Refuse a minimum separation where the sampling law does not keep it."""
     if plan.sampling.law == balls_in_bins.LAW:
         return check_bins(plan.sampling, plan.rounds)
-    for name in ("min_separation", "max_participations"):
-        value = getattr(plan.sampling, name)
-        require(
-            value == 0,
-            f"privacy.{name}",
-            value,
-            f"0 when server.sampling = {plan.sampling.law!r}, which does not enforce it",
-            "Or set server.sampling = 'spaced'.",
-        )
+    check_without_separation(plan.sampling)
 
 
 def _cost(plan: PrivacyPlan, rounds: int) -> Cost:

@@ -131,6 +131,19 @@ def check_bins(sampling: Sampling, rounds: int) -> None:
     check_separation(sampling, rounds)
 
 
+def check_without_separation(sampling: Sampling) -> None:
+    """Refuse a minimum separation, or a most of turns, where the sampling law does not keep it."""
+    for name in ("min_separation", "max_participations"):
+        value = getattr(sampling, name)
+        require(
+            value == 0,
+            f"privacy.{name}",
+            value,
+            f"0 when server.sampling = {sampling.law!r}, which does not enforce it",
+            "Or set server.sampling = 'spaced'.",
+        )
+
+
 def check_separation(sampling: Sampling, rounds: int) -> None:
     """Refuse a minimum separation that the population is too small for."""
     apart, most = sampling.min_separation, sampling.max_participations
