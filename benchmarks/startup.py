@@ -2,13 +2,14 @@
 
     python -m benchmarks.startup [--repeats 3]
 
-Each start is a new process in a new folder; the second start of a folder finds the programs that
-the first one compiled. The store is prepared before, so its time is not in the figures.
+Each start is a new process; the first has an empty cache folder of its own, the second finds the
+programs that the first one compiled. The store is prepared before: its time is not in the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def start(folder: Path, stores: Path, changes: tuple[str, ...]) -> list[float]:
     told = subprocess.run(
         [sys.executable, "-c", CODE, str(recipe), str(stores), *changes],
         cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
         check=True,
         capture_output=True,
         text=True,

@@ -1,21 +1,19 @@
-"""How many lanes this machine gives, and where compiled programs are kept.
+"""How many lanes this machine gives.
 
 In:       the recipe's `run.devices`.
 Out:      JAX, told to show that many CPU devices and to keep what it compiles.
 Promise:  called before JAX is first used, or it says why it cannot.
-Not here: what lanes do (`engine/mesh.py`).
+Not here: what lanes do (`engine/mesh.py`), where programs are kept (`engine/programs.py`).
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import jax
 
 from fedlm.core.errors import ConfigError
-
-PROGRAMS = Path(".fedlm/programs")
+from fedlm.engine.programs import programs_folder
 
 
 def use_devices(count: int = 0) -> None:
@@ -33,7 +31,8 @@ def use_devices(count: int = 0) -> None:
     >>> use_devices(jax.device_count())  # as many as there are: nothing changes
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(PROGRAMS.absolute()))
+        folder = programs_folder()
+        jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     wanted = count or len(os.sched_getaffinity(0))
     try:
