@@ -11,9 +11,10 @@ Out:      a table, and exit code 1 if a target met an exception that is none for
 Promise:  every target runs in a process of its own under a memory limit and gets an equal share of
           the inputs, within its time; what slow ones leave goes to the fast ones. A run that was
           stopped goes on with the targets that it has not finished; a result counts only for the
-          code that it was made with. Mutations are guided by coverage of fedlm's code where atheris
-          is installed (pip install 'fedlm[fuzz]'); without it they are random, and that is said.
-Not here: the parsers and their seeds (`fuzz/targets.py`).
+          code that its target runs (`fuzz/code.py`). Mutations are guided by coverage of fedlm's
+          code where atheris is installed (pip install 'fedlm[fuzz]'); without it they are random,
+          and that is said.
+Not here: the parsers and their seeds (`fuzz/targets.py`), what their code is (`fuzz/code.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fuzz.code import fingerprint
+
 with contextlib.suppress(ImportError):
     import atheris  # an extra
 
@@ -55,7 +58,7 @@ WORDS = ["null", "true", "1e400", "9" * 400, "9" * 5000, "[" * 3000, '{"a":' * 3
 class Result:
     """What one target has gone through."""
 
-    code: str  # the hash of the code that was run
+    code: str  # the hash of the code that the target runs
     inputs: int = 0
     seconds: float = 0.0
     edges: int = 0  # places in the code that were reached; 0 without atheris
@@ -99,12 +102,13 @@ def run_all(
     targets: Mapping[str, Callable[[], Any]], asked: argparse.Namespace
 ) -> dict[str, Result]:
     """Give every target its share, then what slow ones left to those that were fast."""
-    code = fingerprint()
     kind = "guided by coverage" if GUIDED else "random: install 'fedlm[fuzz]' for guided ones"
     names = list(targets)
     print(f"{len(names)} targets, {asked.inputs:,} inputs, mutations {kind}", flush=True)
+    codes = {name: fingerprint(name) for name in names}
     results = {
-        name: Result(code) if asked.again else known(asked.out, name, code) for name in names
+        name: Result(code) if asked.again else known(asked.out, name, code)
+        for name, code in codes.items()
     }
     missing, open_to_more, turn = asked.inputs, list(names), 0
     while missing > 0 and open_to_more:
@@ -114,7 +118,7 @@ def run_all(
             left = asked.seconds * (turn + 1) - results[name].seconds
             if results[name].inputs < wanted and left >= 1 and not results[name].unhandled:
                 bounds = (wanted - results[name].inputs, int(left), asked.seed + turn)
-                found = run_child(name, targets[name], code, asked.out, *bounds)
+                found = run_child(name, targets[name], codes[name], asked.out, *bounds)
                 results[name] = results[name].plus(found)
                 keep(asked.out, name, results[name])
             said = results[name].unhandled or results[name].left_out or "nothing unhandled"
@@ -149,14 +153,6 @@ def table(results: dict[str, Result]) -> str:
 
 
 # ---- results on disk -------------------------------------------------------------------------
-
-
-def fingerprint() -> str:
-    """Return a hash of fedlm's code and of the targets."""
-    found = hashlib.sha256()
-    for path in sorted([*(HERE.parent / "src").rglob("*.py"), *HERE.glob("*.py")]):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def known(out: Path, name: str, code: str) -> Result:
