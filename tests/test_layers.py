@@ -41,26 +41,23 @@ MAY_IMPORT = {
     "recipe": {"recipe", "run"} | BELOW,
     # `training` carries a run out, `api` and `search` make and train runs; above are only doors.
     "inference.py": {"core", "recipe"} | STATIONS,
-    "exporting.py": {"core", "inference", "recipe"} | STATIONS,
     # `lineage` reads what runs left in their directories and stores.
     "lineage.py": {"core", "corpus", "privacy", "record"},
-    # `reporting` adds to a journal's page what only a plan and a recipe know.
-    "reporting.py": {"models", "privacy", "recipe", "record"},
-    "statement.py": {"core", "lineage", "privacy", "record"},
-    "training": {"inference", "lineage", "recipe", "reporting", "run", "training"} | BELOW,
+    # `publish` makes what others get of a finished run: pages, a statement, a model's files.
+    "publish": {"core", "inference", "lineage", "recipe", "publish"} | STATIONS,
+    "training": {"inference", "lineage", "publish", "recipe", "run", "training"} | BELOW,
     # `personal` makes models of single members from a finished run.
     "personal": {"inference", "recipe", "run", "training", "personal"} | BELOW,
     # `search` makes and trains many runs.
     "search": {"inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
-    "api.py": {"exporting", "inference", "lineage", "recipe", "reporting", "run", "training"}
-    | BELOW,
+    "api.py": {"inference", "lineage", "publish", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.
     "watch": {"core", "inference", "record", "watch"},
     # The two doors: `deploy` for processes, `cli` for people, who start those processes.
     "deploy": {"inference", "recipe", "run", "training", "deploy"} | BELOW,
-    "cli": {"exporting", "inference", "lineage", "recipe", "run", "training"}
-    | {"personal", "reporting", "search", "statement", "deploy", "watch", "cli"}
+    "cli": {"inference", "lineage", "publish", "recipe", "run", "training"}
+    | {"personal", "search", "deploy", "watch", "cli"}
     | BELOW,
 }
 FILES = sorted(SRC.rglob("*.py"))

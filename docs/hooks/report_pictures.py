@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 
 from fedlm.core.errors import RecordError
+from fedlm.publish.pages import page_of
+from fedlm.publish.statement import statement_of
 from fedlm.record import statement
 from fedlm.record.facts import facts_of
-from fedlm.reporting import page_of
-from fedlm.statement import statement_of
 
 OUT = Path(__file__).parents[1] / "pictures"
 LARGEST = 150_000  # bytes of a picture

@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import optax
 
-from fedlm import exporting, lineage, reporting
+from fedlm import lineage
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
@@ -41,6 +41,10 @@ from fedlm.models.catalog import ModelSpec, ModuleSpec
 from fedlm.privacy import account
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.publish.card import CARD, card
+from fedlm.publish.finished_run import FinishedRun
+from fedlm.publish.formats import FORMATS, write_export
+from fedlm.publish.pages import page_of
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build, round_of, run_to_look_at
 from fedlm.recipe.private_evaluation import private_evaluation_of
@@ -306,7 +310,7 @@ class TrainedRun:
 
     def report(self) -> Path:
         """Draw the HTML report again, and return its path."""
-        page = reporting.page_of([self.path])
+        page = page_of([self.path])
         write_atomically(self.run.record.report, page.encode())
         return self.run.record.report
 
@@ -320,10 +324,10 @@ class TrainedRun:
         Raises:
           ConfigError: `kind` is unknown.
         """
-        require(kind in exporting.FORMATS, "kind", kind, either(exporting.FORMATS))
+        require(kind in FORMATS, "kind", kind, either(FORMATS))
         target, record = Path(folder), self.run.record
         if not isinstance(self.run.model, ModuleSpec):
-            return exporting.write(record, kind, target)
+            return write_export(record, kind, target)
         require(kind in ("safetensors", "onnx"), "kind", kind, "safetensors or onnx for a module")
         target.mkdir(parents=True, exist_ok=True)
         file = target / f"model.{kind}"
@@ -333,8 +337,8 @@ class TrainedRun:
             length, params = self.run.recipe.data.sequence_length, self._models()[""]
             write_onnx(lambda tokens: params.features(tokens) @ params.readout.T, length, file)
         write_atomically(target / "tokenizer.json", record.tokenizer.read_bytes())
-        made = exporting.card(exporting.FinishedRun(record), kind, "module of one's own")
-        write_atomically(target / exporting.CARD, made.encode())
+        made = card(FinishedRun(record), kind, "module of one's own")
+        write_atomically(target / CARD, made.encode())
         return file
 
     def _models(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fedlm.exporting import write
+from fedlm.publish.formats import write_export
 from fedlm.record.directory import RunDirectory
 from fedlm.record.status import read_status
 from tests.browser.conftest import watching
@@ -184,7 +184,7 @@ def test_a_suggestion_appears_after_each_key(typed, open_page):
 
 
 def test_an_exported_keyboard_needs_no_server(trained, tmp_path, open_page):
-    write(RunDirectory(trained / "runs" / "tiny"), "web-int8", tmp_path)
+    write_export(RunDirectory(trained / "runs" / "tiny"), "web-int8", tmp_path)
     page = open_page((tmp_path / "index.html").as_uri(), allowed=tmp_path.as_uri())
     page.wait_for_selector("#words button")
     page.locator("#text").press_sequentially("the ca")

@@ -18,13 +18,13 @@ from safetensors.numpy import load_file
 
 from fedlm.core.errors import RecordError
 from fedlm.privacy.account import spent
+from fedlm.publish.pages import page_of
+from fedlm.publish.statement import statement_of
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.statement import page as statement_page
-from fedlm.reporting import page_of
-from fedlm.statement import statement_of
 from tests.conftest import call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fedlm import exporting
 from fedlm.cli.console import AsJson, emit, out, talk
+from fedlm.publish.formats import convert_gguf
 
 
 def convert(
@@ -21,7 +21,7 @@ def convert(
     Example: fedlm convert SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
     """
     with talk.status("converting"):
-        weights = exporting.convert(file, folder)
+        weights = convert_gguf(file, folder)
     if as_json:
         emit({"file": str(file), "model": str(weights), "bytes": weights.stat().st_size})
     else:

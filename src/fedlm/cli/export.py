@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm import exporting
 from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, note, out, talk
 from fedlm.cli.evaluate import run_of
 from fedlm.core.errors import FedlmError, either, require
@@ -16,6 +15,7 @@ from fedlm.engine.devices import use_devices
 from fedlm.evaluate.perplexity import figures
 from fedlm.inference import load_params
 from fedlm.personal.model import mixture_of
+from fedlm.publish.formats import FORMATS, write_export
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.export import perplexity_by_onnx
@@ -26,7 +26,7 @@ COST_ROWS = 256  # held-out rows by which int8 weights are compared with float32
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     kind: Annotated[
-        str, typer.Option("--format", help=f"What to write: {either(exporting.FORMATS)}.")
+        str, typer.Option("--format", help=f"What to write: {either(FORMATS)}.")
     ] = "safetensors",
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where to; by default RUN/export.")
@@ -54,7 +54,7 @@ def export(
             note(f"The model of {client} also has {mixed}, which other programs cannot load.")
     target = folder or directory.path / "export"
     with talk.status("converting"):
-        file = exporting.write(directory, kind, target, best=best)
+        file = write_export(directory, kind, target, best=best)
     cost = _int8_cost(directory, file, best) if kind == "onnx-int8" else {}
     if as_json:
         emit(

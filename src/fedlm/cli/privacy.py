@@ -26,13 +26,13 @@ from fedlm.privacy import audit as auditor
 from fedlm.privacy.catalog import MECHANISMS, with_setting
 from fedlm.privacy.ledger import spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.publish.statement import statement_of, write_audit
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.statement import page as statement_page
-from fedlm.statement import statement_of, write_audit
 from fedlm.training import check_same
 
 app = typer.Typer(

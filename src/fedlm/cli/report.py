@@ -9,8 +9,8 @@ import typer
 
 from fedlm.cli.console import AsJson, emit, out
 from fedlm.core.durable import write_atomically
+from fedlm.publish.pages import page_of
 from fedlm.record.directory import RunDirectory
-from fedlm.reporting import page_of
 
 
 def report(

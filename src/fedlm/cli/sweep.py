@@ -12,7 +12,7 @@ from fedlm.cli.train import RUNS, STORES, polite_stop
 from fedlm.core.durable import write_atomically
 from fedlm.core.releasable import Releasable
 from fedlm.engine.devices import use_devices
-from fedlm.reporting import page_of
+from fedlm.publish.pages import page_of
 from fedlm.search import sweep as sweeps
 from fedlm.training import Watcher
 

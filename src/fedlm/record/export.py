@@ -6,7 +6,7 @@ Out:      an ONNX file. Of a model that reads one token at a time: `token` and t
           and the size of a batch is free. Of any other: whole rows in, their logits out.
 Promise:  the file gives the function's logits; it is whole or not there; int8 weights are a
           quarter of the size, and no weight moves by more than half a step of its row.
-Not here: safetensors (`checkpoint.py` writes them with every run), metadata (`exporting.py`).
+Not here: safetensors (`checkpoint.py` writes them with every run), metadata (`publish/formats.py`).
 """
 
 from __future__ import annotations

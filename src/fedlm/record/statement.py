@@ -3,7 +3,7 @@
 In:       the facts of a statement, by the names of `StatementFacts`.
 Out:      one printable HTML page in plain words.
 Promise:  everything on the page is in the facts; every name is escaped.
-Not here: how the facts are found (`fedlm/statement.py`), what an epsilon costs (`privacy`).
+Not here: how the facts are found (`publish/statement.py`), what an epsilon costs (`privacy`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedlm import lineage, reporting
+from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.durable import write_atomically
 from fedlm.core.types import Params, Say
@@ -20,6 +20,7 @@ from fedlm.inference import predict
 from fedlm.models.adapters import merged
 from fedlm.privacy.claim import ALWAYS, Claim
 from fedlm.privacy.release import release
+from fedlm.publish.pages import page_of
 from fedlm.record import tree_report
 from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import Journal, dumps
@@ -74,7 +75,7 @@ def close(run: Run, last: Resumed, say: Say) -> Summary:
     facts = facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         say(f"Warning: {warning}")
-    write_atomically(directory.report, reporting.page_of([directory.path]).encode())
+    write_atomically(directory.report, page_of([directory.path]).encode())
     summary = summary_of(run, run.round.params(state), facts)
     write_atomically(directory.summary, (dumps(summary) + "\n").encode())
     directory.forget_frozen()

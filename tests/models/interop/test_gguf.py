@@ -8,10 +8,10 @@ import pytest
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError
 from fedlm.corpus.tokenizer_file import load_tokenizer
-from fedlm.exporting import convert
 from fedlm.models.interop import gguf as ours
 from fedlm.models.interop import huggingface as hf
 from fedlm.models.interop import reader_of, tensors
+from fedlm.publish.formats import convert_gguf
 from tests.models.interop.families import model
 
 gguf = pytest.importorskip("gguf", reason="needs pip install 'fedlm[gguf]'")
@@ -82,7 +82,7 @@ def test_a_file_gives_the_model_it_was_made_from(tmp_path):
 def test_a_file_becomes_a_folder(tmp_path):
     path = tmp_path / "tiny.gguf"
     size, params = write(path, tokenizer=True)
-    convert(path, tmp_path / "folder")
+    convert_gguf(path, tmp_path / "folder")
     assert tree.sha256(hf.load(tmp_path / "folder", size)) == tree.sha256(params)
     told = load_tokenizer(tmp_path / "folder" / "tokenizer.json")
     assert (told.special.bos, told.special.eos, told.vocabulary) == (0, 1, 40)

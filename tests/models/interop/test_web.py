@@ -11,10 +11,11 @@ import pytest
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
-from fedlm.exporting import FinishedRun, _check_tokenizer, write
 from fedlm.inference import Typist, open_model
 from fedlm.models import catalog
 from fedlm.models.interop import web
+from fedlm.publish.finished_run import FinishedRun
+from fedlm.publish.formats import _check_tokenizer, write_export
 from fedlm.record.directory import RunDirectory
 
 NODE = shutil.which("node")
@@ -96,7 +97,7 @@ SIZE_OF_HEADS = catalog.Dimensions(vocab=31, embedding_size=8, hidden_size=10, l
 @needs_node
 def test_an_exported_page_types_as_we_do(trained, tmp_path):
     directory = RunDirectory(trained / "runs" / "tiny")
-    main = write(directory, "web", tmp_path)
+    main = write_export(directory, "web", tmp_path)
     assert main == tmp_path / "index.html"
     for name in ("README.md", "style.css", "page.js", "weights.js"):
         assert (tmp_path / name).is_file()

@@ -4,7 +4,7 @@ In:       a recurrent model.
 Out:      its arrays one after the other, as float32 or int8; where each lies; its cell in words.
 Promise:  `web/model.js` gives the logits of the model that the bytes stand for; an int8 matrix has
           one scale for each row, and no weight moves by more than half a step of its row.
-Not here: the page (`web/`), the tokenizer (`exporting.py`).
+Not here: the page (`web/`), the tokenizer (`publish/formats.py`).
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fedlm.core.errors import ConfigError, RecordError
-from fedlm.exporting import FinishedRun, _privacy, card, licence_of, write
 from fedlm.models import catalog
 from fedlm.models.adapters import linear_layers
 from fedlm.models.interop import huggingface as hf
 from fedlm.models.interop import peft as ours
 from fedlm.models.interop import tensors
+from fedlm.publish.card import _privacy, card, licence_of
+from fedlm.publish.finished_run import FinishedRun
+from fedlm.publish.formats import write_export
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.checkpoint import to_bytes
@@ -52,7 +54,7 @@ def llama(tmp_path_factory):
 
 
 def test_a_folder_holds_the_merged_model_and_its_card(llama, tmp_path):
-    file = write(llama, "huggingface", tmp_path)
+    file = write_export(llama, "huggingface", tmp_path)
     assert file == tmp_path / "model.safetensors"
     base = hf.read_base(tmp_path)
     params = hf.load(tmp_path, catalog.Dimensions(**base.sizes))
@@ -81,7 +83,7 @@ def test_a_card_says_what_the_run_claims(llama):
 
 
 def test_adapters_alone_name_their_base(llama, tmp_path):
-    write(llama, "peft", tmp_path)
+    write_export(llama, "peft", tmp_path)
     told = json.loads((tmp_path / ours.CONFIG).read_text())
     assert told["base_model_name_or_path"] == str(llama.path.parent / "base")
     assert (told["r"], told["lora_alpha"], told["fan_in_fan_out"]) == (2, 16.0, False)
@@ -110,24 +112,24 @@ def test_adapters_that_learned_nothing_are_refused(llama, tmp_path):
     record = changed_copy(llama, tmp_path, forget)
     for kind in ("huggingface", "peft"):
         with pytest.raises(RecordError, match="its adapters equal their start"):
-            write(record, kind, tmp_path / "out")
+            write_export(record, kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_another_base_is_refused(llama, tmp_path):
     record = changed_copy(llama, tmp_path, lambda arrays, base: None)
     with pytest.raises(RecordError, match="not the model that the adapters"):
-        write(record, "peft", tmp_path / "out")
+        write_export(record, "peft", tmp_path / "out")
 
 
 def test_runs_without_adapters_or_without_a_class_are_refused(trained, tmp_path):
     record = RunDirectory(trained / "runs" / "tiny")
     with pytest.raises(RecordError, match="trained the model itself, not adapters"):
-        write(record, "peft", tmp_path / "out")
+        write_export(record, "peft", tmp_path / "out")
     with pytest.raises(ConfigError, match="Transformers has no class that computes the same"):
-        write(record, "huggingface", tmp_path / "out")
+        write_export(record, "huggingface", tmp_path / "out")
     with pytest.raises(ConfigError, match="format = 'tar'"):
-        write(record, "tar", tmp_path / "out")
+        write_export(record, "tar", tmp_path / "out")
 
 
 def test_a_base_states_its_licence_or_not(tmp_path):
@@ -157,8 +159,8 @@ def test_transformers_and_peft_give_the_same_logits(tmp_path, name, changes):
     peft = pytest.importorskip("peft", reason="needs pip install 'fedlm[oracle]'")
     record = adapted(tmp_path, name, *changes)
     whole, alone = tmp_path / "whole", tmp_path / "alone"
-    write(record, "huggingface", whole)
-    write(record, "peft", alone)
+    write_export(record, "huggingface", whole)
+    write_export(record, "peft", alone)
     rows = np.random.default_rng(0).integers(3, 16, (3, 8))
 
     def logits(loaded):

@@ -2,9 +2,9 @@
 
 In:       a run directory, a format.
 Out:      a folder.
-Promise:  the model there gives the logits of the run's model; an adapter that never left its start,
-          or whose base has changed, is refused; one line in `FORMATS` adds a format.
-Not here: names and layouts (`models/interop`), ONNX itself (`record/export.py`).
+Promise:  the model there gives the logits of the run's model; one line in `FORMATS` adds a format.
+Not here: names and layouts (`models/interop`), ONNX itself (`record/export.py`), the model card
+          (`card.py`).
 """
 
 from __future__ import annotations
@@ -12,104 +12,26 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from fedlm.core import tree
 from fedlm.core.durable import write_atomically
-from fedlm.core.errors import RecordError, require
+from fedlm.core.errors import require
 from fedlm.core.types import Params
-from fedlm.core.words import count
 from fedlm.corpus import tokenizer_file
-from fedlm.corpus.tokenizer import WORD, TextTokenizer
-from fedlm.inference import load_params
+from fedlm.corpus.tokenizer import WORD
 from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface, peft, web
-from fedlm.recipe import parts
-from fedlm.recipe.settings import Recipe, load
-from fedlm.record import checkpoint
+from fedlm.publish.card import CARD, card
+from fedlm.publish.finished_run import FinishedRun
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.export import step_to_onnx
-from fedlm.record.facts import SPLITS, facts_of
+from fedlm.record.facts import facts_of
 
 Files = dict[str, bytes]
-CARD, LARGEST_CARD = "README.md", 1 << 20
-LIBRARIES = {"huggingface": "transformers", "peft": "peft", "onnx": "onnx", "onnx-int8": "onnx"}
 LEAST_CAPACITY = 64  # tokens
-
-
-class FinishedRun:
-    """What an export reads of a finished run."""
-
-    def __init__(self, directory: RunDirectory, *, best: bool = False) -> None:
-        """Take the last model of a run, or the best one on the way."""
-        self.directory = directory
-        self.weights = directory.weights_to_use(best=best)
-
-    @cached_property
-    def recipe(self) -> Recipe:
-        return load(self.directory.recipe)
-
-    @cached_property
-    def tokenizer(self) -> TextTokenizer:
-        return tokenizer_file.load_tokenizer(self.directory.tokenizer)
-
-    @cached_property
-    def spec(self) -> catalog.ModelSpec:
-        return parts.model_spec(self.recipe, self.tokenizer.vocabulary)
-
-    @cached_property
-    def params(self) -> Params:
-        """The model after training, adapters merged."""
-        model = self.recipe.model
-        return load_params(model, self.tokenizer.vocabulary, self.weights)
-
-    @cached_property
-    def kind(self) -> str:
-        """The `model_type` that Transformers knows the model by."""
-        return huggingface.family_of(self.spec.architecture, self.spec.size)
-
-    @cached_property
-    def factors(self) -> dict[str, np.ndarray]:
-        """The A and B of the run's adapters."""
-        file = adapter_beside(self.weights)
-        if not file.is_file():
-            raise RecordError(
-                f"{self.directory.path} trained the model itself, not adapters: expected a run "
-                "with wire.trainable = 'lora'. Export it with --format huggingface."
-            )
-        return dict(checkpoint.arrays_in(file.read_bytes(), str(file)).state)
-
-    def check_learned(self) -> None:
-        """Raise `RecordError` if the adapters are as they began: then nothing was learned."""
-        if not any(np.any(x) for name, x in self.factors.items() if name.endswith(".lora_b")):
-            raise RecordError(
-                f"{self.directory.path}: its adapters equal their start, so there is nothing to "
-                "export: train more rounds, or with a higher learning rate."
-            )
-
-    @cached_property
-    def base(self) -> Params:
-        """The frozen model under the run's adapters, which must be the one they were trained on."""
-        file = adapter_beside(self.weights)
-        digest = checkpoint.arrays_in(file.read_bytes(), str(file)).facts["base"]
-        plain = parts.plain_start(self.recipe, self.spec)
-        dtype = jnp.dtype(self.recipe.model.base_dtype)
-        if tree.sha256(jax.tree.map(lambda x: x.astype(dtype), plain)) != digest:
-            raise RecordError(
-                f"model.init_from = {self.recipe.model.init_from!r}: this is not the model that "
-                f"the adapters of {self.directory.path} were trained on: bring back that one."
-            )
-        return plain
-
-
-# ---- formats ---------------------------------------------------------------------------------
 
 
 def _safetensors(run: FinishedRun) -> Files:
@@ -253,7 +175,7 @@ FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
 }
 
 
-def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = False) -> Path:
+def write_export(directory: RunDirectory, kind: str, folder: Path, *, best: bool = False) -> Path:
     """Write a run's model in a format with its card, and return the path of its main file."""
     require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
     run = FinishedRun(directory, best=best)
@@ -264,99 +186,10 @@ def write(directory: RunDirectory, kind: str, folder: Path, *, best: bool = Fals
     return folder / next(iter(files))
 
 
-# ---- the model card --------------------------------------------------------------------------
-
-
-def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
-    """Return the model card: data, rounds, privacy, bytes, perplexity, and the base's licence."""
-    facts, origin = facts_of(run.directory.path), run.recipe.model.init_from
-    licence, (split, told) = licence_of(origin), facts.headline
-    head = ["---", f"library_name: {LIBRARIES.get(kind, 'fedlm')}", "tags: [fedlm]"]
-    head += [f"license: {licence}"] if licence else []
-    head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
-    before = (facts.header.get("start") or {}).get("perplexity")
-    after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
-    clients = (facts.header.get("store") or {}).get("clients")
-    whose = "a number of clients that is not told" if clients is None else count(clients, "client")
-    cohort = count(run.recipe.server.cohort, "client")
-    lines = [
-        *head,
-        "---",
-        "",
-        f"# {run.directory.path.resolve().name}",
-        "",
-        f"A `{architecture or run.spec.architecture}` language model, trained by fedlm with "
-        "federated averaging on text that stayed where it was written.",
-        "",
-        f"- Data: {whose}; tokenizer of {count(run.tokenizer.vocabulary, 'token')}.",
-        f"- Rounds: {len(facts.rounds)}, {cohort} each; "
-        f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
-        f"- Bytes uploaded by all clients: {facts.upload_bytes:,.0f}.",
-        f"- Perplexity on a fixed sample of {SPLITS[facts.watched]}: {_figure(before)} before, "
-        f"{_figure(after)} after.",
-        f"- Perplexity on {SPLITS[split]}: {_figure(told.get('perplexity'))}.",
-        *_privacy(facts.final.get("privacy")),
-        f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",
-        "- Not for: advice, facts, or text about people; it repeats what was written before it.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _figure(value: float | None) -> str:
-    return "not told" if value is None else f"{value:.2f}"
-
-
-def _privacy(claim: dict[str, Any] | None) -> list[str]:
-    """Return the run's claim in its own words, with what it does not cover."""
-    if claim is None:
-        return ["- Privacy: no privacy plan, and no promise."]
-    return [
-        f"- Privacy: {claim['sentence']}",
-        *(f"  - Not covered: {words}" for words in claim["not_covered"]),
-        *(f"  - Assumed: {words}" for words in claim["assumptions"]),
-    ]
-
-
-def _base_words(origin: str | None) -> str:
-    if origin is None:
-        return "none; the model began from random numbers."
-    if origin.endswith(gguf.SUFFIX):
-        return f"`{Path(origin).name}`, a GGUF file made into float32; a quantised one lost digits."
-    made = _front_matter(Path(origin), "dequantised_from")
-    if made is None:
-        return f"`{Path(origin).name}`."
-    return (
-        f"`{Path(origin).name}`, made from the GGUF file `{made}`: its quantised weights lost "
-        "digits, and the adapters fit the float32 numbers that they stand for. They belong on that "
-        "folder, and not on the model before it was quantised."
-    )
-
-
-def licence_of(origin: str | None) -> str | None:
-    """Return the licence that a base states, in its model card or its GGUF settings."""
-    if origin is None:
-        return None
-    path = Path(origin)
-    if path.suffix == gguf.SUFFIX and path.is_file():
-        return gguf.licence_of(path)
-    return _front_matter(path, "license")
-
-
-def _front_matter(folder: Path, name: str) -> str | None:
-    """Return an entry at the head of a folder's model card; None if there is none."""
-    file = folder / CARD
-    if not file.is_file() or file.stat().st_size > LARGEST_CARD:
-        return None
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[:200]:
-        if line.startswith(f"{name}:"):
-            return line.removeprefix(f"{name}:").strip().strip("\"'") or None
-    return None
-
-
 # ---- a GGUF file as a folder -------------------------------------------------------------------
 
 
-def convert(path: Path, folder: Path) -> Path:
+def convert_gguf(path: Path, folder: Path) -> Path:
     """Write the model and the tokenizer of a GGUF file as a Hugging Face folder.
 
     Quantised weights become the float32 numbers that they stand for.

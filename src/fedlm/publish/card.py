@@ -1,0 +1,108 @@
+"""The model card that stands beside an exported model.
+
+In:       a finished run, a format.
+Out:      Markdown, with the entries that model hubs read at its head.
+Promise:  data, rounds, privacy, bytes and perplexity are those of the journal; the licence is the
+          one that the base states.
+Not here: the files beside it (`formats.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedlm.core.words import count
+from fedlm.models.interop import gguf
+from fedlm.publish.finished_run import FinishedRun
+from fedlm.record.facts import SPLITS, facts_of
+
+CARD, LARGEST_CARD = "README.md", 1 << 20
+LIBRARIES = {"huggingface": "transformers", "peft": "peft", "onnx": "onnx", "onnx-int8": "onnx"}
+
+
+def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
+    """Return the model card: data, rounds, privacy, bytes, perplexity, and the base's licence."""
+    facts, origin = facts_of(run.directory.path), run.recipe.model.init_from
+    licence, (split, told) = licence_of(origin), facts.headline
+    head = ["---", f"library_name: {LIBRARIES.get(kind, 'fedlm')}", "tags: [fedlm]"]
+    head += [f"license: {licence}"] if licence else []
+    head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
+    before = (facts.header.get("start") or {}).get("perplexity")
+    after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
+    clients = (facts.header.get("store") or {}).get("clients")
+    whose = "a number of clients that is not told" if clients is None else count(clients, "client")
+    cohort = count(run.recipe.server.cohort, "client")
+    lines = [
+        *head,
+        "---",
+        "",
+        f"# {run.directory.path.resolve().name}",
+        "",
+        f"A `{architecture or run.spec.architecture}` language model, trained by fedlm with "
+        "federated averaging on text that stayed where it was written.",
+        "",
+        f"- Data: {whose}; tokenizer of {count(run.tokenizer.vocabulary, 'token')}.",
+        f"- Rounds: {len(facts.rounds)}, {cohort} each; "
+        f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
+        f"- Bytes uploaded by all clients: {facts.upload_bytes:,.0f}.",
+        f"- Perplexity on a fixed sample of {SPLITS[facts.watched]}: {_figure(before)} before, "
+        f"{_figure(after)} after.",
+        f"- Perplexity on {SPLITS[split]}: {_figure(told.get('perplexity'))}.",
+        *_privacy(facts.final.get("privacy")),
+        f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",
+        "- Not for: advice, facts, or text about people; it repeats what was written before it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: float | None) -> str:
+    return "not told" if value is None else f"{value:.2f}"
+
+
+def _privacy(claim: dict[str, Any] | None) -> list[str]:
+    """Return the run's claim in its own words, with what it does not cover."""
+    if claim is None:
+        return ["- Privacy: no privacy plan, and no promise."]
+    return [
+        f"- Privacy: {claim['sentence']}",
+        *(f"  - Not covered: {words}" for words in claim["not_covered"]),
+        *(f"  - Assumed: {words}" for words in claim["assumptions"]),
+    ]
+
+
+def _base_words(origin: str | None) -> str:
+    if origin is None:
+        return "none; the model began from random numbers."
+    if origin.endswith(gguf.SUFFIX):
+        return f"`{Path(origin).name}`, a GGUF file made into float32; a quantised one lost digits."
+    made = _front_matter(Path(origin), "dequantised_from")
+    if made is None:
+        return f"`{Path(origin).name}`."
+    return (
+        f"`{Path(origin).name}`, made from the GGUF file `{made}`: its quantised weights lost "
+        "digits, and the adapters fit the float32 numbers that they stand for. They belong on that "
+        "folder, and not on the model before it was quantised."
+    )
+
+
+def licence_of(origin: str | None) -> str | None:
+    """Return the licence that a base states, in its model card or its GGUF settings."""
+    if origin is None:
+        return None
+    path = Path(origin)
+    if path.suffix == gguf.SUFFIX and path.is_file():
+        return gguf.licence_of(path)
+    return _front_matter(path, "license")
+
+
+def _front_matter(folder: Path, name: str) -> str | None:
+    """Return an entry at the head of a folder's model card; None if there is none."""
+    file = folder / CARD
+    if not file.is_file() or file.stat().st_size > LARGEST_CARD:
+        return None
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[:200]:
+        if line.startswith(f"{name}:"):
+            return line.removeprefix(f"{name}:").strip().strip("\"'") or None
+    return None
