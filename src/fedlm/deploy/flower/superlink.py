@@ -55,6 +55,7 @@ from fedlm.deploy.doctor import EXPIRING_DAYS
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.flower.forget import forget_deleted
+from fedlm.deploy.flower.polls import ASKED, POLLED, Polls, addressees
 from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
@@ -114,6 +115,7 @@ class FrontDoor:
         """
         self.app, self.secret, self.verifier = app, secret.encode(), verifier
         self.stored, self.folder, self.say = Stored(quota), folder, say
+        self.polls = Polls()
         self.known = known
         self.seen = Sightings(sightings, say)
         self._at_once: Counter[str] = Counter()
@@ -162,7 +164,10 @@ class FrontDoor:
                 return
             self._check(scope["path"], headers, signer.identity, body)
             async with asyncio.timeout(REQUEST_SECONDS):
-                await self.app(scope, _replay(body, receive), send)
+                if scope["path"].rstrip("/") == POLLED:
+                    await self.polls.answer(self.app, scope, body, receive, send)
+                else:
+                    await self.app(scope, _replay(body, receive), send)
         finally:
             self._at_once[name] -= 1
 
@@ -199,6 +204,11 @@ class FrontDoor:
                 self.stored.fetched(
                     ConfirmMessageReceivedRequest.FromString(body).message_object_id
                 )
+        elif path == ASKED:
+            body = await _read(receive, _length(headers))
+            await self.app(scope, _replay(body, receive), send)
+            self.polls.wake(addressees(body))
+            return
         elif path in RUNS:
             self.stored.clear()
         await self.app(scope, receive, send)

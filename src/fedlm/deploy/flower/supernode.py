@@ -41,6 +41,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from fedlm.core.errors import EngineError, WireError
 from fedlm.core.types import Say
 from fedlm.deploy import certificates, signing
+from fedlm.deploy.flower.polls import HELD_HEADER, POLLED
 from fedlm.deploy.flower.pull import Missing, assemble, object_puller
 from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
 from fedlm.deploy.flower.records import from_records, reply_message, with_message_id
@@ -49,7 +50,8 @@ from fedlm.engine.messages import LONGEST_FRAME, Payload, encode_refusal, printa
 
 LEASE_SECONDS = 10.0  # Flower's minimum; a node counts as away after two leases without a beat
 LONGEST_WAIT = 5.0  # seconds between two attempts to reach a server that is not there
-BUSY_NAP, IDLE_NAP = 0.2, 2.0  # seconds between two polls for a request, in a run and after it
+# Seconds between two polls that a server answered at once, in a run and after it.
+BUSY_NAP, IDLE_NAP = 0.2, 2.0
 IDLE_SECONDS = 60.0  # without a request, after which a node is idle
 NAP_PER_POLL = 4.0  # a nap is at least so many times as long as the poll before it took
 Stop = Callable[[], bool]
@@ -99,6 +101,8 @@ def _reply_to_all(node: SuperNode, respond: Callable[[Payload], Payload], stop: 
                 continue
         except Stale:
             pass  # the run ended while its message was on the way
+        if node.held:
+            continue  # it has waited at the server
         now = time.monotonic()
         time.sleep(nap_after(now - asked, quiet=now - last))
 
@@ -123,6 +127,7 @@ class _Signature:
 
     def __init__(self, private: Any, public: bytes) -> None:
         self.private, self.public, self.process = private, public, signing.new_process()
+        self.held = False  # whether the server held the last poll open
 
     def intercept(self, context: Any, call_next: Any) -> Any:
         request = context.request
@@ -135,7 +140,10 @@ class _Signature:
             self.process,
         )
         request.headers.update(signed)
-        return call_next(context)
+        response = call_next(context)
+        if request.url.path == POLLED:
+            self.held = HELD_HEADER in response.headers
+        return response
 
 
 class SuperNode:
@@ -146,6 +154,7 @@ class SuperNode:
         self.address = address(self.settings.host, self.settings.port)
         private = certificates.load_private(kit.key)
         self._public = certificates.public_pem(private)
+        self._signature = _Signature(private, self._public)
         self._client = FleetHttpClient.from_server_address(
             self.address,
             False,
@@ -153,7 +162,7 @@ class SuperNode:
             interceptors=[
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
                 NodeAuthHttpInterceptor(private, private.public_key()),
-                _Signature(private, self._public),
+                self._signature,
             ],
         )
         self._file = kit.path / "node.id"
@@ -166,6 +175,11 @@ class SuperNode:
     def node_id(self) -> int:
         """The number under which the server knows this node; 0 until it has joined."""
         return int(self._node.node_id)
+
+    @property
+    def held(self) -> bool:
+        """Whether the server held the last poll open until a message came or its time was over."""
+        return self._signature.held
 
     # ---- being there -------------------------------------------------------------------
 
