@@ -23,6 +23,8 @@ import numpy as np
 from fedlm.core.errors import WireError
 from fedlm.wire.frame import Reader
 
+CHUNK = 1 << 15  # values that are worked on at a time: they stay in the processor's cache
+
 
 def sections(width: int) -> list[int]:
     """Return the widths of the fields of an integer.
@@ -50,8 +52,7 @@ def pack(values: np.ndarray, width: int) -> bytes:
         return _planes(values, width)
     parts, shift = [], 0
     for w in sections(width):
-        field = ((values >> shift) & ((1 << w) - 1)).astype(np.uint8)
-        parts.append(_pack_field(field, w))
+        parts.append(_pack_field(values, shift, w))
         shift += w
     return b"".join(parts)
 
@@ -62,12 +63,16 @@ def _planes(values: np.ndarray, width: int) -> bytes:
     return whole.view(np.uint8).reshape(-1, count).T.tobytes()
 
 
-def _pack_field(field: np.ndarray, width: int) -> bytes:
-    runs, length = _runs(len(field), width)
-    out = np.zeros(length, np.uint8)
-    for i in range(runs):
-        part = field[i * length : (i + 1) * length]
-        out[: len(part)] |= part << (i * width)
+def _pack_field(values: np.ndarray, shift: int, width: int) -> bytes:
+    """Pack the bits from `shift` on of each value."""
+    runs, length = _runs(len(values), width)
+    out, mask = np.zeros(length, np.uint8), np.uint8((1 << width) - 1)
+    for at in range(0, length, CHUNK):
+        end = min(at + CHUNK, length)
+        for i in range(runs):
+            part = (values[i * length + at : i * length + end] >> shift).astype(np.uint8)
+            part &= mask
+            out[at : at + len(part)] |= part << (i * width)
     return out.tobytes()
 
 
@@ -77,22 +82,23 @@ def unpack(reader: Reader, count: int, width: int) -> np.ndarray:
     out = np.zeros(count, f"u{least}")
     shift = 0
     for w in sections(width):
-        field = _unpack_field(reader, count, w)
-        out |= np.left_shift(field, shift, dtype=out.dtype)
+        _unpack_field(reader, out, shift, w)
         shift += w
     return out
 
 
-def _unpack_field(reader: Reader, count: int, width: int) -> np.ndarray:
-    runs, length = _runs(count, width)
-    body = reader.take(length, "u1")
-    if width == 8:
-        return body
-    out = np.empty(runs * length, np.uint8)
-    mask = (1 << width) - 1
-    for i in range(runs):
-        np.bitwise_and(body >> (i * width), mask, out=out[i * length : (i + 1) * length])
-    return _only(out, count)
+def _unpack_field(reader: Reader, out: np.ndarray, shift: int, width: int) -> None:
+    """Put the next section of a body into the bits from `shift` on of each value."""
+    runs, length = _runs(len(out), width)
+    body, mask = reader.take(length, "u1"), np.uint8((1 << width) - 1)
+    for at in range(0, length, CHUNK):
+        part = body[at : at + CHUNK]
+        for i in range(runs):
+            field, first = (part >> (i * width)) & mask, i * length + at
+            fits = out[first : first + len(part)]
+            if len(fits) < len(part):
+                _only(field, len(fits))
+            fits |= np.left_shift(field[: len(fits)], shift, dtype=out.dtype)
 
 
 def _only(values: np.ndarray, count: int) -> np.ndarray:
