@@ -47,6 +47,10 @@ class Away:
     def total(self, starts, cohort):
         return self.inner.total(starts, cohort)
 
+    @property
+    def adds_noise(self):
+        return getattr(self.inner, "adds_noise", False)
+
 
 def runs_of(folder: Path, *changes: str, engines=("mesh", "loop")):
     """The run of a recipe with each engine; they sum in another order."""
