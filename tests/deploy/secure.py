@@ -52,7 +52,7 @@ class SecureTransport(LocalTransport):
 
 @dataclass
 class Federation:
-    """Four nodes with a part of a store each, and the list that all have."""
+    """Nodes with a part of a store each, and the list that all have."""
 
     folder: object
     recipe: object
@@ -63,9 +63,10 @@ class Federation:
     policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self):
-        self.listed = dict.fromkeys(NAMES, members.first(self.members))
+        self.names = tuple(self.identities)
+        self.listed = dict.fromkeys(self.names, members.first(self.members))
         self.workers = {}
-        for name in NAMES:
+        for name in self.names:
             self.start(name)
         first, self.assignments = 0, []
         for name, worker in self.workers.items():
@@ -105,23 +106,23 @@ class Federation:
 
     def transport(self, **more):
         return SecureTransport(
-            {name: (lambda payload, name=name: self.workers[name](payload)) for name in NAMES},
+            {name: (lambda payload, name=name: self.workers[name](payload)) for name in self.names},
             **more,
         )
 
 
-def federation(store, recipe_file, folder, *changes, policy=None):
-    """Make a federation of four nodes that share a store."""
-    parts = deal(store, NAMES, folder / "dealt")
-    made, keys = made_up_members(len(NAMES))
-    listed = tuple(Member(name, one.public) for name, one in zip(NAMES, made, strict=True))
+def federation(store, recipe_file, folder, *changes, policy=None, names=NAMES):
+    """Make a federation of nodes, by default four, that share a store."""
+    parts = deal(store, names, folder / "dealt")
+    made, keys = made_up_members(len(names))
+    listed = tuple(Member(name, one.public) for name, one in zip(names, made, strict=True))
     return Federation(
         folder,
         load(recipe_file, (*SETTINGS, *changes)),
         parts["server"],
         parts,
         listed,
-        dict(zip(NAMES, keys, strict=True)),
+        dict(zip(names, keys, strict=True)),
         policy or Policy(),
     )
 

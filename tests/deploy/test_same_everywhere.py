@@ -110,3 +110,23 @@ def test_a_buffered_run_over_tls(tmp_path):
     assert shown["networked"]["rounds"] == 4 == len(rounds)
     assert all(facts["members"] >= 2 for facts in rounds)
     assert all(int(began) <= facts["round"] for facts in rounds for began in facts["answers"])
+
+
+def test_secure_sums_flat_relayed_and_simulated_to_the_bit(tmp_path):
+    secure = ("wire.upload=secure-24-clip1-members8", "client.weight=uniform")
+    secure += ("run.checkpoint_every=1", "run.engine=loop", "wire.secure_threshold=3")
+    prints = set()
+    for name, nodes in (("flat", 4), ("tree", 5)):
+        told = (*SMALL, *secure, f"wire.secure_nodes={nodes}")
+        recipe = load(write_tiny(tmp_path), told)
+        done = demo(
+            tmp_path / name,
+            recipe,
+            as_tree=name == "tree",
+            secure=True,
+            devices=1,
+            watcher=Watcher(),
+        )
+        assert done["difference"] == 0.0 and len(done["fingerprint"]) == 39
+        prints |= {done[side]["params_sha256"] for side in ("networked", "simulated")}
+    assert len(prints) == 1

@@ -68,6 +68,7 @@ def asked(text, tmp_path_factory):
         attempt=0,
         step="keys",
         session=Session(terms, RUN, 0, 0).digest.hex(),
+        size=vector.size,
         first=0,
         population=18,
         text=fed.workers["east"].text,
@@ -119,7 +120,11 @@ def test_a_node_answers_only_by_the_list_that_it_approved(asked):
     worker, held = fed.workers["east"], fed.listed["east"]
     for listed, why in (
         (None, "this node has no list of members"),
-        (members.first(fed.members[:3]), "wire.secure_nodes = 4: the list of members of this node"),
+        (members.first(fed.members[:3]), "its list of members or its terms are not those"),
+        (
+            members.first([*fed.members, Member("zeta", IdentityKey.generate().public)]),
+            "wire.secure_nodes = 4: the list of members of this node, number 0, has 5",
+        ),
         (
             members.first([*fed.members[:3], Member("zeta", IdentityKey.generate().public)]),
             "its list of members or its terms are not those of this node",
@@ -161,17 +166,59 @@ def test_a_run_that_cannot_work_is_refused_at_start(asked, text, changes, why):
         fed.run(fed.transport(), recipe=load(text[0], (*SETTINGS, *changes)))
 
 
-def test_relays_and_strangers_are_refused_at_start(asked):
+def test_strangers_and_more_nodes_than_the_recipe_has_are_refused_at_start(asked):
     fed = asked[0]
-    behind = fed.assignments[0]._replace(leaves=(("a", 1), ("b", fed.assignments[0].clients - 1)))
+    leaves = tuple((f"behind-{i}", int(i == 0) * fed.assignments[0].clients) for i in range(3))
     for other, why in (
-        (behind, "a relay cannot take part in a secure sum yet"),
+        (
+            fed.assignments[0]._replace(leaves=leaves),
+            "wire.secure_nodes = 4: expected 6, the nodes",
+        ),
         (fed.assignments[0]._replace(name="zeta"), "also zeta, who would take part"),
     ):
         known, fed.assignments = fed.assignments, (other, *fed.assignments[1:])
         with pytest.raises(ConfigError, match=why):
             fed.run(fed.transport())
         fed.assignments = known
+
+
+@pytest.mark.parametrize(
+    "policy, members, why",
+    [
+        (Policy(smallest_part=2), (0,), "1 client of this node in round 0: this node wants at "),
+        (Policy(smallest_part=3), (0, 1), "2 clients of this node in round 0"),
+        (Policy(single_updates=False), (0,), "a server that draws nobody else opens their sum"),
+        (Policy(smallest_cohort=4), (0,), "smallest_part in its policy"),
+        (Policy(smallest_sum=4), (0, 1), "wire.secure_threshold = 3: a sum of 3 nodes of this"),
+        (Policy(smallest_part=2), (0, 1), ""),
+        (Policy(smallest_part=2), (), ""),
+        (Policy(smallest_cohort=4, smallest_part=1), (0,), ""),
+        (Policy(smallest_sum=3), (0,), ""),
+        (Policy(), (0,), ""),
+    ],
+)
+def test_a_policy_says_how_little_may_be_in_a_secure_sum(asked, policy, members, why):
+    """What a node can check: its own clients, and how many must sign before a sum is opened."""
+    fed, request = asked
+    worker = fed.workers["north"]
+    told = replace(request, members=members, text=worker.text, run="a11" + RUN[3:])
+    terms = Terms(members=fed.members, threshold=3, bits=24, size=request.size)
+    told = replace(told, session=Session(terms, told.run, 0, 0).digest.hex())
+    known, worker.policy = worker.policy, policy
+    try:
+        reply = worker(encode_request(told))
+    finally:
+        worker.policy = known
+    if why:
+        assert why in reply.facts["reason"] and reply.facts["reason"].endswith(".")
+    else:
+        assert reply.kind == "secure_reply"
+
+
+def test_noise_at_nodes_covers_a_client_that_is_alone():
+    strict = Policy(single_updates=False)
+    assert strict.least_part(noise_at_nodes=False) == 2
+    assert strict.least_part(noise_at_nodes=True) == 1
 
 
 PRIVATE = (

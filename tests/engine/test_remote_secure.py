@@ -1,6 +1,7 @@
 """A server of secure sums and nodes that are called: who leaves, who is killed, what is on disk."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,9 +45,9 @@ FIRST = (0, 3, 5, 8, 11, 13)  # numbers of the nodes' first clients, and the end
 class GivenNode:
     """A node with the real messages, state and vector, whose members' updates are given."""
 
-    def __init__(self, place, folder):
-        self.place, self.folder = place, folder
-        self.members, identities = people(5)
+    def __init__(self, place, folder, listed=None, **terms):
+        self.place, self.folder, self.terms = place, folder, {"threshold": 3, **terms}
+        self.members, identities = people(5) if listed is None else listed
         self.identity, self.store = identities[place], None
         self.start()
 
@@ -60,11 +61,13 @@ class GivenNode:
         return respond(payload, hello=None, train=None, say=lambda text: None, others=others)
 
     def answer(self, request):
-        terms = Terms(members=self.members, threshold=3, bits=20, size=VECTOR.size)
+        terms = Terms(members=self.members, bits=20, size=VECTOR.size, **self.terms)
         session = Session(terms, request.run, request.round, request.attempt)
         assert session.digest.hex() == request.session
         frame = self._answer(request, session)
         told = {name: getattr(request, name) for name in ("round", "attempt", "step")}
+        masked = request.step == "mask"
+        told |= {"nodes": int(masked), "members": len(request.members) * masked}
         return SecureReply(**told, frames=(frame,), counter=7)
 
     def _answer(self, request, session):
@@ -88,6 +91,7 @@ def server(transport, file=None, said=None, stats=None, deadline=0.15, **more):
     assignments = [Assignment(f"node-{i}", FIRST[i], FIRST[i + 1] - FIRST[i]) for i in range(5)]
     facts = {
         "nodes": Nodes(count=5, threshold=3),
+        "leaves": 5,
         "integers": INTEGERS,
         "shares": None,
         "run": RUN,
@@ -234,3 +238,55 @@ def test_without_its_file_a_server_cannot_open_a_signed_round_otherwise(nodes):
     lost = total(server(SecureTransport(nodes, {"node-4": "keys"}), stats=stats))
     assert float(lost.members) == 0 and stats[0].lost
     assert "opened once" in " ".join(stats[0].refused.values())
+
+
+# ---- many nodes, few neighbors -------------------------------------------------------------------
+
+
+def crowd(folder, count, threshold, neighbors):
+    """A federation of given nodes, each of which agrees on masks with a few others."""
+    terms = {"threshold": threshold, "neighbors": neighbors}
+    nodes = {
+        member.name: GivenNode(i, folder / member.name, people(count), **terms)
+        for i, member in enumerate(people(count)[0])
+    }
+    # The cohort's thirteen numbers belong to the first nodes; the others have no clients.
+    at = [Assignment(name, min(i, 13), int(i < 13)) for i, name in enumerate(nodes)]
+    made = Nodes(count=count, threshold=threshold, neighbors=neighbors)
+    return nodes, at, made
+
+
+@pytest.mark.parametrize(
+    "count, threshold, neighbors",
+    [(24, 20, 6), pytest.param(200, 180, 26, marks=pytest.mark.slow)],
+)
+def test_a_graph_of_neighbors_over_the_transport_gives_the_same_bits(
+    tmp_path, monkeypatch, count, threshold, neighbors
+):
+    """Who is absent before and after the vectors: the sum has the bits of the full graph's."""
+    monkeypatch.setattr("tests.engine.test_remote_secure.VECTOR", replace(VECTOR, nodes=count))
+    nodes, at, made = crowd(tmp_path, count, threshold, neighbors)
+    names = list(nodes)
+    leave = {names[-1]: "mask", names[-2]: "share", names[3]: "reveal", names[-3]: "sign"}
+    transport, stats = SecureTransport(nodes, leave), []
+    engine_of = RemoteSecureEngine(
+        algorithm(),
+        transport,
+        at,
+        people(count)[0],
+        nodes=made,
+        leaves=count,
+        integers=INTEGERS,
+        shares=None,
+        run=RUN,
+        recipe="",
+        seed=5,
+        quorum=Quorum(deadline=60.0),
+        on_stats=stats.append,
+    )
+    found = total(engine_of)
+    assert bits(found) == bits(totals(engine(nodes=5)).total) and not stats[0].lost
+    shares = [a for _, (_, _, step), a in transport.answers if step == "share"]
+    assert max(len(answer.frames[0]) for answer in shares) < 100 + 84 * neighbors
+    for node in nodes.values():
+        node.store.close()

@@ -46,10 +46,12 @@ def test_a_secure_run_trains_what_a_plain_run_trains_up_to_rounding(made):
 
 
 @pytest.mark.slow
-def test_more_nodes_train_the_same_bits(made):
+def test_more_nodes_and_fewer_neighbors_train_the_same_bits(made):
     one, _ = after(made(*SECURE), 1)
-    other, _ = after(made(*SECURE, "wire.secure_nodes=7"), 1)
-    assert tree.sha256(one) == tree.sha256(other)
+    for changes in ((), ("wire.secure_threshold=6", "wire.secure_neighbors=2")):
+        run = made(*SECURE, "wire.secure_nodes=7", *changes)
+        assert run.engine.nodes.neighbors == (2 if changes else 0)
+        assert tree.sha256(after(run, 1)[0]) == tree.sha256(one)
 
 
 @pytest.mark.slow
@@ -77,6 +79,15 @@ def test_robust_rules_are_engines_around_the_usual_one(made):
         ((*SECURE, "wire.secure_threshold=2"), "wire.secure_threshold = 2: expected 3 to 4"),
         (("wire.secure_threshold=2",), "0 without wire.secure_nodes"),
         (("wire.secure_rotation=true",), "False without wire.secure_nodes"),
+        (("wire.secure_neighbors=2",), "0 without wire.secure_nodes"),
+        (
+            (*SECURE, "wire.secure_nodes=9", "wire.secure_neighbors=2"),
+            "wire.secure_neighbors = 2: expected 0 .all others., or an even number from 4 to 8",
+        ),
+        (
+            (*SECURE, "wire.secure_nodes=9", "wire.secure_neighbors=5"),
+            "wire.secure_neighbors = 5: expected 0 .all others., or an even number",
+        ),
         ((*SECURE, "client.weight=examples"), "'uniform' with wire.secure_nodes"),
         ((*SECURE, "wire.upload=secure-24-clip1-members3"), "server.cohort = 4: expected at most"),
         ((*SECURE, "wire.upload=secure-3-clip1-members8"), "could overflow"),

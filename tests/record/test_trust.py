@@ -1,15 +1,18 @@
 """The table of who sees what follows the settings of a run."""
 
+import json
+
 import pytest
 
-from fedlm.record.trust import HEAD, trust_rows
+from fedlm.core.errors import RecordError
+from fedlm.record.trust import HEAD, SEATS, trust_rows, whereabouts
 
 SECURE = {"wire": {"secure_nodes": 5, "secure_threshold": 4, "upload": "secure-20-clip1-members9"}}
 NOISY = {**SECURE, "privacy": {"mechanism": "distributed", "honest_nodes": 3}}
 
 
-def row(who, recipe, network=True):
-    return next(r for r in trust_rows(recipe, network=network) if r.who.startswith(who))
+def row(who, recipe, network=True, **more):
+    return next(r for r in trust_rows(recipe, network=network, **more) if r.who.startswith(who))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,39 @@ def test_what_the_server_sees(recipe, update, node_sum, round_sum):
 def test_how_many_nodes_may_work_together_with_the_server():
     assert row("the server and 1 nodes together", NOISY).round_sum == "only with noise"
     assert row("the server and 0 nodes together", SECURE).round_sum == "yes"
+
+
+@pytest.mark.parametrize(
+    "recipe, node_sum, round_sum, stay",
+    [
+        ({}, "yes", "their sum", None),
+        (SECURE, "no", "their sum", "at least 4 in 5 members of each list"),
+        (
+            {**SECURE, "privacy": {"mechanism": "gaussian"}},
+            "no",
+            "their sum, before noise",
+            "at least 4 in 5 members of each list",
+        ),
+        (NOISY, "no", "their sum, only with noise", "at least 3 honest members of each list"),
+    ],
+)
+def test_what_a_relay_sees(recipe, node_sum, round_sum, stay):
+    found = row("a relay", recipe, relays=True)
+    assert (found.node_sum, found.round_sum) == (node_sum, round_sum)
+    assert not any(r.who.startswith("a relay") for r in trust_rows(recipe, network=True))
+    if stay:
+        together = row("the server and members of its list", recipe, relays=True)
+        assert together.node_sum == f"no: {stay} stay in a sum"
+
+
+def test_where_members_were_is_read_from_the_run(tmp_path):
+    assert whereabouts(tmp_path) == (False, False)
+    for leaves, relays in (([], False), ([["b", 2]], True)):
+        (tmp_path / SEATS).write_text(json.dumps([{"name": "a", "leaves": leaves}]))
+        assert whereabouts(tmp_path) == (True, relays)
+    (tmp_path / SEATS).write_text("[7]")
+    with pytest.raises(RecordError, match="is damaged"):
+        whereabouts(tmp_path)
 
 
 def test_a_simulation_hides_nothing_from_who_runs_it():

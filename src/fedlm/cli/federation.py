@@ -433,7 +433,9 @@ def demo(
     tree: Annotated[
         bool,
         typer.Option(
-            "--tree", help="Relays: two with two nodes each, or as the recipe's [federation] says."
+            "--tree",
+            help="Relays: two with two nodes each, with --secure one with three beside two nodes, "
+            "or as the recipe's [federation] says.",
         ),
     ] = False,
     secure: Annotated[
@@ -451,11 +453,15 @@ def demo(
     """A whole federation on this machine, over TLS, and the same run in simulation beside it.
 
     Example: fedlm federation demo --tree
+    Example: fedlm federation demo --secure --tree
     """
     needs_flower()
     from fedlm.deploy import demo as demos  # flwr costs a second
 
-    asked = demos.recipe(secure=secure) if recipe is None else load(recipe, tuple(changes or ()))
+    if recipe is None:
+        asked = demos.recipe(secure=secure, as_tree=tree)
+    else:
+        asked = load(recipe, tuple(changes or ()))
     use_devices(1)  # one lane per process, because all nodes share the machine
     path = (folder or free_path(RUNS, f"demo{'-tree' * tree}{'-secure' * secure}")).absolute()
     done = followed(

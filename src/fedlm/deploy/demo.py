@@ -8,7 +8,7 @@ Not here: any of its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,17 @@ from fedlm.training import train as simulate
 NODES = ("east", "north", "south", "west")
 LEAST_MEMBERS = 3  # of a secure sum
 TREE = {"one": ("east", "north"), "two": ("south", "west")}
+# Of secure sums every list needs three members: two nodes and a relay above three others.
+SECURE_TREE = {"east": (), "hub": ("one", "three", "two"), "west": ()}
 StartProcess = Callable[[list[str], str], Child]
 Network = Mapping[str, Any]
 """A mapping from node name to the path of its store, or to the network below a relay."""
 
 
-def recipe(source: str = "sotu", *, secure: bool = False) -> Recipe:
+def recipe(source: str = "sotu", *, secure: bool = False, as_tree: bool = False) -> Recipe:
     """Return a recipe that trains in about a minute."""
-    sums = {"upload": "secure-24-clip1-members6", "secure_nodes": len(NODES), "secure_threshold": 3}
+    nodes = sum(max(1, len(below)) for below in SECURE_TREE.values()) if as_tree else len(NODES)
+    sums = {"upload": "secure-24-clip1-members6", "secure_nodes": nodes, "secure_threshold": 3}
     return parse(
         {
             "data": {"source": source, "vocabulary": 2000, "sequence_length": 16},
@@ -82,20 +85,15 @@ def demo(
         not secure or bool(asked.wire.secure_nodes),
         "wire.secure_nodes",
         asked.wire.secure_nodes,
-        f"{len(NODES)} with --secure",
-    )
-    require(
-        not (as_tree and asked.wire.secure_nodes),
-        "--tree",
-        as_tree,
-        "no relays with secure sums: a relay cannot take part in one yet",
+        f"{recipe(secure=True, as_tree=as_tree).wire.secure_nodes} with --secure",
     )
     folder.mkdir(parents=True)
     whole = open_store(asked.data, folder / "text")
     if asked.data.source is not None:
         asked = _with_store(asked, whole.path)
     if asked.federation is None:
-        network = _dealt(whole, folder / "stores", as_tree=as_tree)
+        tree = (SECURE_TREE if asked.wire.secure_nodes else TREE) if as_tree else {}
+        network = _dealt(whole, folder / "stores", tree)
     else:
         asked, network = _places(asked, whole, folder / "stores", as_tree=as_tree)
     watcher.say("text dealt to nodes; the server keeps a tokenizer")
@@ -135,17 +133,19 @@ def _train(
         )
 
 
-def _dealt(whole: Store, out: Path, *, as_tree: bool) -> Network:
-    """Deal the clients of a flat recipe to nodes in equal parts, and return the network."""
-    if not as_tree:
+def _dealt(whole: Store, out: Path, tree: Mapping[str, Sequence[str]]) -> Network:
+    """Deal the clients of a flat recipe to nodes in equal parts, and return the network.
+
+    A `tree` has the names of nodes by relay, none for a node that is no relay.
+    """
+    if not tree:
         deal(whole, NODES, out, held=None)
         return {name: out / name for name in NODES}
     # Members are numbered by relay, then by node: the text is dealt in that order.
-    below = [f"{relay}-{name}" for relay, names in TREE.items() for name in names]
-    deal(whole, below, out, held=None)
-    return {
-        relay: {name: out / f"{relay}-{name}" for name in names} for relay, names in TREE.items()
-    }
+    paths = {at: {name: out / f"{at}-{name}" for name in names} for at, names in tree.items()}
+    below = [[path.name for path in names.values()] or [at] for at, names in paths.items()]
+    deal(whole, [name for names in below for name in names], out, held=None)
+    return {at: names or out / at for at, names in paths.items()}
 
 
 def _places(asked: Recipe, whole: Store, out: Path, *, as_tree: bool) -> tuple[Recipe, Network]:

@@ -87,7 +87,12 @@ def relay(
     kit, workspace = Kit.existing(kit_path), Workspace.existing(workspace_path)
     settings = workspace.settings
     quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
-    with open_transport(workspace) as transport, closing(NodeLedger(kit.ledger)) as ledger:
+    identity = IdentityKey.from_pem(kit.key)
+    with (
+        open_transport(workspace) as transport,
+        closing(NodeLedger(kit.ledger)) as ledger,
+        closing(NodeStore(kit.secure, identity)) as sums,
+    ):
         below = Relay(
             workspace.path / "server",
             transport,
@@ -97,5 +102,7 @@ def relay(
             say=say,
             policy=load_policy(kit.policy),
             ledger=ledger,
+            secure=SecureAnswers(sums, partial(read_list, kit.members)),
+            members_below=partial(read_list, workspace.members),
         )
         serve(SuperNode(kit, say), below, say=say, stop=stop)

@@ -37,8 +37,8 @@ from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy, Refusal
-from fedlm.deploy.question import Asked
-from fedlm.deploy.secure_worker import SecureAnswers, node_sum
+from fedlm.deploy.question import Asked, check_part
+from fedlm.deploy.secure_worker import SecureAnswers, node_sum, vector_of
 from fedlm.engine.evaluate_messages import (
     EVALUATE_REQUEST,
     EvaluateReply,
@@ -60,7 +60,6 @@ from fedlm.engine.payload_size import kept_leaves
 from fedlm.engine.secure_messages import SecureReply, SecureRequest
 from fedlm.engine.secure_messages import encode_reply as encode_secure
 from fedlm.engine.secure_messages import read_request as read_secure
-from fedlm.engine.secure_vector import NodeSum
 from fedlm.federation.member import left_out, start_of
 from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
@@ -169,23 +168,31 @@ class Worker:
             if self.secure is None:
                 raise Refusal("this node takes part in no secure sums: it has no identity key.")
             work = within(self.policy.longest_seconds, lambda: self._work(request))
-            session, vector = self.secure.session(request, work)
+            if work.leaf:
+                raise Refusal("a secure sum is asked for: this node is a place of a tree.")
+            vector = vector_of(work, request.round)
+            session = self.secure.session(request, work.recipe, vector.size)
+            plan = work.algorithm.plan
+            threshold = session.terms.threshold
+            check_part(self.policy, request, work.recipe, plan, threshold, self.guard.asked)
             if request.step == "mask":
-                plan = work.algorithm.plan
                 names = self._names(request, leaf=False) if request.members else []
                 self.guard.admit(request.training, work.recipe, plan, names)
                 self.say(f"round {request.round}")
 
-        def trained() -> NodeSum:
+        def words(seed: bytes) -> np.ndarray:
             seconds = self.policy.longest_seconds
-            return within(seconds, lambda: node_sum(work, request, vector))
+            return within(seconds, lambda: node_sum(work, request, vector)).words(seed)
 
-        frame = self.secure.answer(request, session, trained)
+        frame = self.secure.answer(request, session, words)
+        masked = request.step == "mask"
         return SecureReply(
             round=request.round,
             attempt=request.attempt,
             step=request.step,
             frames=(frame,),
+            nodes=int(masked),
+            members=len(request.members) * masked,
             counter=self.ledger.counter,
         )
 

@@ -34,6 +34,9 @@ POLICY = """\
 # smallest_evaluation = 5        # held-out clients behind a figure of this node's text; left out:
 #                                # as many as smallest_cohort
 # require_secure_sums = true     # sums under masks: no server sees this node's own
+# smallest_sum = 5               # nodes that stay in a secure sum: the least threshold of a recipe
+# smallest_part = 2              # clients of this node in a secure sum, or none; left out: 2 where
+#                                # single updates may not leave and nodes add no noise, else 1
 # require_privacy = true         # a differential privacy mechanism with noise
 # largest_epsilon = 8.0          # what one run may spend on one client; implies the above
 # largest_lifetime_epsilon = 20.0  # what all runs together may, by this node's own ledger
@@ -62,6 +65,8 @@ class Policy(Table):
     single_updates: bool | None = None
     smallest_evaluation: Annotated[int, Field(ge=1)] | None = None
     require_secure_sums: bool = False
+    smallest_sum: Annotated[int, Field(ge=1)] | None = None
+    smallest_part: Annotated[int, Field(ge=1)] | None = None
     require_privacy: bool = False
     largest_epsilon: Annotated[float, Field(gt=0)] | None = None
     largest_lifetime_epsilon: Annotated[float, Field(gt=0)] | None = None
@@ -86,6 +91,16 @@ class Policy(Table):
         if self.single_updates is None:
             return (self.smallest_cohort or 1) == 1
         return self.single_updates
+
+    def least_part(self, *, noise_at_nodes: bool) -> int:
+        """Return the least number of this node's clients in a secure sum that has any of them.
+
+        A server that draws one client alone opens its update: nobody but the server sees how many
+        members other nodes have. Noise at nodes covers a client that is alone.
+        """
+        if self.smallest_part is not None:
+            return self.smallest_part
+        return 1 if noise_at_nodes or self.allows_single_updates else 2
 
     @property
     def least_evaluated(self) -> int:

@@ -15,12 +15,15 @@ import math
 from typing import NamedTuple
 
 from fedlm.cohort.sampling import LAWS
+from fedlm.core import words
 from fedlm.core.late import late
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
+from fedlm.engine.secure_messages import SecureRequest
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
+from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.clip import LONGEST, SHORTEST
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
@@ -78,6 +81,41 @@ def check_evaluation(
         )
 
 
+def check_part(
+    policy: Policy,
+    request: SecureRequest,
+    recipe: Recipe,
+    plan: PrivacyPlan | None,
+    threshold: int,
+    asked: Asked,
+) -> None:
+    """Raise `Refusal` if a secure sum could show less than the policy wants to be added up.
+
+    Args:
+      policy: the policy.
+      request: a question of any step.
+      recipe: its recipe.
+      plan: the recipe's plan.
+      threshold: how many nodes must sign one list of survivors before it is opened.
+      asked: how many members this place answers for.
+    """
+    least = policy.smallest_sum
+    if least is not None and threshold < least:
+        raise Refusal(
+            f"wire.secure_threshold = {recipe.wire.secure_threshold}: a sum of {threshold} nodes "
+            f"of this node's list could be opened, and this node wants at least {least} "
+            "(smallest_sum in its policy)."
+        )
+    at_nodes = plan is not None and MECHANISMS[plan.mechanism].at_nodes
+    part, clients = policy.least_part(noise_at_nodes=at_nodes), len(request.members)
+    if 0 < clients * asked.clients_per_member < part:
+        raise Refusal(
+            f"{words.count(clients, 'client')} of this node in round {request.round}: this node "
+            f"wants at least {part} or none, because a server that draws nobody else opens their "
+            "sum (smallest_part in its policy; privacy.mechanism = 'distributed' covers one alone)."
+        )
+
+
 def most_turns(plan: PrivacyPlan | None) -> float:
     """Return in how many rounds one client can take part."""
     if plan is None:
@@ -112,7 +150,7 @@ def _check_population(
 def _check_single(
     policy: Policy, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, asked: Asked
 ) -> None:
-    if recipe.wire.secure_nodes:  # under masks a node's sum shows nothing, also of one client
+    if recipe.wire.secure_nodes:  # `check_part` has seen to who is alone
         if request.each:
             raise Refusal("the update of each member is asked for: this recipe has secure sums.")
         return

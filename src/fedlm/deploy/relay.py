@@ -6,8 +6,16 @@ Promise:  a relay changes nothing but the address: members keep the numbers of t
           federation, requests go down as they came, frames go up as they came or summed; what a
           node below replied is on disk before the next one is asked, so a relay that is killed
           asks nobody twice who had replied; a question passes the same gate as at a node, by the
-          policy and the ledger of the relay's own kit.
-Not here: models and text, of which a relay knows nothing; the gate (`guard.py`).
+          policy and the ledger of the relay's own kit; under secure sums it opens the sum of its
+          nodes, of which it sees nothing else, and adds that to the sum above as a node does.
+Not here: models and text, of which a relay knows nothing; the gate (`guard.py`), the questions of a
+          secure sum (`engine/secure_attempts.py`).
+
+A relay in a secure sum. Its answer to the step in which a node masks its vector is the masked sum
+of its nodes: it then asks them the five questions, by the list of members below. That sum is opened
+once per round, as any is, and is the same in every attempt above; it is kept in memory until the
+next round, and never on the disk. A relay that was killed asks its nodes again, who give the same
+bytes. If too few nodes are left below, the relay refuses, and the sum above goes on without it.
 """
 
 from __future__ import annotations
@@ -30,9 +38,10 @@ from fedlm.deploy.guard import Guard, parse_recipe
 from fedlm.deploy.limits import within
 from fedlm.deploy.local import bounds_of, check_deployable
 from fedlm.deploy.node_ledger import NodeLedger
-from fedlm.deploy.policy import Policy
-from fedlm.deploy.question import Asked
+from fedlm.deploy.policy import Policy, Refusal
+from fedlm.deploy.question import Asked, check_part
 from fedlm.deploy.replies import Replies
+from fedlm.deploy.secure_worker import SecureAnswers
 from fedlm.engine.bounds import LARGEST_NORM, SLACK
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import (
@@ -52,18 +61,34 @@ from fedlm.engine.evaluate_messages import (
     encode_reply,
     read_request,
 )
-from fedlm.engine.messages import SUMS, Hello, Payload, TrainReply, TrainRequest, respond
+from fedlm.engine.messages import (
+    SECURE_REQUEST,
+    SUMS,
+    Hello,
+    Payload,
+    TrainReply,
+    TrainRequest,
+    respond,
+)
+from fedlm.engine.secure_attempts import Opened, SecureSums, SumQuestion
+from fedlm.engine.secure_messages import SecureReply, SecureRequest
+from fedlm.engine.secure_messages import encode_reply as encode_secure
+from fedlm.engine.secure_messages import read_request as read_secure
 from fedlm.evaluate.held_out import NO_MODEL
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
 from fedlm.recipe import privacy_plan
+from fedlm.recipe.secure_sums import terms_of
 from fedlm.recipe.settings import Recipe
+from fedlm.secure.members import MemberList
+from fedlm.secure.terms import Terms
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
 ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this file
 COUNTERS = "counters.json"
 ROUNDS_KEPT = 2
+RUNS_KEPT = 8  # whose secure sums go on after a kill
 MOST_WORDS = 1 << 24  # of any vocabulary; a relay does not know that of its nodes
 
 
@@ -81,11 +106,16 @@ class Relay:
         say: Callable[[str], None],
         policy: Policy | None = None,
         ledger: NodeLedger | None = None,
+        secure: SecureAnswers | None = None,
+        members_below: Callable[[], MemberList | None] = lambda: None,
     ) -> None:
         """Create a relay, called `name` above, over the nodes `names`, with files in `folder`.
 
-        Without a `ledger` it remembers what it answered only as long as it lives.
+        Without a `ledger` it remembers what it answered only as long as it lives. `secure` is its
+        half of secure sums above, `members_below` the list that its own nodes approved.
         """
+        self.secure, self.members_below = secure, members_below
+        self._last: tuple[str, Opened] | None = None  # the digest of a question, and its sum
         self.folder, self.transport, self.names = folder, transport, names
         self.quorum, self.name, self.say = quorum, name, say
         self.policy = policy or Policy()
@@ -95,7 +125,10 @@ class Relay:
 
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
-        others = {EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p)))}
+        others = {
+            EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p))),
+            SECURE_REQUEST: lambda p: encode_secure(self.secure_sum(read_secure(p))),
+        }
         return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 
     # ---- who is below ------------------------------------------------------------------
@@ -125,11 +158,101 @@ class Relay:
             counter=self.ledger.counter,
         )
 
-    def _assignments(self, request: TrainRequest | EvaluateRequest) -> tuple[Assignment, ...]:
+    def _assignments(
+        self, request: TrainRequest | EvaluateRequest | SecureRequest
+    ) -> tuple[Assignment, ...]:
         below = registration.load_assignments(self.folder / ASSIGNMENTS)
         if below is None or _fingerprint(below) != request.text:
             raise EngineError("the nodes below are not those that the run began with.")
         return below
+
+    # ---- a secure sum ------------------------------------------------------------------
+
+    def secure_sum(self, request: SecureRequest) -> SecureReply:
+        """Answer one step of the sum above; its vector is the opened sum of the nodes below."""
+        with self.guard.recording(request):
+            if self.secure is None:
+                raise Refusal("this relay takes part in no secure sums: it has no identity key.")
+            recipe, plan, members = self._allowed(request)
+            if any(member - request.first >= members for member in request.members):
+                raise WireError(f"there are {members} members below: others were asked for.")
+            session = self.secure.session(request, recipe, request.size)
+            check_part(self.policy, request, recipe, plan, session.terms.threshold, Asked(members))
+            terms = self._terms_below(recipe, request.size)
+            if request.step == "mask":
+                self._admit(request.training, recipe, plan, members)
+        found: list[Opened] = []
+
+        def words(seed: bytes) -> np.ndarray:
+            found.append(self._opened(request, terms))
+            return found[0].words
+
+        frame = self.secure.answer(request, session, words)
+        return SecureReply(
+            round=request.round,
+            attempt=request.attempt,
+            step=request.step,
+            frames=(frame,),
+            nodes=sum(below.nodes for below in found),
+            members=sum(below.members for below in found),
+            counter=self.ledger.counter,
+        )
+
+    def _terms_below(self, recipe: Recipe, size: int) -> Terms:
+        """Return the terms of the sum below, by the list that its nodes approved."""
+        listed = self.members_below()
+        if listed is None:
+            raise Refusal(
+                f"the federation below {self.name} has no list of members, so that its nodes "
+                "cannot add up under masks: make one there with fedlm federation members HOME "
+                "--propose, and let each node approve it."
+            )
+        return terms_of(recipe, listed.members, size)
+
+    def _opened(self, request: SecureRequest, terms: Terms) -> Opened:
+        """Return the sum of the nodes below, opened now or in an earlier attempt above."""
+        digest = request.training.digest
+        if self._last is not None and self._last[0] == digest:
+            return self._last[1]
+        below = [a._replace(first=request.first + a.first) for a in self._assignments(request)]
+        stats = RoundStats(request.round)
+        sums = SecureSums(
+            self.transport,
+            below,
+            terms.members,
+            run=request.run,
+            recipe=request.recipe,
+            population=request.population,
+            quorum=self.quorum,
+            counters=self.counters,
+            say=self.say,
+            file=self._attempt_file(request.run),
+            waits=False,
+        )
+        asked = SumQuestion(
+            terms=terms,
+            round=request.round,
+            members=sums.members_by_node(request.members),
+            clip_norm=request.clip_norm,
+            frame=request.frames[1],
+        )
+        found = sums.opened(asked, stats)
+        if found is None:
+            why = {**stats.refused, **stats.garbage}
+            said = " ".join(f"{name}: {reason}" for name, reason in sorted(why.items())[:4])
+            raise EngineError(f"the sum below {self.name} is lost: {stats.lost} {said}")
+        self.say(f"round {request.round}: a secure sum of {found.nodes} nodes")
+        self._last = digest, found
+        return found
+
+    def _attempt_file(self, run: str) -> Path:
+        """Return the file of the attempt under way in a run; those of old runs are removed."""
+        folder, found = self.folder / "sums", f"{run}.json"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = [path for path in folder.glob("*.json") if path.name != found]
+        for old in sorted(others, key=lambda path: path.stat().st_mtime)[:-RUNS_KEPT]:
+            old.unlink()
+        return folder / found
 
     # ---- a round -----------------------------------------------------------------------
 
@@ -139,7 +262,13 @@ class Relay:
             requests = self._requests(request)
             if not requests:
                 raise WireError("none of the members asked for lives here.")
-            plan = self._admit(request)
+            recipe, plan, members = self._allowed(request)
+            if recipe.wire.secure_nodes:
+                raise Refusal(
+                    "a sum without masks is asked for: this recipe has secure sums "
+                    "(wire.secure_nodes)."
+                )
+            self._admit(request, recipe, plan, members)
         kept = handover(self.folder / "handover", request)
         missing = {name: below for name, below in requests.items() if name not in kept}
         if missing:
@@ -210,15 +339,15 @@ class Relay:
             **columns,
         )
 
-    def _admit(self, request: TrainRequest) -> PrivacyPlan | None:
+    def _admit(
+        self, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, members: int
+    ) -> None:
         """Check a request as a node does, but for the size of a model that is not known here."""
-        recipe, plan, members = self._allowed(request)
         names = [self.ledger.client(str(member - request.first)) for member in request.members]
         self.guard.admit(request, recipe, plan, names, Asked(members))
-        return plan
 
     def _allowed(
-        self, request: TrainRequest | EvaluateRequest
+        self, request: TrainRequest | EvaluateRequest | SecureRequest
     ) -> tuple[Recipe, PrivacyPlan | None, int]:
         """Return a recipe that the policy allows, its plan, and how many members are below."""
         recipe = parse_recipe(request.recipe)

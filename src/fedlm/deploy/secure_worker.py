@@ -24,10 +24,11 @@ from fedlm.engine.secure_messages import SecureRequest
 from fedlm.engine.secure_vector import COUNTS, NodeSum, SumVector
 from fedlm.federation.algorithm import update_like
 from fedlm.privacy.release import release
-from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
+from fedlm.recipe.secure_sums import integers_of, shares_of, terms_of
+from fedlm.recipe.settings import Recipe
 from fedlm.secure.members import MemberList
 from fedlm.secure.store import NodeStore
-from fedlm.secure.terms import Session, Terms
+from fedlm.secure.terms import Session
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,22 @@ class SecureAnswers:
     store: NodeStore
     members: Callable[[], MemberList | None]
 
-    def session(self, request: SecureRequest, work: NodeWork) -> tuple[Session, SumVector]:
+    def session(self, request: SecureRequest, recipe: Recipe, size: int) -> Session:
         """Return the session of a question by this node's own list, or raise `Refusal`."""
-        listed, nodes = self.members(), nodes_of(work.recipe)
-        if not nodes.count or work.leaf:
+        listed, told = self.members(), recipe.wire.secure_nodes
+        if not told or recipe.federation is not None:
             raise Refusal("a secure sum is asked for: this recipe has none (wire.secure_nodes).")
         if listed is None:
             raise Refusal(
                 "this node has no list of members, so that it cannot know with whom it would add "
                 "up: its owner takes one with fedlm node approve KIT members.json."
             )
-        if nodes.count != len(listed.members):
+        if told < len(listed.members):
             raise Refusal(
-                f"wire.secure_nodes = {nodes.count}: the list of members of this node, number "
+                f"wire.secure_nodes = {told}: the list of members of this node, number "
                 f"{listed.number}, has {len(listed.members)}."
             )
-        vector = vector_of(work, request.round)
-        terms = Terms(
-            members=listed.members,
-            threshold=nodes.threshold,
-            bits=vector.integers.bits,
-            size=vector.size,
-            colluders=nodes.colluders,
-        )
+        terms = terms_of(recipe, listed.members, size)
         session = Session(terms, request.run, request.round, request.attempt)
         if session.digest.hex() != request.session:
             raise Refusal(
@@ -67,12 +61,16 @@ class SecureAnswers:
                 f"this node, whose list has the number {listed.number} and the fingerprint "
                 f"{listed.fingerprint}."
             )
-        return session, vector
+        return session
 
     def answer(
-        self, request: SecureRequest, session: Session, vector: Callable[[], NodeSum]
+        self, request: SecureRequest, session: Session, words: Callable[[bytes], np.ndarray]
     ) -> bytes:
-        """Return the answer to a question; `vector` is called only where it is masked."""
+        """Return the answer to a question.
+
+        `words` makes the vector from the secret of this node's noise, and is called only where the
+        vector is masked.
+        """
         store, step = self.store, request.step
         if step == "keys":
             return store.keys(session)
@@ -83,8 +81,7 @@ class SecureAnswers:
             return store.sign(session, question)
         if step == "reveal":
             return store.reveal(session, question)
-        words = vector().words(store.noise_seed(session))
-        return store.mask(session, question, words)
+        return store.mask(session, question, words(store.noise_seed(session)))
 
 
 def vector_of(work: NodeWork, round: int) -> SumVector:

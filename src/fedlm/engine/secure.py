@@ -31,12 +31,24 @@ from fedlm.secure.terms import Member, Session, Terms
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a secure federation."""
+    """The nodes of one list of a secure federation."""
 
     count: int
     threshold: int
     colluders: int = 0
+    neighbors: int = 0  # with whom a node agrees on masks; 0: with all
     relays: int = 0  # 0: all nodes are below the server; else they are below so many relays
+
+    def terms(self, members: tuple[Member, ...], *, bits: int, size: int) -> Terms:
+        """Return the terms of a sum of vectors of so many values."""
+        return Terms(
+            members=members,
+            threshold=self.threshold,
+            bits=bits,
+            size=size,
+            colluders=self.colluders,
+            neighbors=self.neighbors,
+        )
 
 
 class SecureEngine:
@@ -100,31 +112,30 @@ class SecureEngine:
         """Sum vectors through the protocol, flat or by way of relays; return words and bytes."""
         nodes, sent = self.nodes, 0
         if not nodes.relays:
-            return self._one(vectors, round, self.run, nodes.threshold)
+            return self._one(vectors, round, self.run, nodes)
         above = []
         for relay in range(nodes.relays):
             below = list(vectors[relay :: nodes.relays])
             run = f"{self.run}{relay + 1:04x}"
-            total, size = self._one(below, round, run, len(below) // 2 + 1)
+            total, size = self._one(below, round, run, _majority(len(below)))
             above.append(total)
             sent += size
-        total, size = self._one(above, round, self.run, nodes.relays // 2 + 1)
+        total, size = self._one(above, round, self.run, _majority(nodes.relays))
         return total, sent + size
 
     def _one(
-        self, vectors: Sequence[np.ndarray], round: int, run: str, threshold: int
+        self, vectors: Sequence[np.ndarray], round: int, run: str, nodes: Nodes
     ) -> tuple[np.ndarray, int]:
-        members: tuple[Member, ...] = self.members[: len(vectors)]
         identities: list[IdentityKey] = self.identities[: len(vectors)]
-        terms = Terms(
-            members=members,
-            threshold=threshold,
-            bits=self.integers.bits,
-            size=len(vectors[0]),
-            colluders=0 if self.nodes.relays else self.nodes.colluders,
+        terms = nodes.terms(
+            self.members[: len(vectors)], bits=self.integers.bits, size=len(vectors[0])
         )
         found = secure_sum(Session(terms, run, round, 0), identities, vectors)
         return found.total, found.sent
+
+
+def _majority(count: int) -> Nodes:
+    return Nodes(count=count, threshold=count // 2 + 1)
 
 
 def check_members(integers: Integers, cohort: Cohort) -> None:

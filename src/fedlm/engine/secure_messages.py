@@ -41,7 +41,7 @@ from fedlm.engine.messages import (
     request_digest,
 )
 from fedlm.secure.local import STEPS
-from fedlm.secure.terms import MOST_ATTEMPTS
+from fedlm.secure.terms import MOST_ATTEMPTS, MOST_VALUES
 
 FRAMES = {"keys": 0, "share": 1, "mask": 2, "sign": 1, "reveal": 1}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -52,6 +52,7 @@ _REQUEST_FACTS: dict[str, type] = {
     "attempt": int,
     "step": str,
     "session": str,
+    "size": int,
     "first": int,
     "population": int,
     "text": str,
@@ -60,10 +61,18 @@ _REQUEST_FACTS: dict[str, type] = {
     "longest": int,
     "counter": int,
 }
-_REPLY_FACTS: dict[str, type] = {"round": int, "attempt": int, "step": str, "counter": int}
+_REPLY_FACTS: dict[str, type] = {
+    "round": int,
+    "attempt": int,
+    "step": str,
+    "nodes": int,
+    "members": int,
+    "counter": int,
+}
 _MOST = {
     "round": MOST_ROUNDS,
     "attempt": MOST_ATTEMPTS - 1,
+    "size": MOST_VALUES,
     "first": MOST_CLIENTS,
     "population": MOST_CLIENTS,
     "longest": LONGEST_FRAME,
@@ -81,6 +90,7 @@ class SecureRequest:
     attempt: int
     step: str  # one of `secure.local.STEPS`
     session: str  # hexadecimal: the digest of members, terms, run, round and attempt
+    size: int  # of a vector, for a relay, which has no model to know it from
     first: int
     population: int
     text: str
@@ -121,12 +131,18 @@ class SecureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureReply:
-    """A node's answer to one step."""
+    """A node's answer to one step.
+
+    With its masked vector a node says how much is in it: itself and its members of the round; a
+    relay the nodes below that stayed, and theirs.
+    """
 
     round: int
     attempt: int
     step: str
     frames: tuple[bytes, ...]
+    nodes: int = 0
+    members: int = 0
     counter: int = 0
 
 
@@ -173,6 +189,11 @@ def read_reply(payload: Payload, request: SecureRequest) -> SecureReply:
     if (facts["round"], facts["attempt"], facts["step"]) != asked:
         raise WireError("reply is to another request.")
     check_counter(facts["counter"])
+    masked = request.step == "mask"
+    if not masked <= facts["nodes"] <= masked * MOST_CLIENTS:
+        raise WireError(f"reply is of {facts['nodes']} nodes.")
+    if not 0 <= facts["members"] <= masked * len(request.members):
+        raise WireError(f"reply is of {facts['members']} members: it was asked for others.")
     if len(payload.frames[0]) > request.longest:
         raise WireError(f"reply holds a frame of more than {request.longest} bytes.")
     return SecureReply(frames=payload.frames, **facts)

@@ -24,17 +24,17 @@ from fedlm.record import report
 from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import dumps
 from fedlm.record.report import Beside
+from fedlm.record.trust import whereabouts
 
 Tables = dict[str, dict[str, Any]]
-SEATS = "seats.json"  # of a run whose members were at nodes
 
 
 def page_of(paths: Iterable[Path]) -> str:
     """Return the report of one run directory, or the comparison of several."""
     folders = [Path(path) for path in paths]
     runs = [releasable_facts(path) for path in folders]
-    network = (folders[0] / SEATS).is_file()
-    return report.page(runs, Beside(defaults=defaults_of(runs[0].recipe), network=network))
+    beside = Beside(defaults=defaults_of(runs[0].recipe), members=whereabouts(folders[0]))
+    return report.page(runs, beside)
 
 
 def releasable_facts(path: Path) -> Facts:

@@ -27,7 +27,7 @@ from fedlm.record.facts import facts_of
 from fedlm.record.journal import dumps
 from fedlm.record.statement import PRIORS, StatementFacts
 from fedlm.record.svg import posterior
-from fedlm.record.trust import trust_rows
+from fedlm.record.trust import trust_rows, whereabouts
 
 AUDIT = "audit.json"  # the result of the last audit, in the run directory
 MECHANISMS = {
@@ -60,7 +60,7 @@ def statement_of(run: Path) -> StatementFacts:
             "it can subtract the noise. Train again without privacy.seed."
         )
     plan = account.plan_from(facts.header["privacy"])
-    book, network = Ledger(directory.ledger), (directory.path / "seats.json").is_file()
+    book, members = Ledger(directory.ledger), whereabouts(directory.path)
     entries = book.entries() if book.exists() else []
     released = len(rounds_of(entries)) if entries else len(facts.rounds)
     alone, _ = spent_of_run(directory.path, facts.header, facts.rounds)
@@ -82,7 +82,7 @@ def statement_of(run: Path) -> StatementFacts:
         not_covered=list(claim.not_covered),
         assumptions=[line for line in claim.assumptions if line not in _said(plan)],
         trusted=[account.trusted_in(plan)],
-        sees=[list(row) for row in trust_rows(facts.recipe, network=network)],
+        sees=[list(row) for row in trust_rows(facts.recipe, **members._asdict())],
         audit=read_audit(directory),
         ledger_sha256=_sha256(directory.ledger) if entries else None,
         ledger_lines=len(entries) or None,

@@ -32,6 +32,7 @@ from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.distributed import DistributedNoise, shares_for
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
+from fedlm.secure.terms import Member, Terms, least_neighbors
 from fedlm.server.robust import RULES, bounded
 from fedlm.wire.bitwise import seed_of
 from fedlm.wire.catalog import named
@@ -175,11 +176,30 @@ def integers_of(recipe: Recipe, algorithm: Algorithm) -> UpdateIntegers:
     return UpdateIntegers(grid, recipe.run.seed, plan is not None, wire.secure_rotation, bound)
 
 
-def nodes_of(recipe: Recipe) -> Nodes:
-    """Return how many nodes take part in a recipe's secure sums, and how many must stay."""
-    threshold, honest = threshold_of(recipe), recipe.privacy.honest_nodes
-    colluders = threshold - honest if honest else 0
-    return Nodes(count=recipe.wire.secure_nodes, threshold=threshold, colluders=colluders)
+def nodes_of(recipe: Recipe, members: int = 0) -> Nodes:
+    """Return the terms of a list of so many members, by default of all nodes of a flat federation.
+
+    Every list has the same share of its members as threshold, and as many honest nodes. Below a
+    relay those carry the plan's noise by themselves; above it a relay that is honest carries the
+    noise of one node at least.
+    """
+    n, honest = members or recipe.wire.secure_nodes, recipe.privacy.honest_nodes
+    threshold = threshold_of(recipe, n)
+    if honest:
+        _check_honest(n, threshold, honest)
+    k = recipe.wire.secure_neighbors
+    return Nodes(
+        count=n,
+        threshold=threshold,
+        colluders=threshold - honest if honest else 0,
+        neighbors=k if k < n else 0,
+    )
+
+
+def terms_of(recipe: Recipe, members: tuple[Member, ...], size: int) -> Terms:
+    """Return the terms of a list's secure sums, of vectors of so many values."""
+    bits = grid_of(named("wire.upload", recipe.wire.upload)).bits
+    return nodes_of(recipe, len(members)).terms(members, bits=bits, size=size)
 
 
 def shares_of(recipe: Recipe, algorithm: Algorithm) -> Callable[[Any], DistributedNoise] | None:
@@ -225,10 +245,13 @@ def _centre(rule: str, trim: float, updates: np.ndarray) -> np.ndarray:
     return RULES[rule](updates, trim)
 
 
-def threshold_of(recipe: Recipe) -> int:
-    """Return how many nodes must stay: the setting, or two thirds."""
+def threshold_of(recipe: Recipe, members: int = 0) -> int:
+    """Return how many members of a list must stay: the setting's share of them, or two thirds."""
     n = recipe.wire.secure_nodes
-    return recipe.wire.secure_threshold or max(n // 2 + 1, -(-2 * n // 3))
+    whole = recipe.wire.secure_threshold or max(n // 2 + 1, -(-2 * n // 3))
+    if members in (0, n):
+        return whole
+    return max(members // 2 + 1, -(-whole * members // n))
 
 
 def check_sums(recipe: Recipe, *, network: bool = False) -> None:
@@ -286,8 +309,6 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
         "wire.secure_nodes beside it: each node of a secure sum adds a share of the noise",
         "Or privacy.mechanism = 'gaussian', where the server adds it.",
     )
-    if at_nodes:
-        _check_at_nodes(recipe)
     if secure:
         _check_secure(recipe)
         require(
@@ -298,20 +319,18 @@ def check_sums(recipe: Recipe, *, network: bool = False) -> None:
             "server that is killed must not fall back by more",
         )
     else:
-        for name in ("secure_threshold", "secure_rotation"):
+        for name in ("secure_threshold", "secure_rotation", "secure_neighbors"):
             value = getattr(wire, name)
             only = f"{type(value)()} without wire.secure_nodes"
             require(not value, f"wire.{name}", value, only)
 
 
-def _check_at_nodes(recipe: Recipe) -> None:
-    n, threshold = recipe.wire.secure_nodes, threshold_of(recipe)
-    honest = recipe.privacy.honest_nodes
+def _check_honest(n: int, threshold: int, honest: int) -> None:
     require(
         1 <= honest <= threshold,
         "privacy.honest_nodes",
         honest,
-        f"1 to {threshold}, because so many nodes stay in a sum (wire.secure_threshold)",
+        f"1 to {threshold}, because so many of {n} nodes stay in a sum (wire.secure_threshold)",
     )
     require(
         threshold + honest > n,
@@ -335,6 +354,10 @@ def _check_secure(recipe: Recipe) -> None:
         threshold,
         f"{n // 2 + 1} to {n}, more than half of wire.secure_nodes",
     )
+    at_nodes = recipe.privacy.mechanism and MECHANISMS[recipe.privacy.mechanism].at_nodes
+    if at_nodes:
+        _check_honest(n, threshold, recipe.privacy.honest_nodes)
+    _check_neighbors(n, threshold, recipe)
     require(
         recipe.privacy.mechanism is not None or recipe.client.weight == "uniform",
         "client.weight",
@@ -367,4 +390,20 @@ def _check_secure(recipe: Recipe) -> None:
         recipe.server.cohort,
         f"at most {most}, the members of wire.upload = {wire.upload!r}",
         "" if fixed else "Leave room: this sampling law draws cohorts of different sizes.",
+    )
+
+
+def _check_neighbors(n: int, threshold: int, recipe: Recipe) -> None:
+    """Refuse a graph that absences or a server that lies could cut into parts."""
+    k, honest = recipe.wire.secure_neighbors, recipe.privacy.honest_nodes
+    colluders = threshold - honest if honest else 0
+    least = least_neighbors(n, threshold, colluders)
+    require(
+        k == 0 or (least <= k < n and k % 2 == 0),
+        "wire.secure_neighbors",
+        k,
+        f"0 (all others), or an even number from {least + least % 2} to {n - 1}: with "
+        f"{n - threshold} nodes absent and {colluders} in league with the server, fewer could be "
+        "cut apart, and the sum of a part learned",
+        "Raise it, or raise wire.secure_threshold.",
     )

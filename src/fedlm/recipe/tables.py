@@ -583,13 +583,20 @@ class Wire(Table):
         default=0,
         description="How many nodes add up their clients' updates in a secure sum, of which the "
         "server sees the sum alone; 0 is none. A simulation deals its clients to so many nodes; "
-        "over a network it is the number of members on the federation's list. Needs a codec that "
-        "adds up, such as `secure-20-clip1-members100`.",
+        "over a network it is the number of members on the federation's list, with relays that of "
+        "all nodes that hold text. Needs a codec that adds up, such as "
+        "`secure-20-clip1-members100`.",
     )
     secure_threshold: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
         description="`secure_nodes`: how many nodes must stay until a sum is opened; 0 is two "
-        "thirds of them.",
+        "thirds of them. With relays the same share of each list of members.",
+    )
+    secure_neighbors: Annotated[int, Field(ge=0, le=1022)] = Field(
+        default=0,
+        description="`secure_nodes`: with how many others a node agrees on masks, an even number; "
+        "0 is with all. Fewer cost less where there are hundreds of nodes; so few that the nodes "
+        "that may be absent could cut the others apart are refused.",
     )
     secure_rotation: bool = Field(
         default=False,

@@ -54,7 +54,7 @@ class Beside:
     """What a page shows beside journals."""
 
     defaults: Tables = field(default_factory=dict)  # of settings; empty: all settings are shown
-    network: bool = False  # whether members were at nodes, and not in a simulation
+    members: trust.Whereabouts = field(default_factory=trust.Whereabouts)
 
 
 def page(runs: list[Facts], beside: Beside = Beside()) -> str:  # noqa: B008
@@ -278,7 +278,7 @@ def _privacy(run: Facts, beside: Beside) -> list[str]:
 
 
 def _trust(run: Facts, beside: Beside) -> list[str]:
-    rows = trust.trust_rows(run.recipe, network=beside.network)
+    rows = trust.trust_rows(run.recipe, **beside.members._asdict())
     body = table(list(trust.HEAD), rows) + bullets(trust.NOT_DEFENDED)
     return [folded("Who sees what, and what is not defended", body)]
 

@@ -1,6 +1,6 @@
 """Who sees what of a client's text in a run, as rows of a table.
 
-In:       the recipe of a run, as its header holds it, and whether its members were at nodes.
+In:       the recipe of a run, as its header holds it, and where its members were.
 Out:      rows of words: a party, and what it sees.
 Promise:  the rows follow from settings alone; what nobody can promise is in `NOT_DEFENDED`.
 Not here: the page that shows them (`report`), why they hold (docs/trust.md).
@@ -9,8 +9,13 @@ Not here: the page that shows them (`report`), why they hold (docs/trust.md).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedlm.core.documents import read_json
+from fedlm.core.errors import RecordError
+
+SEATS = "seats.json"  # of a run whose members were at nodes: which node has which
 HEAD = ("who", "one client's update", "a node's sum", "the round's sum")
 NOT_DEFENDED = (
     "poisoning: masks hide a bad update as well as a good one",
@@ -29,7 +34,28 @@ class TrustRow(NamedTuple):
     round_sum: str
 
 
-def trust_rows(recipe: Mapping[str, Any], *, network: bool) -> tuple[TrustRow, ...]:
+class Whereabouts(NamedTuple):
+    """Where the members of a run were."""
+
+    network: bool = False  # at nodes, and not in a simulation
+    relays: bool = False  # some of those nodes below relays
+
+
+def whereabouts(folder: Path) -> Whereabouts:
+    """Return where the members of the run in a folder were."""
+    file = folder / SEATS
+    if not file.is_file():
+        return Whereabouts()
+    try:
+        seats = read_json(file, str(file), RecordError)
+        return Whereabouts(True, any(seat.get("leaves") for seat in seats))
+    except (AttributeError, TypeError, ValueError):
+        raise RecordError(f"{file} is damaged: expected a list of nodes.") from None
+
+
+def trust_rows(
+    recipe: Mapping[str, Any], *, network: bool, relays: bool = False
+) -> tuple[TrustRow, ...]:
     """Return who sees what in a run, the most trusted first.
 
     >>> trust_rows({}, network=True)[1].node_sum
@@ -54,15 +80,28 @@ def trust_rows(recipe: Mapping[str, Any], *, network: bool) -> tuple[TrustRow, .
         threshold = int(wire.get("secure_threshold", 0) or 0) or max(
             secure // 2 + 1, -(-2 * secure // 3)
         )
-        honest = int(privacy.get("honest_nodes", 0) or 0) or threshold
+        honest = int(privacy.get("honest_nodes", 0) or 0)
+        together = f"the server and {threshold - (honest or threshold)} nodes together"
+        stay = f"at least {honest or threshold} honest nodes"
+        if relays:  # each list of members has its own threshold: the same share of it
+            together = "the server and members of its list together"
+            stay = f"{honest} honest members" if honest else f"{threshold} in {secure} members"
+            stay = f"at least {stay} of each list"
         others = TrustRow(
-            f"the server and {threshold - honest} nodes together",
+            together,
             "no",
-            f"no: at least {honest} honest nodes stay in a sum",
+            f"no: {stay} stay in a sum",
             "only with noise" if at_nodes else "yes",
         )
+    relay = TrustRow(
+        "a relay, of the nodes below it",
+        server.update,
+        server.node_sum,
+        "their sum" + (", only with noise" if at_nodes else ", before noise" if mechanism else ""),
+    )
     rows = [
         TrustRow("the client's own node", "yes", "its own", "no: the model of each round"),
+        *([relay] if relays else []),
         server,
         others,
         TrustRow("readers of the network", "no (TLS)", "no (TLS)", "no (TLS)"),

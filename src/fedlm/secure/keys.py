@@ -165,7 +165,7 @@ def add_mask(total: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
             part += made[: len(part)]
 
 
-def digest(*parts: bytes) -> bytes:
+def digest(*parts: bytes | memoryview) -> bytes:
     """Return the SHA-256 of parts, each with its length before it."""
     found = hashlib.sha256()
     for part in parts:

@@ -199,10 +199,10 @@ def mask(state: SecureNode, question: bytes, vector: np.ndarray) -> tuple[Secure
             f"the vector has shape {plain.shape} and type {plain.dtype}: expected "
             f"{session.terms.size} unsigned integers."
         )
-    if session.terms.bits < 8 * plain.dtype.itemsize and (plain >> session.terms.bits).any():
+    if int(plain.max()) >> session.terms.bits:
         raise SecureError(f"the vector holds a number of more than {session.terms.bits} bits.")
     total = plain.astype(dtype)
-    state = _once(state, "vector", digest(total.tobytes()))
+    state = _once(state, "vector", digest(total.data.cast("B")))
     listed = messages.read_key_list(session, state.keys)
     shared = _check_shares(state, listed, question)
     add_mask(total, self_mask_key(session, state.place, _secret(state, "self mask")))

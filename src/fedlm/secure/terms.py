@@ -59,6 +59,15 @@ class Member(NamedTuple):
     public: bytes
 
 
+def least_neighbors(members: int, threshold: int, colluders: int) -> int:
+    """Return with how many others a node must agree on masks, so that no part is cut off.
+
+    >>> least_neighbors(200, 180, 5)
+    26
+    """
+    return max(members - threshold + colluders + 1, 2 * colluders, 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What all nodes of a secure sum agree on before it begins.
@@ -117,10 +126,10 @@ class Terms:
             f"0 (all) or an even number from 2 to {n - 1}",
         )
         require(
-            k == 0 or (k > n - t + m and 2 * m <= k),
+            k == 0 or k >= least_neighbors(n, t, m),
             "secure.neighbors",
             k,
-            f"0 (all), or more than {max(n - t + m, 2 * m - 1)}: with {n - t} nodes absent and {m} "
+            f"0 (all), or at least {least_neighbors(n, t, m)}: with {n - t} nodes absent and {m} "
             "in league with the server, it could cut off some of the others and learn their sum",
             "Raise it, or raise secure.threshold.",
         )
