@@ -15,15 +15,9 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.facts import facts_of
 from fedlm.search import splits
-from fedlm.search.tune import (
-    axis_of,
-    cost,
-    default_axes,
-    edges,
-    ladder,
-    plan_search,
-    search_settings,
-)
+from fedlm.search.space import axis_of, default_axes, edges
+from fedlm.search.tune import search_settings
+from fedlm.search.tune_plan import cost, ladder, plan_search
 from fedlm.training import Watcher
 
 RATE = "client.learning_rate"
@@ -88,7 +82,7 @@ def test_the_recipe_may_say_what_is_tried(tiny_recipe):
 
 def test_every_optimizer_has_usual_rates(tiny_recipe):
     from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SERVER_OPTIMIZERS
-    from fedlm.search.tune import CLIENT_RATES, SERVER_RATES
+    from fedlm.search.space import CLIENT_RATES, SERVER_RATES
 
     assert CLIENT_RATES.keys() == CLIENT_OPTIMIZERS.keys()
     assert SERVER_RATES.keys() == SERVER_OPTIMIZERS.keys()

@@ -14,7 +14,10 @@ from fedlm.cli.train import RUNS, STORES, polite_stop
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.releasable import Releasable
 from fedlm.engine.devices import use_devices
-from fedlm.search import tune as searches
+from fedlm.search.space import axes_of
+from fedlm.search.tune import search_settings
+from fedlm.search.tune_plan import Search, cost, plan_search
+from fedlm.search.tune_results import BEST, TABLE, Found, as_facts, trial_table
 from fedlm.training import Watcher
 
 
@@ -56,8 +59,8 @@ def tune(
     """
     for name, value in (("--minutes", minutes), ("--epsilon", epsilon)):
         require(value is None or 0 < value < float("inf"), name, value, "a positive number")
-    axes = searches.axes_of(over or [])
-    search = searches.plan_search(
+    axes = axes_of(over or [])
+    search = plan_search(
         recipe,
         tuple(changes or ()),
         over=axes or None,
@@ -71,16 +74,16 @@ def tune(
     folder = out_path or RUNS / f"{recipe.stem}-tune"
     use_devices(search.base().run.devices)
     steps = " -> ".join(f"{rung.points} x {rung.rounds} rounds" for rung in search.rungs)
-    played = searches.cost(search.rungs) * len(search.seeds)
+    played = cost(search.rungs) * len(search.seeds)
     note(f"{folder}: {steps}; {played} rounds in all, {len(search.seeds)} seed(s) each.")
     with polite_stop() as stop:
         try:
-            found = searches.search_settings(search, folder, STORES, _watch, stop.is_set)
+            found = search_settings(search, folder, STORES, _watch, stop.is_set)
         except KeyboardInterrupt:
             note(f"Stopped; go on with the same command:\n  {shlex.join(['fedlm', *sys.argv[1:]])}")
             raise typer.Exit(130) from None
     if as_json:
-        emit(searches.as_facts(search, found, folder))
+        emit(as_facts(search, found, folder))
         return
     _print(search, found, folder)
 
@@ -102,8 +105,8 @@ def _watch(label: str) -> Watcher:
     return Watcher(round=on_round)
 
 
-def _print(search: searches.Search, found: searches.Found, folder: Path) -> None:
-    head, rows = searches.table(search, found)
+def _print(search: Search, found: Found, folder: Path) -> None:
+    head, rows = trial_table(search, found)
     show(f"{folder}: perplexity on {found.chosen_by}", head, rows)
     if not found.complete:
         out.print("The budget ended before the best points were trained to the end.")
@@ -113,4 +116,4 @@ def _print(search: searches.Search, found: searches.Found, folder: Path) -> None
         out.print(f"on text that chose nothing: perplexity {found.last['mean']:.2f}")
     if found.spent is not None:
         out.print(f"privacy: {found.spent}")
-    out.print(f"recipe: {folder / searches.BEST}; table: {folder / searches.TABLE}")
+    out.print(f"recipe: {folder / BEST}; table: {folder / TABLE}")

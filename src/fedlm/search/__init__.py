@@ -3,5 +3,5 @@
 In:       a recipe, and settings to try.
 Out:      run directories, tables, a better recipe.
 Promise:  every run is an ordinary one that `fedlm train` would repeat.
-Not here: one run (`training.py`), printing (`cli`).
+Not here: one run (`training`), printing (`cli`).
 """
