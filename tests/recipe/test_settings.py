@@ -304,6 +304,20 @@ def test_text_and_store_are_given_one_and_not_both(data, tmp_path):
     assert f"data.store = {data.get('store')!r}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("data.source", '""'),
+        ("data.store", '""'),
+        ("data.stores", '["", "b"]'),
+        ("model.init_from", '""'),
+    ],
+)
+def test_an_empty_path_is_refused_and_not_taken_for_the_recipe_s_folder(recipe, name, value):
+    with pytest.raises(ConfigError, match=rf"{name} = ''.*: expected .*Leave"):
+        recipe("", f"{name}={value}")
+
+
 def test_the_default_recipe_saved_and_read_again_is_the_same(recipe):
     assert recipe(dump(Recipe())) == Recipe() == recipe()
 

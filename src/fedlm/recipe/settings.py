@@ -177,25 +177,27 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
     """
     data = recipe.data
     changed: dict[str, Any] = {
-        name: _absolute(value, folder)
+        name: _absolute(f"data.{name}", value, folder)
         for name, value in (("source", data.source), ("store", data.store))
         if value is not None and not (name == "source" and value in CORPORA)
     }
     if data.tokenizer.endswith(".json"):
-        changed["tokenizer"] = _absolute(data.tokenizer, folder)
+        changed["tokenizer"] = _absolute("data.tokenizer", data.tokenizer, folder)
     if data.stores:
-        changed["stores"] = tuple(_absolute(path, folder) for path in data.stores)
+        changed["stores"] = tuple(_absolute("data.stores", path, folder) for path in data.stores)
     # Built from the given settings only, so that `model_fields_set` stays correct.
     given = {k: v for k, v in data if k in data.model_fields_set}
     tables: dict[str, Table] = {"data": Data(**{**given, **changed})}
     if recipe.model.init_from is not None:
-        start = _absolute(recipe.model.init_from, folder)
+        start = _absolute("model.init_from", recipe.model.init_from, folder)
         tables["model"] = recipe.model.model_copy(update={"init_from": start})
     return recipe.model_copy(update=tables)
 
 
-def _absolute(path: str, folder: Path) -> str:
+def _absolute(setting: str, path: str, folder: Path) -> str:
     """Return a path as an absolute one: beside the recipe if it is there, else from here."""
+    # An empty path would be the recipe's own folder.
+    require(bool(path), setting, path, "a path or a name", "Leave the setting out to have none.")
     beside = folder / path
     # Not `Path.exists`, which raises if a name is too long or holds a null byte.
     return os.path.abspath(beside if os.path.exists(beside) else path)
