@@ -48,8 +48,9 @@ from fedlm.publish.pages import page_of
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.build import build, round_of, run_to_look_at
 from fedlm.recipe.private_evaluation import private_evaluation_of
-from fedlm.recipe.secure_sums import check_sums, engine_for
+from fedlm.recipe.secure_sums import engine_for
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
+from fedlm.recipe.sum_rules import check_sums
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory

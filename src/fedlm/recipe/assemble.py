@@ -34,8 +34,8 @@ from fedlm.methods.optimizers import (
 from fedlm.models import catalog
 from fedlm.models.partial import TRAINABLE, PartKind, PartOptions
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.recipe.secure_sums import check_sums
 from fedlm.recipe.settings import Recipe
+from fedlm.recipe.sum_rules import check_sums
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
 

@@ -41,8 +41,9 @@ from fedlm.recipe.parts import (
     training_clients,
 )
 from fedlm.recipe.private_evaluation import private_evaluation_of
-from fedlm.recipe.secure_sums import check_sums, engine_for, with_centre
+from fedlm.recipe.secure_sums import engine_for, with_centre
 from fedlm.recipe.settings import Recipe
+from fedlm.recipe.sum_rules import check_sums
 from fedlm.recipe.tree import tree_run
 from fedlm.record.directory import RunDirectory
 from fedlm.run import Evaluation, Run

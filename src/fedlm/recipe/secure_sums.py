@@ -1,10 +1,11 @@
 """How a round's updates become one change: a plain sum, a secure sum, or a robust centre.
 
 In:       a recipe, the engine that trains its members.
-Out:      that engine, or one around it; or a refusal of settings that exclude each other.
+Out:      that engine, or one around it.
 Promise:  under a privacy plan the integers of an update are no longer than the plan's clip, so
           that its noise on the sum is enough.
-Not here: the engines (`engine/secure.py`, `engine/robust.py`), the rules (`server/robust.py`).
+Not here: which settings exclude each other (`sum_rules.py`), the engines (`engine/secure.py`,
+          `engine/robust.py`), the rules (`server/robust.py`).
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ from fedlm.core.types import Engine
 from fedlm.engine.robust import RobustEngine, flattened, like_model
 from fedlm.engine.secure import Nodes, SecureEngine
 from fedlm.federation.algorithm import Algorithm
-from fedlm.methods.catalog import METHODS
-from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.at_nodes import LEAST_VARIANCE, round_rho
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.distributed import DistributedNoise, shares_for
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
-from fedlm.secure.terms import Member, Terms, least_neighbors
+from fedlm.recipe.sum_rules import check_honest, threshold_of
+from fedlm.secure.terms import Member, Terms
 from fedlm.server.robust import RULES, bounded
 from fedlm.wire.bitwise import seed_of
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
-from fedlm.wire.fixed_point import FixedPoint, check_additive, grid_of
+from fedlm.wire.fixed_point import FixedPoint, grid_of
 from fedlm.wire.rotation import layout, rotated, unrotated
 
 BLOCK = 4096  # values that are rotated together
@@ -186,7 +186,7 @@ def nodes_of(recipe: Recipe, members: int = 0) -> Nodes:
     n, honest = members or recipe.wire.secure_nodes, recipe.privacy.honest_nodes
     threshold = threshold_of(recipe, n)
     if honest:
-        _check_honest(n, threshold, honest)
+        check_honest(n, threshold, honest)
     k = recipe.wire.secure_neighbors
     return Nodes(
         count=n,
@@ -243,167 +243,3 @@ def _shares(plan: PrivacyPlan, integers: UpdateIntegers, nodes: int, like: Any) 
 
 def _centre(rule: str, trim: float, updates: np.ndarray) -> np.ndarray:
     return RULES[rule](updates, trim)
-
-
-def threshold_of(recipe: Recipe, members: int = 0) -> int:
-    """Return how many members of a list must stay: the setting's share of them, or two thirds."""
-    n = recipe.wire.secure_nodes
-    whole = recipe.wire.secure_threshold or max(n // 2 + 1, -(-2 * n // 3))
-    if members in (0, n):
-        return whole
-    return max(members // 2 + 1, -(-whole * members // n))
-
-
-def check_sums(recipe: Recipe, *, network: bool = False) -> None:
-    """Refuse settings of secure sums and robust rules that exclude each other."""
-    server, wire = recipe.server, recipe.wire
-    private, secure = recipe.privacy.mechanism is not None, bool(wire.secure_nodes)
-    robust = {
-        "server.aggregate": server.aggregate if server.aggregate != "mean" else None,
-        "server.update_norm": server.update_norm,
-    }
-    for name, value in robust.items():
-        if value is None:
-            continue
-        plain = "'mean'" if name == "server.aggregate" else "nothing"
-        require(
-            not private,
-            name,
-            value,
-            f"{plain} under a privacy plan, whose claim is about sums of updates",
-            "privacy.clip_norm bounds updates there.",
-        )
-        require(
-            not secure,
-            name,
-            value,
-            f"{plain} with wire.secure_nodes: secure sums hide the updates it looks at",
-        )
-    require(
-        server.aggregate == "trimmed-mean" or server.trim == 0.1,
-        "server.trim",
-        server.trim,
-        "0.1, its default, unless server.aggregate = 'trimmed-mean'",
-    )
-    for name, given in (
-        *((name, value is not None) for name, value in robust.items()),
-        ("wire.secure_nodes", secure),
-    ):
-        if not given:
-            continue
-        require(
-            recipe.federation is None, name, True, "nothing beside [federation]: flat runs only"
-        )
-        require(server.mode == "synchronous", name, True, "nothing with server.mode = 'buffered'")
-        require(
-            not TRAINABLE[wire.trainable].by_member,
-            "wire.trainable",
-            wire.trainable,
-            f"a part that all members of a round train alike, with {name}",
-        )
-    at_nodes = private and MECHANISMS[str(recipe.privacy.mechanism)].at_nodes
-    require(
-        secure or not at_nodes,
-        "privacy.mechanism",
-        recipe.privacy.mechanism,
-        "wire.secure_nodes beside it: each node of a secure sum adds a share of the noise",
-        "Or privacy.mechanism = 'gaussian', where the server adds it.",
-    )
-    if secure:
-        _check_secure(recipe)
-        require(
-            not network or private or recipe.run.checkpoint_every == 1,
-            "run.checkpoint_every",
-            recipe.run.checkpoint_every,
-            "1 with secure sums over a network: a node answers for its last round only, so that a "
-            "server that is killed must not fall back by more",
-        )
-    else:
-        for name in ("secure_threshold", "secure_rotation", "secure_neighbors"):
-            value = getattr(wire, name)
-            only = f"{type(value)()} without wire.secure_nodes"
-            require(not value, f"wire.{name}", value, only)
-
-
-def _check_honest(n: int, threshold: int, honest: int) -> None:
-    require(
-        1 <= honest <= threshold,
-        "privacy.honest_nodes",
-        honest,
-        f"1 to {threshold}, because so many of {n} nodes stay in a sum (wire.secure_threshold)",
-    )
-    require(
-        threshold + honest > n,
-        "privacy.honest_nodes",
-        honest,
-        f"at least {n - threshold + 1}: {threshold - honest} nodes in league with the server could "
-        f"make {n} nodes sign two lists of survivors",
-        "Raise it, or raise wire.secure_threshold.",
-    )
-
-
-def _check_secure(recipe: Recipe) -> None:
-    wire, n = recipe.wire, recipe.wire.secure_nodes
-    codec = named("wire.upload", wire.upload)
-    check_additive("wire.upload", codec)
-    require(n >= 3, "wire.secure_nodes", n, "0 or at least 3: of two, each knows the other's part")
-    threshold = threshold_of(recipe)
-    require(
-        n // 2 < threshold <= n,
-        "wire.secure_threshold",
-        threshold,
-        f"{n // 2 + 1} to {n}, more than half of wire.secure_nodes",
-    )
-    at_nodes = recipe.privacy.mechanism and MECHANISMS[recipe.privacy.mechanism].at_nodes
-    if at_nodes:
-        _check_honest(n, threshold, recipe.privacy.honest_nodes)
-    _check_neighbors(n, threshold, recipe)
-    require(
-        recipe.privacy.mechanism is not None or recipe.client.weight == "uniform",
-        "client.weight",
-        recipe.client.weight,
-        "'uniform' with wire.secure_nodes: weights would need a range of their own",
-    )
-    require(
-        not METHODS[recipe.client.method].keeps_client_state,
-        "client.method",
-        recipe.client.method,
-        "a method whose clients remember nothing, with wire.secure_nodes",
-    )
-    require(
-        not wire.error_feedback,
-        "wire.error_feedback",
-        True,
-        "off with wire.secure_nodes: rounding leaves nothing behind on average",
-    )
-    require(
-        recipe.privacy.clip_quantile == 0,
-        "privacy.clip_quantile",
-        recipe.privacy.clip_quantile,
-        "0 with wire.secure_nodes: the range of the sum is fixed before the first round",
-    )
-    most = grid_of(codec).members
-    fixed = recipe.server.sampling in ("fixed", "spaced")
-    require(
-        recipe.server.cohort <= most,
-        "server.cohort",
-        recipe.server.cohort,
-        f"at most {most}, the members of wire.upload = {wire.upload!r}",
-        "" if fixed else "Leave room: this sampling law draws cohorts of different sizes.",
-    )
-
-
-def _check_neighbors(n: int, threshold: int, recipe: Recipe) -> None:
-    """Refuse a graph that absences or a server that lies could cut into parts."""
-    k, honest = recipe.wire.secure_neighbors, recipe.privacy.honest_nodes
-    colluders = threshold - honest if honest else 0
-    least = least_neighbors(n, threshold, colluders)
-    require(
-        k == 0 or (least <= k < n and k % 2 == 0),
-        "wire.secure_neighbors",
-        k,
-        f"0 (all others), or an even number from {least + least % 2} to {n - 1}: with "
-        f"{n - threshold} nodes absent and {colluders} in league with the server, fewer could be "
-        "cut apart, and the sum of a part learned",
-        "Raise it, or raise wire.secure_threshold.",
-    )
