@@ -19,51 +19,51 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-Tree = Any
+from fedlm.core.types import PyTree
 
 
-def add(a: Tree, b: Tree) -> Tree:
+def add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
 
 
-def sub(a: Tree, b: Tree) -> Tree:
+def sub(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.subtract, a, b)
 
 
-def scale(a: Tree, factor: float | Float[Array, ""]) -> Tree:
+def scale(a: PyTree, factor: float | Float[Array, ""]) -> PyTree:
     return jax.tree.map(lambda x: x * factor, a)
 
 
-def add_scaled(a: Tree, b: Tree, factor: float | Float[Array, ""]) -> Tree:
+def add_scaled(a: PyTree, b: PyTree, factor: float | Float[Array, ""]) -> PyTree:
     """Return `a + factor * b`, computed in one pass."""
     return jax.tree.map(lambda x, y: x + factor * y, a, b)
 
 
-def zeros_like(a: Tree) -> Tree:
+def zeros_like(a: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, a)
 
 
-def squared_norm(a: Tree) -> Float[Array, ""]:
+def squared_norm(a: PyTree) -> Float[Array, ""]:
     leaves = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(a)]
     return jnp.sum(jnp.stack(leaves)) if leaves else jnp.zeros(())
 
 
-def norm(a: Tree) -> Float[Array, ""]:
+def norm(a: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(squared_norm(a))
 
 
-def where(ok: Bool[Array, ""], a: Tree, b: Tree) -> Tree:
+def where(ok: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
     """Return `a` if `ok`, else `b`, leaf by leaf; the other tree may hold NaN."""
     return jax.tree.map(lambda x, y: jnp.where(ok, x, y), a, b)
 
 
-def size(a: Tree) -> int:
+def size(a: PyTree) -> int:
     """Count the numbers in a tree; its leaves may also be shapes without values."""
     # Not np.prod, which is silent where 64 bits are too few.
     return sum(math.prod(x.shape) for x in jax.tree.leaves(a))
 
 
-def named_leaves(a: Tree) -> dict[str, Any]:
+def named_leaves(a: PyTree) -> dict[str, Any]:
     """Return the leaves by dotted path, in tree order.
 
     >>> list(named_leaves({"cell": {"bias": 1, "weight": 2}}))
@@ -73,14 +73,14 @@ def named_leaves(a: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
-def with_leaves(a: Tree, leaves: dict[str, Any]) -> Tree:
+def with_leaves(a: PyTree, leaves: dict[str, Any]) -> PyTree:
     """Return `a` with every leaf replaced by the leaf of the same name in `leaves`."""
     flat, structure = jax.tree_util.tree_flatten_with_path(a)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     return jax.tree_util.tree_unflatten(structure, [leaves[name] for name in names])
 
 
-def split(a: Tree, keep: Sequence[bool]) -> tuple[Tree, Tree]:
+def split(a: PyTree, keep: Sequence[bool]) -> tuple[PyTree, PyTree]:
     """Split a tree into the leaves that `keep` marks and the others, with None in the gaps."""
     leaves, structure = jax.tree.flatten(a)
     both = list(zip(leaves, keep, strict=True))
@@ -88,30 +88,30 @@ def split(a: Tree, keep: Sequence[bool]) -> tuple[Tree, Tree]:
     return kept, jax.tree.unflatten(structure, [None if k else x for x, k in both])
 
 
-def join(a: Tree, b: Tree) -> Tree:
+def join(a: PyTree, b: PyTree) -> PyTree:
     """Join the two trees that `split` made; return `a` itself if `b` is None."""
     if b is None:
         return a
     return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=_is_none)
 
 
-def without(a: Tree, b: Tree) -> Tree:
+def without(a: PyTree, b: PyTree) -> PyTree:
     """Return `a` with None wherever `b` has a leaf, or `a` itself if `b` is None."""
     if b is None:
         return a
     return jax.tree.map(lambda held, x: x if held is None else None, b, a, is_leaf=_is_none)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 
-def take(a: Tree, at: Any) -> Tree:
+def take(a: PyTree, at: Any) -> PyTree:
     """Return row `at` of every leaf, or several rows if `at` selects several."""
     return jax.tree.map(lambda x: x[at], a)
 
 
-def thin(a: Tree, keep: Sequence[bool] | None) -> Tree:
+def thin(a: PyTree, keep: Sequence[bool] | None) -> PyTree:
     """Replace the leaves that `keep` does not mark by empty arrays; None keeps all leaves."""
     if keep is None:
         return a
@@ -120,7 +120,7 @@ def thin(a: Tree, keep: Sequence[bool] | None) -> Tree:
     return jax.tree.unflatten(structure, made)
 
 
-def fill(a: Tree, like: Tree, keep: Sequence[bool] | None) -> Tree:
+def fill(a: PyTree, like: PyTree, keep: Sequence[bool] | None) -> PyTree:
     """Undo `thin`, with zeros for the leaves that it emptied."""
     if keep is None:
         return a
@@ -129,7 +129,7 @@ def fill(a: Tree, like: Tree, keep: Sequence[bool] | None) -> Tree:
     return jax.tree.unflatten(structure, [x if k else jnp.zeros_like(y) for x, y, k in wide])
 
 
-def sha256(a: Tree) -> str:
+def sha256(a: PyTree) -> str:
     """Hash the names, shapes, types and bytes of all leaves."""
     digest = hashlib.sha256()
     for name, leaf in named_leaves(a).items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import equinox as eqx
 import numpy as np
@@ -23,13 +23,26 @@ from fedlm.core.errors import require
 # vocabulary can be a target; an array indexed with PAD gives its last entry, which no code may use.
 PAD = -1
 
-Params = Any
+PyTree: TypeAlias = Any
+"""Containers within containers whose leaves are arrays; JAX takes and returns them whole."""
+
+Params = PyTree
 """A model: an `eqx.Module` whose leaves are float arrays."""
 
 Tokens = Int[Array, "batch seq_plus_one"]
 """Rows of tokens; column t predicts column t + 1, and a target that is PAD does not count."""
 
-OptState = Any
+OptState = PyTree
+"""The state of an optimiser, or what else a server method remembers between rounds."""
+
+Message = PyTree
+"""What a server sends to the members of a round: a model, and for some methods more beside it."""
+
+Shared = PyTree
+"""The input that all members of a round share, made from the server's message."""
+
+ClientMemory = PyTree
+"""What a method's client keeps until its next turn; None where the method keeps nothing."""
 
 TokenRows = Integer[np.ndarray, "rows width"]
 """Rows of tokens on the host."""
@@ -122,8 +135,10 @@ class Update(eqx.Module):
     steps: Float[Array, ""]
     refused: Float[Array, ""]
     unclipped: Float[Array, ""]  # one, unless a privacy clip shortened the update
-    mask: Any = None  # one or zero per leaf, if each member trains leaves of its own
-    client_state: Any = None  # the state a member keeps until its next turn, if its method has any
+    mask: PyTree = None  # one or zero per leaf, if each member trains leaves of its own
+    client_state: PyTree = (
+        None  # the state a member keeps until its next turn, if its method has any
+    )
 
 
 class Total(eqx.Module):
@@ -137,15 +152,15 @@ class Total(eqx.Module):
     refused: Float[Array, ""]
     unclipped: Float[Array, ""]
     members: Float[Array, ""]
-    shares: Any = None  # the weight per leaf, if members train leaves of their own
-    client_state: Any = None  # the state of each member, in the order of the cohort
+    shares: PyTree = None  # the weight per leaf, if members train leaves of their own
+    client_state: PyTree = None  # the state of each member, in the order of the cohort
 
 
 class History(NamedTuple):
     """The last round and the participations of each client; empty if the law does not need it."""
 
-    last: Any  # int32, population
-    times: Any  # int32, population
+    last: Integer[np.ndarray | Array, " population"]
+    times: Integer[np.ndarray | Array, " population"]
 
 
 class OnBase(NamedTuple):
@@ -156,7 +171,7 @@ class OnBase(NamedTuple):
     """
 
     base: Params  # the frozen leaves, None where a leaf is trained; the same in every round
-    rest: Any  # the value that `shared` made of this round's message
+    rest: Shared  # the value that `shared` made of this round's message
 
 
 class TrainablePart(NamedTuple):
@@ -170,12 +185,12 @@ class TrainablePart(NamedTuple):
     for sums that are not linear in what members send.
     """
 
-    shared: Callable[[Params, PRNGKeyArray], Any] = lambda params, key: params
-    init: Callable[[Any], Params] = lambda shared: shared
-    merge: Callable[[Any, Params], Params] = lambda shared, trained: trained
+    shared: Callable[[Params, PRNGKeyArray], Shared] = lambda params, key: params
+    init: Callable[[Shared], Params] = lambda shared: shared
+    merge: Callable[[Shared, Params], Params] = lambda shared, trained: trained
     expand: Callable[[Params, PRNGKeyArray, Params], Params] = lambda params, key, delta: delta
-    draw: Callable[[Params, PRNGKeyArray], Any] | None = None
-    lift: Callable[[Any, Params], Params] | None = None
+    draw: Callable[[Params, PRNGKeyArray], PyTree] | None = None
+    lift: Callable[[Shared, Params], Params] | None = None
 
 
 class ClientMethod(NamedTuple):
@@ -190,22 +205,22 @@ class ClientMethod(NamedTuple):
     turns a member's change, as it arrives, into what is summed.
     """
 
-    shared: Callable[[Any, PRNGKeyArray], Any]
-    init: Callable[[Any, PRNGKeyArray, Any], Any]
-    step: Callable[[Any, Any, Batch], Any]
-    finish: Callable[[Any, Any, Float[Array, ""]], Update]
-    expand: Callable[[Params, PRNGKeyArray, Any], Any]
-    init_memory: Callable[[Any], Any] | None = None
-    draw: Callable[[Params, PRNGKeyArray], Any] | None = None
-    lift: Callable[[Any, Any], Any] | None = None
+    shared: Callable[[Message, PRNGKeyArray], Shared]
+    init: Callable[[Shared, PRNGKeyArray, ClientMemory], PyTree]
+    step: Callable[[Shared, PyTree, Batch], PyTree]
+    finish: Callable[[Shared, PyTree, Float[Array, ""]], Update]
+    expand: Callable[[Params, PRNGKeyArray, PyTree], PyTree]
+    init_memory: Callable[[Shared], ClientMemory] | None = None
+    draw: Callable[[Params, PRNGKeyArray], PyTree] | None = None
+    lift: Callable[[Shared, PyTree], PyTree] | None = None
 
 
 class ServerMethod(NamedTuple):
     """The server's work as pure functions: initial state, message to members, and model step."""
 
     init: Callable[[Params], OptState]
-    send: Callable[[Params, OptState], Any]
-    step: Callable[[Params, OptState, Any], tuple[Params, OptState]]
+    send: Callable[[Params, OptState], Message]
+    step: Callable[[Params, OptState, PyTree], tuple[Params, OptState]]
 
 
 class Codec(NamedTuple):
@@ -252,9 +267,9 @@ class Cohort(NamedTuple):
 class Start:
     """The state from which members begin a round."""
 
-    model: Any  # the server's message
+    model: Message  # the server's message
     clip_norm: float = math.inf  # the longest update a member may send; infinite without a plan
-    client_state: Any = None  # the members' own state; in a shared start, one row per member
+    client_state: PyTree = None  # the members' own state; in a shared start, one row per member
     noise_secret: bytes = b""  # from which simulated nodes draw their noise, if nodes add it
 
 

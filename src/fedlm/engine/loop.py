@@ -28,8 +28,11 @@ from fedlm.core.types import (
     Cohort,
     Gathered,
     Members,
+    Message,
     Precomputed,
+    PyTree,
     Rows,
+    Shared,
     Start,
     Starts,
     Update,
@@ -110,7 +113,7 @@ class LoopEngine:
                 raise EngineError(f"{where}: {error}") from error
             yield Arrived(int(member), update, upload, download)
 
-    def _download(self, model: Any, round: int) -> tuple[Any, int]:
+    def _download(self, model: Message, round: int) -> tuple[Shared, int]:
         """Return the model as members decode it, and the size of its frame."""
         codec = self.algorithm.download
         payload = codec.encode(model, key_for(self.seed, "download", round=round))
@@ -118,7 +121,9 @@ class LoopEngine:
         shared = self.algorithm.local_of(round).shared(arrived, key)
         return on_base(self.algorithm.base, shared), len(payload)
 
-    def _train(self, start: Start, shared: Any, cohort: Cohort, place: int) -> tuple[Update, int]:
+    def _train(
+        self, start: Start, shared: Shared, cohort: Cohort, place: int
+    ) -> tuple[Update, int]:
         """Train one member; return its update as it arrives, and the size of its frame."""
         algorithm, round, member = self.algorithm, cohort.round, cohort.members[place]
         local = algorithm.local_of(round)
@@ -132,7 +137,7 @@ class LoopEngine:
         done = Finished(shared, carry, examples, jnp.float32(start.clip_norm), client_state)
         sizes = []
 
-        def send(delta: Any) -> Any:
+        def send(delta: PyTree) -> PyTree:
             arrived, size = through_bytes(algorithm.upload, delta, carry.mask, key)
             sizes.append(size)
             return arrived
@@ -141,5 +146,5 @@ class LoopEngine:
 
     @staticmethod
     @partial(jax.jit, static_argnums=0)
-    def _step(local: ClientMethod, shared: Any, carry: Any, batch: Any) -> Any:
+    def _step(local: ClientMethod, shared: Shared, carry: PyTree, batch: Any) -> PyTree:
         return local.step(shared, carry, batch)

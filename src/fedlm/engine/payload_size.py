@@ -20,17 +20,19 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.keys import key_for
-from fedlm.core.types import ClientMethod, Codec, Cohort
+from fedlm.core.types import ClientMethod, Codec, Cohort, Message, PyTree
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import Finished, member_half
 
 
-def kept_leaves(mask: Any) -> list[bool] | None:
+def kept_leaves(mask: PyTree) -> list[bool] | None:
     """Return a member's mask in the form that codecs take."""
     return None if mask is None else [bool(x) for x in np.asarray(mask)]
 
 
-def through_bytes(codec: Codec, delta: Any, mask: Any, key: PRNGKeyArray) -> tuple[Any, int]:
+def through_bytes(
+    codec: Codec, delta: PyTree, mask: PyTree, key: PRNGKeyArray
+) -> tuple[PyTree, int]:
     """Encode and decode a change; return the result and its bytes, frozen leaves left out."""
     keep = kept_leaves(mask)
     payload = codec.encode(delta, key, keep)
@@ -44,7 +46,7 @@ def really_sent(
     """Return the size of a member's frame by making it."""
     sizes = []
 
-    def send(delta: Any) -> Any:
+    def send(delta: PyTree) -> PyTree:
         sizes.append(len(algorithm.upload.encode(delta, key, kept_leaves(done.carry.mask))))
         return delta
 
@@ -52,7 +54,7 @@ def really_sent(
     return sizes[0]
 
 
-def sizes(algorithm: Algorithm, sent: Any, cohort: Cohort, seed: int) -> Iterator[int]:
+def sizes(algorithm: Algorithm, sent: Message, cohort: Cohort, seed: int) -> Iterator[int]:
     """Return the size of each member's frame, by arithmetic on shapes."""
     codec, local = algorithm.upload, algorithm.local_of(cohort.round)
     like = update_like(algorithm, sent, cohort.round).delta
@@ -66,7 +68,7 @@ def sizes(algorithm: Algorithm, sent: Any, cohort: Cohort, seed: int) -> Iterato
 
 
 def own_leaves(
-    local: ClientMethod, like: Any, seed: int, round: int, member: int
+    local: ClientMethod, like: PyTree, seed: int, round: int, member: int
 ) -> list[bool] | None:
     """Return the leaves that a member draws to train; both sides can derive them."""
     if local.draw is None:
@@ -79,7 +81,7 @@ def own_leaves(
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _draw(draw: Callable[..., Any], structure: Any, shapes: Any, key: PRNGKeyArray) -> Any:
+def _draw(draw: Callable[..., Any], structure: Any, shapes: Any, key: PRNGKeyArray) -> PyTree:
     """Draw a member's leaves from the shapes of all leaves."""
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return draw(jax.tree.unflatten(structure, leaves), key)

@@ -9,14 +9,13 @@ Not here: the rules (`server/robust.py`), training (`loop.py`, `mesh.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, Starts
+from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, PyTree, Starts
 from fedlm.federation.algorithm import Algorithm, update_like
 from fedlm.federation.member import add_member, model_like, total_like
 
@@ -67,13 +66,13 @@ class RobustEngine:
         return Gathered(total, upload, download)
 
 
-def flattened(delta: Any) -> np.ndarray:
+def flattened(delta: PyTree) -> np.ndarray:
     """Return all values of a change in one vector."""
     leaves = [np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(delta)]
     return np.concatenate([*leaves, np.zeros(0)])
 
 
-def like_model(flat: np.ndarray, like: Any) -> Any:
+def like_model(flat: np.ndarray, like: PyTree) -> PyTree:
     """Return a vector in the shapes and types of a model."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([leaf.size for leaf in leaves])

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core.errors import EngineError, require
-from fedlm.core.types import Total, Update
+from fedlm.core.types import PyTree, Total, Update
 
 COUNTS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 UNIT = 2.0**-20
@@ -41,16 +41,16 @@ class Integers(Protocol):
     def members(self) -> int:
         """The most updates of a sum."""
 
-    def size(self, like: Any) -> int:
+    def size(self, like: PyTree) -> int:
         """Return how many integers an update has."""
 
-    def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
+    def rounded(self, delta: PyTree, clip_norm: float, round: int, member: int) -> np.ndarray:
         """Return the integers of one update."""
 
     def wrapped(self, total: np.ndarray) -> np.ndarray:
         """Return signed integers as words modulo 2^bits."""
 
-    def values(self, words: np.ndarray, like: Any, round: int) -> Any:
+    def values(self, words: np.ndarray, like: PyTree, round: int) -> PyTree:
         """Return the numbers of a sum in the shapes of a model."""
 
 
@@ -70,7 +70,7 @@ class SumVector:
 
     integers: Integers
     nodes: int  # that take part in a sum at most
-    like: Any  # the shapes of an update
+    like: PyTree  # the shapes of an update
     shares: Shares | None = None  # noise at nodes
 
     def __post_init__(self) -> None:

@@ -21,7 +21,17 @@ from jaxtyping import PRNGKeyArray
 
 from fedlm.core.by_value import by_value
 from fedlm.core.keys import key_for
-from fedlm.core.types import ClientMethod, Codec, OnBase, Params, Sampling, ServerMethod, Update
+from fedlm.core.types import (
+    ClientMethod,
+    Codec,
+    Message,
+    OnBase,
+    Params,
+    Sampling,
+    ServerMethod,
+    Shared,
+    Update,
+)
 from fedlm.privacy.catalog import check_plan, noise_for
 from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
@@ -116,13 +126,13 @@ def round_key(algorithm: Algorithm, round: int) -> PRNGKeyArray:
     return key_for(algorithm.seed, "partial", round=round)
 
 
-def update_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
+def update_like(algorithm: Algorithm, sent: Message, round: int = 0) -> Update:
     """Return the shapes of a member's update, without training one."""
     local, base = algorithm.local_of(round), algorithm.base
     return _update_like(local, *_shapes(sent), *_shapes(base))[0]
 
 
-def summed_like(algorithm: Algorithm, sent: Any, round: int = 0) -> Update:
+def summed_like(algorithm: Algorithm, sent: Message, round: int = 0) -> Update:
     """Return the shapes of a member's update as it goes into a sum."""
     local, base = algorithm.local_of(round), algorithm.base
     return _update_like(local, *_shapes(sent), *_shapes(base))[1]
@@ -143,7 +153,7 @@ def _update_like(
 ) -> tuple[Update, Update]:
     """Return the shapes of a member's update, as it is sent and as it goes into a sum."""
 
-    def work(sent: Any, base: Params | None) -> tuple[Update, Update]:
+    def work(sent: Message, base: Params | None) -> tuple[Update, Update]:
         key = key_for(0, "partial")  # only shapes count
         shared = on_base(base, local.shared(sent, key))
         client_state = None if local.init_memory is None else local.init_memory(shared)
@@ -155,7 +165,7 @@ def _update_like(
     return made
 
 
-def lifted(local: ClientMethod, shared: Any, update: Update) -> Update:
+def lifted(local: ClientMethod, shared: Shared, update: Update) -> Update:
     """Return an update as it goes into a sum."""
     if local.lift is None:
         return update
@@ -163,6 +173,6 @@ def lifted(local: ClientMethod, shared: Any, update: Update) -> Update:
     return eqx.tree_at(lambda u: u.delta, update, delta)
 
 
-def on_base(base: Params | None, shared: Any) -> Any:
+def on_base(base: Params | None, shared: Shared) -> Shared:
     """Attach the base, if there is one, to the model that members share."""
     return shared if base is None else OnBase(base, shared)

@@ -32,7 +32,18 @@ from jaxtyping import Array, Float, Int
 from fedlm.cohort.sampling import draw
 from fedlm.core import tree
 from fedlm.core.keys import generator_for
-from fedlm.core.types import Cohort, Engine, Gathered, History, Members, Params, Start, Total
+from fedlm.core.types import (
+    Cohort,
+    Engine,
+    Gathered,
+    History,
+    Members,
+    Message,
+    Params,
+    PyTree,
+    Start,
+    Total,
+)
 from fedlm.federation.round import (
     FlatRound,
     Metrics,
@@ -72,7 +83,7 @@ class Flight(eqx.Module):
     began: Int[np.ndarray, " places"]  # the round in which each was asked
     due: Float[np.ndarray, " places"]  # simulated: the time at which each will answer
     clock: Float[Array, ""]  # seconds since the run began, simulated or waited
-    models: Any  # what the last `largest_staleness` rounds sent, by round modulo their number
+    models: PyTree  # what the last `largest_staleness` rounds sent, by round modulo their number
 
 
 class Flying(NamedTuple):
@@ -223,7 +234,7 @@ class BufferedRound:
             found.append(Flying(began, members, flight.due[here], Start(model)))
         return found
 
-    def _landed(self, flight: Flight, landing: Landing, round: int, sent: Any) -> Flight:
+    def _landed(self, flight: Flight, landing: Landing, round: int, sent: Message) -> Flight:
         """Free the places of those who answered or never will, and keep the round's model."""
         gone = {(group.began, int(m)) for group in landing.groups for m in group.members}
         gone |= {(int(began), int(member)) for began, member in landing.lost}
@@ -236,7 +247,7 @@ class BufferedRound:
 
     # ---- what their answers make ---------------------------------------------------------
 
-    def _joined(self, groups: Sequence[Landed], round: int, sent: Any) -> Gathered:
+    def _joined(self, groups: Sequence[Landed], round: int, sent: Message) -> Gathered:
         """Return the sum of all answers, each with the discount of its age."""
         if not groups:
             nobody = Cohort(round, np.zeros(0, np.int64))
@@ -301,7 +312,7 @@ def _freed(flight: Flight, places: np.ndarray) -> Flight:
     return replace(flight, members=members, began=began, due=due)
 
 
-def _put(held: np.ndarray, slot: int, new: Any) -> np.ndarray:
+def _put(held: np.ndarray, slot: int, new: PyTree) -> np.ndarray:
     held = held.copy()
     held[slot] = np.asarray(new)
     return held

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from fedlm.core.types import Params
+from fedlm.core.types import Params, PyTree
 
 Vector = Float[np.ndarray, " n"]
 Layers = dict[str, Vector]
@@ -69,7 +69,7 @@ def join(leaf_layers: LeafLayers, like: Params, backbone: Backbone, personal: La
     return jax.tree.unflatten(structure, made)
 
 
-def length(part: Any) -> float:
+def length(part: PyTree) -> float:
     """Return the L2 norm of a part of a model."""
     return math.sqrt(sum(float(np.vdot(x, x)) for x in jax.tree.leaves(part)))
 

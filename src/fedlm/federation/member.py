@@ -11,14 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from fedlm.core import tree
-from fedlm.core.types import ClientMethod, Params, Start, Starts, Total, Update
+from fedlm.core.types import (
+    ClientMethod,
+    Message,
+    Params,
+    PyTree,
+    Shared,
+    Start,
+    Starts,
+    Total,
+    Update,
+)
 from fedlm.federation.algorithm import Algorithm, lifted
 from fedlm.local.train import masked
 from fedlm.privacy.clip import clip
@@ -27,8 +37,8 @@ from fedlm.privacy.clip import clip
 class ClientState(NamedTuple):
     """The state that a member keeps between its rounds."""
 
-    own: Any  # as its method wants it
-    residual: Any  # what its codec left out
+    own: PyTree  # as its method wants it
+    residual: PyTree  # what its codec left out
 
 
 def start_of(starts: Starts, place: int) -> Start:
@@ -38,7 +48,7 @@ def start_of(starts: Starts, place: int) -> Start:
     return starts[place]
 
 
-def model_like(starts: Starts) -> Any:
+def model_like(starts: Starts) -> Message:
     """Return a model with the shapes of the models that members begin from."""
     return starts.model if isinstance(starts, Start) else starts[0].model
 
@@ -75,8 +85,8 @@ def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = Tr
 class Finished(NamedTuple):
     """A member after its last batch."""
 
-    shared: Any  # what the members of its round began from
-    carry: Any  # what its method carried through the batches
+    shared: Shared  # what the members of its round began from
+    carry: PyTree  # what its method carried through the batches
     examples: Array  # how many it trained on
     clip_norm: Array  # the longest update it may send
     client_state: ClientState | None = None  # what it remembered before this round
@@ -118,7 +128,7 @@ def left_out(sent: Update, arrived: Params, before: Params) -> Params:
     return tree.where(sent.refused > 0, before, left)
 
 
-def _remember(algorithm: Algorithm, update: Update, wanted: Params, client_state: Any) -> Update:
+def _remember(algorithm: Algorithm, update: Update, wanted: Params, client_state: PyTree) -> Update:
     if not algorithm.remembers:
         return update
     residual = None

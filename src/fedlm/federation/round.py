@@ -36,8 +36,10 @@ from fedlm.core.types import (
     Gathered,
     History,
     Members,
+    Message,
     OptState,
     Params,
+    PyTree,
     Start,
     Total,
     Update,
@@ -59,14 +61,14 @@ class NodeState(eqx.Module):
 
     params: Params  # the trained part alone, where the algorithm has a base
     server_memory: OptState
-    noise_memory: Any
+    noise_memory: PyTree
     history: History
     clip_norm: Float[Array, ""]  # the longest update that a member may send
     unclipped: Float[Array, ""]  # the noisy share of updates that were inside it, where released
     counted: Float[Array, ""]  # the exact count of which the next such share is made
     secret: UInt32[Array, "4"]  # what private draws are made from
     round: Int[Array, ""]
-    client_state: Any = (
+    client_state: PyTree = (
         None  # what each client remembers, where the method has it remember anything
     )
     digest: Any = None  # under a plan: the ledger's digest of the sum that led here, as 32 numbers
@@ -98,12 +100,12 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
     )
 
 
-def outgoing(algorithm: Algorithm, state: NodeState) -> Any:
+def outgoing(algorithm: Algorithm, state: NodeState) -> Message:
     """Return what the server sends to the members of a round."""
     return algorithm.server.send(state.params, state.server_memory)
 
 
-def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
+def init_client_state(algorithm: Algorithm, sent: Message) -> PyTree:
     """Return the initial client state, one row per client; None if clients keep no state."""
     if not algorithm.remembers:
         return None
@@ -114,7 +116,7 @@ def init_client_state(algorithm: Algorithm, sent: Any) -> Any:
     return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (rows, *x.shape)).copy(), whole)
 
 
-def init_memory(algorithm: Algorithm, sent: Any) -> ClientState:
+def init_memory(algorithm: Algorithm, sent: Message) -> ClientState:
     """Return what one client remembers before its first turn."""
     like = update_like(algorithm, sent)
     residual = like.delta if algorithm.feedback else None
@@ -126,7 +128,7 @@ def init_memory(algorithm: Algorithm, sent: Any) -> ClientState:
     return ClientState(own, tree.zeros_like(residual))
 
 
-def client_state_of(state: NodeState, members: Members) -> Any:
+def client_state_of(state: NodeState, members: Members) -> PyTree:
     """Return the client state of a round's members, in their order."""
     return tree.take(jax.tree.map(np.asarray, state.client_state), np.asarray(members))
 
@@ -246,7 +248,7 @@ def _is_none(x: Any) -> bool:
 def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
     """Return the state with these rows as the client state of these members."""
 
-    def put(held: Any, new: Any) -> Any:
+    def put(held: PyTree, new: PyTree) -> PyTree:
         held = np.array(held)
         held[np.asarray(members)] = np.asarray(new)
         return held
@@ -287,7 +289,7 @@ def _server_step(
     limit = Limit(state.clip_norm, state.unclipped, state.counted)
     local, (key, shared) = algorithm.local_of(turn), keys
 
-    def whole(delta: Any) -> Any:
+    def whole(delta: PyTree) -> PyTree:
         return local.expand(state.params, shared, delta)
 
     if plan is None:
@@ -325,7 +327,7 @@ def told(algorithm: Algorithm, metrics: Metrics, before: NodeState, after: NodeS
     return release(plan, "round", facts, lambda: _expected(algorithm, outgoing(algorithm, before)))
 
 
-def _expected(algorithm: Algorithm, sent: Any) -> Metrics:
+def _expected(algorithm: Algorithm, sent: Message) -> Metrics:
     """Return the numbers of members and bytes that the plan expects in a round."""
     cohort = algorithm.sampling.cohort
     update = algorithm.upload.encoded_bytes(update_like(algorithm, sent).delta)

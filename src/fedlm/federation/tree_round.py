@@ -39,6 +39,7 @@ from fedlm.core.types import (
     History,
     OptState,
     Params,
+    PyTree,
     ServerMethod,
     Start,
     Total,
@@ -121,7 +122,7 @@ class TreeConfig:
         """Return the model that a backbone and personal layers make up."""
         return layer_attention.join(self.personal_layers, like, backbone, personal)
 
-    def cost(self, part: Any) -> int:
+    def cost(self, part: PyTree) -> int:
         """Return the bytes that a part of a model takes between two nodes; zero if it is empty."""
         return self.edge_bytes(part) if jax.tree.leaves(part) else 0
 
@@ -143,7 +144,7 @@ class TreeNodeState(eqx.Module):
     params: Params
     server_memory: OptState  # of the optimiser that moves its backbone, where it has children
     received_backbone: Backbone | None  # what its report is measured from, if not every round
-    training_memory: Any  # of the optimiser of its own training, where that is kept
+    training_memory: PyTree  # of the optimiser of its own training, where that is kept
     federation: NodeState | None  # of its clients, without parameters; None if text is pooled
     public_layers: dict[str, Any] | None  # its personal layers as others know them, if hidden
 
@@ -363,7 +364,7 @@ class Trained(NamedTuple):
     sums: Update | Total  # what happened, without the change and memories
     public_backbone: Backbone | None = None  # as its parent sees it, if not as it is
     change: float | None = None  # the L2 norm of the change; of pooled text alone
-    training_memory: Any = None
+    training_memory: PyTree = None
     federation: NodeState | None = None
     upload_bytes: int = 0  # between the node and its text, or clients that are its members
     download_bytes: int = 0
@@ -457,7 +458,7 @@ def _train_clients(
     )
 
 
-def _without_change(done: Any) -> Any:
+def _without_change(done: Any) -> PyTree:
     """Drop the change and what members remember, which are as large as models."""
     return eqx.tree_at(lambda d: (d.delta, d.client_state), done, (None, None), is_leaf=_is_none)
 

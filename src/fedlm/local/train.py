@@ -10,7 +10,7 @@ Not here: loops over members (`engine`), optimisers and methods by name (`method
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,18 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
-from fedlm.core.types import Batch, ClientMethod, LossFn, OptState, Params, TrainablePart, Update
+from fedlm.core.types import (
+    Batch,
+    ClientMemory,
+    ClientMethod,
+    LossFn,
+    OptState,
+    Params,
+    PyTree,
+    Shared,
+    TrainablePart,
+    Update,
+)
 
 Scalar = Float[Array, ""]
 Weigh = Callable[[Scalar, Scalar], Scalar]
@@ -42,8 +53,8 @@ class Carry(NamedTuple):
     nats: Scalar
     tokens: Scalar
     steps: Scalar
-    mask: Any = None  # one number per leaf, if the member trains its own leaves
-    extra: Any = None  # state that a method adds
+    mask: PyTree = None  # one number per leaf, if the member trains its own leaves
+    extra: PyTree = None  # state that a method adds
 
 
 @by_value
@@ -63,12 +74,12 @@ def local_training(
     otherwise every turn begins with a fresh state.
     """
 
-    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> Carry:
         start = part.init(shared)
         mask = part.draw(start, jr.fold_in(key, 1)) if part.draw else None
         return begin(start, client_state if remember else optimizer.init(start), mask)
 
-    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
+    def step(shared: Shared, carry: Carry, batch: Batch) -> Carry:
         def merge(trained: Params) -> Params:
             return part.merge(shared, trained)
 
@@ -80,12 +91,12 @@ def local_training(
         moved = optax.apply_updates(carry.params, masked(change, carry.mask))
         return went_on(carry, moved, memory, nats, count)
 
-    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+    def finish(shared: Shared, carry: Carry, examples: Scalar) -> Update:
         delta = tree.sub(carry.params, part.init(shared))
         client_state = carry.memory if remember else None
         return update_of(carry, delta, weigh(examples, carry.tokens), client_state)
 
-    def init_memory(shared: Any) -> OptState:
+    def init_memory(shared: Shared) -> OptState:
         return optimizer.init(part.init(shared))
 
     return ClientMethod(
@@ -100,7 +111,7 @@ def local_training(
     )
 
 
-def begin(start: Params, memory: OptState, mask: Any = None, extra: Any = None) -> Carry:
+def begin(start: Params, memory: OptState, mask: PyTree = None, extra: PyTree = None) -> Carry:
     """Return the state of a member before its first batch."""
     zero = jnp.zeros(())
     return Carry(start, memory, zero, zero, zero, mask, extra)
@@ -126,7 +137,12 @@ def gradient(
 
 
 def went_on(
-    carry: Carry, params: Params, memory: OptState, nats: Scalar, count: Scalar, extra: Any = None
+    carry: Carry,
+    params: Params,
+    memory: OptState,
+    nats: Scalar,
+    count: Scalar,
+    extra: PyTree = None,
 ) -> Carry:
     """Return the state of a member after one more batch."""
     return Carry(
@@ -140,7 +156,7 @@ def went_on(
     )
 
 
-def masked(change: Params, mask: Any) -> Params:
+def masked(change: Params, mask: PyTree) -> Params:
     """Set the change of frozen leaves to zero; without a mask, return the change as it is."""
     if mask is None:
         return change
@@ -149,7 +165,9 @@ def masked(change: Params, mask: Any) -> Params:
     return jax.tree.unflatten(structure, held)
 
 
-def update_of(carry: Carry, delta: Any, weight: Scalar, client_state: Any = None) -> Update:
+def update_of(
+    carry: Carry, delta: PyTree, weight: Scalar, client_state: ClientMemory = None
+) -> Update:
     """Return the update that a member sends.
 
     A change that is not finite is replaced by zero, with weight zero, and counted as refused.

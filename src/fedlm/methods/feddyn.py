@@ -11,25 +11,23 @@ Acar et al. 2021, "Federated learning based on dynamic regularization".
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import optax
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
-from fedlm.core.types import Batch, ClientMethod, LossFn, Params, ServerMethod, Update
-from fedlm.local.train import (
-    ALL,
-    WEIGHTS,
-    Carry,
-    Scalar,
-    Weigh,
-    begin,
-    gradient,
-    update_of,
-    went_on,
+from fedlm.core.types import (
+    Batch,
+    ClientMemory,
+    ClientMethod,
+    LossFn,
+    Params,
+    ServerMethod,
+    Shared,
+    Update,
 )
+from fedlm.local import train
 from fedlm.methods.fedavg import send_params
 from fedlm.methods.method import Halves, Method, MethodOptions
 from fedlm.methods.optimizers import Optimizer
@@ -37,29 +35,29 @@ from fedlm.methods.optimizers import Optimizer
 
 @by_value
 def client(
-    loss: LossFn, optimizer: Optimizer, alpha: float, weigh: Weigh = WEIGHTS["examples"]
+    loss: LossFn, optimizer: Optimizer, alpha: float, weigh: train.Weigh = train.WEIGHTS["examples"]
 ) -> ClientMethod:
     """Descend on the loss less <g, w> plus alpha / 2 |w - w_server|^2.
 
     A client sends its change and remembers g, which moves against the change.
     """
 
-    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
-        return begin(shared, optimizer.init(shared), extra=client_state)
+    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
+        return train.begin(shared, optimizer.init(shared), extra=client_state)
 
-    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
-        change, nats, count = gradient(loss, carry.params, batch)
+    def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
+        change, nats, count = train.gradient(loss, carry.params, batch)
         change = tree.add_scaled(change, tree.sub(carry.params, shared), alpha)
         change, memory = optimizer.update(tree.sub(change, carry.extra), carry.memory, carry.params)
         params = optax.apply_updates(carry.params, change)
-        return went_on(carry, params, memory, nats, count, carry.extra)
+        return train.went_on(carry, params, memory, nats, count, carry.extra)
 
-    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+    def finish(shared: Shared, carry: train.Carry, examples: train.Scalar) -> Update:
         moved = tree.sub(carry.params, shared)
-        sent = update_of(carry, moved, weigh(examples, carry.tokens))
+        sent = train.update_of(carry, moved, weigh(examples, carry.tokens))
         return replace(sent, client_state=tree.add_scaled(carry.extra, sent.delta, -alpha))
 
-    return ClientMethod(ALL.shared, init, step, finish, ALL.expand, tree.zeros_like)
+    return ClientMethod(train.ALL.shared, init, step, finish, train.ALL.expand, tree.zeros_like)
 
 
 @by_value

@@ -11,33 +11,35 @@ Karimireddy et al. 2020, "Mime: Mimicking centralized stochastic algorithms in f
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
-from fedlm.core.types import Batch, ClientMethod, LossFn, OptState, Params, ServerMethod, Update
-from fedlm.local.train import (
-    ALL,
-    WEIGHTS,
-    Carry,
-    Scalar,
-    Weigh,
-    begin,
-    gradient,
-    update_of,
-    went_on,
+from fedlm.core.types import (
+    Batch,
+    ClientMemory,
+    ClientMethod,
+    LossFn,
+    OptState,
+    Params,
+    PyTree,
+    ServerMethod,
+    Shared,
+    Update,
 )
+from fedlm.local import train
 from fedlm.methods.method import Halves, Method, MethodOptions
 from fedlm.methods.optimizers import Optimizer
 
 
 @by_value
 def client(
-    loss: LossFn, base: Optimizer, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]
+    loss: LossFn,
+    base: Optimizer,
+    learning_rate: float,
+    weigh: train.Weigh = train.WEIGHTS["examples"],
 ) -> ClientMethod:
     """Take steps of the server's optimiser with its statistics fixed.
 
@@ -45,39 +47,39 @@ def client(
     gradient of its whole text at the parameters it was sent. `base` has learning rate one.
     """
 
-    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
+    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
         params = shared["params"]
         like = jax.eval_shape(base.init, params)
         frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), shared["statistics"], like)
-        return begin(params, frozen, extra=tree.zeros_like(params))
+        return train.begin(params, frozen, extra=tree.zeros_like(params))
 
-    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
-        change, nats, count = gradient(loss, carry.params, batch)
-        full, _, _ = gradient(loss, shared["params"], batch)
+    def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
+        change, nats, count = train.gradient(loss, carry.params, batch)
+        full, _, _ = train.gradient(loss, shared["params"], batch)
         moved, _ = base.update(change, carry.memory, carry.params)
         params = tree.add_scaled(carry.params, moved, learning_rate)
         # Batches differ in tokens: what is summed is the gradient of the summed loss.
         seen = tree.add_scaled(carry.extra, full, count)
-        return went_on(carry, params, carry.memory, nats, count, seen)
+        return train.went_on(carry, params, carry.memory, nats, count, seen)
 
-    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+    def finish(shared: Shared, carry: train.Carry, examples: train.Scalar) -> Update:
         delta = {
             "params": tree.sub(carry.params, shared["params"]),
             "gradient": tree.scale(carry.extra, 1.0 / jnp.maximum(carry.tokens, 1.0)),
         }
-        return update_of(carry, delta, weigh(examples, carry.tokens))
+        return train.update_of(carry, delta, weigh(examples, carry.tokens))
 
-    return ClientMethod(ALL.shared, init, step, finish, ALL.expand)
+    return ClientMethod(train.ALL.shared, init, step, finish, train.ALL.expand)
 
 
 @by_value
 def server(base: Optimizer, learning_rate: float) -> ServerMethod:
     """Add the mean change; move the statistics by the mean gradient at the old parameters."""
 
-    def send(params: Params, memory: OptState) -> dict[str, Any]:
+    def send(params: Params, memory: OptState) -> dict[str, PyTree]:
         return {"params": params, "statistics": _as_float32(memory)}
 
-    def step(params: Params, memory: OptState, change: Any) -> tuple[Params, OptState]:
+    def step(params: Params, memory: OptState, change: PyTree) -> tuple[Params, OptState]:
         _, memory = base.update(change["gradient"], memory, params)
         return tree.add_scaled(params, change["params"], learning_rate), memory
 

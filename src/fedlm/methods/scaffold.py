@@ -13,58 +13,61 @@ Karimireddy et al. 2020, "SCAFFOLD: Stochastic controlled averaging for federate
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
-from fedlm.core.types import Batch, ClientMethod, LossFn, Params, ServerMethod, Update
-from fedlm.local.train import (
-    ALL,
-    WEIGHTS,
-    Carry,
-    Scalar,
-    Weigh,
-    begin,
-    gradient,
-    update_of,
-    went_on,
+from fedlm.core.types import (
+    Batch,
+    ClientMemory,
+    ClientMethod,
+    LossFn,
+    Params,
+    PyTree,
+    ServerMethod,
+    Shared,
+    Update,
 )
+from fedlm.local import train
 from fedlm.methods import fedavg
 from fedlm.methods.method import Halves, Method, MethodOptions
 from fedlm.methods.optimizers import Optimizer
 
 
 @by_value
-def client(loss: LossFn, learning_rate: float, weigh: Weigh = WEIGHTS["examples"]) -> ClientMethod:
+def client(
+    loss: LossFn, learning_rate: float, weigh: train.Weigh = train.WEIGHTS["examples"]
+) -> ClientMethod:
     """Take SGD steps corrected by the server's control less the client's own.
 
     A client gets and sends `{"params", "control"}`, and remembers its own control.
     """
 
-    def init(shared: Any, key: PRNGKeyArray, client_state: Any) -> Carry:
-        return begin(shared["params"], (), extra=client_state)
+    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
+        return train.begin(shared["params"], (), extra=client_state)
 
-    def step(shared: Any, carry: Carry, batch: Batch) -> Carry:
-        change, nats, count = gradient(loss, carry.params, batch)
+    def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
+        change, nats, count = train.gradient(loss, carry.params, batch)
         straight = tree.add(change, tree.sub(shared["control"], carry.extra))
         params = tree.add_scaled(carry.params, straight, -learning_rate)
-        return went_on(carry, params, (), nats, count, carry.extra)
+        return train.went_on(carry, params, (), nats, count, carry.extra)
 
-    def finish(shared: Any, carry: Carry, examples: Scalar) -> Update:
+    def finish(shared: Shared, carry: train.Carry, examples: train.Scalar) -> Update:
         moved = tree.sub(carry.params, shared["params"])
         pace = -1.0 / (learning_rate * jnp.maximum(carry.steps, 1.0))
         turn = tree.add_scaled(tree.scale(shared["control"], -1.0), moved, pace)
-        sent = update_of(carry, {"params": moved, "control": turn}, weigh(examples, carry.tokens))
+        sent = train.update_of(
+            carry, {"params": moved, "control": turn}, weigh(examples, carry.tokens)
+        )
         # The turn is zero where the update was refused.
         return replace(sent, client_state=tree.add(carry.extra, sent.delta["control"]))
 
-    def init_memory(shared: Any) -> Params:
+    def init_memory(shared: Shared) -> Params:
         return tree.zeros_like(shared["params"])
 
-    return ClientMethod(ALL.shared, init, step, finish, ALL.expand, init_memory)
+    return ClientMethod(train.ALL.shared, init, step, finish, train.ALL.expand, init_memory)
 
 
 @by_value
@@ -72,13 +75,15 @@ def server(optimizer: Optimizer, participation: float) -> ServerMethod:
     """Take FedAvg's step; move the control by the mean turn, times the share that took part."""
     outer = fedavg.server(optimizer)
 
-    def init(params: Params) -> dict[str, Any]:
+    def init(params: Params) -> dict[str, PyTree]:
         return {"outer": outer.init(params), "control": tree.zeros_like(params)}
 
-    def send(params: Params, memory: dict[str, Any]) -> dict[str, Any]:
+    def send(params: Params, memory: dict[str, PyTree]) -> dict[str, PyTree]:
         return {"params": params, "control": memory["control"]}
 
-    def step(params: Params, memory: dict[str, Any], change: Any) -> tuple[Params, dict[str, Any]]:
+    def step(
+        params: Params, memory: dict[str, PyTree], change: PyTree
+    ) -> tuple[Params, dict[str, PyTree]]:
         params, kept = outer.step(params, memory["outer"], change["params"])
         control = tree.add_scaled(memory["control"], change["control"], participation)
         return params, {"outer": kept, "control": control}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from fedlm.core.types import PyTree
 
 # A plain norm needs a floor against rows of equal numbers. In an invariant norm a large floor would
 # break the invariance.
@@ -62,7 +64,7 @@ class Adapted(Linear):
         return Linear.__call__(self, x, product) + self.scale * change
 
 
-def has_adapters(part: Any) -> bool:
+def has_adapters(part: PyTree) -> bool:
     """Return whether a layer of this part of a model has an adapter."""
     found = jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, Adapted))
     return any(isinstance(x, Adapted) for x in found)

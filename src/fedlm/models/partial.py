@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
 from fedlm.core.errors import ConfigError
-from fedlm.core.types import Params, TrainablePart
+from fedlm.core.types import Params, Shared, TrainablePart
 from fedlm.models import adapters
 from fedlm.models.layers import Adapted
 
@@ -207,17 +207,17 @@ def adapters_and_residual() -> TrainablePart:
     def each(compute: Callable[[Adapted, Adapted], Adapted], a: Params, b: Params) -> Params:
         return jax.tree.map(compute, a, b, is_leaf=lambda x: isinstance(x, Adapted))
 
-    def init(shared: Any) -> Params:
+    def init(shared: Shared) -> Params:
         def factors(layer: Adapted, _: Adapted) -> Adapted:
             return replace(layer, weight=None)  # type: ignore[arg-type]
 
         return each(factors, shared.rest, shared.rest)
 
-    def merge(shared: Any, trained: Params) -> Params:
+    def merge(shared: Shared, trained: Params) -> Params:
         whole = each(lambda x, t: replace(t, weight=x.weight), shared.rest, trained)
         return tree.join(whole, shared.base)
 
-    def lift(shared: Any, delta: Params) -> Params:
+    def lift(shared: Shared, delta: Params) -> Params:
         def one(start: Adapted, d: Adapted) -> Adapted:
             return replace(d, weight=_moved_product(start, d))
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from fedlm.core.chacha import CipherKey
 from fedlm.core.late import late
 from fedlm.core.tree import where
-from fedlm.core.types import Params
+from fedlm.core.types import Params, PyTree
 from fedlm.privacy.noise import Noise
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.strategy import Strategy
@@ -50,7 +50,7 @@ def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
         since, nodes = memory["round"] % length, memory["nodes"]
         top = jax.lax.population_count(since ^ (since + 1)) - 1  # trailing ones of `since`
 
-        def close(height: Int[Array, ""], carry: Any) -> Any:
+        def close(height: Int[Array, ""], carry: PyTree) -> Any:
             right, gone = carry
             left = jax.tree.map(lambda b: b[height], nodes)
             fresh = standard_normal(key, like, height + 1)

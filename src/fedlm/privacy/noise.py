@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float
 
 from fedlm.core.chacha import CipherKey
-from fedlm.core.types import Params
+from fedlm.core.types import Params, PyTree
 from fedlm.privacy.grid import add_on_grid
 from fedlm.privacy.normal import standard_normal
 
@@ -38,10 +38,10 @@ class Noise(NamedTuple):
     def add(
         self,
         total: Params,
-        memory: Any,
+        memory: PyTree,
         key: CipherKey,
         clip_norm: float | Float[Array, ""] = 1.0,
-    ) -> tuple[Params, Any]:
+    ) -> tuple[Params, PyTree]:
         """Return a round's sum plus its noise, on the grid, and the memory after the round."""
         if not self.stddev:
             return total, memory
@@ -57,7 +57,7 @@ def silent() -> Noise:
 def gaussian(stddev: float) -> Noise:
     """Make independent normal noise for every round."""
 
-    def draw(like: Params, memory: Any, key: CipherKey) -> tuple[Params, Any]:
+    def draw(like: Params, memory: PyTree, key: CipherKey) -> tuple[Params, PyTree]:
         return standard_normal(key, like), memory
 
     return Noise(stddev, init=lambda params: (), draw=draw)

@@ -22,7 +22,7 @@ import numpy as np
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import digest_for, generator_for, key_for
-from fedlm.core.types import Engine
+from fedlm.core.types import Engine, PyTree
 from fedlm.engine.robust import RobustEngine, flattened, like_model
 from fedlm.engine.secure import Nodes, SecureEngine
 from fedlm.federation.algorithm import Algorithm
@@ -63,12 +63,12 @@ class UpdateIntegers:
         """The most updates of a sum."""
         return self.grid.members
 
-    def size(self, like: Any) -> int:
+    def size(self, like: PyTree) -> int:
         """Return how many integers an update has: a rotation fills up its last block."""
         total = tree.size(like)
         return sum(n * block for n, block in layout(total, BLOCK)) if self.rotate else total
 
-    def rounded(self, delta: Any, clip_norm: float, round: int, member: int) -> np.ndarray:
+    def rounded(self, delta: PyTree, clip_norm: float, round: int, member: int) -> np.ndarray:
         """Return the integers of one update, drawn by its own address."""
         flat = flattened(delta)
         if self.rotate:
@@ -92,7 +92,7 @@ class UpdateIntegers:
         """Return signed integers as words modulo 2^bits."""
         return self.grid.wrapped(total)
 
-    def values(self, words: np.ndarray, like: Any, round: int) -> Any:
+    def values(self, words: np.ndarray, like: PyTree, round: int) -> PyTree:
         """Return the numbers of a sum in the shapes of a model."""
         if not self.rotate:
             return self.grid.values(words, like)
@@ -211,7 +211,9 @@ def shares_of(recipe: Recipe, algorithm: Algorithm) -> Callable[[Any], Distribut
     return functools.partial(_shares, plan, integers, nodes)
 
 
-def _shares(plan: PrivacyPlan, integers: UpdateIntegers, nodes: int, like: Any) -> DistributedNoise:
+def _shares(
+    plan: PrivacyPlan, integers: UpdateIntegers, nodes: int, like: PyTree
+) -> DistributedNoise:
     """Return the shares of noise for updates of some shapes; refuse a grid that does not fit."""
     size, grid = integers.size(like), integers.grid
     made = shares_for(
