@@ -36,6 +36,7 @@ import jax.random as jr
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.cohort.packing import (
     Plan,
@@ -57,9 +58,12 @@ from fedlm.core.types import (
     Cohort,
     Gathered,
     Members,
+    Message,
     Params,
     Precomputed,
+    PyTree,
     Rows,
+    Shared,
     Start,
     Starts,
     Total,
@@ -101,20 +105,28 @@ MOST_FEATURES = 64 << 20
 class LaneState(NamedTuple):
     """The state of a lane between chunks."""
 
-    carry: Any
+    carry: PyTree
     total: Total
-    client_state: Any = None  # what its only member remembers, where members remember
+    client_state: PyTree = None  # what its only member remembers, where members remember
+
+
+class LaneInput(NamedTuple):
+    """What lanes read in a chunk and do not change; or, by a spec each, how it is spread."""
+
+    begun: tuple[Shared, Array] | P  # what members begin from, how long their updates may be
+    base: Params | None  # frozen parameters
+    stream: Stream | P
 
 
 class Lanes(NamedTuple):
     """The lanes of a running cohort."""
 
-    shared: Any  # what members begin from, without the base
-    clip_norm: Any  # how long a member's update may be
+    shared: Shared  # what members begin from, without the base
+    clip_norm: Array  # how long a member's update may be
     state: LaneState
     own: bool = False  # the first two have one entry per lane, and are not the same on all
 
-    def finished(self, lane: int, examples: int, client_state: Any) -> Finished:
+    def finished(self, lane: int, examples: int, client_state: PyTree) -> Finished:
         """Return a lane's last member, on the host; `client_state` is what it remembered before."""
         begun = (self.shared, self.clip_norm)
         shared, clip_norm = _of_lane(begun, lane) if self.own else _of_any_lane(begun)
@@ -137,62 +149,55 @@ class Programs:
         self.share = jax.jit(self._make_shared, static_argnums=0)
         self.start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
         self.start_own = jax.jit(self._start_own_lanes, static_argnums=0)
-        self.chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=4)
+        self.chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=2)
         self.sum = jax.jit(_sum_lanes, out_shardings=replicated)
 
-    def _make_shared(self, local: ClientMethod, model: Any, keys: tuple[Any, Any]) -> Any:
+    def _make_shared(
+        self, local: ClientMethod, model: Message, keys: tuple[PRNGKeyArray, PRNGKeyArray]
+    ) -> Shared:
         download, round_key = keys
         return local.shared(self.algorithm.download.apply(model, download), round_key)
 
-    def _start_lanes(self, local: ClientMethod, shared: Any, base: Params | None) -> LaneState:
+    def _start_lanes(self, local: ClientMethod, shared: Shared, base: Params | None) -> LaneState:
         one = _start_lane(local, on_base(base, shared))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.mesh.size, *x.shape)), one)
 
     def _start_own_lanes(
-        self, local: ClientMethod, models: Any, base: Params | None, keys: tuple[Any, Any]
-    ) -> tuple[Any, LaneState]:
-        def one(model: Params) -> tuple[Any, LaneState]:
+        self,
+        local: ClientMethod,
+        models: PyTree,
+        base: Params | None,
+        keys: tuple[PRNGKeyArray, PRNGKeyArray],
+    ) -> tuple[PyTree, LaneState]:
+        def one(model: Params) -> tuple[PyTree, LaneState]:
             shared = self._make_shared(local, model, keys)
             return shared, _start_lane(local, on_base(base, shared))
 
         made = jax.vmap(one)(models)
-        lanes: tuple[Any, LaneState] = jax.lax.with_sharding_constraint(made, self.per_lane)
+        lanes: tuple[PyTree, LaneState] = jax.lax.with_sharding_constraint(made, self.per_lane)
         return lanes
 
     def _run_chunk(
-        self,
-        local: ClientMethod,
-        own: bool,
-        begun: tuple[Any, Any],
-        base: Params | None,
-        state: LaneState,
-        stream: Stream,
+        self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput
     ) -> LaneState:
         self.traces += 1
         lanes = P("lanes")
-        of_begun = lanes if own else P()
         run = jax.shard_map(
             partial(self._run_lane, local, own),
             mesh=self.mesh,
-            in_specs=(of_begun, P(), lanes, lanes),
+            in_specs=(lanes, LaneInput(lanes if own else P(), P(), lanes)),
             out_specs=lanes,
             check_vma=False,
         )
-        done: LaneState = run(begun, base, state, stream)
+        done: LaneState = run(state, given)
         return done
 
     def _run_lane(
-        self,
-        local: ClientMethod,
-        own: bool,
-        begun: tuple[Any, Any],
-        base: Params | None,
-        state: LaneState,
-        stream: Stream,
+        self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput
     ) -> LaneState:
-        rest, clip_norm = jax.tree.map(lambda x: x[0], begun) if own else begun
-        shared = on_base(base, rest)
-        state, stream = jax.tree.map(lambda x: x[0], (state, stream))
+        rest, clip_norm = jax.tree.map(lambda x: x[0] if own else x, given.begun)
+        shared = on_base(given.base, rest)
+        state, stream = jax.tree.map(lambda x: x[0], (state, given.stream))
         codec = self.algorithm.upload
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
@@ -400,15 +405,15 @@ class MeshEngine:
         """Return the frozen parameters, put once on every device."""
         return self._to_all(self.algorithm.base)
 
-    def _keys(self, round: int) -> tuple[Any, Any]:
+    def _keys(self, round: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
         return key_for(self.seed, "download", round=round), round_key(self.algorithm, round)
 
     def _take(self, local: ClientMethod, lanes: Lanes, stream: Stream) -> Lanes:
         """Return the lanes after one more chunk."""
         shared, clip_norm, state, own = lanes
-        begun, batches = (shared, clip_norm), self._to_lanes(stream)
+        given = LaneInput((shared, clip_norm), self._base, self._to_lanes(stream))
         before = self._programs.traces
-        state = self._programs.chunk(local, own, begun, self._base, state, batches)
+        state = self._programs.chunk(local, own, state, given)
         self.traces += self._programs.traces - before
         return lanes._replace(state=state)
 
@@ -521,7 +526,7 @@ class MeshEngine:
         return jax.tree.map(lambda x: x.addressable_data(0), join(total))
 
 
-def _start_lane(local: ClientMethod, shared: Any) -> LaneState:
+def _start_lane(local: ClientMethod, shared: Shared) -> LaneState:
     """Return a lane that has done nothing yet."""
     key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
     client_state = None if local.init_memory is None else local.init_memory(shared)
@@ -534,20 +539,20 @@ def _sum_lanes(total: Total) -> Total:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
 
 
-def _stack(parts: Sequence[Any]) -> Any:
+def _stack(parts: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
 
-def _of_lane(sharded: Any, lane: int) -> Any:
+def _of_lane(sharded: PyTree, lane: int) -> PyTree:
     """Return one lane's entry on the host; no lane waits for another over it."""
     return jax.tree.map(lambda x: np.asarray(x.addressable_shards[lane].data)[0], sharded)
 
 
-def _of_any_lane(replicated: Any) -> Any:
+def _of_any_lane(replicated: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), replicated)
 
 
-def _only_member(total: Total, client_state: Any) -> Update:
+def _only_member(total: Total, client_state: PyTree) -> Update:
     """Return the update of the only member in a lane's sum."""
     share = np.float32(1.0) / total.weight if total.weight > 0 else np.float32(0.0)
     delta = jax.tree.map(lambda x: x * share, total.delta)
