@@ -11,11 +11,11 @@ import typer
 
 from fedlm import lineage
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
+from fedlm.cli.plan_options import PlanOptions, given, takes_plan
 from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.durable import write_atomically
-from fedlm.core.errors import ConfigError, RecordError, either, nearest, require
-from fedlm.core.types import Sampling
+from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.words import count, number
 from fedlm.corpus.store import Store
 from fedlm.engine.devices import use_devices
@@ -23,7 +23,6 @@ from fedlm.federation.audit import Seen, look
 from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
-from fedlm.privacy.catalog import MECHANISMS, with_setting
 from fedlm.privacy.ledger import spent_of_run
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.publish.statement import statement_of, write_audit
@@ -43,82 +42,17 @@ app = typer.Typer(
 )
 
 
-def _help_of(setting: str, text: str) -> str:
-    """Return the help of a setting, preceded by the mechanisms that have it."""
-    return f"{', '.join(with_setting(setting))}: {text}"
-
-
-def _usual_laws() -> str:
-    """Return a list of the usual sampling law per mechanism, for the help."""
-    return ", ".join(f"{entry.laws[0]} ({name})" for name, entry in MECHANISMS.items())
-
-
-MechanismName = Annotated[
-    str | None, typer.Option("--mechanism", help=f"One of {', '.join(MECHANISMS)}.")
-]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of training.")]
-Delta = Annotated[float | None, typer.Option("--delta", help="Well below one in the clients.")]
-CohortOption = Annotated[int | None, typer.Option("--cohort", help="Clients a round.")]
-PopulationOption = Annotated[int | None, typer.Option("--population", help="Clients there are.")]
-LawOption = Annotated[
-    str | None,
-    typer.Option("--sampling", help=f"How cohorts are drawn; by default {_usual_laws()}."),
-]
-Separation = Annotated[
-    int,
-    typer.Option("--min-separation", help="Rounds strictly between two turns of a client."),
-]
-Participations = Annotated[
-    int,
-    typer.Option("--max-participations", help="Turns of a client; 0: as the separation has it."),
-]
-Clip = Annotated[
-    float, typer.Option("--clip", help="L2 bound of an update; epsilon is free of it.")
-]
-Bands = Annotated[
-    int,
-    typer.Option("--bands", help=_help_of("bands", "bands of the matrix; 0: min separation + 1.")),
-]
-Buffers = Annotated[
-    int, typer.Option("--buffers", help=_help_of("buffers", "copies of the model remembered."))
-]
-Honest = Annotated[
-    int,
-    typer.Option(
-        "--honest-nodes", help=_help_of("honest_nodes", "nodes that keep their noise secret.")
-    ),
-]
-Restart = Annotated[
-    int,
-    typer.Option(
-        "--restart-every",
-        help=_help_of("restart_every", "rounds after which noise begins anew; 0: never."),
-    ),
-]
-
-
 @app.command()
+@takes_plan
 def epsilon(
     run: Annotated[
         Path | None, typer.Argument(help="A run directory, or a store: all runs on it.")
     ] = None,
     *,
-    mechanism: MechanismName = None,
-    rounds: Rounds = None,
+    options: PlanOptions,
     noise_multiplier: Annotated[
         float | None, typer.Option("--noise-multiplier", help="Noise in units of the clip.")
     ] = None,
-    delta: Delta = None,
-    cohort: CohortOption = None,
-    population: PopulationOption = None,
-    sampling: LawOption = None,
-    min_separation: Separation = 0,
-    max_participations: Participations = 0,
-    clip: Clip = 1.0,
-    bands: Bands = 0,
-    buffers: Buffers = 3,
-    honest_nodes: Honest = 0,
-    restart_every: Restart = 0,
     as_json: AsJson = False,
 ) -> None:
     """What settings cost, what a run has spent, or what all runs on a store cost together.
@@ -126,70 +60,37 @@ def epsilon(
     Example: fedlm privacy epsilon runs/private
     """
     if run is not None:
-        if mechanism or rounds or noise_multiplier is not None:
+        if options.mechanism or options.rounds or noise_multiplier is not None:
             raise ConfigError(f"{run}: it has its own settings; leave the options away.")
+        delta = options.delta
         if (run / "store.json").is_file():
             return _answer_store(run, lineage.spent_on(Store(run), delta), as_json)
         require(
             delta is None, "--delta", delta, "a store: a run has its own; leave the options away"
         )
         return _answer_run(run, as_json)
-    asked = _given("--noise-multiplier", noise_multiplier)
-    plan = _plan(
-        mechanism=mechanism,
-        rounds=rounds,
-        noise_multiplier=asked,
-        delta=delta,
-        clip_norm=clip,
-        bands=bands,
-        buffers=buffers,
-        honest_nodes=honest_nodes,
-        restart_every=restart_every,
-        sampling=(sampling, cohort, population, min_separation, max_participations),
-    )
-    _answer(plan, plan.rounds, _spent(plan, population), as_json)
+    plan = options.plan(given("--noise-multiplier", noise_multiplier))
+    _answer(plan, plan.rounds, _spent(plan, options.population), as_json)
 
 
 @app.command()
+@takes_plan
 def calibrate(
     *,
     target_epsilon: Annotated[
         float, typer.Option("--target-epsilon", help="What all rounds may cost.")
     ],
-    mechanism: MechanismName = None,
-    rounds: Rounds = None,
-    delta: Delta = None,
-    cohort: CohortOption = None,
-    population: PopulationOption = None,
-    sampling: LawOption = None,
-    min_separation: Separation = 0,
-    max_participations: Participations = 0,
-    clip: Clip = 1.0,
-    bands: Bands = 0,
-    buffers: Buffers = 3,
-    honest_nodes: Honest = 0,
-    restart_every: Restart = 0,
+    options: PlanOptions,
     as_json: AsJson = False,
 ) -> None:
     """The least noise that keeps all rounds within a target.
 
     Example: fedlm privacy calibrate --target-epsilon 4 --mechanism tree --rounds 99 --delta 1e-6
     """
-    plan = _plan(
-        mechanism=mechanism,
-        rounds=rounds,
-        noise_multiplier=1.0,
-        delta=delta,
-        clip_norm=clip,
-        bands=bands,
-        buffers=buffers,
-        honest_nodes=honest_nodes,
-        restart_every=restart_every,
-        sampling=(sampling, cohort, population, min_separation, max_participations),
-    )
+    plan = options.plan(noise_multiplier=1.0)
     noise = account.calibrate(plan, target_epsilon)
     plan = dataclasses.replace(plan, noise_multiplier=noise)
-    _answer(plan, plan.rounds, _spent(plan, population), as_json)
+    _answer(plan, plan.rounds, _spent(plan, options.population), as_json)
 
 
 @app.command()
@@ -295,50 +196,6 @@ def _show_audit(
             "fedlm: this run is less private than its account says: its clip, its noise or its "
             "sampling is not that of its plan."
         )
-
-
-def _given(option: str, value: Any) -> Any:
-    if value is None:
-        raise ConfigError(f"{option} is missing: give it, or the directory of a run.")
-    return value
-
-
-def _plan(
-    *,
-    mechanism: str | None,
-    rounds: int | None,
-    delta: float | None,
-    sampling: tuple[str | None, int | None, int | None, int, int],
-    **rest: Any,
-) -> PrivacyPlan:
-    """Return the privacy plan that the options describe."""
-    name, count = _given("--mechanism", mechanism), _given("--rounds", rounds)
-    require(name in MECHANISMS, "--mechanism", name, "a known mechanism", nearest(name, MECHANISMS))
-    law, cohort, population, apart, most = sampling
-    laws = MECHANISMS[name].laws
-    chance = MECHANISMS[name].chance_laws
-    if laws == chance:  # otherwise the check of the plan says more
-        require(law in (None, *laws), "--sampling", law, f"{either(laws)} for {name}")
-    if (law or laws[0]) in chance:
-        cohort, population = _given("--cohort", cohort), _given("--population", population)
-    # The cost of other pairs depends on how clients may join, not on their number; without the
-    # option, enough clients are assumed.
-    cohort = 1 if cohort is None else cohort
-    enough = cohort * max(apart + 1, -(-count // most) if most > 0 else 1)
-    drawn = Sampling(
-        law=law or laws[0],
-        cohort=cohort,
-        population=enough if population is None else population,
-        min_separation=apart,
-        max_participations=most,
-    )
-    return PrivacyPlan(
-        mechanism=name,
-        sampling=drawn,
-        rounds=count,
-        delta=_given("--delta", delta),
-        **rest,
-    )
 
 
 def _answer_run(run: Path, as_json: bool) -> None:
