@@ -31,7 +31,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.delivery import keep_models
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
-from fedlm.deploy.limits import cost_of, within
+from fedlm.deploy.limits import within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_evaluation import node_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
@@ -65,7 +65,7 @@ from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
 from fedlm.recipe import parts
-from fedlm.recipe.memory import most_bytes
+from fedlm.recipe.memory import most_bytes, training_cost
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.dense import dense
 
@@ -271,7 +271,7 @@ class Worker:
         if self.whole or recipe.federation is not None:
             members = [numbers]
         spec = parts.model_spec(recipe, self.store.vocabulary)
-        steps, memory = cost_of(recipe, spec, self.store, members)
+        steps, memory = training_cost(recipe, spec, self.store, members)
         policies.check_cost(self.policy, steps, memory, most_bytes())
 
     def _check(self, recipe: Recipe, request: Request) -> NodeWork:
