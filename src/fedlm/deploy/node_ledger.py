@@ -19,13 +19,12 @@ import fcntl
 import hashlib
 import hmac
 import json
-import math
 import os
 import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from fedlm.core.durable import CUT, append_bytes, ends_whole, sync_path
 from fedlm.core.errors import RecordError
 from fedlm.deploy.policy import Refusal
 from fedlm.engine.messages import MOST_COUNTER
-from fedlm.privacy.account import plan_from
+from fedlm.privacy.account import plan_facts, plan_from
 from fedlm.privacy.plan import PrivacyPlan
 
 NAME = "ledger.jsonl"
@@ -158,7 +157,7 @@ class NodeLedger:
     def begin_run(self, run: str, plan: PrivacyPlan | None, about: str) -> None:
         """Enter a run before its first question is answered."""
         if run not in self.runs:
-            facts = None if plan is None else _plain(asdict(plan))
+            facts = None if plan is None else plan_facts(plan)
             self._append({"kind": "run", "run": run, "plan": facts, "about": about})
 
     def answer(self, run: str, round: int, question: str, clients: Iterable[str]) -> None:
@@ -271,13 +270,6 @@ def _check_turns(
 def about(*parts: object) -> str:
     """Return a fingerprint of what must not change within a run."""
     return hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Replace infinity, which JSON does not have, by None, as journals do."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 # ---- the file ------------------------------------------------------------------------------

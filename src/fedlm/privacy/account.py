@@ -208,8 +208,20 @@ def plans_from(header: dict[str, Any]) -> dict[str, PrivacyPlan]:
     return {node: plan_from(of) for node, of in (nodes or {"": facts}).items()}
 
 
+def plan_facts(plan: PrivacyPlan) -> dict[str, Any]:
+    """Return a plan as JSON can hold it, with null for infinity; `plan_from` reads it again."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(part) for name, part in value.items()}
+        return None if isinstance(value, float) and math.isinf(value) else value
+
+    facts: dict[str, Any] = plain(dataclasses.asdict(plan))
+    return facts
+
+
 def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
-    """Read a plan that `dataclasses.asdict` wrote; refuse unknown names and wrong types."""
+    """Read a plan that `plan_facts` or a journal wrote; refuse unknown names and wrong types."""
     try:
         sampling = _typed(Sampling, facts["sampling"])
         plan = PrivacyPlan(**{**_known(PrivacyPlan, facts), "sampling": Sampling(**sampling)})

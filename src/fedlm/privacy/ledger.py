@@ -70,7 +70,7 @@ def begin_entry(
     return {
         "kind": "begin",
         "run": secrets.token_hex(16),
-        "plans": {node: _plain(dataclasses.asdict(plan)) for node, plan in plans.items()},
+        "plans": {node: account.plan_facts(plan) for node, plan in plans.items()},
         "parent": None if parent is None else dict(parent),
         "tokenizer": dict(tokenizer or {}),
         "assumes": list(assumes),
@@ -109,7 +109,7 @@ def selection_entry(plan: PrivacyPlan, rounds: int, law: str, mean: float) -> En
     """
     return {
         "kind": "selection",
-        "plan": _plain(dataclasses.asdict(plan)),
+        "plan": account.plan_facts(plan),
         "rounds": rounds,
         "law": law,
         "mean": float(mean),
@@ -128,13 +128,6 @@ def digest_of(secret: bytes, round: int, exact: bytes) -> bytes:
 def joined_digest(digests: Sequence[bytes]) -> bytes:
     """Return one digest for the sums that all nodes of a tree made in a round."""
     return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
-
-
-def _plain(value: Any) -> Any:
-    """Replace infinity, which JSON does not have, by None, as journals do."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 # ---- the file ----------------------------------------------------------------------------------
