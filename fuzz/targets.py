@@ -546,15 +546,18 @@ def evaluation_messages() -> Target:
             return
         payload = Payload(str(told.get("kind")), told["facts"], tuple(frames))
         for reader in (
-            evaluate_messages.read_request,
-            lambda p: evaluate_messages.read_reply(p, EVALUATION),
+            evaluate_messages.read_evaluate_request,
+            lambda p: evaluate_messages.read_evaluate_reply(p, EVALUATION),
         ):
             with contextlib.suppress(*EXPECTED):
                 reader(payload)
 
     sums = dict.fromkeys(evaluate_messages.SUMS, 1.0)
     reply = evaluate_messages.EvaluateReply(round=3, phase="final", asks=(0, 1), sums=(sums, sums))
-    made = [evaluate_messages.encode_request(EVALUATION), evaluate_messages.encode_reply(reply)]
+    made = [
+        evaluate_messages.encode_evaluate_request(EVALUATION),
+        evaluate_messages.encode_evaluate_reply(reply),
+    ]
     seeds = [
         b"\0".join([json.dumps({"kind": p.kind, "facts": dict(p.facts)}).encode(), *p.frames])
         for p in made

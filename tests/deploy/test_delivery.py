@@ -11,7 +11,7 @@ from fedlm.deploy.delivery import deliver, keep_models
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.counters import Counters
-from fedlm.engine.evaluate_messages import EVALUATE_REQUEST, read_request
+from fedlm.engine.evaluate_messages import EVALUATE_REQUEST, read_evaluate_request
 from fedlm.inference import load_params
 from fedlm.training import train
 from tests.conftest import call
@@ -123,7 +123,7 @@ def test_through_relays_too_and_no_disk_is_filled(
 
     def town(payload):
         if payload.kind == EVALUATE_REQUEST:
-            seen.append(read_request(payload))
+            seen.append(read_evaluate_request(payload))
         return nodes["town-0"](payload)
 
     sent(run, {**nodes, "town-0": town})

@@ -219,7 +219,7 @@ def question(folder, parts, *changes, **more):
 
     def north(payload):
         if payload.kind == messages.EVALUATE_REQUEST:
-            seen.append(messages.read_request(payload))
+            seen.append(messages.read_evaluate_request(payload))
         return worker(payload)
 
     over = networked(folder, {"north": north, "south": Worker(parts["south"], Policy())}, *changes)
@@ -229,7 +229,7 @@ def question(folder, parts, *changes, **more):
 
 
 def reason(worker, request):
-    payload = worker(messages.encode_request(request))
+    payload = worker(messages.encode_evaluate_request(request))
     return payload.facts.get("reason", "") if payload.kind == "refusal" else ""
 
 
@@ -256,13 +256,16 @@ def test_the_same_question_has_the_same_answer_and_one_line(folder, parts, tmp_p
     _, asked = question(folder, parts)
     worker = Worker(parts["north"], Policy(), ledger=NodeLedger(tmp_path / "ledger.jsonl"))
     asked = replace(asked, text=worker.text)
-    first = worker(messages.encode_request(asked))
+    first = worker(messages.encode_evaluate_request(asked))
     counter = worker.ledger.counter
-    assert worker(messages.encode_request(asked)) == first
+    assert worker(messages.encode_evaluate_request(asked)) == first
     assert worker.ledger.counter == counter
     worker.ledger.close()
     again = NodeLedger(tmp_path / "ledger.jsonl")  # a node that was killed and came back
-    assert Worker(parts["north"], Policy(), ledger=again)(messages.encode_request(asked)) == first
+    assert (
+        Worker(parts["north"], Policy(), ledger=again)(messages.encode_evaluate_request(asked))
+        == first
+    )
     assert again.counter == counter
     again.close()
 
@@ -315,7 +318,7 @@ ASKED = messages.EvaluateRequest(
 def reply_of(**change):
     sums = ({**GOOD, **change},)
     sent = messages.EvaluateReply(round=1, phase="final", asks=(0,), sums=sums)
-    return messages.read_reply(messages.encode_reply(sent), ASKED)
+    return messages.read_evaluate_reply(messages.encode_evaluate_reply(sent), ASKED)
 
 
 def test_sums_are_bounded_by_what_text_can_have():
@@ -339,7 +342,7 @@ def test_sums_are_bounded_by_what_text_can_have():
 
 
 def test_a_question_arrives_as_it_was_or_not_at_all():
-    assert messages.read_request(messages.encode_request(ASKED)) == ASKED
+    assert messages.read_evaluate_request(messages.encode_evaluate_request(ASKED)) == ASKED
     for change in (
         {"members": (5,)},
         {"members": (0, 0)},
@@ -354,7 +357,9 @@ def test_a_question_arrives_as_it_was_or_not_at_all():
         {"run": "run"},
     ):
         with pytest.raises(WireError):
-            messages.read_request(messages.encode_request(replace(ASKED, **change)))
+            messages.read_evaluate_request(
+                messages.encode_evaluate_request(replace(ASKED, **change))
+            )
 
 
 def test_sums_are_bounded_by_what_the_node_announced():

@@ -13,7 +13,7 @@ from fedlm.core.types import Start
 from fedlm.deploy.policy import Policy, Refusal, check_policy
 from fedlm.engine.messages import REFUSAL, Payload
 from fedlm.engine.messages import encode_request as encode_train
-from fedlm.engine.secure_messages import SecureRequest, encode_request
+from fedlm.engine.secure_messages import SecureRequest, encode_secure_request
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.secure import members
@@ -81,7 +81,7 @@ def asked(text, tmp_path_factory):
 
 def said(worker, request):
     """Return why a node does not answer."""
-    payload = request if isinstance(request, Payload) else encode_request(request)
+    payload = request if isinstance(request, Payload) else encode_secure_request(request)
     reply = worker(payload)
     assert reply.kind == REFUSAL, reply
     return reply.facts["reason"]
@@ -89,7 +89,7 @@ def said(worker, request):
 
 def test_the_same_question_gives_the_same_keys_also_after_a_kill(asked):
     fed, request = asked
-    payload = encode_request(request)
+    payload = encode_secure_request(request)
     first = fed.workers["east"](payload)
     assert first.kind == "secure_reply" and first == fed.workers["east"](payload)
     fed.start("east")
@@ -111,7 +111,7 @@ def test_the_same_question_gives_the_same_keys_also_after_a_kill(asked):
 )
 def test_a_question_that_does_not_fit_is_refused_with_a_sentence(asked, changes, why):
     fed, request = asked
-    fed.workers["east"](encode_request(request))
+    fed.workers["east"](encode_secure_request(request))
     assert why in said(fed.workers["east"], replace(request, **changes))
 
 
@@ -206,7 +206,7 @@ def test_a_policy_says_how_little_may_be_in_a_secure_sum(asked, policy, members,
     told = replace(told, session=Session(terms, told.run, 0, 0).digest.hex())
     known, worker.policy = worker.policy, policy
     try:
-        reply = worker(encode_request(told))
+        reply = worker(encode_secure_request(told))
     finally:
         worker.policy = known
     if why:

@@ -17,7 +17,7 @@ from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.secure_worker import node_sum, vector_of
 from fedlm.deploy.tallies import read_rounds
-from fedlm.engine.secure_messages import read_request
+from fedlm.engine.secure_messages import read_secure_request
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
 from fedlm.training import train as simulate
@@ -174,7 +174,7 @@ def plain_vectors(world):
     played(fed.run(transport), 1)
     for name, payload in transport.sent.values():
         if payload.facts.get("step") == "mask":
-            request, worker = read_request(payload), fed.workers[name]
+            request, worker = read_secure_request(payload), fed.workers[name]
             work = worker._work(request)
             vector = vector_of(work, 0)
             total = node_sum(work, request, vector)

@@ -13,7 +13,11 @@ from fedlm.engine.dispatch import Assignment, Quorum
 from fedlm.engine.messages import REFUSAL, Hello, encode_refusal, respond
 from fedlm.engine.messages import encode_request as encode_train
 from fedlm.engine.remote_secure import RemoteSecureEngine
-from fedlm.engine.secure_messages import encode_reply, encode_request, read_request
+from fedlm.engine.secure_messages import (
+    encode_secure_reply,
+    encode_secure_request,
+    read_secure_request,
+)
 from fedlm.engine.secure_vector import NodeSum
 from fedlm.recipe.secure_sums import nodes_of, threshold_of
 from fedlm.recipe.settings import dump, load
@@ -45,7 +49,9 @@ class Leaf(GivenNode):
     """A node that also says hello to its relay."""
 
     def __call__(self, payload):
-        others = {"secure_request": lambda p: encode_reply(self.answer(read_request(p)))}
+        others = {
+            "secure_request": lambda p: encode_secure_reply(self.answer(read_secure_request(p)))
+        }
         hello = Hello(self.clients, f"text of {self.name}", "tokens", "1")
         return respond(
             payload, hello=lambda: hello, train=None, say=lambda text: None, others=others
@@ -260,8 +266,8 @@ def refused(world, **changes):
 
     transport.nodes["hub"] = keep
     total(world.server(transport))
-    request = replace(read_request(asked[0]), **changes)
-    reply = hub(encode_request(request))
+    request = replace(read_secure_request(asked[0]), **changes)
+    reply = hub(encode_secure_request(request))
     assert reply.kind == REFUSAL, reply
     return reply.facts["reason"]
 
@@ -291,7 +297,7 @@ def test_a_question_that_does_not_fit_is_refused(world, changes, why):
 
 def test_a_plain_question_of_a_secure_recipe_is_refused(world):
     request = replace(
-        read_request(asked_of(world)), step="mask", frames=(b"", b"no parameters")
+        read_secure_request(asked_of(world)), step="mask", frames=(b"", b"no parameters")
     ).training
     reply = world.relay(encode_train(request))
     assert "a sum without masks is asked for" in reply.facts["reason"]

@@ -14,8 +14,8 @@ from fedlm.engine.remote_secure import RemoteSecureEngine
 from fedlm.engine.secure import Nodes
 from fedlm.engine.secure_messages import (
     SecureReply,
-    encode_reply,
-    read_request,
+    encode_secure_reply,
+    read_secure_request,
 )
 from fedlm.engine.secure_vector import NodeSum, SumVector
 from fedlm.recipe.secure_sums import UpdateIntegers
@@ -57,7 +57,9 @@ class GivenNode:
         self.store = NodeStore(self.folder, self.identity)
 
     def __call__(self, payload):
-        others = {"secure_request": lambda p: encode_reply(self.answer(read_request(p)))}
+        others = {
+            "secure_request": lambda p: encode_secure_reply(self.answer(read_secure_request(p)))
+        }
         return respond(payload, hello=None, train=None, say=lambda text: None, others=others)
 
     def answer(self, request):

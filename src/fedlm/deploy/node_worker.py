@@ -43,8 +43,8 @@ from fedlm.engine.evaluate_messages import (
     EVALUATE_REQUEST,
     EvaluateReply,
     EvaluateRequest,
-    encode_reply,
-    read_request,
+    encode_evaluate_reply,
+    read_evaluate_request,
 )
 from fedlm.engine.evaluate_messages import SUMS as EVALUATION_SUMS
 from fedlm.engine.messages import (
@@ -57,9 +57,12 @@ from fedlm.engine.messages import (
     respond,
 )
 from fedlm.engine.payload_size import kept_leaves
-from fedlm.engine.secure_messages import SecureReply, SecureRequest
-from fedlm.engine.secure_messages import encode_reply as encode_secure
-from fedlm.engine.secure_messages import read_request as read_secure
+from fedlm.engine.secure_messages import (
+    SecureReply,
+    SecureRequest,
+    encode_secure_reply,
+    read_secure_request,
+)
 from fedlm.federation.member import left_out, start_of
 from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
@@ -117,8 +120,10 @@ class Worker:
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
         others = {
-            EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p))),
-            SECURE_REQUEST: lambda p: encode_secure(self.secure_sum(read_secure(p))),
+            EVALUATE_REQUEST: lambda p: encode_evaluate_reply(
+                self.evaluate(read_evaluate_request(p))
+            ),
+            SECURE_REQUEST: lambda p: encode_secure_reply(self.secure_sum(read_secure_request(p))),
         }
         return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 

@@ -58,8 +58,8 @@ from fedlm.engine.evaluate_messages import (
     EVALUATION,
     EvaluateReply,
     EvaluateRequest,
-    encode_reply,
-    read_request,
+    encode_evaluate_reply,
+    read_evaluate_request,
 )
 from fedlm.engine.messages import (
     SECURE_REQUEST,
@@ -71,9 +71,12 @@ from fedlm.engine.messages import (
     respond,
 )
 from fedlm.engine.secure_attempts import Opened, SecureSums, SumQuestion
-from fedlm.engine.secure_messages import SecureReply, SecureRequest
-from fedlm.engine.secure_messages import encode_reply as encode_secure
-from fedlm.engine.secure_messages import read_request as read_secure
+from fedlm.engine.secure_messages import (
+    SecureReply,
+    SecureRequest,
+    encode_secure_reply,
+    read_secure_request,
+)
 from fedlm.evaluate.held_out import NO_MODEL
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
@@ -126,8 +129,10 @@ class Relay:
     def __call__(self, payload: Payload) -> Payload:
         """Return the reply to a payload; an error becomes a refusal."""
         others = {
-            EVALUATE_REQUEST: lambda p: encode_reply(self.evaluate(read_request(p))),
-            SECURE_REQUEST: lambda p: encode_secure(self.secure_sum(read_secure(p))),
+            EVALUATE_REQUEST: lambda p: encode_evaluate_reply(
+                self.evaluate(read_evaluate_request(p))
+            ),
+            SECURE_REQUEST: lambda p: encode_secure_reply(self.secure_sum(read_secure_request(p))),
         }
         return respond(payload, hello=self.hello, train=self.train, say=self.say, others=others)
 

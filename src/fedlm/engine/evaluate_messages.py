@@ -25,22 +25,20 @@ from fedlm.core.errors import WireError
 from fedlm.engine.dispatch import Exchange
 from fedlm.engine.messages import (
     MOST_BESIDE,
-    MOST_CLIENTS,
-    MOST_COUNTER,
     MOST_MEMBERS,
-    MOST_ROUNDS,
+    REQUEST_FACTS,
+    NodeRequest,
     Payload,
     check_counter,
     check_facts,
     check_frames,
+    check_members,
     check_numbers,
     check_refusal,
-    check_run,
+    check_request,
     check_sizes,
-    check_within,
     columns_of,
     payload_of,
-    request_digest,
     sums_by_row,
 )
 from fedlm.evaluate.held_out import NO_MODEL, Held, Phase
@@ -67,14 +65,8 @@ _BY_ASK: dict[str, type] = {
     "offsets": int,
 }
 _REQUEST_FACTS: dict[str, type] = {
-    "run": str,
-    "recipe": str,
-    "round": int,
+    **REQUEST_FACTS,
     "phase": str,
-    "first": int,
-    "population": int,
-    "text": str,
-    "counter": int,
     "total": int,
     **dict.fromkeys(_BY_ASK, list),
 }
@@ -85,26 +77,13 @@ _REPLY_FACTS: dict[str, type] = {
     "counter": int,
     **dict.fromkeys(SUMS, list),
 }
-_MOST = {
-    "round": MOST_ROUNDS,
-    "first": MOST_CLIENTS,
-    "population": MOST_CLIENTS,
-    "counter": MOST_COUNTER,
-    "total": MOST_ROWS,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateRequest:
-    """A server's question how well models predict the held-out text of nodes."""
+class EvaluateRequest(NodeRequest):
+    """A server's question how well models predict the held-out text of nodes after a round."""
 
-    run: str
-    recipe: str
-    round: int  # played before
     phase: Phase
-    first: int  # the number of the node's first member, over the whole federation
-    population: int
-    text: str  # the fingerprint of the node's text when the run began
     total: int  # rows of all nodes together; 0 where every node is by itself
     members: tuple[int, ...]  # of each ask: the first member of the node, never falling
     numbers: tuple[int, ...]  # the number of its place in a tree, else 0
@@ -112,18 +91,11 @@ class EvaluateRequest:
     models: tuple[int, ...]  # frames by their place; NO_MODEL: only how much text there is
     rows: tuple[int, ...]  # only so many of the first rows; 0: all
     offsets: tuple[int, ...]  # rows of the nodes before it
-    frames: tuple[bytes, ...] = ()
-    counter: int = 0
 
     @property
     def max_reply_bytes(self) -> int:
         """The largest size of a well-formed reply."""
         return len(self.members) * ASK_BYTES + MOST_BESIDE
-
-    @property
-    def digest(self) -> str:
-        """A fingerprint of all that is asked, but for the counter."""
-        return request_digest(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +110,14 @@ class EvaluateReply:
     frames: tuple[bytes, ...] = ()  # always none: a reply is sums
 
 
-def encode_request(request: EvaluateRequest) -> Payload:
+def encode_evaluate_request(request: EvaluateRequest) -> Payload:
     """Convert a request to a payload."""
     return payload_of(EVALUATE_REQUEST, request, _REQUEST_FACTS)
 
 
-def read_request(payload: Payload) -> EvaluateRequest:
+def read_evaluate_request(payload: Payload) -> EvaluateRequest:
     """Convert a payload to a request, or raise `WireError`."""
-    facts = check_facts(payload, EVALUATE_REQUEST, _REQUEST_FACTS)
-    check_within(facts, _MOST)
+    facts = check_request(payload, EVALUATE_REQUEST, _REQUEST_FACTS, {"total": MOST_ROWS})
     asks = len(facts["members"])
     for name, kind in _BY_ASK.items():
         values = facts[name]
@@ -154,7 +125,6 @@ def read_request(payload: Payload) -> EvaluateRequest:
             raise WireError(f"request has no list {name!r} of one value per ask.")
         facts[name] = tuple(values)
     request = EvaluateRequest(frames=payload.frames, **facts)
-    check_run(request.run, request.recipe)
     texts = ROLES if request.phase == "keep" else SPLITS
     if request.phase not in PHASES or not set(request.splits) <= set(texts):
         raise WireError("request asks for another text than fedlm holds out.")
@@ -165,8 +135,7 @@ def read_request(payload: Payload) -> EvaluateRequest:
 def _check_asks(request: EvaluateRequest) -> None:
     """Raise `WireError` for an ask that no honest server makes."""
     numbers, population = request.numbers, request.population
-    if not all(request.first <= member < population for member in request.members):
-        raise WireError("request names members that are not there.")
+    check_members(request, request.members)
     if tuple(sorted(request.members)) != request.members:
         raise WireError("request has a list 'members' that falls.")
     places = range(population, population + MOST_MEMBERS)
@@ -186,13 +155,13 @@ def _keys(request: EvaluateRequest) -> list[Any]:
     return list(zip(*asks, strict=True))
 
 
-def encode_reply(reply: EvaluateReply) -> Payload:
+def encode_evaluate_reply(reply: EvaluateReply) -> Payload:
     """Convert a reply to a payload."""
     told = ("round", "phase", "asks", "counter")
     return payload_of(EVALUATE_REPLY, reply, told, **columns_of(reply.sums, SUMS))
 
 
-def read_reply(payload: Payload, request: EvaluateRequest) -> EvaluateReply:
+def read_evaluate_reply(payload: Payload, request: EvaluateRequest) -> EvaluateReply:
     """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
     check_refusal(payload)
     facts = check_facts(payload, EVALUATE_REPLY, _REPLY_FACTS)
@@ -246,4 +215,4 @@ def sums_of(part: Mapping[str, float]) -> Sums:
     return Sums(*(part[name] for name in Sums._fields))
 
 
-EVALUATION = Exchange(encode_request, read_reply)
+EVALUATION = Exchange(encode_evaluate_request, read_evaluate_reply)

@@ -54,21 +54,24 @@ MOST_LEAVES, LONGEST_PATH, LONGEST_FINGERPRINT = 1 << 14, 1000, 200
 # Of a reply, beside its frames: names, identities of objects, and seven numbers per member.
 MOST_BESIDE, MOST_BESIDE_MEMBER = 1 << 16, 1 << 10
 
-# The facts of each kind: exactly these names, of exactly these types.
-_REQUEST_FACTS: dict[str, type] = {
+# The facts of every request in a run: exactly these names, of exactly these types.
+REQUEST_FACTS: dict[str, type] = {
     "run": str,
     "recipe": str,
     "round": int,
     "first": int,
     "population": int,
     "text": str,
+    "counter": int,
+}
+_TRAIN_REQUEST_FACTS: dict[str, type] = {
+    **REQUEST_FACTS,
     "members": list,
     "numbers": list,
     "remembered": list,
     "clip_norm": float,
     "each": bool,
     "longest": int,
-    "counter": int,
 }
 _REPLY_FACTS: dict[str, type] = {
     "round": int,
@@ -88,12 +91,11 @@ _HELLO_FACTS: dict[str, type] = {
 }
 
 
-# The largest value of each number of a request.
+# The largest value of each number of every request.
 _MOST = {
     "round": MOST_ROUNDS,
     "first": MOST_CLIENTS,
     "population": MOST_CLIENTS,
-    "longest": LONGEST_FRAME,
     "counter": MOST_COUNTER,
 }
 
@@ -112,13 +114,8 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRequest:
-    """A server's request to a node in a round.
-
-    Either each member trains on one client's text, all from the same parameters. Or, in a tree, a
-    member stands for all text of its node, which trains under its own number from its own
-    parameters.
-    """
+class NodeRequest:
+    """What every request to a node in a run holds."""
 
     run: str  # 32 hexadecimal digits, drawn when the run began
     recipe: str  # TOML
@@ -126,26 +123,40 @@ class TrainRequest:
     first: int  # the number of the node's first member, over the whole federation
     population: int  # of the whole federation
     text: str  # the fingerprint of the node's text when the run began
+    frames: tuple[bytes, ...] = ()
+    counter: int = 0  # the largest counter of this node's ledger that the server has heard of
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of all that is asked; the counter grows between two copies of a request."""
+        hashes = [hashlib.sha256(frame).hexdigest() for frame in self.frames]
+        facts = {**asdict(self), "frames": hashes}
+        del facts["counter"]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(NodeRequest):
+    """A server's request to a node in a round; its frames are parameters.
+
+    Either each member trains on one client's text, all from the same parameters. Or, in a tree, a
+    member stands for all text of its node, which trains under its own number from its own
+    parameters: then there is a frame per member.
+    """
+
     members: tuple[int, ...]  # numbers over the whole federation, ascending
     clip_norm: float  # the longest update that a member may send; infinite without a plan
     each: bool  # every member's update by itself, or only their sum
     longest: int  # bytes: no frame of a reply can be longer
-    frames: tuple[bytes, ...]  # the parameters: one frame, or with `numbers` one per member
     numbers: tuple[int, ...] = ()  # under which the whole text of each member's node trains
     # Where members remember: the round in which each one's answer last counted, -1 if none did.
     remembered: tuple[int, ...] = ()
-    counter: int = 0  # the largest counter of this node's ledger that the server has heard of
 
     @property
     def max_reply_bytes(self) -> int:
         """The largest size of a well-formed reply."""
         frames = len(self.members) if self.each else 1
         return frames * (self.longest + self.longest // 1024 + MOST_BESIDE_MEMBER) + MOST_BESIDE
-
-    @property
-    def digest(self) -> str:
-        """A fingerprint of all that is asked; the counter grows between two copies of a request."""
-        return request_digest(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,13 +250,6 @@ def at_version(payload: Payload, version: int) -> Payload:
 # ---- training ------------------------------------------------------------------------------
 
 
-def request_digest(request: Any) -> str:
-    """Return the fingerprint of a request of any kind, without its counter."""
-    facts = {**asdict(request), "frames": [hashlib.sha256(f).hexdigest() for f in request.frames]}
-    del facts["counter"]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
 def payload_of(kind: str, message: Any, names: Iterable[str], **facts: Any) -> Payload:
     """Return the payload of a message: these of its fields, further facts, and its frames."""
     values = {name: getattr(message, name) for name in names} | facts
@@ -266,40 +270,52 @@ def sums_by_row(
     return tuple({name: facts[name][i] for name in names} for i in range(rows))
 
 
-def check_run(run: str, recipe: str) -> None:
-    """Raise `WireError` for a request without the name of a run, or with an endless recipe."""
-    if not RUN_NAME.fullmatch(run):
-        raise WireError("request does not name its run by 32 hexadecimal digits.")
-    if len(recipe) > LONGEST_RECIPE:
-        raise WireError(f"request holds a recipe of {len(recipe)} characters.")
+def check_request(
+    payload: Payload, kind: str, types: Mapping[str, type], most: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the facts of a request, if they are as expected and no number exceeds its bound.
 
-
-def check_within(facts: Mapping[str, Any], most: Mapping[str, int]) -> None:
-    """Raise `WireError` if a number of a request is negative or larger than it may be."""
-    for name, bound in most.items():
+    `most` has the bounds of the numbers that only this kind of request has.
+    """
+    facts = check_facts(payload, kind, types)
+    for name, bound in {**_MOST, **most}.items():
         if not 0 <= facts[name] <= bound:
             raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
+    if not RUN_NAME.fullmatch(facts["run"]):
+        raise WireError("request does not name its run by 32 hexadecimal digits.")
+    if len(facts["recipe"]) > LONGEST_RECIPE:
+        raise WireError(f"request holds a recipe of {len(facts['recipe'])} characters.")
+    return facts
+
+
+def check_members(request: NodeRequest, members: Iterable[int]) -> None:
+    """Raise `WireError` if a request names members that its node cannot have."""
+    if not all(request.first <= member < request.population for member in members):
+        raise WireError("request names members that are not there.")
+
+
+def check_clip_norm(clip_norm: float) -> None:
+    """Raise `WireError` if no update could be within the clip norm of a request."""
+    if not clip_norm > 0:
+        raise WireError(f"request says clip_norm = {clip_norm}.")
 
 
 def encode_request(request: TrainRequest) -> Payload:
     """Convert a request to a payload."""
-    return payload_of(TRAIN_REQUEST, request, _REQUEST_FACTS)
+    return payload_of(TRAIN_REQUEST, request, _TRAIN_REQUEST_FACTS)
 
 
 def read_request(payload: Payload) -> TrainRequest:
     """Convert a payload to a request, or raise `WireError`."""
-    facts = check_facts(payload, TRAIN_REQUEST, _REQUEST_FACTS)
-    check_within(facts, _MOST)
+    most = {"longest": LONGEST_FRAME}
+    facts = check_request(payload, TRAIN_REQUEST, _TRAIN_REQUEST_FACTS, most)
     facts["members"] = check_numbers(facts["members"], "members", rising=True)
     facts["numbers"] = check_numbers(facts["numbers"], "numbers", rising=False)
     facts["remembered"] = check_numbers(facts["remembered"], "remembered", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
     check_frames(payload, len(request.numbers) or 1)
-    check_run(request.run, request.recipe)
-    if not request.clip_norm > 0:
-        raise WireError(f"request says clip_norm = {request.clip_norm}.")
-    if not all(request.first <= member < request.population for member in request.members):
-        raise WireError("request names members that are not there.")
+    check_clip_norm(request.clip_norm)
+    check_members(request, request.members)
     if request.remembered and not (
         len(request.remembered) == len(request.members)
         and all(-1 <= last < request.round for last in request.remembered)

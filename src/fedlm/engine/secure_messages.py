@@ -16,29 +16,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from fedlm.core.errors import WireError
 from fedlm.engine.dispatch import Exchange
 from fedlm.engine.messages import (
     LONGEST_FRAME,
-    LONGEST_RECIPE,
     MOST_BESIDE,
     MOST_CLIENTS,
-    MOST_COUNTER,
-    MOST_ROUNDS,
-    RUN_NAME,
+    REQUEST_FACTS,
     SECURE_REPLY,
     SECURE_REQUEST,
-    VERSION,
+    NodeRequest,
     Payload,
     TrainRequest,
+    check_clip_norm,
     check_counter,
     check_facts,
     check_frames,
+    check_members,
     check_numbers,
     check_refusal,
-    request_digest,
+    check_request,
+    payload_of,
 )
 from fedlm.secure.local import STEPS
 from fedlm.secure.terms import MOST_ATTEMPTS, MOST_VALUES
@@ -46,20 +45,14 @@ from fedlm.secure.terms import MOST_ATTEMPTS, MOST_VALUES
 FRAMES = {"keys": 0, "share": 1, "mask": 2, "sign": 1, "reveal": 1}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REQUEST_FACTS: dict[str, type] = {
-    "run": str,
-    "recipe": str,
-    "round": int,
+    **REQUEST_FACTS,
     "attempt": int,
     "step": str,
     "session": str,
     "size": int,
-    "first": int,
-    "population": int,
-    "text": str,
     "members": list,
     "clip_norm": float,
     "longest": int,
-    "counter": int,
 }
 _REPLY_FACTS: dict[str, type] = {
     "round": int,
@@ -69,46 +62,25 @@ _REPLY_FACTS: dict[str, type] = {
     "members": int,
     "counter": int,
 }
-_MOST = {
-    "round": MOST_ROUNDS,
-    "attempt": MOST_ATTEMPTS - 1,
-    "size": MOST_VALUES,
-    "first": MOST_CLIENTS,
-    "population": MOST_CLIENTS,
-    "longest": LONGEST_FRAME,
-    "counter": MOST_COUNTER,
-}
+_MOST = {"attempt": MOST_ATTEMPTS - 1, "size": MOST_VALUES, "longest": LONGEST_FRAME}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecureRequest:
+class SecureRequest(NodeRequest):
     """A server's question to a node in one step of a secure sum."""
 
-    run: str
-    recipe: str
-    round: int
     attempt: int
     step: str  # one of `secure.local.STEPS`
     session: str  # hexadecimal: the digest of members, terms, run, round and attempt
     size: int  # of a vector, for a relay, which has no model to know it from
-    first: int
-    population: int
-    text: str
     members: tuple[int, ...]  # of the node in this round; none is allowed
     clip_norm: float
     longest: int  # bytes: the frame of a reply cannot be longer
-    frames: tuple[bytes, ...] = ()
-    counter: int = 0
 
     @property
     def max_reply_bytes(self) -> int:
         """The largest size of a well-formed reply."""
         return self.longest + self.longest // 1024 + MOST_BESIDE
-
-    @property
-    def digest(self) -> str:
-        """A fingerprint of all that is asked, but for the counter."""
-        return request_digest(self)
 
     @property
     def training(self) -> TrainRequest:
@@ -146,46 +118,37 @@ class SecureReply:
     counter: int = 0
 
 
-def encode_request(request: SecureRequest) -> Payload:
+def encode_secure_request(request: SecureRequest) -> Payload:
     """Convert a request to a payload."""
-    values = {name: getattr(request, name) for name in _REQUEST_FACTS}
-    facts = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    return Payload(SECURE_REQUEST, {"version": VERSION, **facts}, request.frames)
+    return payload_of(SECURE_REQUEST, request, _REQUEST_FACTS)
 
 
-def read_request(payload: Payload) -> SecureRequest:
+def read_secure_request(payload: Payload) -> SecureRequest:
     """Convert a payload to a request, or raise `WireError`."""
-    facts = check_facts(payload, SECURE_REQUEST, _REQUEST_FACTS)
-    for name, most in _MOST.items():
-        if not 0 <= facts[name] <= most:
-            raise WireError(f"request says {name} = {str(facts[name])[:40]}.")
+    facts = check_request(payload, SECURE_REQUEST, _REQUEST_FACTS, _MOST)
     facts["members"] = check_numbers(facts["members"], "members", rising=True)
     if facts["step"] not in STEPS:
         raise WireError(f"request is for the step {facts['step'][:40]!r}: a secure sum has none.")
     check_frames(payload, FRAMES[facts["step"]])
-    if not RUN_NAME.fullmatch(facts["run"]) or not _DIGEST.fullmatch(facts["session"]):
-        raise WireError("request does not name its run and session by hexadecimal digits.")
-    if len(facts["recipe"]) > LONGEST_RECIPE:
-        raise WireError(f"request holds a recipe of {len(facts['recipe'])} characters.")
-    if not facts["clip_norm"] > 0:
-        raise WireError(f"request says clip_norm = {facts['clip_norm']}.")
-    if not all(facts["first"] <= member < facts["population"] for member in facts["members"]):
-        raise WireError("request names members that are not there.")
-    return SecureRequest(frames=payload.frames, **facts)
+    if not _DIGEST.fullmatch(facts["session"]):
+        raise WireError("request does not name its session by 64 hexadecimal digits.")
+    check_clip_norm(facts["clip_norm"])
+    request = SecureRequest(frames=payload.frames, **facts)
+    check_members(request, request.members)
+    return request
 
 
-def encode_reply(reply: SecureReply) -> Payload:
+def encode_secure_reply(reply: SecureReply) -> Payload:
     """Convert a reply to a payload."""
-    facts = {name: getattr(reply, name) for name in _REPLY_FACTS}
-    return Payload(SECURE_REPLY, {"version": VERSION, **facts}, reply.frames)
+    return payload_of(SECURE_REPLY, reply, _REPLY_FACTS)
 
 
-def read_reply(payload: Payload, request: SecureRequest) -> SecureReply:
+def read_secure_reply(payload: Payload, request: SecureRequest) -> SecureReply:
     """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
     check_refusal(payload)
     facts = check_facts(payload, SECURE_REPLY, _REPLY_FACTS)
     check_frames(payload, 1)
-    asked: Any = (request.round, request.attempt, request.step)
+    asked = (request.round, request.attempt, request.step)
     if (facts["round"], facts["attempt"], facts["step"]) != asked:
         raise WireError("reply is to another request.")
     check_counter(facts["counter"])
@@ -199,4 +162,4 @@ def read_reply(payload: Payload, request: SecureRequest) -> SecureReply:
     return SecureReply(frames=payload.frames, **facts)
 
 
-SECURE = Exchange(encode_request, read_reply)
+SECURE = Exchange(encode_secure_request, read_secure_reply)
