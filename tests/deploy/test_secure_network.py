@@ -47,10 +47,13 @@ DISTRIBUTED = (
 class World:
     """A federation whose roles are processes to be killed; `network` has nodes by relay."""
 
-    def __init__(self, folder, started, network, *changes):
+    def __init__(self, folder, started, network, *changes, patient=True):
+        """With `patient` every list waits for all its members, so that nobody is left out."""
         self.folder, self.started, self.roles, self.network = folder, started, {}, network
         self.leaves = [f"{at}-{n}" if n else at for at, of in network.items() for n in of or ("",)]
-        self.settings = (*SETTINGS, f"wire.secure_nodes={len(self.leaves)}", *changes)
+        n = len(self.leaves)
+        sums = (f"wire.secure_nodes={n}", f"wire.secure_threshold={n if patient else 3}")
+        self.settings = (*SETTINGS, *sums, *changes)
         write_tiny(folder)
         run = build(
             load(folder / "tiny.toml", self.settings), folder / "text", lambda stage, done: None
@@ -69,7 +72,7 @@ class World:
             nodes,
             bind="127.0.0.1",
             quorum=1.0,
-            deadline=300.0,
+            deadline=LONGEST,
         )
         file, _ = member_list.propose(made)
         for node in nodes:
@@ -160,7 +163,7 @@ class World:
 def world(tmp_path):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     with children() as started:
-        yield lambda *more: World(tmp_path, started, *more)
+        yield lambda *more, **how: World(tmp_path, started, *more, **how)
 
 
 def plain_vectors(world):
@@ -237,6 +240,19 @@ def test_kills_at_every_step_change_no_bit_and_leave_no_secret_on_the_servers_di
     assert lost == 0 and summary["params_sha256"] == made.simulated()["params_sha256"]
     assert (made.folder / "run" / "secure.json").stat().st_mode & 0o77 == 0
     check_disks(made, plain_vectors(made), 24, {})
+
+
+def test_a_node_that_is_gone_for_good_at_a_step_is_left_out_and_the_run_goes_on(world):
+    made = world(FLAT, patient=False)
+    made.recipe("server.rounds=3")
+    made.begin()
+    made.until(1, "share")  # shares of its masks are out: the others open them, or its own
+    made.roles["north"].kill()
+    _, lost = made.ended(3)
+    told = read_rounds(made.folder / "run" / "nodes.jsonl")
+    assert lost == 0
+    assert [len(entry["answered"]) for entry in told] in ([4, 3, 3], [4, 4, 3])
+    assert "north" not in told[2]["answered"] and told[2]["away"] == ["north"]
 
 
 def test_a_relay_killed_at_every_step_changes_no_bit_and_keeps_no_sum_on_its_disk(world):

@@ -152,9 +152,9 @@ def add_mask(total: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
     Words wrap around. For sums modulo 2^b the lowest b bits of a word are used: they are uniform.
     """
     stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
-    size = total.dtype.itemsize
-    zeros = bytes(CHUNK * size)
-    raw = bytearray(CHUNK * size)
+    size, most = total.dtype.itemsize, min(CHUNK, len(total))
+    zeros = bytes(most * size)
+    raw = bytearray(most * size)
     made = np.frombuffer(raw, total.dtype)
     for at in range(0, len(total), CHUNK):
         part = total[at : at + CHUNK]
