@@ -40,7 +40,7 @@ DISTRIBUTED = (
     "privacy.clip_norm=0.5",
     "privacy.noise_multiplier=1.0",
     "server.sampling=fixed",
-    "wire.upload=secure-18-clip0.5-members16",
+    "wire.upload=secure-18-clip0.5-members32",
 )
 
 
