@@ -233,6 +233,27 @@ def test_a_server_killed_after_signatures_opens_the_same_list_again(nodes, tmp_p
     check(total(server(transport, file, deadline=60.0)), range(4))
 
 
+def test_a_server_that_comes_back_without_a_node_keeps_its_lists(nodes, tmp_path):
+    """The round is lost then; with the node back, the list that was signed is opened."""
+    file, killed = tmp_path / "secure.json", []
+
+    def kill(name, payload):
+        if payload is not None and payload.facts.get("step") == "reveal" and not killed:
+            killed.append(name)
+            raise KeyboardInterrupt
+        return payload
+
+    transport = SecureTransport(nodes, change=kill)
+    with pytest.raises(KeyboardInterrupt):
+        total(server(transport, file, deadline=60.0))
+    lists = file.read_text()
+    transport.away, stats = {"node-4"}, []
+    assert float(total(server(transport, file, stats=stats)).members) == 0
+    assert "before the restart answered again" in stats[0].lost and file.read_text() == lists
+    transport.away = set()
+    check(total(server(transport, file, deadline=60.0)), range(5))
+
+
 def test_without_its_file_a_server_cannot_open_a_signed_round_otherwise(nodes):
     """Node 4 is away now, so that the list would be another one: the round stays opened once."""
     check(total(server(SecureTransport(nodes))), range(5))
