@@ -1,8 +1,14 @@
-"""Closed forms and a NumPy FedAvg, independent of `src`."""
+"""Definitions, closed forms and a NumPy FedAvg, independent of `src`."""
 
 from __future__ import annotations
 
+import itertools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+PAD = -1
 
 
 def cifg_step(x, h, c, w_x, w_h, bias, project):
@@ -46,3 +52,29 @@ def quadratic_descent(start, targets, rate):
     for t in targets:
         w = w - rate * (w - t)
     return w
+
+
+def plain_cross_entropy(features, readout, targets):
+    """The sum of nats over the targets that are not PAD, by its definition."""
+    logs = jax.nn.log_softmax(features @ readout.T)
+    nats = -jnp.take_along_axis(logs, targets[:, None], axis=1)[:, 0]
+    return jnp.sum(jnp.where(targets != PAD, nats, 0.0))
+
+
+def sensitivity_of_matrix(matrix, min_separation, max_participations):
+    """The squared sensitivity of a matrix by trying every placement of participations.
+
+    No two columns may have a negative product; then equal contributions are the worst.
+    """
+    gram = matrix.T @ matrix
+    if (gram < -1e-9).any():
+        raise ValueError("columns with negative products need more than equal contributions")
+    rounds = matrix.shape[1]
+    most = -(-rounds // (min_separation + 1))
+    most = min(most, max_participations) if max_participations else most
+    return max(
+        float(gram[np.ix_(chosen, chosen)].sum())
+        for count in range(1, most + 1)
+        for chosen in itertools.combinations(range(rounds), count)
+        if all(b - a > min_separation for a, b in itertools.pairwise(chosen))
+    )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedlm.cohort.packing import batch_up
+from fedlm.cohort.packing import batch_order, batches_of
 from fedlm.cohort.sampling import draw, no_history
 from fedlm.core import tree
 from fedlm.core.keys import generator_for, key_for
@@ -95,7 +95,7 @@ def cohort(plan: Plan, store: Store) -> Iterator[tuple[int, np.ndarray]]:
 def batched(plan: Plan, member: int, rows: np.ndarray) -> np.ndarray:
     """A member's batches in round zero."""
     rng = generator_for(plan.seed, "shuffle", round=0, member=member)
-    return batch_up(rows, plan.shape, rng).astype(np.int32)
+    return batches_of(rows, batch_order(len(rows), plan.shape, rng)).astype(np.int32)
 
 
 def write(plan: Plan, store: Store, folder: Path) -> dict[str, int]:

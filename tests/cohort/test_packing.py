@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.cohort.packing import batch_up, spread
+from fedlm.cohort.packing import batch_order, batches_of, spread
 from fedlm.core.types import PAD, BatchSpec
 
 shapes = st.builds(
@@ -13,6 +13,11 @@ shapes = st.builds(
     max_examples=st.none() | st.integers(1, 20),
     max_steps=st.none() | st.integers(1, 12),
 )
+
+
+def batch_up(rows, shape, rng):
+    """A member's batches, as engines make them."""
+    return batches_of(rows, batch_order(len(rows), shape, rng))
 
 
 def numbered_rows(count):

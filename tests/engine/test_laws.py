@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedlm.cohort.packing import batch_up
+from fedlm.cohort.packing import batch_order, batches_of
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import PAD, BatchSpec, Cohort, Loss, Sampling, Start
@@ -258,8 +258,10 @@ def test_padding_is_inert():
     """Batches of eight hold the same rows as a batch of four filled up with PAD rows."""
     rows = rows_of(1)[:4]
     params = model()
-    small = batch_up(rows, BatchSpec(batch_size=4, sequence_length=6), np.random.default_rng(0))[0]
-    large = batch_up(rows, BatchSpec(batch_size=8, sequence_length=6), np.random.default_rng(0))[0]
+    small, large = (
+        batches_of(rows, batch_order(len(rows), shape, np.random.default_rng(0)))[0]
+        for shape in (BatchSpec(batch_size=n, sequence_length=6) for n in (4, 8))
+    )
     wide = np.pad(large, ((0, 0), (0, 5)), constant_values=PAD)
     gradient = jax.jit(jax.grad(lambda p, t: catalog.loss(p, t).nats))
     grads = [gradient(params, jnp.asarray(t, jnp.int32)) for t in (small, large, wide)]

@@ -9,9 +9,8 @@ import pytest
 from fedlm.core.types import PAD
 from fedlm.models import catalog
 from fedlm.models.cells import Cifg, Lstm, SiCifg
-from fedlm.models.loss import plain_cross_entropy
 from fedlm.models.recurrent import plain_sequence, recurrent
-from tests.oracle import STEPS
+from tests.oracle import STEPS, plain_cross_entropy
 
 KINDS = {"cifg": Cifg(), "lstm": Lstm(), "si-cifg": SiCifg()}
 CELLS = sorted(STEPS)

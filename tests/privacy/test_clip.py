@@ -15,7 +15,8 @@ from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import Total, Update
 from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, Limit, clip, next_limit
-from fedlm.privacy.sensitivity import of_matrix, of_tree
+from fedlm.privacy.sensitivity import of_tree
+from tests.oracle import sensitivity_of_matrix
 from tests.privacy.plans import APART, BLT, plan, strategy, tree_strategy
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
@@ -173,7 +174,7 @@ def test_counts_and_trees_together_cost_what_the_plan_says(rounds, every):
             "tree", sampling, rounds=rounds, restart_every=every, clip_quantile=0.5, clip_noise=2.5
         )
         for ran in range(1, rounds + 1):
-            truth = of_matrix(joint(chosen, ran, chosen.count_weight), apart, most)
+            truth = sensitivity_of_matrix(joint(chosen, ran, chosen.count_weight), apart, most)
             claimed = of_tree(ran, apart, most, restart_every=every).value
             assert truth <= claimed / chosen.noise_multiplier**2 * (1 + 1e-9)
 
@@ -184,8 +185,8 @@ def test_a_lighter_count_would_cost_more_than_the_plan_says():
     chosen = plan("tree", sampling, rounds=6, restart_every=3, clip_quantile=0.5, clip_noise=2.5)
     assert chosen.count_weight == 2
     claimed = of_tree(6, 0, 0, restart_every=3).value / chosen.noise_multiplier**2
-    assert of_matrix(joint(chosen, 6, 1), 0, 0) > 1.01 * claimed
-    assert of_matrix(joint(chosen, 6, 2), 0, 0) <= claimed
+    assert sensitivity_of_matrix(joint(chosen, 6, 1), 0, 0) > 1.01 * claimed
+    assert sensitivity_of_matrix(joint(chosen, 6, 2), 0, 0) <= claimed
     apart = dataclasses.replace(chosen, sampling=APART)
     assert apart.count_weight == 1 and chosen.sum_multiplier > apart.sum_multiplier > 2.0
 
@@ -220,11 +221,13 @@ def test_counts_and_matrices_together_cost_what_the_plan_says(name):
         entry, noise = MECHANISMS[mechanism], chosen.noise_multiplier
         for ran in (2, 3, 5, 6, 7):
             claimed = entry.sensitivity(chosen, ran)
-            alone = of_matrix(strategy(chosen)[:ran, :ran], apart, most)
+            alone = sensitivity_of_matrix(strategy(chosen)[:ran, :ran], apart, most)
             assert alone <= claimed.value * (1 + 1e-9)
             if claimed.exact:
                 assert claimed.value == pytest.approx(alone, rel=1e-6)
-            truth = of_matrix(with_counts(chosen, ran, chosen.count_weight), apart, most)
+            truth = sensitivity_of_matrix(
+                with_counts(chosen, ran, chosen.count_weight), apart, most
+            )
             assert truth <= claimed.value / noise**2 * (1 + 1e-9)
         assert chosen.sum_multiplier > noise
 
@@ -238,8 +241,8 @@ def test_a_lighter_count_beside_a_matrix_is_found_out():
     )  # fmt: skip
     assert chosen.count_weight == 3
     claimed = 6 / chosen.noise_multiplier**2
-    assert of_matrix(with_counts(chosen, 6, 3), 0, 0) == pytest.approx(claimed)
-    assert of_matrix(with_counts(chosen, 6, 2), 0, 0) > 1.01 * claimed
+    assert sensitivity_of_matrix(with_counts(chosen, 6, 3), 0, 0) == pytest.approx(claimed)
+    assert sensitivity_of_matrix(with_counts(chosen, 6, 2), 0, 0) > 1.01 * claimed
 
 
 def test_a_limit_stands_still_until_the_noise_restarts():

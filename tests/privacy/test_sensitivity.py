@@ -8,12 +8,12 @@ import pytest
 from fedlm.privacy import sensitivity
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.sensitivity import (
-    of_matrix,
     of_released_tree,
     of_restarted,
     of_strategy,
     of_tree,
 )
+from tests.oracle import sensitivity_of_matrix
 from tests.privacy.plans import (
     CORRELATED,
     PLANS,
@@ -57,7 +57,7 @@ def test_every_mechanism_against_every_placement(name, most):
                 assert value * (1 + 1e-9) >= by_trying(released, 2, most)
                 continue
         assert np.isclose(value, by_trying(released, 2, most), rtol=1e-6)
-        assert np.isclose(value, of_matrix(released, 2, most), rtol=1e-6)
+        assert np.isclose(value, sensitivity_of_matrix(released, 2, most), rtol=1e-6)
         if most == 0:
             assert MECHANISMS[chosen.mechanism].sensitivity(chosen, rounds).value == value
 
@@ -70,7 +70,9 @@ def test_trees_of_odd_sizes(apart, most, restart_every):
     for rounds in (1, 2, 3, 5, 7, 9, 11, 12):
         found = of_tree(rounds, apart, most, restart_every=restart_every)
         assert found.exact
-        assert found.value == of_matrix(tree_strategy(rounds, restart_every), apart, most)
+        assert found.value == sensitivity_of_matrix(
+            tree_strategy(rounds, restart_every), apart, most
+        )
 
 
 def test_even_spacing_is_not_always_the_worst():
@@ -78,7 +80,7 @@ def test_even_spacing_is_not_always_the_worst():
     matrix, even = tree_strategy(16), np.zeros(16)
     even[range(0, 15, 3)] = 1
     assert ((matrix @ even) ** 2).sum() == 55
-    assert of_tree(16, 2, 5).value == of_matrix(matrix, 2, 5) == 57
+    assert of_tree(16, 2, 5).value == sensitivity_of_matrix(matrix, 2, 5) == 57
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,9 @@ def test_the_bound_is_never_below_the_maximum():
 def test_separation_counts_the_rounds_in_between():
     """With two rounds in between, 0 and 3 are allowed and 0 and 2 are not."""
     two_apart = np.array([[1.0, 0, 1.0]])
-    assert of_matrix(two_apart, 1, 0) == 4 and of_matrix(two_apart, 2, 0) == 1
+    assert (
+        sensitivity_of_matrix(two_apart, 1, 0) == 4 and sensitivity_of_matrix(two_apart, 2, 0) == 1
+    )
 
 
 def test_the_matrices_are_as_they_say():
@@ -133,7 +137,7 @@ def test_a_normalised_matrix_wider_than_the_separation_is_not_accounted():
     with pytest.raises(ValueError, match="wider"):
         of_strategy(strategy_of(PLANS["banded"]), ROUNDS, 0, 0)
     with pytest.raises(ValueError, match="negative"):
-        of_matrix(np.array([[1.0, -1.0]]), 0, 0)
+        sensitivity_of_matrix(np.array([[1.0, -1.0]]), 0, 0)
 
 
 # ---- what a tree releases ------------------------------------------------------------------------
@@ -155,7 +159,9 @@ def test_the_sensitivity_of_releases_is_the_maximum_over_placements(apart, most,
     for rounds in (1, 3, 8, 11, 13):
         found = of_released_tree(rounds, apart, most, restart_every=restart_every)
         matrix = sensitivity.released_tree(rounds, restart_every)
-        assert found.exact and np.isclose(found.value, of_matrix(matrix, apart, most), rtol=1e-9)
+        assert found.exact and np.isclose(
+            found.value, sensitivity_of_matrix(matrix, apart, most), rtol=1e-9
+        )
         nodes = of_tree(rounds, apart, most, restart_every=restart_every)
         assert found.value <= nodes.value * (1 + 1e-12), "releases are made from the nodes"
 

@@ -40,13 +40,8 @@ def batches_of(rows: TokenRows, order: RowNumbers) -> Batches:
     return np.where(order[..., None] == PAD, np.asarray(PAD, rows.dtype), rows[order])
 
 
-def batch_up(rows: TokenRows, shape: BatchSpec, rng: np.random.Generator) -> Batches:
-    """Pack a member's rows into capped batches, shuffled per epoch; PAD rows fill the last one."""
-    return batches_of(rows, batch_order(len(rows), shape, rng))
-
-
 def count_batches(rows: int, shape: BatchSpec) -> int:
-    """Count the batches that `batch_up` makes of a number of rows.
+    """Count the batches of a member with a number of rows.
 
     >>> count_batches(33, BatchSpec(batch_size=16, sequence_length=20, epochs=2))
     6

@@ -20,17 +20,6 @@ SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a s
 MOST_LOGITS = 1 << 25
 
 
-def plain_cross_entropy(
-    features: Float[Array, "rows embed"],
-    readout: Float[Array, "vocab embed"],
-    targets: Int[Array, " rows"],
-) -> Float[Array, ""]:
-    """Compute `cross_entropy` by its definition; tests compare against it."""
-    logs = jax.nn.log_softmax(features @ readout.T)
-    nats = -jnp.take_along_axis(logs, targets[:, None], axis=1)[:, 0]
-    return jnp.sum(jnp.where(targets != PAD, nats, 0.0))
-
-
 @jax.custom_vjp
 def cross_entropy(
     features: Float[Array, "rows embed"],

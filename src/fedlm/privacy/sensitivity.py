@@ -52,8 +52,9 @@ released are the b of all such blocks B, which are left halves or whole trees.
 
 Matrix. The noise M^-1 Z on sums x is post-processing of M x + Z, so the client moves the release by
 M x. With G = M^T M, |M x|^2 is the sum over s, t in S of G_st <x_s, x_t>.
-- `of_matrix` requires G_st >= 0 (up to rounding). Then each term is at most G_st, with equality for
-  equal unit vectors, and trying every S gives the maximum.
+- If no G_st is negative (up to rounding), each term is at most G_st, with equality for equal unit
+  vectors, and trying every S gives the maximum: `tests/oracle.py` does, and the faster functions
+  below are compared with it.
 - `of_strategy`, with at most `apart` diagonals: columns of S do not overlap: G_st = 0 for s != t.
   The maximum is that of a sum of squared column lengths, which a dynamic programme finds.
 - `of_strategy`, with more: M is Toeplitz (normalised columns are refused) with first column c, and
@@ -162,27 +163,6 @@ def of_restarted(
         )
     free = max_participations == 0 or most == participations(rounds, min_separation, 0)
     return Squared(float(best[-1]), exact=length % apart == 0 and free)
-
-
-def of_matrix(
-    matrix: Float[np.ndarray, "out rounds"], min_separation: int, max_participations: int
-) -> float:
-    """Return the squared sensitivity of a matrix by trying every placement of participations.
-
-    No two columns may have a negative product. The time grows exponentially: the faster functions
-    are tested against this one.
-    """
-    gram = matrix.T @ matrix
-    if (gram < -1e-9).any():
-        raise ValueError("columns with negative products need more than equal contributions")
-    rounds = matrix.shape[1]
-    most = participations(rounds, min_separation, max_participations)
-    return max(
-        float(gram[np.ix_(chosen, chosen)].sum())
-        for count in range(1, most + 1)
-        for chosen in itertools.combinations(range(rounds), count)
-        if all(b - a > min_separation for a, b in itertools.pairwise(chosen))
-    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,20 +125,6 @@ class FixedPoint:
         """Refuse integers that one update cannot have."""
         if codes.size and int(np.abs(codes).max()) > self.most:
             raise WireError(f"the update holds an integer beyond {self.most}: sums could overflow.")
-
-    def sum_of(self, updates: Iterable[np.ndarray], size: int) -> np.ndarray:
-        """Add up the integers of at most `members` updates, modulo 2^bits."""
-        total, count = np.zeros(size, np.int64), 0
-        for codes in updates:
-            self.check(codes)
-            total += codes
-            count += 1
-        if count > self.members:
-            raise WireError(
-                f"{count} updates in one sum: its range is for {self.members}, and more could "
-                "overflow. Raise the members of a sum, or lower the cohort."
-            )
-        return self.wrapped(total)
 
     def wrapped(self, total: np.ndarray) -> np.ndarray:
         """Return signed integers modulo 2^bits, as unsigned words."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -127,13 +126,3 @@ def modules(table: Sequence[Tensor], params: Params) -> Mapping[str, Tensor]:
             if name.endswith(".weight"):
                 found[name.removesuffix(".weight")] = entry
     return found
-
-
-def shapes_of(like: Params) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's leaves by name."""
-    return {name: tuple(x.shape) for name, x in tree.named_leaves(like).items()}
-
-
-def total_bytes(like: Params) -> int:
-    """Return the bytes of a model in float32."""
-    return 4 * sum(int(np.prod(x.shape)) for x in jax.tree.leaves(like))
