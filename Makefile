@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train train-long demo-llm test test-all test-browser pictures lint format docs fuzz release lint-release bench bench-adapters bench-peers oracle clean
+.PHONY: help train train-long demo-llm test test-all test-browser pictures lint format docs attacks fuzz release lint-release bench bench-adapters bench-peers oracle clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -58,9 +58,19 @@ lint-release: $(VENV)/.dev $(VENV)/.release  ## container, compose and systemd f
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec release/compose.yml
 	$(BIN)/python -m pytest -n 0 tests/release/test_release.py
 
+# The table of attacks in docs/deploy.md; tests that open ports one at a time.
+ATTACKED := tests/engine/test_remote.py tests/engine/test_dispatch.py tests/engine/test_counters.py tests/record/test_directory.py \
+	tests/record/test_checkpoint.py tests/corpus/test_store.py tests/cli/test_bad_input.py tests/cli/test_any_words.py \
+	tests/recipe/test_memory.py tests/fuzz
+ATTACKED_OVER_PORTS := $(addprefix tests/deploy/,test_survival.py test_hostile_server.py test_connections.py test_membership.py \
+	test_certificates.py test_operation.py test_faults.py test_federation.py test_three_organisations.py test_leaks.py flower)
+attacks: $(VENV)/.dev  ## everything that a hostile node, server or passer-by has tried, slow tests too (about an hour)
+	$(BIN)/python -m pytest -m '' $(ATTACKED)
+	$(BIN)/python -m pytest -n 0 -m '' $(ATTACKED_OVER_PORTS)
+
 FUZZ_INPUTS ?= 1000000
 FUZZ_SECONDS ?= 240
-fuzz: $(VENV)/.fuzz  ## a million damaged inputs over all parsers, guided by coverage (about an hour)
+fuzz: $(VENV)/.fuzz  ## a million damaged inputs over all parsers, guided by coverage (about half an hour)
 	$(BIN)/python -m fuzz.run --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS) $(OPTIONS) $(TARGETS)
 
 bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)

@@ -5,17 +5,20 @@
 
 In:       how many nodes there are, how many of them a round asks, how many rounds.
 Out:      a table: perplexity, rounds, messages that were not used, who was put aside, seconds.
-Promise:  every node has a key, a kit and TLS connections of its own (not with --called); who is
-          absent and who is hostile is drawn from a seed and is the same in every row; server,
-          transport and rounds are those of a real federation.
+Promise:  every node has a key, a kit, a ledger and TLS connections of its own (not with --called);
+          who is absent and who is hostile is drawn from a seed and is the same in every row;
+          server, transport and rounds are those of a real federation.
 Not here: the defences (`engine/bounds.py`, `engine/offenders.py`, `server/robust.py`).
 
 State of the Union addresses are dealt to the nodes, each of which is one member; held-out clients
-are the server's. Nodes share one process, because 56 processes with JAX do not fit here. In the
-first round everybody is there and honest, while programs are compiled. After it, in each round, an
-exact share of all nodes goes away when it is asked and comes back in the next round; hostile nodes,
-when they are there, do what `ATTACKS` says. Who goes away says so, as `fedlm node join` does when
-it is stopped: leases that run out are the soak's matter.
+are the server's. The nodes are threads of a few processes (`--processes`), because 56 processes
+with JAX do not fit on two cores; they join one after the other. In the first round everybody is
+there and honest, while programs are compiled. After it, in each round, an exact share of all nodes
+goes away when it is asked and comes back in the next round; hostile nodes, when they are there, do
+what `ATTACKS` says. Who goes away says so, as `fedlm node join` does when it is stopped: leases
+that run out are the soak's matter. All of it shares two cores, so nodes look for messages less
+often than `fedlm node join` does (`nap_of`): 56 that look five times a second would keep the server
+busy.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import server_app, workspace
 from fedlm.deploy.flower import supernode
-from fedlm.deploy.flower.supernode import Lost, Stale, SuperNode, nap_after
+from fedlm.deploy.flower.supernode import Lost, Stale, SuperNode
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
@@ -65,20 +68,14 @@ from fedlm.wire.dense import dense
 ABSENT, HOSTILE = 0.3, 0.2
 COMPILING_SECONDS = 1200.0  # the deadline of the first round; that of the others is an option
 LEASE_SECONDS = 120.0  # longer than usual: on a busy machine renewals alone would keep it busy
+NAP_PER_POLL, LONGEST_NAP = 20.0, 15.0  # times the last poll of a node, and seconds
+BOTH = {"absent": True, "hostile": True}
 ROWS: dict[str, dict[str, Any]] = {
     "all there, all honest": {},
-    "30% absent, 20% hostile": {"absent": True, "hostile": True},
-    '30% absent, 20% hostile, `server.aggregate = "median"`': {
-        "absent": True,
-        "hostile": True,
-        "aggregate": "median",
-    },
+    "30% absent, 20% hostile, `server.update_norm = 1`": {**BOTH, "update_norm": 1.0},
+    '30% absent, 20% hostile, `server.aggregate = "median"`': {**BOTH, "aggregate": "median"},
     "30% absent": {"absent": True},
-    "30% absent, 20% hostile, `server.update_norm = 1`": {
-        "absent": True,
-        "hostile": True,
-        "update_norm": 1.0,
-    },
+    "30% absent, 20% hostile": BOTH,
 }
 
 
@@ -186,7 +183,7 @@ class HostileWorker(Worker):
         return ATTACKS[self.attack](self, request, reply)
 
 
-# ---- all nodes, in one process -----------------------------------------------------------------
+# ---- many nodes in one process -----------------------------------------------------------------
 
 
 class World:
@@ -212,15 +209,25 @@ class World:
             self.lock.wait_for(lambda: self.round != round, timeout=COMPILING_SECONDS)
 
 
-def live(world: World, made: workspace.Workspace, store: Path, name: str, seed: int) -> None:
+def nap_of(poll: float, least: float) -> float:
+    """Return the seconds until a node's next poll, when the last one took `poll`.
+
+    At any time one node in 20 has a poll under way, however slow the server is.
+
+    >>> nap_of(0.01, 0.5), nap_of(0.1, 0.5), nap_of(3.0, 0.5)
+    (0.5, 2.0, 15.0)
+    """
+    return max(least, min(LONGEST_NAP, NAP_PER_POLL * poll))
+
+
+def live(world: World, node: SuperNode, kit: workspace.Kit, names: list[str], seed: int) -> None:
     """Be one node: answer, go away when it is time, and attack if it is hostile."""
-    names, kit = sorted(made.nodes()), made.kit(name)
+    name = kit.settings.name
     attack = attackers(names, seed).get(name)
+    store = Store(world.file.parent / "stores" / name)
     with closing(NodeLedger(kit.ledger)) as ledger:
-        worker = HostileWorker(Store(store), Policy(), whole=True, ledger=ledger, name=name)
+        worker = HostileWorker(store, Policy(), whole=True, ledger=ledger, name=name)
         while True:
-            node = SuperNode(kit)
-            node.join(lambda: False, patient=True)
             try:
                 absent_in = _answer(node, worker, world, names, attack, seed)
             except Lost:
@@ -228,6 +235,8 @@ def live(world: World, made: workspace.Workspace, store: Path, name: str, seed: 
             node.leave()
             if absent_in is not None:
                 world.wait_beyond(absent_in)
+            node = SuperNode(kit)
+            node.join(lambda: False, patient=True)
 
 
 def _answer(
@@ -244,7 +253,7 @@ def _answer(
         try:
             received = node.receive()
             if received is None:
-                time.sleep(max(world.nap, nap_after(time.monotonic() - asked, quiet=0.0)))
+                time.sleep(nap_of(time.monotonic() - asked, world.nap))
                 continue
             payload: Payload = received.payload
             if payload.kind == TRAIN_REQUEST:
@@ -258,17 +267,19 @@ def _answer(
             continue
 
 
-def be_nodes(folder: Path, seed: int, nap: float) -> None:
-    """Be all nodes of a federation, in this process, until it is ended."""
+def be_nodes(folder: Path, names: list[str], seed: int, nap: float) -> None:
+    """Be some nodes of a federation, in this process, until it is ended."""
     supernode.LEASE_SECONDS = LEASE_SECONDS
     world, made = World(folder, nap), workspace.Workspace(folder / "fed")
-    threads = [
-        threading.Thread(target=live, args=(world, made, folder / "stores" / name, name, seed))
-        for name in made.nodes()
-    ]
-    for thread in threads:
-        thread.start()
-        time.sleep(nap / 8)  # not all at once: each makes several connections
+    everybody, threads = sorted(made.nodes()), []
+    for name in names:
+        kit = made.kit(name)
+        node = SuperNode(kit)
+        node.join(lambda: False, patient=True)
+        words = (world, node, kit, everybody, seed)
+        threads.append(threading.Thread(target=live, args=words))
+        threads[-1].start()
+        print(f"{name} joined", flush=True)
     for thread in threads:
         thread.join()
 
@@ -292,7 +303,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "model": {"name": "cifg", "embedding_size": 16, "hidden_size": 32},
     "client": {"batch_size": 16, "max_examples": 256, "learning_rate": 1.0},
     "server": {"optimizer": "fedadam", "learning_rate": 0.1, "evaluate_rows": 0},
-    "run": {"engine": "loop", "devices": 1, "trackers": (), "baselines": False},
+    "run": {"engine": "mesh", "devices": 1, "trackers": (), "baselines": False},
 }
 
 
@@ -428,11 +439,11 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
 def told(out: Path) -> dict[str, Any]:
     """Return what a run recorded of its nodes."""
     tallies = rounds_of(out)
-    unused: Counter[str] = Counter()
+    unused: Counter[tuple[str, str]] = Counter()  # by node and why
     aside: set[str] = set()
     for tally in tallies:
-        unused.update({**tally["garbage"], **tally["refused"]}.keys())
-        unused.update(tally["late"])
+        for why in ("garbage", "refused", "late"):
+            unused.update((node, why) for node in tally[why])
         aside |= set(tally["put_aside"])
     return {
         "rounds": len(tallies),
@@ -460,15 +471,19 @@ def main() -> None:
     parser.add_argument("--called", action="store_true", help="call nodes here, without TLS")
     parser.add_argument("--verbose", action="store_true", help="what the server says")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--be-nodes", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, default=2, help="in which the nodes live")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows whose names contain these")
+    parser.add_argument("--out", type=Path, help="keep kits, runs and logs in this new folder")
+    parser.add_argument("--be-nodes", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.be_nodes:
         follow_parent()
-        be_nodes(asked.be_nodes, asked.seed, asked.nap)
+        be_nodes(Path(asked.be_nodes[0]), asked.be_nodes[1:], asked.seed, asked.nap)
         return
+    if asked.out:
+        asked.out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as path, children() as started:
-        measure(Path(path), started, asked)
+        measure(asked.out or Path(path), started, asked)
 
 
 def _start(
@@ -480,8 +495,11 @@ def _start(
     started.append(Child(["federation", "serve", str(made.path)], folder / "serve.log"))
     wait_for_port(port, started[0])
     write_row(folder, {})
-    words = ["--be-nodes", str(folder), "--seed", str(asked.seed), "--nap", str(asked.nap)]
-    started.append(Child(words, folder / "nodes.log", module="benchmarks.hostile_nodes"))
+    more = ["--seed", str(asked.seed), "--nap", str(asked.nap)]
+    for number in range(asked.processes):
+        words = ["--be-nodes", str(folder), *names[number :: asked.processes], *more]
+        log = folder / f"nodes-{number}.log"
+        started.append(Child(words, log, module="benchmarks.hostile_nodes"))
     return made
 
 
@@ -503,7 +521,7 @@ def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> No
     print("| " + " | ".join([*head, "honest among them", "seconds"]) + " |")
     print("|---" * (len(head) + 2) + "|", flush=True)
     for number, (name, row) in enumerate(ROWS.items()):
-        if asked.only not in name:
+        if not any(part in name for part in asked.only):
             continue
         found = one(number, row)
         summary = found["summary"] or {"perplexity": math.nan}
@@ -515,8 +533,8 @@ def measure(folder: Path, started: list[Child], asked: argparse.Namespace) -> No
             flush=True,
         )
         by_attack: Counter[str] = Counter()
-        for node, count in found["unused"].items():
-            by_attack[bad.get(node, "honest")] += count
+        for (node, why), count in found["unused"].items():
+            by_attack[f"{bad.get(node, 'honest')}: {why}"] += count
         print(f"  not used, by attack: {dict(by_attack)} {found['error']}", flush=True)
 
 

@@ -240,7 +240,9 @@ def fuzz_one(
     try:
         most = MEMORY_MB << 20
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        target = make()
+        # Targets import what belongs to an extra themselves; it is to be seen by the fuzzer too.
+        with atheris.instrument_imports(include=["fedlm"]) if GUIDED else contextlib.nullcontext():
+            target = make()
         found = out / "found" / name
         found.mkdir(parents=True, exist_ok=True)
         if GUIDED:

@@ -48,6 +48,7 @@ def folder(tmp_path_factory):
         ("rounds=5", ("expected table.key=value",)),
         ("server.cohort=19", ("server.cohort = 19", "the 18 training clients")),
         ("data.source=nowhere.jsonl", ("nowhere.jsonl", "neither a file nor a corpus name")),
+        ('data.source=""', ("data.source = '': expected text that is not empty",)),
         ("data.store=nowhere", ("expected one of data.source",)),
         ("run.devices=3", ("run.devices = 3", "already runs with 2 devices")),
     ],

@@ -3,7 +3,7 @@
 In:       a kit, and a store with a policy or the workspace of another federation.
 Out:      nothing; it works until it is asked to stop.
 Promise:  a store is verified before the node speaks for it; what is answered is in the kit's
-          ledger, which one process at a time writes.
+          ledger, which one process at a time writes; compiled programs of earlier runs are let go.
 Not here: the connection (`flower/supernode.py`), the work (`node_worker.py`, `relay.py`).
 """
 
@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from fedlm.core.program_cache import keep_programs
 from fedlm.corpus.store import Store
 from fedlm.deploy.delivery import MODELS
 from fedlm.deploy.flower.client import open_transport
@@ -21,7 +22,7 @@ from fedlm.deploy.flower.supernode import SuperNode, serve
 from fedlm.deploy.member_list import read_list
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
-from fedlm.deploy.node_worker import Worker
+from fedlm.deploy.node_worker import MOST_KEPT, Worker
 from fedlm.deploy.policy import Policy, load_policy
 from fedlm.deploy.processes import follow_parent
 from fedlm.deploy.relay import Relay
@@ -44,6 +45,7 @@ def work(
 ) -> None:
     """Join a federation with a store, and train its members until asked to stop."""
     follow_parent()
+    keep_programs(MOST_KEPT)
     kit = Kit.existing(kit_path)
     policy = load_policy(policy_path or kit.policy)
     store = Store(store_path)

@@ -26,7 +26,7 @@ packs its own; what goes in and what comes out is local to the process, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -50,6 +50,7 @@ from fedlm.cohort.packing import (
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import digest_for, generator_for, key_data, key_for
+from fedlm.core.program_cache import kept_programs
 from fedlm.core.types import (
     Arrived,
     Batch,
@@ -228,8 +229,7 @@ class Programs:
         return jax.tree.map(lambda x: x[None], state)
 
 
-# Engines of one process seldom have more algorithms than this; programs of others are let go.
-@lru_cache(maxsize=32)
+@kept_programs
 def programs_of(algorithm: Algorithm, devices: tuple[jax.Device, ...]) -> Programs:
     """Return the programs of an algorithm without base or seed, shared by all who ask."""
     return Programs(algorithm, devices)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from fedlm.core.program_cache import kept_programs
 from fedlm.core.types import PAD, Params, ScoreFn, SpecialTokens
 
 # Nats per token from which on a perplexity counts as infinite.
@@ -89,7 +89,7 @@ class Evaluator:
         return Sums(*(column[: len(rows)] for column in joined))
 
 
-@lru_cache(maxsize=32)  # evaluators of one process share it
+@kept_programs  # evaluators of one process share it
 def _program(
     score: ScoreFn, special: SpecialTokens, devices: tuple[jax.Device, ...]
 ) -> Callable[[Params, Array], Sums]:

@@ -79,12 +79,14 @@ class Table(BaseModel):
 class Data(Table):
     """The text, its tokenizer, and the shape of its rows."""
 
-    source: str | None = Field(
+    source: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="Text to prepare: a corpus name, a `.jsonl`, `.csv`, `.parquet` or TFF `.h5` "
         "file (`.jsonl` and `.csv` also with `.gz`), or a folder.",
     )
-    store: str | None = Field(default=None, description="A store made by `fedlm prepare`.")
+    store: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="A store made by `fedlm prepare`."
+    )
     stores: tuple[str, ...] = Field(
         default=(),
         description="Several stores with one tokenizer (`fedlm prepare --like`), in place of "
