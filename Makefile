@@ -28,10 +28,10 @@ test-all: lint  ## all tests, the slow ones too
 test-browser: $(VENV)/.browser  ## the live page in Chromium; installs it with apt-get where it may
 	$(BIN)/python -m pytest -n 0 -m 'slow or not slow' tests/browser
 
-RUNS ?= runs
-pictures: $(VENV)/.browser  ## pictures of the live page and of reports over RUNS (a folder), into docs/pictures
-	$(BIN)/python docs/hooks/pictures.py $(RUNS)
-	$(BIN)/python docs/hooks/report_pictures.py $(RUNS)
+pictures: $(VENV)/.browser  ## pictures of every page, into docs/pictures; trains the runs that they show (about ten minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[chitchat,federation,watch]'
+	$(BIN)/python docs/hooks/picture_runs.py runs/pictures
+	$(BIN)/python docs/hooks/pictures.py runs/pictures
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -118,8 +118,8 @@ $(VENV)/.browser: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: 'playwright>=1.50,<2'
 	command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } \
 		|| echo "no chromium: the tests of the live page are skipped"
-	npm install --silent --no-audit --no-fund --prefix .browser axe-core@4 \
-		|| echo "no axe-core: the pages are not checked for accessibility"
+	npm install --silent --no-audit --no-fund --prefix .browser axe-core@4 onnxruntime-web@1 \
+		|| echo "no axe-core, no onnxruntime-web: what needs them is skipped"
 	@touch $@
 
 $(VENV)/.release: $(VENV)/.installed

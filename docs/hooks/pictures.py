@@ -1,91 +1,148 @@
-"""Pictures of the live page for the documentation: `make pictures`.
+"""Pictures of every page for the documentation: `make pictures`.
 
-    python docs/hooks/pictures.py runs        # a folder with finished runs, one of them a tree
+    python docs/hooks/pictures.py runs/pictures        # the runs of picture_runs.py
 
-Needs playwright and Chromium (`make test-browser` installs them).
+Needs playwright and Chromium (`make test-browser` installs them). A picture is written only if the
+page asked nobody else for anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from fedlm.publish.formats import write_export
+from fedlm.publish.pages import page_of
+from fedlm.publish.statement import statement_of
+from fedlm.record import statement
+from fedlm.record.directory import RunDirectory
 
 OUT = Path(__file__).parents[1] / "pictures"
-LARGEST = 150_000  # bytes of a picture
+LARGEST = 200_000  # bytes of a picture
+WIDE, PHONE = (1000, 760), (420, 860)
+TYPED = "we must protect the "
 
 
 def main(folder: Path) -> None:
-    """Start `fedlm watch` over a folder, and take a picture of every page."""
+    """Take a picture of every page."""
+    with sync_playwright() as play, tempfile.TemporaryDirectory() as made:
+        browser = play.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        live(browser, folder)
+        files(browser, folder, Path(made))
+        browser.close()
+
+
+@contextlib.contextmanager
+def window(browser: Browser, size: tuple[int, int], *, dark: bool = False) -> Iterator[Page]:
+    """Open a window, and refuse every request beyond this machine."""
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
+    )
+    page = context.new_page()
+    page.on("request", lambda request: check(request.url))
+    page.set_default_timeout(120_000)
+    yield page
+    context.close()
+
+
+def check(url: str) -> None:
+    """Stop at a request that leaves this machine."""
+    if not url.startswith(("http://127.0.0.1:", "file://", "data:", "blob:")):
+        raise SystemExit(f"a page asked for {url}")
+
+
+# ---- the live page -----------------------------------------------------------------------------
+
+
+def live(browser: Browser, folder: Path) -> None:
+    """Start `fedlm watch` over a folder, and take the pictures of its pages."""
     command = [sys.executable, "-m", "fedlm.cli.main", "watch", str(folder), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     address = server.stdout.readline().strip()
+    cells = sorted(path.parent.name for path in (folder / "cells").glob("*/summary.json"))
+    first, compared = f"cells%2F{cells[0]}", "/".join(f"cells%2F{name}" for name in cells)
     try:
-        with sync_playwright() as play:
-            program = shutil.which("chromium")
-            browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            for dark in (False, True):
-                scheme = "dark" if dark else "light"
-                size = {"width": 400 if dark else 1100, "height": 760}
-                page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
-                take_all(page, address, "-phone" if dark else "")
-            browser.close()
+        for size, dark, kind in ((WIDE, False, ""), (PHONE, True, "-phone")):
+            with window(browser, size, dark=dark) as page:
+                page.goto(address)
+                take(page, f"watch-runs{kind}", "tbody tr")
+                place(page, address, f"#/run/{first}", "path.curve")
+                take(page, f"watch-run{kind}", "path.curve")
+                place(page, address, "#/run/tree", "svg.map")
+                take(page, f"watch-tree{kind}", "svg.map", at="h2:has-text('The tree')")
+                if kind:
+                    continue
+                place(page, address, "#/run/demo%2Fnetworked", "svg.map")
+                take(page, "watch-federation", "svg.map", at="h2:has-text('The federation')")
+                place(page, address, f"#/compare/{compared}", "path.curve")
+                take(page, "watch-compare", "path.curve", at=".pair")
+                place(page, address, f"#/keyboard/{first}/tree", ".board:nth-child(2) button")
+                page.locator("#text").press_sequentially(TYPED)
+                done = f".words[data-after={TYPED!r}]"
+                page.wait_for_selector(f".board:nth-child(1) {done}")
+                take(page, "watch-keyboard", f".board:nth-child(2) {done}")
     finally:
         server.terminate()
         server.wait()
 
 
-def take_all(page: Page, address: str, kind: str) -> None:
-    """Take the pictures of one screen."""
-    page.goto(address)
-    page.wait_for_selector("tbody tr")
-    names = page.eval_on_selector_all("tbody th a", "all => all.map(a => a.getAttribute('href'))")
-    ids = [name.removeprefix("#/run/") for name in names]
-    take(page, f"watch-runs{kind}", "tbody tr")
-    trees = [id for id in ids if has(page, address, id, "svg.map")]
-    plain = [id for id in ids if id not in trees]
-    show(page, address, f"#/run/{plain[-1]}", "path.curve")
-    take(page, f"watch-run{kind}", "path.curve")
-    show(page, address, f"#/compare/{'/'.join(plain[:4])}", "path.curve")
-    take(page, f"watch-compare{kind}", "path.curve")
-    if trees:
-        size = page.viewport_size or {"width": 850, "height": 760}
-        # Many thin curves make a large file: a smaller window.
-        page.set_viewport_size({**size, "width": min(850, size["width"])})
-        show(page, address, f"#/run/{trees[0]}", "svg.map")
-        page.locator("svg.map").scroll_into_view_if_needed()
-        take(page, f"watch-tree{kind}", "svg.map")
-        page.set_viewport_size(size)
-    show(page, address, f"#/keyboard/{plain[-1]}", ".words button")
-    page.locator("#text").press_sequentially("we must protect the ")
-    page.wait_for_timeout(1500)
-    take(page, f"watch-keyboard{kind}", ".words button")
-
-
-def has(page: Page, address: str, id: str, wanted: str) -> bool:
-    """Return whether a run's page shows something."""
-    show(page, address, f"#/run/{id}", "summary")
-    return page.locator(wanted).count() > 0
-
-
-def show(page: Page, address: str, place: str, wanted: str) -> None:
-    """Go to a place of the page and wait for a part of it."""
-    page.goto(address.split("?")[0] + place)
-    page.wait_for_selector(wanted, timeout=120_000)
-
-
-def take(page: Page, name: str, wanted: str) -> None:
-    """Write one picture."""
+def place(page: Page, address: str, where: str, wanted: str) -> None:
+    """Go to a place of the live page and wait for a part of it."""
+    page.goto(address.split("?")[0] + where)
     page.wait_for_selector(wanted)
-    page.wait_for_timeout(400)
+
+
+# ---- pages that are files ----------------------------------------------------------------------
+
+
+def files(browser: Browser, folder: Path, made: Path) -> None:
+    """Take the pictures of reports, a statement and an exported keyboard."""
+    cells = sorted(path.parent for path in (folder / "cells").glob("*/summary.json"))
+    tall = (WIDE[0], 1100)
+    for name, text, size, at in (
+        ("report", page_of(cells[:1]), tall, ""),
+        ("report-phone", page_of(cells[:1]), PHONE, ""),
+        ("report-tree", page_of([folder / "tree"]), tall, "h2:has-text('The tree')"),
+        ("report-private", page_of([folder / "private"]), tall, "h2:has-text('Privacy')"),
+        ("report-compared", page_of(cells), tall, ""),
+        ("statement", statement.page(statement_of(folder / "private")), (1000, 1300), ""),
+    ):
+        file = made / f"{name}.html"
+        file.write_text(text, encoding="utf-8")
+        with window(browser, size, dark=size == PHONE) as page:
+            page.goto(file.as_uri())
+            take(page, name, "main", at=at)
+            if name == "statement":  # as it is printed
+                page.pdf(path=made / "statement.pdf", format="A4")
+    write_export(RunDirectory(cells[0]), "web", made / "keyboard")
+    with window(browser, PHONE) as page:
+        page.goto((made / "keyboard" / "index.html").as_uri())
+        page.wait_for_selector("#words button")
+        page.locator("#text").press_sequentially(TYPED)
+        take(page, "keyboard-phone", f"#words[data-after={TYPED!r}]")
+
+
+def take(page: Page, name: str, wanted: str, *, at: str = "") -> None:
+    """Write one picture, from the top of the page or from a part of it on."""
+    page.wait_for_selector(wanted)
+    if at:
+        page.locator(at).first.evaluate("part => part.scrollIntoView()")
+    page.wait_for_timeout(500)
     OUT.mkdir(exist_ok=True)
     path = OUT / f"{name}.png"
     page.screenshot(path=path)
-    assert path.stat().st_size < LARGEST, f"{path} has {path.stat().st_size} bytes"
+    if path.stat().st_size > LARGEST:
+        raise SystemExit(f"{path} has {path.stat().st_size} bytes")
     print(path)
 
 

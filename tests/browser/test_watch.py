@@ -1,45 +1,51 @@
-"""The live page in a real browser."""
+"""The live page in a real browser, over real runs."""
 
+import http.server
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 
 import pytest
 
-from fedlm.publish.formats import write_export
+from fedlm.deploy.server_app import record_nodes
+from fedlm.engine.dispatch import RoundStats
+from fedlm.inference import Typist, open_model
 from fedlm.record.directory import RunDirectory
 from fedlm.record.status import read_status
-from tests.browser.conftest import watching
-from tests.watch.runs import lines, make_run, round_line
+from tests.browser.conftest import watching, window
+from tests.watch.runs import make_run, round_line
 
 TREE = {"tree": {"names": ["root", "north", "south"], "parents": [-1, 0, 0]}}
 NODES = {
-    "root": {"up_bytes": 0, "down_bytes": 0, "agreement": 0.5},
-    "north": {"up_bytes": 7, "down_bytes": 9, "self_weight": 0.4},
+    "root": {"up_bytes": 0, "down_bytes": 0, "agreement": 0.5, "attention_up": {"north": 0.6}},
+    "north": {"up_bytes": 7000, "down_bytes": 9, "self_weight": 0.4,
+              "attention_down": {"north": 0.4, "root": 0.6}},
     "south": {"up_bytes": 7, "down_bytes": 9, "self_weight": 0.8, "missed": True},
-}
-WAY = {"layer": 0, "from": "north", "to": "south", "likeness": {"south": 0.5}}
-TALLY = {
-    "round": 0, "answered": ["north"], "late": ["south"], "away": [], "refused": {"east": "no"},
-    "garbage": {}, "up_bytes": 5, "down_bytes": 6,
 }  # fmt: skip
+WAY = {"layer": 0, "from": "north", "to": "south", "likeness": {"south": 0.5}}
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory, trained):
+def watched(tmp_path_factory, real):
     """A folder with one run of every kind, watched."""
     folder = tmp_path_factory.mktemp("watched")
-    os.symlink(trained / "runs" / "tiny", folder / "link")  # links are not followed
+    os.symlink(real / "runs" / "cifg", folder / "link")  # links are not followed
     make_run(folder / "plain", rounds=8)
     (make_run(folder / "broken") / "journal.jsonl").write_text("{\n{\n")
     make_run(folder / "script", header={"recipe": {"model": {"name": "<script>alert(1)</script>"}}})
     make_run(folder / "tree", rounds=0, header=TREE, more=[
         round_line(n, nodes=NODES, routes=[WAY], places={"north": [50.0 - n, 40.0]})
         for n in range(5)])  # fmt: skip
-    networked = make_run(folder / "networked")
-    (networked / "nodes.jsonl").write_text(lines(TALLY, {**TALLY, "round": 1}))
+    networked = RunDirectory(make_run(folder / "networked"))
+    for n in range(2):
+        stats = RoundStats(n, ["north"], late=["south"], refused={"east": "no"})
+        stats.moved("north", up=1500, down=2500)
+        record_nodes(networked, stats, None, 3, lambda words: None)
     for rate in (0.1, 0.2):
         make_run(folder / "grid" / f"rate={rate}", header={"recipe": {"client": {"rate": rate}}})
     with watching(folder) as address:
@@ -47,16 +53,16 @@ def watched(tmp_path_factory, trained):
 
 
 @pytest.fixture(scope="module")
-def typed(trained):
-    with watching(trained / "runs") as address:
+def typed(real):
+    with watching(real / "runs") as address:
         yield address
 
 
 def train(folder, *more):
-    """Start a run of many short rounds."""
-    command = [sys.executable, "-m", "fedlm.cli.main", "train", "tiny.toml", "--out", "runs/one"]
+    """Start a run of many short rounds, as a person does."""
+    command = [sys.executable, "-m", "fedlm.cli.main", "train", "addresses.toml"]
     return subprocess.Popen(
-        [*command, "--set", "server.rounds=4000", "--set", "run.devices=1", *more],
+        [*command, "--out", "runs/one", "--set", "server.rounds=100000", *more],
         cwd=folder,
         stderr=subprocess.DEVNULL,
     )
@@ -75,13 +81,17 @@ ROUND = "Number(document.querySelector('.figures dd').textContent.split(' ')[0].
 STATE = "document.querySelector('main .state').textContent"
 
 
-def test_the_page_follows_a_run_stops_it_and_resumes_it(tiny_recipe, open_page):
-    folder = tiny_recipe.parent
-    (folder / "runs").mkdir()
-    with watching(folder / "runs") as address:
+# ---- a run at work ---------------------------------------------------------------------------
+
+
+def test_the_page_follows_a_run_stops_it_and_resumes_it(real, tmp_path, open_page):
+    shutil.copy(real / "addresses.toml", tmp_path)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with watching(runs) as address:
         page = open_page(address)
         wait(page, "document.querySelector('main').textContent.includes('No run is here yet')")
-        process = train(folder)
+        process = train(tmp_path)
         try:
             page.click("a:has-text('one')")  # it appears by itself
             wait(page, f"{STATE} === 'training' && {ROUND} > 2")
@@ -94,13 +104,21 @@ def test_the_page_follows_a_run_stops_it_and_resumes_it(tiny_recipe, open_page):
             wait(page, f"{STATE} === 'training' && {ROUND} > {before}")
             page.click("text=Stop after this round")
             wait(page, f"{STATE} === 'stopped'")
-            assert read_status(folder / "runs" / "one" / "status.json").state == "stopped"
+            assert read_status(runs / "one" / "status.json").state == "stopped"
             page.click("text=Resume")
             wait(page, f"{STATE} === 'training'")
+            os.kill(read_status(runs / "one" / "status.json").pid, signal.SIGKILL)
+            wait(page, f"{STATE} === 'killed'")
+            far = page.evaluate(ROUND)
+            shutil.rmtree(runs / "one")  # and once more from the beginning
+            process = train(tmp_path)
+            wait(page, f"{STATE} === 'training' && {ROUND} > 0 && {ROUND} < {far}")
+            wait(page, "document.querySelectorAll('path.curve').length > 0")
         finally:
             process.kill()
-            status = read_status(folder / "runs" / "one" / "status.json")
-            if status.pid != process.pid:
+            process.wait()
+            status = read_status(runs / "one" / "status.json")
+            if status.pid != process.pid and status.state in ("training", "compiling"):
                 os.kill(status.pid, signal.SIGKILL)
 
 
@@ -120,6 +138,26 @@ def test_names_are_text_and_never_code(watched, open_page):
     assert page.locator("main script").count() == 0
 
 
+# ---- nobody else is asked --------------------------------------------------------------------
+
+
+def test_a_planted_request_is_noticed(browser, tmp_path):
+    """The check behind `open_page` fails for a page that asks somebody else."""
+    (tmp_path / "page.html").write_text(
+        "<!doctype html><title>x</title><script>new Image().src = 'http://192.0.2.1/x.png';"
+        "</script>"
+    )
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/page.html"
+        with window(browser, address) as (_, asked):
+            assert asked.outside == ["http://192.0.2.1/x.png"]
+        with window(browser, (tmp_path / "page.html").as_uri(), tmp_path.as_uri()) as (_, asked):
+            assert asked.outside == ["http://192.0.2.1/x.png"]
+        server.shutdown()
+
+
 def test_nothing_can_be_fetched_from_elsewhere(watched, browser):
     """Besides not asking, the page may not: its policy forbids it."""
     page = browser.new_page()
@@ -137,10 +175,13 @@ def test_nothing_can_be_fetched_from_elsewhere(watched, browser):
     page.close()
 
 
-def test_runs_are_compared_by_a_click(watched, open_page):
-    page = open_page(watched)
-    page.check("[aria-label='Compare plain']")
-    page.check("[aria-label='Compare grid/rate=0.1']")
+# ---- pictures of runs ------------------------------------------------------------------------
+
+
+def test_runs_are_compared_by_a_click(typed, open_page):
+    page = open_page(typed)
+    page.check("[aria-label='Compare cifg']")
+    page.check("[aria-label='Compare transformer']")
     page.click("text=Compare 2 runs")
     page.wait_for_selector("text=Settings that differ")
     wait(page, "document.querySelectorAll('path.curve').length === 4")
@@ -148,6 +189,13 @@ def test_runs_are_compared_by_a_click(watched, open_page):
         "path.curve", "all => all.map(p => p.getAttribute('class'))"
     )
     assert len(set(strokes)) == 2  # one colour per run, the same in both charts
+    page.wait_for_selector("th:has-text('model.name')")
+
+
+def test_a_sweep_is_a_table(watched, open_page):
+    page = open_page(watched)
+    page.wait_for_selector("h2:has-text('grid')")
+    page.wait_for_selector("th:has-text('rate')")
 
 
 def test_a_tree_moves_with_its_rounds(watched, open_page):
@@ -155,62 +203,81 @@ def test_a_tree_moves_with_its_rounds(watched, open_page):
     page.wait_for_selector("svg.map")
     assert "perplexity 46" in page.get_attribute("svg.map", "aria-label")
     page.locator("input[type=range]").fill("1")
-    wait(
-        page,
-        "document.querySelector('svg.map').getAttribute('aria-label').includes('perplexity 49')",
-    )
+    moved = "document.querySelector('svg.map').getAttribute('aria-label').includes('{}')"
+    wait(page, moved.format("perplexity 49"))
     assert page.locator("svg.map path.route").count() == 1
+    assert page.locator("svg.map path.hears").count() == 1
+    assert page.locator("svg.map path.heard").count() == 1
+    assert "sent 7.0 kB up" in page.locator("svg.map").inner_html()
+    page.click("text=Play the rounds")
+    wait(page, moved.format("perplexity 46"))
 
 
-def test_a_federation_has_a_map(watched, open_page):
+def test_a_federation_has_a_map_with_bytes_per_edge(watched, open_page):
     page = open_page(f"{watched}#/run/networked")
     page.wait_for_selector("svg.map")
     said = page.get_attribute("svg.map", "aria-label")
     for words in ("north answered", "south late", "east refused"):
         assert words in said
+    assert "↑ 3.0 kB  ↓ 5.0 kB" in page.locator("svg.map").text_content()
 
 
-def test_a_suggestion_appears_after_each_key(typed, open_page):
-    page = open_page(f"{typed}#/keyboard/tiny")
+# ---- the keyboard ----------------------------------------------------------------------------
+
+
+def test_suggestions_of_the_trained_model_appear_after_each_key(real, typed, open_page):
+    """Key by key what the run's own model says, in the same order: real text, a real server."""
+    typist = Typist(*open_model(real / "runs" / "cifg"))
+    page = open_page(f"{typed}#/keyboard/cifg")
     page.wait_for_selector(".words button")
-    text = ""
-    for key in "the ca":
+    text, seen = "", set()
+    for key in "the people of the united st":
         page.locator("#text").press("Space" if key == " " else key)
         text += key
         wait(page, f"document.querySelector('.words').dataset.after === {text!r}")
-        assert page.locator(".words button").count() >= 1
+        shown = page.eval_on_selector_all(
+            ".words button", "all => all.map((b) => b.firstChild.textContent)"
+        )
+        assert shown == [word for word, _ in typist.suggest(text, 3)], text
+        seen.add(tuple(shown))
+    assert len(seen) > 5  # what is typed decides
+    assert shown[0] == "states"  # it has learned something
     page.locator(".words button").first.click()
-    wait(page, "document.querySelector('#text').value === 'the cat '")
+    wait(page, "document.querySelector('#text').value === 'the people of the united states '")
 
 
-def test_an_exported_keyboard_needs_no_server(trained, tmp_path, open_page):
-    write_export(RunDirectory(trained / "runs" / "tiny"), "web-int8", tmp_path)
-    page = open_page((tmp_path / "index.html").as_uri(), allowed=tmp_path.as_uri())
-    page.wait_for_selector("#words button")
-    page.locator("#text").press_sequentially("the ca")
-    wait(page, "document.querySelector('#words').dataset.after === 'the ca'")
-    assert page.locator("#words button").first.inner_text().startswith("cat")
+def test_models_stand_side_by_side(typed, open_page):
+    page = open_page(f"{typed}#/keyboard/cifg/transformer")
+    wait(page, "document.querySelectorAll('.board .words button').length === 6")
+    page.locator("#text").press_sequentially("we")
+    wait(page, "[...document.querySelectorAll('.words')].every(w => w.dataset.after === 'we')")
+
+
+# ---- everybody can use it --------------------------------------------------------------------
+
+
+def problems(page, axe):
+    """What the accessibility checker finds, down to the moderate."""
+    page.evaluate(axe)
+    return [
+        (found["id"], node["html"][:200])
+        for found in page.evaluate("axe.run().then(r => r.violations)")
+        if found["impact"] != "minor"
+        for node in found["nodes"]
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
 def test_the_pages_are_accessible(watched, typed, open_page, axe, scheme, width):
     options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
-    places = [f"{watched}#/", f"{watched}#/run/tree", f"{watched}#/run/networked",
-              f"{watched}#/run/broken", f"{watched}#/compare/plain/tree",
-              f"{typed}#/keyboard/tiny"]  # fmt: skip
+    of_all = ("", "run/tree", "run/networked", "run/broken", "compare/plain/tree", "compare")
+    places = [f"{watched}#/{place}" for place in (*of_all, "keyboard")]
+    places += [f"{typed}#/{place}/cifg" for place in ("run", "keyboard")]
     for place in places:
         page = open_page(place, **options)
         page.wait_for_selector("main h1")
         time.sleep(1.5)
-        page.evaluate(axe)
-        found = page.evaluate("axe.run().then(r => r.violations)")
-        serious = [
-            (v["id"], n["html"][:200])
-            for v in found
-            if v["impact"] in ("serious", "critical")
-            for n in v["nodes"]
-        ]
-        assert not serious, (place, serious)
+        assert not (found := problems(page, axe)), (place, found)
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width + 1, (place, wide)

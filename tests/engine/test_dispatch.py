@@ -106,6 +106,8 @@ def test_a_round_ends_without_who_is_away_if_enough_replied():
     nodes.away.add("b")
     order, stats = answered(nodes, Quorum(quorum=0.5))
     assert order == ["a", "c"] and stats.away == ["b"] and stats.down_bytes == 20
+    assert [stats.edges[name][1] for name in ("a", "c")] == [10, 10] and "b" not in stats.edges
+    assert sum(up for up, _ in stats.edges.values()) == stats.up_bytes
 
 
 def test_who_is_late_is_left_out_after_the_deadline():

@@ -115,7 +115,7 @@ def test_only_settings_that_differ_are_shown(tmp_path):
 def test_traffic_is_shown_beside_the_whole_model(tmp_path):
     words = said(page_of(write(tmp_path / "one")))
     assert "up: 250.0 kB per member and round" in words and "4 clients per round" in words
-    assert "the whole model in float32 is 3.5 kB" in words
+    assert "the whole model, which has 3.5 kB in float32" in words
 
 
 def test_a_page_asks_nobody_for_anything(tmp_path):

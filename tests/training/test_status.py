@@ -1,8 +1,11 @@
 """A run tells its status file what it tells its watcher."""
 
+import contextlib
+import json
+
 import pytest
 
-from fedlm.core.errors import DivergenceError, RecordError
+from fedlm.core.errors import DivergenceError, EngineError, RecordError
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
@@ -46,6 +49,44 @@ def test_the_status_says_how_a_run_ended(tmp_path):
             raise error
         found = read_status(directory.status)
         assert found.state == state and words in found.doing and "secret" not in found.doing
+
+
+def test_everybody_may_read_the_status_of_a_private_run(tiny_recipe, tmp_path):
+    """It has rounds, times and fixed sentences: nothing that a run says or fails with."""
+    plan = ("privacy.mechanism=gaussian", "privacy.noise_multiplier=1.0", "privacy.delta=1e-3",
+            "server.sampling=poisson", "data.test_clients=0.3")  # fmt: skip
+    run = build(load(tiny_recipe, (*QUICK, *plan)), tmp_path / "stores", out=tmp_path / "run")
+    seen, heard = [], []
+
+    def look(*_):
+        seen.append(read_status(run.record.status).doing)
+
+    def listen(text):
+        heard.append(text)
+        look()
+
+    watcher = Watcher(begin=look, round=look, evaluating=look, say=listen)
+    assert train(run, watcher=watcher) is not None
+    assert heard and len(seen) > 4
+    assert set(seen) <= {"", "the first round takes longest", "on held-out text", "at work"}
+    wanted = {"format", "state", "doing", "follows", "pid", "process", "command", "home", "folder",
+              "round", "rounds", "started", "updated"}  # fmt: skip
+    assert set(json.loads(run.record.status.read_text())) == wanted
+    directory = RunDirectory(tmp_path)
+    for say in (True, False):
+        with (
+            contextlib.suppress(EngineError),
+            in_status(directory, Watcher(), 1, secret=True) as watcher,
+        ):
+            watcher.claimed()
+            watcher.status._wrote = -1.0
+            if not say:
+                raise EngineError("member 17 of sweden: its update is not finite.")
+            watcher.say("waiting for sweden (keys), 40 s")
+            assert read_status(directory.status).doing == "waiting for nodes"
+        found = directory.status.read_text()
+        assert "sweden" not in found and "17 of" not in found
+    assert read_status(directory.status).state == "failed"
 
 
 def test_whom_a_round_waits_for_is_told_until_the_next_round(tmp_path):

@@ -178,6 +178,7 @@ def test_a_long_curve_is_thinned_but_keeps_its_perplexities_and_its_end():
 def test_a_tree_has_a_frame_per_round(tmp_path):
     nodes = {"root": {"up_bytes": 0, "down_bytes": 0, "agreement": 0.5},
              "a": {"up_bytes": 7, "down_bytes": 9, "self_weight": 0.25, "secret": 1}}  # fmt: skip
+    nodes["a"]["attention_down"] = {"a": 0.25, "root": 0.7, "far": 0.001}
     way = {"layer": 0, "from": "a", "to": "root", "likeness": {"root": 0.5}}
     make_run(
         tmp_path / "one", rounds=0, header={"tree": {"names": ["root", "a"], "parents": [-1, 0]}},
@@ -190,13 +191,15 @@ def test_a_tree_has_a_frame_per_round(tmp_path):
     assert [f["round"] for f in tree["frames"]] == [1, 2]
     assert tree["frames"][0]["routes"] == [["a", "root", 2]]
     assert tree["frames"][0]["nodes"]["a"] == {"self_weight": 0.25}
+    assert tree["frames"][0]["listens"] == [["a", "root", 0.7, "down"]]
+    assert tree["frames"][0]["bytes"]["a"] == [7, 9]
     assert tree["moved"]["a"] == [14, 18]
 
 
 # ---- a federation --------------------------------------------------------------------------
 
 TALLY = {"round": 0, "answered": ["north"], "late": ["south"], "away": [], "refused": {},
-         "garbage": {}, "up_bytes": 5, "down_bytes": 6}  # fmt: skip
+         "garbage": {}, "up_bytes": 5, "down_bytes": 6, "edges": {"north": [5, 6]}}  # fmt: skip
 
 
 def test_a_federation_shows_who_answered(tmp_path):
@@ -210,7 +213,7 @@ def test_a_federation_shows_who_answered(tmp_path):
     assert found["counts"] == {"north": {"answered": 2}, "south": {"late": 2}}
     assert found["last"]["of"] == {"north": "answered", "south": "late"}
     assert found["seats"] == [{"name": "north", "below": ["n1"]}, {"name": "south", "below": []}]
-    assert found["bytes"] == [10, 12]
+    assert found["bytes"] == [10, 12] and found["edges"] == {"north": [10, 12]}
 
 
 def test_names_that_a_plan_hides_are_for_the_owner_alone(tmp_path):
@@ -226,6 +229,25 @@ def test_names_that_a_plan_hides_are_for_the_owner_alone(tmp_path):
         told.append(board.details("one")["federation"])
     assert told[0]["nodes"] == 2 and not told[0]["named"] and "north" not in json.dumps(told[0])
     assert told[1]["counts"]["north"] == {"answered": 1}
+
+
+# ---- models to type with -------------------------------------------------------------------
+
+
+def test_personal_and_pretrained_models_are_offered(tmp_path):
+    path = make_run(tmp_path / "one")
+    start = make_run(tmp_path / "start")
+    (path / "recipe.toml").write_text(f"[model]\ninit_from = {str(start)!r}\n")
+    for folder in (path, start, path / "clients" / "ann%2Fe", path / "nodes" / "north"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").write_bytes(b"")
+    told = []
+    for private in (True, False):
+        board = Board(tmp_path, private=private)
+        fresh(board)
+        told.append([(m["kind"], m["node"]) for m in board.details("one")["models"]])
+    assert told[0] == [("last", ""), ("last", "north"), ("personal", "ann/e"), ("pretrained", "")]
+    assert told[1] == [("last", ""), ("last", "north"), ("pretrained", "")]
 
 
 # ---- sweeps --------------------------------------------------------------------------------

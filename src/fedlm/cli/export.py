@@ -34,6 +34,13 @@ def export(
     node: Node = "",
     client: Client = "",
     best: BestOption = False,
+    onnxruntime: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with onnxruntime-web (its dist), for web pages of models that are not "
+            "recurrent."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model and its tokenizer where other programs can load them.
@@ -41,7 +48,8 @@ def export(
     `onnx` is one step of the model, its state as inputs and outputs; `onnx-int8` has weights of a
     quarter of the size and prints what that costs. `huggingface` is a folder for Transformers,
     adapters merged; `peft` are the adapters alone; `web` and `web-int8` are a page with a keyboard
-    that computes by itself, for recurrent models. Every export has a model card, README.md.
+    that needs no server: recurrent models are computed by the page itself, others by the
+    onnxruntime-web that --onnxruntime names. Every export has a model card, README.md.
 
     Example: fedlm export runs/sotu --format onnx --out sotu-onnx
     """
@@ -54,7 +62,7 @@ def export(
             note(f"The model of {client} also has {mixed}, which other programs cannot load.")
     target = folder or directory.path / "export"
     with talk.status("converting"):
-        file = write_export(directory, kind, target, best=best)
+        file = write_export(directory, kind, target, best=best, onnxruntime=onnxruntime)
     cost = _int8_cost(directory, file, best) if kind == "onnx-int8" else {}
     if as_json:
         emit(

@@ -55,7 +55,13 @@ def train(
     with (
         open_transport(home) as transport,
         directory.locked(),
-        in_status(directory, watcher, recipe.server.evaluate_every, home=home.path) as watcher,
+        in_status(
+            directory,
+            watcher,
+            recipe.server.evaluate_every,
+            home=home.path,
+            secret=_has_plan(recipe),  # the plan itself is made when nodes have registered
+        ) as watcher,
     ):
         check_deployable(recipe)
         history.note(home.history, "train", run=str(path), resume=resume)
@@ -112,6 +118,12 @@ def train(
             )
             watcher.say(f"nodes that have their models: {', '.join(kept) or 'none'}")
         return summary
+
+
+def _has_plan(recipe: Recipe) -> bool:
+    """Return whether a recipe asks for privacy, of clients or of a tree's leaves."""
+    leaves = recipe.federation is not None and recipe.federation.noise_multiplier > 0
+    return recipe.privacy.mechanism is not None or leaves
 
 
 def deliver_again(

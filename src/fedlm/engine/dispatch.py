@@ -114,6 +114,20 @@ class RoundStats:
     seconds: float = 0.0
     up_bytes: int = 0  # frames alone, as often as they were fetched or sent
     down_bytes: int = 0
+    edges: dict[str, tuple[int, int]] = field(default_factory=dict)  # the same by node: up, down
+
+    def moved(self, name: str, up: int = 0, down: int = 0) -> None:
+        """Count bytes that travelled between the server and a node."""
+        before = self.edges.get(name, (0, 0))
+        self.edges[name] = (before[0] + up, before[1] + down)
+        self.up_bytes += up
+        self.down_bytes += down
+
+    def add_edges(self, other: RoundStats) -> None:
+        """Add the bytes by node of another step of the round, and leave the totals alone."""
+        for name, (up, down) in other.edges.items():
+            before = self.edges.get(name, (0, 0))
+            self.edges[name] = (before[0] + up, before[1] + down)
 
 
 class Dispatch:
@@ -214,7 +228,7 @@ class Dispatch:
         except WireError as error:
             self.stats.garbage[name] = printable(str(error))
         else:
-            self.stats.up_bytes += sum(map(len, reply.frames))
+            self.stats.moved(name, up=sum(map(len, reply.frames)))
             self.buffered[name] = reply
         return True
 
@@ -244,7 +258,7 @@ class Dispatch:
             message_id = self.transport.send(
                 node.node_id, self.exchange.encode(request), request.round
             )
-            self.stats.down_bytes += sum(map(len, frames))
+            self.stats.moved(name, down=sum(map(len, frames)))
             if message_id:
                 self.sent.setdefault(name, []).append(message_id)
                 self.since[name], self.asked_at[name] = node.since, time.monotonic()

@@ -389,7 +389,10 @@ def _joined(before: RoundStats, now: RoundStats) -> RoundStats:
     whole = RoundStats(now.round)
     for field in fields(RoundStats):
         one, other = getattr(before, field.name), getattr(now, field.name)
-        if isinstance(one, dict):
+        if field.name == "edges":
+            whole.add_edges(before)
+            whole.add_edges(now)
+        elif isinstance(one, dict):
             setattr(whole, field.name, {**one, **other})
         elif field.name != "round":
             setattr(whole, field.name, one + other)

@@ -319,7 +319,9 @@ def _merge(whole: RoundStats, step: RoundStats) -> None:
     """Add what happened in one step to what happened in a round."""
     for of in fields(RoundStats):
         one, other = getattr(whole, of.name), getattr(step, of.name)
-        if isinstance(one, dict):
+        if of.name == "edges":
+            whole.add_edges(step)
+        elif isinstance(one, dict):
             one.update(other)
         elif isinstance(one, list):
             one.extend(item for item in other if item not in one)

@@ -9,6 +9,7 @@ Not here: formats (`formats.py`), the model card (`card.py`).
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,14 @@ from fedlm.record.directory import RunDirectory, adapter_beside
 class FinishedRun:
     """What an export reads of a finished run."""
 
-    def __init__(self, directory: RunDirectory, *, best: bool = False) -> None:
-        """Take the last model of a run, or the best one on the way."""
-        self.directory = directory
+    def __init__(
+        self, directory: RunDirectory, *, best: bool = False, onnxruntime: Path | None = None
+    ) -> None:
+        """Take the last model of a run, or the best one on the way.
+
+        `onnxruntime`: a folder with the files of onnxruntime-web, for a page that needs it.
+        """
+        self.directory, self.onnxruntime = directory, onnxruntime
         self.weights = directory.weights_to_use(best=best)
 
     @cached_property

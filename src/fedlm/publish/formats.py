@@ -27,7 +27,7 @@ from fedlm.models.interop import gguf, huggingface, peft, web
 from fedlm.publish.card import CARD, card
 from fedlm.publish.finished_run import FinishedRun
 from fedlm.record.directory import RunDirectory, adapter_beside
-from fedlm.record.export import step_to_onnx
+from fedlm.record.export import states_of, step_to_onnx
 from fedlm.record.facts import facts_of
 
 Files = dict[str, bytes]
@@ -41,7 +41,7 @@ def _safetensors(run: FinishedRun) -> Files:
 def _onnx(run: FinishedRun, *, int8: bool) -> Files:
     """Return one step of the model, with all that is needed to use it in the file's metadata."""
     params, special = run.params, run.tokenizer.special
-    capacity = min(max(run.recipe.data.sequence_length, LEAST_CAPACITY), run.spec.size.length)
+    capacity = _capacity(run)
     claim = facts_of(run.directory.path).final.get("privacy") or {}
     tokens = {"bos": special.bos, "eos": special.eos, "oov": special.oov}
     metadata = {
@@ -59,6 +59,11 @@ def _onnx(run: FinishedRun, *, int8: bool) -> Files:
         int8=int8,
     )
     return {"model.onnx": data}
+
+
+def _capacity(run: FinishedRun) -> int:
+    """Return how many tokens a key-value cache holds."""
+    return min(max(run.recipe.data.sequence_length, LEAST_CAPACITY), run.spec.size.length)
 
 
 def _huggingface(run: FinishedRun) -> Files:
@@ -122,7 +127,9 @@ def _web(run: FinishedRun, *, int8: bool) -> Files:
     """Return a page with a keyboard that needs no server; `model.bin` holds the weights."""
     library = json.loads(run.tokenizer.library.to_str())
     _check_tokenizer(library)
-    config, data = web.pack(run.params, int8=int8)
+    plain = web.is_plain(run.params) or run.onnxruntime is None
+    pack = partial(web.pack, run.params) if plain else partial(_onnx_page, run)
+    config, data = pack(int8=int8)
     special = run.tokenizer.special
     config |= {
         "about": f"{run.directory.path.resolve().name}: {run.spec.architecture}, "
@@ -135,7 +142,8 @@ def _web(run: FinishedRun, *, int8: bool) -> Files:
     page = resources.files("fedlm") / "web"
     return {
         "index.html": (page / "index.html").read_bytes(),
-        "model.bin": data,
+        "model.bin" if plain else "model.onnx": data,
+        **({} if plain or run.onnxruntime is None else _runtime(run.onnxruntime)),
         # A page opened from disk may not read a binary file: the same bytes as a script.
         "weights.js": b'window.FEDLM_WEIGHTS = "' + base64.b64encode(data) + b'";\n',
         "config.js": b"window.FEDLM = " + json.dumps(config).encode() + b";\n",
@@ -143,6 +151,31 @@ def _web(run: FinishedRun, *, int8: bool) -> Files:
     }
 
 
+def _onnx_page(run: FinishedRun, *, int8: bool) -> tuple[dict[str, Any], bytes]:
+    """Return what a page must know of a model that onnxruntime-web computes, and the ONNX file."""
+    data = _onnx(run, int8=int8)["model.onnx"]
+    return {"onnx": True, "capacity": _capacity(run), "states": states_of(data)}, data
+
+
+def _runtime(folder: Path) -> Files:
+    """Return onnxruntime-web as one script, which a page that was opened from disk may load too."""
+    files = {"program": RUNTIME_PROGRAM, "wasm": RUNTIME_WASM}
+    for name in files.values():
+        require(
+            (folder / name).is_file(),
+            "--onnxruntime",
+            str(folder),
+            f"a folder with {' and '.join(files.values())}",
+            "npm install onnxruntime-web puts it into node_modules/onnxruntime-web/dist.",
+        )
+    told = {
+        name: base64.b64encode((folder / file).read_bytes()).decode()
+        for name, file in files.items()
+    }
+    return {"runtime.js": b"window.FEDLM_RUNTIME = " + json.dumps(told).encode() + b";\n"}
+
+
+RUNTIME_PROGRAM, RUNTIME_WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 WEB_TOKENIZER = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
@@ -175,10 +208,20 @@ FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
 }
 
 
-def write_export(directory: RunDirectory, kind: str, folder: Path, *, best: bool = False) -> Path:
-    """Write a run's model in a format with its card, and return the path of its main file."""
+def write_export(
+    directory: RunDirectory,
+    kind: str,
+    folder: Path,
+    *,
+    best: bool = False,
+    onnxruntime: Path | None = None,
+) -> Path:
+    """Write a run's model in a format with its card, and return the path of its main file.
+
+    `onnxruntime`: a folder with onnxruntime-web, for a page with a model that is not recurrent.
+    """
     require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
-    run = FinishedRun(directory, best=best)
+    run = FinishedRun(directory, best=best, onnxruntime=onnxruntime)
     files = {**FORMATS[kind](run), CARD: card(run, kind).encode()}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

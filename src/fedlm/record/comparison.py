@@ -130,8 +130,13 @@ def verdict(groups: Sequence[Group], split: str, of: str = "perplexity") -> str:
     if len(scored) > 1:
         other, second = scored[1]
         apart = _apart(first.values(of, split), second.values(of, split))
-        said += f" Next is {escape(second.name)}, {other / best - 1:.1%} worse{escape(apart)}."
+        much = f"{other / best - 1:.1%} worse" if other < 2 * best else _times(other / best)
+        said += f" Next is {escape(second.name)}, {much}{escape(apart)}."
     return said
+
+
+def _times(ratio: float) -> str:
+    return f"{number(ratio, 2)} times as high"
 
 
 def _apart(a: list[float], b: list[float]) -> str:
@@ -286,6 +291,7 @@ def _curves(groups: Sequence[Group], split: str) -> list[str]:
     banded = any(len(group.runs) > 1 for group in groups)
     said = f"Perplexity on {which}, scored in training."
     said += " A band reaches from the best seed to the worst." if banded else ""
+    said += " These are two kinds of text: compare curves of one kind." if len(watched) > 1 else ""
     return [
         heading("How they learned"),
         svg.legend([(group.name, group.colour) for group in groups[:MOST_NAMED]]),

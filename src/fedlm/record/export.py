@@ -79,6 +79,25 @@ def step_to_onnx(
     return bytes(model.SerializeToString())
 
 
+def states_of(data: bytes) -> list[dict[str, Any]]:
+    """Return the names, shapes and types of the state of an ONNX file of one step, for one row."""
+    import onnx  # an extra
+
+    graph = onnx.load_from_string(data).graph
+    kinds = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.INT32: "int32"}
+    found = []
+    for one in graph.input:
+        if one.name == TOKEN:
+            continue
+        made = one.type.tensor_type
+        shape = [1 if d.dim_param else int(d.dim_value) for d in made.shape.dim]
+        after = NEXT + one.name.removeprefix(STATE)
+        found.append(
+            {"name": one.name, "next": after, "shape": shape, "type": kinds[made.elem_type]}
+        )
+    return found
+
+
 def _converted(
     function: Callable[..., Any], inputs: Sequence[Any], before: list[str], after: list[str]
 ) -> Any:

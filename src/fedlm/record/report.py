@@ -389,9 +389,7 @@ def _traffic(run: Facts) -> list[str]:
     for name, total in (("up", run.upload_bytes), ("down", run.download_bytes)):
         each = total / members
         share = each / full
-        whole = f"{size(total)} in all; the whole model in float32 is {size(full)}" + (
-            "" if share > 0.99 else f", so this is {share:.0%} of it"
-        )
+        whole = f"{size(total)} in all" + ("" if share > 0.99 else f", {share:.0%} of the model")
         flows.append(Flow(name, share, f"{size(each)} per member and round", whole))
     cohort = members / rounds
     who = "client" if not run.header.get("part_of") else "member"
@@ -400,7 +398,11 @@ def _traffic(run: Facts) -> list[str]:
     return [
         heading("Traffic"),
         svg.flow(f"{count(round(cohort, 1), who)} per round", "server", flows),
-        paragraph(f"Codecs: {', '.join(codecs)}.", "quiet") if codecs else "",
+        paragraph(
+            f"An arrow is as thick as its share of the whole model, which has {size(full)} in "
+            f"float32. Codecs: {', '.join(codecs) or 'none'}.",
+            "quiet",
+        ),
     ]
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedlm.core.words import NOTHING
+
 Tables = Mapping[str, Mapping[str, Any]]
 SEED = "run.seed"
 LONGEST = 120  # letters of a value
@@ -48,9 +50,11 @@ def _same(a: Any, b: Any) -> bool:
 def shown(value: Any) -> str:
     """Return a value of a setting as text.
 
-    >>> shown([1, 2]), shown(True), shown("x")
-    ('1, 2', 'yes', 'x')
+    >>> shown([1, 2]), shown(True), shown("x"), shown(None)
+    ('1, 2', 'yes', 'x', '-')
     """
+    if value is None:
+        return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):

@@ -530,8 +530,8 @@ def flow(left: str, right: str, flows: Sequence[Flow]) -> str:
     height = top + 78 * len(flows)
     for x, said in ((4, left), (WIDTH - 108, right)):
         body += box(x, top, 104, height - top - 32, "card")
-        for j, word in enumerate(_wrapped(said, 13)):
-            body += text(x + 52, height / 2 - 14 + 16 * j, word, anchor="middle")
+        for j, word in enumerate(_wrapped(said, 10)):
+            body += text(x + 52, height / 2 - 22 + 21 * j, word, anchor="middle")
     return picture(height, f"{left} and {right}: what travels between them", body)
 
 

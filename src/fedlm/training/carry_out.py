@@ -19,6 +19,7 @@ from fedlm.core.documents import read_json
 from fedlm.core.errors import RecordError, require
 from fedlm.engine import multihost
 from fedlm.federation.round import Played
+from fedlm.privacy.release import hides
 from fedlm.recipe.settings import dump
 from fedlm.record import checkpoint
 from fedlm.record.trackers import check_installed
@@ -56,7 +57,8 @@ def play(
 
 
 def _in_status(run: Run, watcher: Watcher) -> AbstractContextManager[Watcher]:
-    return in_status(run.record, watcher, run.cadence.evaluate_every, command=run.command)
+    every, secret = run.cadence.evaluate_every, hides(run.plan)
+    return in_status(run.record, watcher, every, command=run.command, secret=secret)
 
 
 def _check_start(run: Run) -> None:

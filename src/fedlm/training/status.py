@@ -3,7 +3,9 @@
 In:       a run directory and its watcher.
 Out:      a watcher that is told the same and also keeps `status.json`.
 Promise:  one story: the file says what the watcher is told, and nothing else; however the block
-          ends, the file says how.
+          ends, the file says how. Everybody may read the file, so that of a run whose plan hides
+          who was drawn it has rounds, times and sentences of this module alone: what a run says and
+          why it failed may name members, and that stays in its owner's terminal.
 Not here: the file (`record/status.py`).
 """
 
@@ -29,19 +31,23 @@ def in_status(
     *,
     command: str = "train",
     home: Path | None = None,
+    secret: bool = False,
 ) -> Iterator[Watcher]:
-    """Yield a watcher that keeps the status file for a block of code; a second one adds nothing."""
+    """Yield a watcher that keeps the status file for a block of code; a second one adds nothing.
+
+    `secret`: a privacy plan hides who takes part, so nothing that is said is written as it is.
+    """
     if watcher.status is not None:
         yield watcher
         return
     status = StatusFile(directory.status, command=command, home=home)
     try:
-        yield _kept(status, watcher, evaluate_every)
+        yield _kept(status, watcher, evaluate_every, secret=secret)
     except (KeyboardInterrupt, GeneratorExit):
         status.tell(state="stopped", doing="", follows="")
         raise
     except FedlmError as error:
-        status.tell(state="failed", doing=str(error), follows="")
+        status.tell(state="failed", doing=FAILED if secret else str(error), follows="")
         raise
     except BaseException as error:
         status.tell(state="failed", doing=f"an error of fedlm: {type(error).__name__}", follows="")
@@ -51,11 +57,17 @@ def in_status(
         status.tell(state=ended, doing="", follows="")
 
 
-def _kept(status: StatusFile, watcher: Watcher, evaluate_every: int) -> Watcher:
+# Of a run that hides who takes part.
+WAITING, WORKING = "waiting for nodes", "at work"
+FAILED = "it ended with an error, which its own terminal or resume.log shows"
+
+
+def _kept(status: StatusFile, watcher: Watcher, evaluate_every: int, *, secret: bool) -> Watcher:
     total = 0
 
     def say(text: str) -> None:
-        status.tell(doing=text)
+        hidden = WAITING if text.startswith("waiting") else WORKING
+        status.tell(doing=hidden if secret else text)
         watcher.say(text)
 
     def begin(first: int, rounds: int, perplexity: float | None) -> None:

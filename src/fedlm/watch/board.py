@@ -33,7 +33,9 @@ MOST_RUNS = 5_000
 SCAN_SECONDS, FRESH_SECONDS = 2.0, 0.3
 MOST_POINTS = 1_000  # of a curve
 MOST_FRAMES = 120  # rounds of a tree that can be looked at
-RECENT = 20  # rounds from which speed and time left follow
+LEAST_HEARD, MOST_HEARD = 0.02, 12  # attention that is drawn: its weight, and peers of one node
+MOST_MEMBERS = 50  # whose own models are offered
+RECENT = 6  # rounds from which speed and time left follow
 SWEEP = "sweep.json"
 
 
@@ -62,6 +64,7 @@ class _Known:
 
     directory: RunDirectory
     number: int  # decides its colour: the order in which runs were first seen
+    name: str = ""
     stamp: Any = None
     row: Row = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +108,8 @@ class Board:
             del self._known[gone]
         for id, directory in found.items():
             if id not in self._known:
-                self._known[id] = _Known(directory, self._seen)
+                name = directory.path.resolve().name if id == "." else directory.path.name
+                self._known[id] = _Known(directory, self._seen, name)
                 self._seen += 1
 
     def find(self, id: str) -> RunDirectory:
@@ -140,7 +144,7 @@ class Board:
                 known.row = {**known.row, "problem": str(error)}
         row = {
             "id": id,
-            "name": directory.path.resolve().name,
+            "name": known.name,
             "group": "" if "/" not in id else id.rpartition("/")[0],
             "number": known.number,
             **known.row,
@@ -259,7 +263,7 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
     header = _entry(first, f"{path}, line 1")
     if header["kind"] != "header":
         raise RecordError(f"{path}: its journal has no header; the journal is damaged.")
-    entries = [_entry(line, f"{path}, near its end") for line in lines]
+    entries = _last_entries(lines, f"{path}, near its end")
     rounds = [entry for entry in entries if entry["kind"] == "round"]
     final: dict[str, Any] = next((e for e in reversed(entries) if e["kind"] == "final"), {})
     extended = next((e["rounds"] for e in reversed(entries) if e["kind"] == "extended"), None)
@@ -298,6 +302,29 @@ def _held_out(final: dict[str, Any]) -> str | None:
     return "held-out text" if final.get("validation") else None
 
 
+def _last_entries(lines: list[bytes], where: str) -> list[dict[str, Any]]:
+    """Return the last entries of a journal, and before them those alone that a row needs.
+
+    Reading all lines of a window would take most of the time of a folder with many runs.
+    """
+    last = [_entry(line, where) for line in lines[-RECENT - 2 :]]
+    wanted = [
+        name.encode()
+        for name in ("perplexity", "epsilon")
+        if not any(entry.get(name) is not None for entry in last)
+    ]
+    found: list[dict[str, Any]] = []
+    for line in reversed(lines[: -RECENT - 2]):
+        if not wanted and b'"extended"' not in line:
+            continue
+        hits = [name for name in wanted if b'"' + name + b'"' in line]
+        if hits or b'"extended"' in line:
+            entry = _entry(line, where)
+            found.append(entry)
+            wanted = [n for n in wanted if n not in hits or entry.get(n.decode()) is None]
+    return [*reversed(found), *last]
+
+
 def _entry(line: bytes, where: str) -> dict[str, Any]:
     try:
         value = json_value(line, "", RecordError)
@@ -322,6 +349,7 @@ class Curves:
     def __init__(self, directory: RunDirectory, *, private: bool) -> None:
         self.directory, self._journal = directory, Tail(directory.journal)
         self._federation = Federation(directory, private=private)
+        self._private = private
         self._clear()
         self._version = 0
 
@@ -365,6 +393,12 @@ class Curves:
             moved = self.moved.setdefault(name, [0.0, 0.0])
             moved[0] += of.get("up_bytes", 0)
             moved[1] += of.get("down_bytes", 0)
+        listens = [
+            [name, peer, round(float(weight), 3), way]
+            for name, of in nodes.items()
+            for way in ("down", "up")
+            for peer, weight in loudest(of.get(f"attention_{way}") or {}, name)
+        ]
         routes: dict[tuple[str, str], int] = {}
         for way in entry.get("routes") or []:
             edge = (str(way["from"]), str(way["to"]))
@@ -376,6 +410,10 @@ class Curves:
                 for name, of in nodes.items()
             },
             "places": {name: list(pair) for name, pair in places.items()},
+            "listens": listens,  # who, to whom, how much, and whether going down or up
+            "bytes": {
+                name: [of.get("up_bytes", 0), of.get("down_bytes", 0)] for name, of in nodes.items()
+            },
             "routes": [[a, b, n] for (a, b), n in routes.items()],
         }
         self.frames.append(frame)
@@ -403,7 +441,7 @@ class Curves:
             "command": header.get("command"),
             "tree": None if tree is None else self._tree(tree),
             "federation": self._federation.told(),
-            "models": models_of(self.directory),
+            "models": models_of(self.directory, private=self._private),
             "report": self.directory.report.is_file(),
         }
 
@@ -419,6 +457,16 @@ class Curves:
             "final": scores,
             "moved": self.moved,
         }
+
+
+def loudest(attention: dict[str, Any], own: str) -> list[tuple[str, float]]:
+    """Return the peers that a node listens to most, without itself.
+
+    >>> loudest({"a": 0.5, "b": 0.4, "c": 0.001}, "a")
+    [('b', 0.4)]
+    """
+    heard = [(p, w) for p, w in attention.items() if p != own and w >= LEAST_HEARD]
+    return sorted(heard, key=lambda pair: -pair[1])[:MOST_HEARD]
 
 
 def thinned(points: list[list[Any]], most: int) -> list[list[Any]]:
@@ -437,8 +485,12 @@ def thinned(points: list[list[Any]], most: int) -> list[list[Any]]:
     return [points[n] for n in sorted(kept)]
 
 
-def models_of(directory: RunDirectory) -> list[dict[str, str]]:
-    """Return the trained models of a run that can be typed with: the last, the best, nodes'."""
+def models_of(directory: RunDirectory, *, private: bool = True) -> list[dict[str, str]]:
+    """Return the models of a run that can be typed with: its own, its nodes', those of members.
+
+    The model from which it began is one of them, where a recipe names it. Members are named for the
+    run's owner alone.
+    """
     found = []
     if directory.weights.is_file():
         found.append({"node": "", "kind": "last", "name": "trained model"})
@@ -447,7 +499,31 @@ def models_of(directory: RunDirectory) -> list[dict[str, str]]:
     for weights in sorted(directory.path.glob("nodes/*/model.safetensors")):
         name = unquote(weights.parent.name)
         found.append({"node": name, "kind": "last", "name": f"node {name}"})
+    if private:
+        for weights in sorted(directory.path.glob("clients/*/model.safetensors"))[:MOST_MEMBERS]:
+            name = unquote(weights.parent.name)
+            found.append({"node": name, "kind": "personal", "name": f"personal model of {name}"})
+    start = pretrained_of(directory)
+    if start is not None:
+        found.append({"node": "", "kind": "pretrained", "name": f"pretrained, {start.name}"})
     return found
+
+
+def pretrained_of(directory: RunDirectory) -> Path | None:
+    """Return the folder of the model from which a run began; None if it began from random numbers.
+
+    A run, or a folder of Hugging Face's format.
+    """
+    try:
+        named = directory.read_recipe().get("model", {}).get("init_from")
+        status = read_status(directory.status) if directory.status.is_file() else None
+    except FedlmError:
+        return None
+    if not isinstance(named, str) or not named:
+        return None
+    path = Path(status.folder if status is not None else ".") / named
+    there = (path / "model.safetensors").is_file()
+    return path if there else None
 
 
 # ---- a federation over a network -----------------------------------------------------------
@@ -472,6 +548,7 @@ class Federation:
         self.rounds = 0
         self.nodes: int | None = None
         self.bytes = [0, 0]
+        self.edges: dict[str, list[int]] = {}  # bytes up and down, by node
         self._heard: set[int] = set()
 
     def poll(self) -> bool:
@@ -505,6 +582,9 @@ class Federation:
                     of[outcome] = of.get(outcome, 0) + 1
             for at, way in enumerate(("up_bytes", "down_bytes")):
                 self.bytes[at] += int(entry.get(way) or 0)
+            for name, moved in dict(entry.get("edges") or {}).items():
+                before = self.edges.get(str(name), [0, 0])
+                self.edges[str(name)] = [a + int(b) for a, b in zip(before, moved, strict=True)]
         self.last = {
             "round": entry["round"] + 1,
             "seconds": entry.get("seconds"),
@@ -529,6 +609,7 @@ class Federation:
             "last": self.last,
             "rounds": self.rounds,
             "bytes": self.bytes,
+            "edges": self.edges,
         }
 
     def _seats(self) -> list[dict[str, Any]]:

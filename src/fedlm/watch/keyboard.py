@@ -13,8 +13,10 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from fedlm.core.errors import RecordError
 from fedlm.inference import Typist, open_model
-from fedlm.watch.board import Board
+from fedlm.record.directory import RunDirectory
+from fedlm.watch.board import Board, pretrained_of
 
 SUGGESTIONS = 3
 MOST_MODELS = 6  # in memory
@@ -35,12 +37,29 @@ class Keyboard:
         return [{"word": word, "probability": chance} for word, chance in found]
 
     def _model(self, id: str, node: str, kind: str) -> Typist:
-        directory = self.board.find(id)
-        weights = directory.of_node(node).weights_to_use(best=kind == "best")
+        directory, best = self.board.find(id), kind == "best"
+        if kind == "personal":
+            directory, node = self._personal(directory, node), ""
+        elif kind == "pretrained":
+            directory, node = self._pretrained(directory), ""
+        else:
+            directory = directory.of_node(node)
+        weights = directory.weights_to_use(best=best)
         key = (weights, weights.stat().st_mtime_ns)
         if key not in self._models:
-            self._models[key] = Typist(*open_model(directory.path, node, best=kind == "best"))
+            self._models[key] = Typist(*open_model(directory.path, best=best))
         self._models.move_to_end(key)
         while len(self._models) > MOST_MODELS:
             self._models.popitem(last=False)
         return self._models[key]
+
+    def _personal(self, directory: RunDirectory, name: str) -> RunDirectory:
+        if not self.board.private:
+            raise RecordError("models of members are for the run's owner, on this machine.")
+        return directory.of_client(name)
+
+    def _pretrained(self, directory: RunDirectory) -> RunDirectory:
+        start = pretrained_of(directory)
+        if start is None:
+            raise RecordError(f"{directory.path}: the model from which it began is not here.")
+        return RunDirectory(start)

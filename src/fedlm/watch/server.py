@@ -57,7 +57,7 @@ class AskedWords(AskedRun):
     """The body of a question for suggestions."""
 
     node: Annotated[str, Field(max_length=1000)] = ""
-    kind: Annotated[str, Field(pattern="^(last|best)$")] = "last"
+    kind: Annotated[str, Field(pattern="^(last|best|personal|pretrained)$")] = "last"
     text: Annotated[str, Field(max_length=10_000)]
 
 
@@ -269,7 +269,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=1,
+                timeout_graceful_shutdown=5,  # streams look up twice per second
                 limit_concurrency=100,
             )
         )

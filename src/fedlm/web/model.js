@@ -1,4 +1,4 @@
-// A recurrent language model, its tokenizer and suggestions, in plain JavaScript.
+// A recurrent language model in plain JavaScript (or another one by onnxruntime-web), its tokenizer and suggestions.
 // The same arithmetic as fedlm's own (src/fedlm/models/recurrent.py, src/fedlm/inference.py).
 "use strict";
 
@@ -91,6 +91,30 @@ class Model {
       return [x, next];
     });
     return { state: after, logits: multiply(this.embedding, this.vocabulary, E, x, new Float32Array(this.vocabulary)) };
+  }
+}
+
+// A model of any other kind, by an onnxruntime-web that was put beside the page. The state, such as a
+// key-value cache, goes in and out with every step.
+class OnnxModel {
+  static async open(config, ort, buffer) {
+    const made = new OnnxModel();
+    Object.assign(made, { ort, states: config.states, capacity: config.capacity });
+    made.session = await ort.InferenceSession.create(new Uint8Array(buffer), { executionProviders: ["wasm"] });
+    return made;
+  }
+
+  start() {
+    const kinds = { float32: Float32Array, int32: Int32Array };
+    return this.states.map(({ type, shape }) =>
+      new this.ort.Tensor(type, new kinds[type](shape.reduce((a, b) => a * b, 1)), shape));
+  }
+
+  async advance(state, token) {
+    const feeds = { token: new this.ort.Tensor("int32", Int32Array.of(token), [1]) };
+    this.states.forEach(({ name }, n) => { feeds[name] = state[n]; });
+    const found = await this.session.run(feeds);
+    return { state: this.states.map(({ next }) => found[next]), logits: found.logits.data };
   }
 }
 
@@ -195,10 +219,11 @@ class Typist {
 
   static begun(text) { return /[\p{L}\p{M}\p{N}_'’-]*$/u.exec(text)[0].replace(/^['’-]+/, ""); }
 
-  // The likeliest words that begin as the text ends: [[word, probability], ...].
-  suggest(text, count = 3) {
+  // The likeliest words that begin as the text ends: [[word, probability], ...]. One question at a
+  // time: the path that is remembered is that of the last text.
+  async suggest(text, count = 3) {
     const begun = Typist.begun(text), before = text.slice(0, text.length - begun.length);
-    const last = this.after([this.tokenizer.special.bos, ...this.tokenizer.context(before)]);
+    const last = await this.after([this.tokenizer.special.bos, ...this.tokenizer.context(before)]);
     const typed = this.tokenizer.normalize(begun);
     if (this.tokenizer.whole) {
       const fits = this.tokens.filter((id) => this.tokenizer.words[id].startsWith(typed));
@@ -210,14 +235,15 @@ class Typist {
   }
 
   // The state after tokens, going on from the longest beginning that is known.
-  after(tokens) {
-    if (tokens.length > MOST_TOKENS - LONGEST_WORD) tokens = tokens.slice(-(MOST_TOKENS / 2));
+  async after(tokens) {
+    const most = this.model.capacity || MOST_TOKENS;
+    if (tokens.length > most - LONGEST_WORD) tokens = tokens.slice(-Math.floor(most / 2));
     let same = 0;
     while (same < tokens.length && same < this.path.length && this.path[same].token === tokens[same]) same++;
     this.path.length = same;
     for (const token of tokens.slice(same)) {
       const state = this.path.length ? this.path[this.path.length - 1].state : this.model.start();
-      this.path.push({ token, ...this.model.advance(state, token) });
+      this.path.push({ token, ...await this.model.advance(state, token) });
     }
     return this.path[this.path.length - 1];
   }
@@ -228,7 +254,7 @@ class Typist {
   }
 
   // Words of several tokens: the likeliest beginnings are followed first.
-  search(last, target, count) {
+  async search(last, target, count) {
     const found = new Map(), open = [];
     let steps = SEARCH_STEPS;
     const expand = (nats, spelling, at) => {
@@ -243,7 +269,7 @@ class Typist {
     expand(0, "", last);
     while (open.length && found.size < count && steps > 0) {
       let { nats, spelling, at, id } = open.shift();
-      let here = this.model.advance(at.state, id);
+      let here = await this.model.advance(at.state, id);
       steps--;
       if (!spelling.startsWith(target)) { expand(nats, spelling, here); continue; }
       for (let n = 0; n < LONGEST_WORD; n++) {
@@ -252,7 +278,7 @@ class Typist {
         nats += logSum(here.logits) - here.logits[next];
         spelling += this.tokenizer.words[next];
         steps--;
-        here = this.model.advance(here.state, next);
+        here = await this.model.advance(here.state, next);
       }
       const word = fromSigns(spelling).replace(/^ +| +$/g, "");
       if (/[\p{L}\p{N}]/u.test(word)) found.set(word, Math.max(found.get(word) || 0, Math.exp(-nats)));
@@ -261,4 +287,4 @@ class Typist {
   }
 }
 
-if (typeof module !== "undefined") module.exports = { Model, Tokenizer, Typist };
+if (typeof module !== "undefined") module.exports = { Model, OnnxModel, Tokenizer, Typist };

@@ -30,6 +30,7 @@ eval(fs.readFileSync(folder + "/config.js", "utf8"));
 const bytes = fs.readFileSync(folder + "/model.bin");
 const model = new Model(window.FEDLM, bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length));
 const asked = JSON.parse(fs.readFileSync(0, "utf8")), said = {};
+(async () => {
 if (asked.tokens) {
   let state = model.start(), logits;
   said.logits = asked.tokens.map((token) => {
@@ -40,9 +41,11 @@ if (asked.tokens) {
 if (asked.texts) {
   const tokenizer = new Tokenizer(window.FEDLM.tokenizer, window.FEDLM.special), typist = new Typist(model, tokenizer);
   said.context = asked.texts.map((text) => tokenizer.context(text));
-  said.words = asked.texts.map((text) => typist.suggest(text));
+  said.words = [];
+  for (const text of asked.texts) said.words.push(await typist.suggest(text));
 }
 console.log(JSON.stringify(said));
+})();
 """  # noqa: E501
 
 

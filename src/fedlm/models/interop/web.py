@@ -25,13 +25,20 @@ KINDS = {Lstm: "lstm", Cifg: "cifg", SiCifg: "si-cifg"}
 STEPS = 127  # of an int8 row, on either side of zero
 
 
+def is_plain(params: Params) -> bool:
+    """Return whether the page computes a model by itself: a recurrent one."""
+    return isinstance(params, Recurrent) and type(params.cell) in KINDS
+
+
 def pack(params: Params, *, int8: bool) -> tuple[dict[str, Any], bytes]:
     """Return the settings and the bytes of a recurrent model; matrices are int8 on request."""
-    if not isinstance(params, Recurrent) or type(params.cell) not in KINDS:
+    if not is_plain(params):
         raise ConfigError(
             "format = 'web': expected a recurrent model (lstm, cifg or si-cifg), which a page can "
-            "compute by itself. Export others with --format onnx."
+            "compute by itself; others need onnxruntime-web: run npm install onnxruntime-web, and "
+            "add --onnxruntime node_modules/onnxruntime-web/dist."
         )
+    assert isinstance(params, Recurrent)
     places, parts, offset = [], [], 0
     for name, leaf in tree.named_leaves(params).items():
         array = np.asarray(leaf, np.float32)

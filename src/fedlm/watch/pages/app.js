@@ -35,7 +35,12 @@ function connect(ids) {
     details.set(found.id, found);
     refresh();
   });
-  stream.onerror = () => { connection.textContent = "The server does not answer; trying again."; };
+  const mine = stream;
+  stream.onerror = () => { // a browser tries again by itself, unless it was refused
+    connection.textContent = mine.readyState === EventSource.CLOSED
+      ? "This page is of an earlier start of fedlm watch: open the address that it printed now."
+      : "The server does not answer; trying again.";
+  };
 }
 
 function refresh() { // at most once per frame
@@ -186,7 +191,7 @@ function axisChoice(axis, set) {
 }
 
 function runView(id) {
-  let axis = "rounds", at = null, saying = "";
+  let axis = "rounds", at = null, saying = "", playing = null;
   const title = el("h1"), now = el("div", { role: "status" }), buttons = el("div", { class: "bar" });
   const figures = el("dl", { class: "figures" }), charts = el("div"), more = el("div");
   main.replaceChildren(title, now, buttons, figures, charts, more);
@@ -212,7 +217,7 @@ function runView(id) {
       el("button", { type: "button", "data-key": "stop", disabled: !row.can_stop, onclick: () => act("/stop") }, "Stop after this round"),
       el("button", { type: "button", "data-key": "resume", disabled: !row.can_resume, onclick: () => act("/resume") }, "Resume"),
       found && found.models && found.models.length ? el("a", { href: `#/keyboard/${encodeURIComponent(id)}`, "data-key": "type" }, "Type with it") : null);
-    show(figures, fact("round", roundsOf(row), bar(row)), fact("loss", number(row.loss)),
+    show(figures, fact("round", roundsOf(row), bar(row)), row.private && row.loss === null ? null : fact("loss", number(row.loss)),
       fact(row.held_out ? `perplexity, ${row.held_out}` : "perplexity", number(row.perplexity)),
       fact("clients per second", number(row.clients_per_second, 3)), fact("sent up", bytes(row.upload_bytes)),
       fact("sent down", bytes(row.download_bytes)),
@@ -223,10 +228,22 @@ function runView(id) {
     show(charts, el("div", { class: "bar" }, axisChoice(axis, (name) => { axis = name; update(); })), el("div", { class: "pair" },
       el("section", {}, el("h2", {}, "Perplexity"), chart({ series: [curve(found, row, axis, "perplexity")],
         marks: axis === "rounds" ? marks : [], x: AXES[axis][0], y: "perplexity", log: true })),
-      el("section", {}, el("h2", {}, "Training loss"),
-        chart({ series: [curve(found, row, axis, "loss")], x: AXES[axis][0], y: "nats per token" }))));
+      el("section", {}, el("h2", {}, "Training loss"), row.private && row.loss === null
+        ? el("p", { class: "quiet" }, "It is computed from training text: under its privacy plan the run does not tell it.")
+        : chart({ series: [curve(found, row, axis, "loss")], x: AXES[axis][0], y: "nats per token" }))));
     show(more, ...(found.tree ? treePart(found.tree, row) : []), ...(found.federation ? federationPart(found.federation) : []),
       ...privacyPart(found), ...samplesPart(found), settingsPart(found));
+  }
+  function play() { // from the first round, or on from where it was paused
+    if (playing) { clearInterval(playing); playing = null; update(); return; }
+    if (at === null) at = 0;
+    playing = setInterval(() => {
+      const frames = ((details.get(id) || {}).tree || {}).frames || [];
+      at = at === null || at + 1 >= frames.length - 1 ? null : at + 1;
+      if (at === null || view !== made) { clearInterval(playing); playing = null; }
+      if (view === made) update();
+    }, 600);
+    update();
   }
   function treePart(tree, row) {
     const frames = tree.frames;
@@ -239,8 +256,11 @@ function runView(id) {
     return [el("h2", {}, "The tree"), el("div", { class: "bar" }, el("label", {}, "Round ", el("input", { type: "range",
       "data-key": "frame", min: 0, max: frames.length - 1, value: n, oninput: (event) => {
         at = Number(event.target.value) === frames.length - 1 ? null : Number(event.target.value); update(); } })),
-      el("span", {}, `${frame.round}${at === null ? ", the latest" : ""}`)), treePicture(tree, frame),
-      el("p", { class: "quiet" }, "The number at a node is its perplexity on its own text. The blue part of its ring is how much it listens to itself instead of its peers. Arrows are residuals: layers that were sent on to the node they resemble most."),
+      el("span", {}, `${frame.round}${at === null ? ", the latest" : ""}`),
+      el("button", { type: "button", "data-key": "play", disabled: frames.length < 2, onclick: play }, playing ? "Pause" : "Play the rounds")), treePicture(tree, frame),
+      el("p", { class: "quiet" }, "The number at a node is its perplexity on its own text; the blue part of its ring is how much it listens to itself. ",
+        el("b", { class: "key-hears" }, "Blue lines"), " are how much a node listens to its parent, ", el("b", { class: "key-heard" }, "green lines"), " how much the parent listens to it. ",
+        el("b", { class: "key-route" }, "Arrows"), " are residuals: layers that were sent on to the node they resemble most. Point at a line to read its bytes."),
       el("details", {}, el("summary", {}, "The same in numbers"), wide(el("table", {},
         el("thead", {}, el("tr", {}, ["node", "parent", "perplexity", "weight of itself", "spread of attention", "agreement of children", "sent up", "sent down"]
           .map((name, m) => el("th", { scope: "col", class: m > 1 ? "n" : null }, name)))),
@@ -249,20 +269,22 @@ function runView(id) {
             [number((frame.places[name] || tree.final[name] || [])[0]), number(of.self_weight, 3), number(of.entropy_down, 3),
               number(of.agreement, 3), bytes(moved[0]), bytes(moved[1])].map((text) => el("td", { class: "n" }, text))); })))))];
   }
-  return { update, runs: [id] };
+  const made = { update, runs: [id] };
+  return made;
 }
 
 function federationPart(federation) {
   const title = el("h2", {}, "The federation");
   if (!federation.named) return [title, el("p", {}, `${federation.nodes} nodes. Which of them were asked and answered is a secret of the run's owner under its privacy plan.`)];
-  const { last, counts } = federation;
+  const { last, counts, edges } = federation;
   const outcomes = ["answered", "late", "away", "refused", "garbage", "aside"];
   return [title, el("p", {}, last.round ? `Round ${last.round}; ${bytes(federation.bytes[0])} received from nodes and ${bytes(federation.bytes[1])} sent to them in all rounds.` : "No round has been played yet."),
     federationMap(federation),
-    wide(el("table", {}, el("caption", {}, "How often each node answered, and what it said last."),
-      el("thead", {}, el("tr", {}, ["node", ...outcomes].map((name, n) => el("th", { scope: "col", class: n ? "n" : null }, name)), el("th", { scope: "col" }, "last words"))),
+    wide(el("table", {}, el("caption", {}, "In how many rounds each node answered, what travelled, and what it said last. Bytes below a relay are known to the relay."),
+      el("thead", {}, el("tr", {}, ["node", ...outcomes, "received from it", "sent to it"].map((name, n) => el("th", { scope: "col", class: n ? "n" : null }, name)), el("th", { scope: "col" }, "last words"))),
       el("tbody", {}, Object.keys(counts).sort().map((name) => el("tr", {}, el("th", { scope: "row" }, name),
-        outcomes.map((what) => el("td", { class: "n" }, String(counts[name][what] || 0))), el("td", {}, (last.said || {})[name] || "–"))))))];
+        outcomes.map((what) => el("td", { class: "n" }, String(counts[name][what] || 0))),
+        [0, 1].map((way) => el("td", { class: "n" }, edges[name] ? bytes(edges[name][way]) : "–")), el("td", {}, (last.said || {})[name] || "–"))))))];
 }
 
 function privacyPart(found) {

@@ -32,8 +32,8 @@ export function number(value, digits = 4) {
   if (missing(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1e5) return Math.round(value).toLocaleString("en");
-  if (size > 0 && size < 1e-3) return value.toExponential(1);
-  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+  if (size > 0 && size < 1e-12) return "below 0.000000000001";
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 14 });
 }
 
 export function bytes(value) {
@@ -89,7 +89,7 @@ function logTicks(low, high) {
 export function chart({ series, marks = [], x, y, log = false }) {
   const drawn = series.map((s) => ({ ...s, points: s.points.filter(([a, b]) =>
     !missing(a) && !missing(b) && (!log || b > 0)) })).filter((s) => s.points.length);
-  if (!drawn.length) return el("p", { class: "quiet" }, `No ${y} is known yet.`);
+  if (!drawn.length) return el("p", { class: "quiet" }, "Nothing is known yet.");
   let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
   for (const s of drawn) for (const [a, b] of s.points) {
     x0 = Math.min(x0, a); x1 = Math.max(x1, a); y0 = Math.min(y0, b); y1 = Math.max(y1, b);
@@ -190,13 +190,28 @@ export function treePicture(tree, frame) {
     svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4,
       markerWidth: 6, markerHeight: 6, orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z",
       fill: "currentColor" }))));
-  names.forEach((_, n) => {
-    if (n === 0) return;
+  const branch = (n, off) => {
     const [a, b] = at(n), [c, d] = at(parents[n]);
-    picture.append(svg("path", { class: "edge", d: flat
-      ? `M${c} ${d}C${(a + c) / 2} ${d} ${(a + c) / 2} ${b} ${a} ${b}`
-      : `M${c} ${d}C${c} ${(b + d) / 2} ${a} ${(b + d) / 2} ${a} ${b}`,
-      "stroke-dasharray": of(n).missed ? "3 4" : null }));
+    return flat ? `M${c} ${d + off}C${(a + c) / 2} ${d + off} ${(a + c) / 2} ${b + off} ${a} ${b + off}`
+      : `M${c + off} ${d}C${c + off} ${(b + d) / 2} ${a + off} ${(b + d) / 2} ${a + off} ${b}`;
+  };
+  const between = new Map(); // attention along a branch: of the child to its parent, and back
+  for (const [who, whom, weight, way] of frame.listens || []) {
+    const child = way === "down" ? names.indexOf(who) : names.indexOf(whom);
+    const parent = way === "down" ? whom : who;
+    if (child > 0 && names[parents[child]] === parent) between.set(`${child} ${way}`, weight);
+  }
+  names.forEach((name, n) => {
+    if (n === 0) return;
+    const moved = (frame.bytes || {})[name], down = between.get(`${n} down`), up = between.get(`${n} up`);
+    const words = [moved && (moved[0] || moved[1]) ? `${name}: sent ${bytes(moved[0])} up, received ${bytes(moved[1])}` : name];
+    if (down) words.push(`listens to ${names[parents[n]]} with weight ${number(down, 2)}`);
+    if (up) words.push(`${names[parents[n]]} listens to it with weight ${number(up, 2)}`);
+    const group = svg("g", {}, svg("title", {}, words.join("; ")),
+      svg("path", { class: "edge", d: branch(n, 0), "stroke-dasharray": of(n).missed ? "3 4" : null }));
+    if (down) group.append(svg("path", { class: "hears", d: branch(n, -3.5), "stroke-width": (6 * down).toFixed(2) }));
+    if (up) group.append(svg("path", { class: "heard", d: branch(n, 3.5), "stroke-width": (6 * up).toFixed(2) }));
+    picture.append(group);
   });
   for (const [from, to, layers] of frame.routes) {
     const s = names.indexOf(from), t = names.indexOf(to);
@@ -227,42 +242,52 @@ export function treePicture(tree, frame) {
   return picture;
 }
 
-// ---- the map of a federation: who is there, who was late
+// ---- the map of a federation: who is there, who was late, what travelled on which edge
 
 const DASH_OF = { answered: null, late: "8 4", away: "1 6", refused: "12 3 2 3", garbage: "12 3 2 3", aside: "4 8" };
+const SAID = { garbage: "sent garbage", aside: "put aside", undefined: "not asked" };
+const traffic = (moved) => moved ? `↑ ${bytes(moved[0])}  ↓ ${bytes(moved[1])}` : "";
 
 export function federationMap(federation) {
-  const { seats, last, counts } = federation;
-  const outcome = (name) => (last.of || {})[name];
-  const cx = 380, cy = 170, count = Math.max(1, seats.length);
-  const label = seats.map((s) => `${s.name} ${outcome(s.name) || "not asked"}`).join("; ");
-  const picture = svg("svg", { class: "map", viewBox: "0 0 760 340", role: "img",
-    "aria-label": `The federation in round ${last.round || 0}: ${label}` });
-  const spot = (n, of, wide, high) => {
-    const turn = 2 * Math.PI * n / of - Math.PI / 2;
-    return [cx + wide * Math.cos(turn), cy + high * Math.sin(turn)];
-  };
-  const knot = (x, y, name, what, more) => picture.append(svg("g", {}, svg("title", {}, `${name}: ${what}${more}`),
-    svg("circle", { class: "knot", cx: x, cy: y, r: 9 }),
-    svg("text", { class: "name", x, y: y + 24, "text-anchor": "middle" }, name),
-    svg("text", { x, y: y + 38, "text-anchor": "middle" }, what)));
+  const { seats, last, counts, edges = {} } = federation, STEP = 44, SERVER = 66, SEAT = 300, LEAF = 560;
+  const outcome = (name) => (last.of || {})[name], said = (name) => SAID[outcome(name)] || outcome(name);
+  let rows = 0;
+  const places = seats.map((seat) => { // a row per node, and one per node below a relay
+    const first = rows;
+    rows += Math.max(1, seat.below.length);
+    return 26 + STEP * (first + (Math.max(1, seat.below.length) - 1) / 2);
+  });
+  const height = Math.max(90, STEP * rows + 20), middle = height / 2;
+  const most = Math.max(1, ...Object.values(edges).map(([a, b]) => a + b));
+  const told = (seat) => [seat.name, seat.below.length ? `a relay of ${seat.below.length}` : "", said(seat.name), traffic(edges[seat.name])]
+    .filter(Boolean).join(", ");
+  const picture = svg("svg", { class: "map", viewBox: `0 0 760 ${height}`, role: "img",
+    "aria-label": `The federation in round ${last.round || 0}: ${seats.map((seat) => `${seat.name} ${said(seat.name)}`).join("; ")}` });
+  const bent = (a, b, c, d) => `M${a} ${b}C${(a + c) / 2} ${b} ${(a + c) / 2} ${d} ${c} ${d}`;
+  let row = 0;
+  const knots = [];
   seats.forEach((seat, n) => {
-    const [x, y] = spot(n, count, 250, 105), what = outcome(seat.name) || "not asked";
-    picture.append(svg("line", { class: `edge o-${outcome(seat.name) || "away"}`, "stroke-width": 2.5,
-      x1: cx, y1: cy, x2: x, y2: y, "stroke-dasharray": DASH_OF[what] || null }));
+    const y = places[n], what = outcome(seat.name), moved = edges[seat.name];
+    const thick = moved ? 1.5 + 5 * Math.sqrt((moved[0] + moved[1]) / most) : 1.5;
+    picture.append(svg("path", { class: `edge o-${what || "none"}`, "stroke-width": thick.toFixed(1),
+      d: bent(SERVER + 34, middle, SEAT, y), "stroke-dasharray": DASH_OF[what] || null }));
     seat.below.forEach((leaf, m) => {
-      const spread = (m - (seat.below.length - 1) / 2) * 46, side = Math.sign(x - cx) || 1;
-      const [lx, ly] = [Math.min(720, Math.max(40, x + side * 90)), y + spread];
-      picture.append(svg("line", { class: "edge", x1: x, y1: y, x2: lx, y2: ly }));
-      knot(lx, ly, leaf, "", "");
+      const at = 26 + STEP * (row + m);
+      picture.append(svg("path", { class: "edge", d: bent(SEAT + 9, y, LEAF, at) }));
+      knots.push(svg("g", {}, svg("title", {}, `${leaf}, below the relay ${seat.name}`), svg("circle", { class: "knot", cx: LEAF, cy: at, r: 8 }),
+        svg("text", { class: "name", x: LEAF + 15, y: at + 4 }, leaf)));
     });
+    row += Math.max(1, seat.below.length);
+    const all = Object.entries(counts[seat.name] || {}).map(([k, v]) => `${v} ${k}`).join(", ");
+    const text = { x: SEAT, "text-anchor": "middle" }, side = { x: SEAT + 16, "text-anchor": "start" };
+    const where = seat.below.length ? text : side, low = seat.below.length ? [y - 16, y + 24] : [y - 2, y + 13];
+    knots.push(svg("g", {}, svg("title", {}, `${told(seat)}${all ? `; in all rounds: ${all}` : ""}`),
+      seat.below.length ? svg("rect", { class: "knot", x: SEAT - 9, y: y - 9, width: 18, height: 18, rx: 3 })
+        : svg("circle", { class: "knot", cx: SEAT, cy: y, r: 9 }),
+      svg("text", { ...where, class: "name halo", y: low[0] }, seat.name),
+      svg("text", { ...where, class: "halo", y: low[1] }, [said(seat.name), traffic(moved)].filter(Boolean).join(" · "))));
   });
-  seats.forEach((seat, n) => {
-    const [x, y] = spot(n, count, 250, 105), of = counts[seat.name] || {};
-    const told = Object.entries(of).map(([k, v]) => `${v} ${k}`).join(", ");
-    knot(x, y, seat.name, outcome(seat.name) || "not asked", told ? `; in all ${told}` : "");
-  });
-  picture.append(svg("rect", { class: "knot", x: cx - 34, y: cy - 15, width: 68, height: 30, rx: 6 }),
-    svg("text", { class: "name", x: cx, y: cy + 4, "text-anchor": "middle" }, "server"));
+  picture.append(...knots, svg("rect", { class: "knot", x: SERVER - 34, y: middle - 15, width: 68, height: 30, rx: 6 }),
+    svg("text", { class: "name", x: SERVER, y: middle + 4, "text-anchor": "middle" }, "server"));
   return picture;
 }

@@ -36,7 +36,7 @@ export function keyboardView(main, rows, details, ids, ask) {
     const found = models(), now = found.map((model) => model.key).join("\t");
     if (now === known) return;
     known = now;
-    for (const model of found.filter((m, n) => n < 1 || (ids.length > 1 && m.node === ""))) chosen.add(model.key);
+    for (const model of found.filter((m, n) => n < 1 || (ids.length > 1 && m.node === "" && m.kind === "last"))) chosen.add(model.key);
     choice.replaceChildren(el("legend", {}, "Models side by side"), ...found.map((model) => el("label", {},
       el("input", { type: "checkbox", checked: chosen.has(model.key), onchange: (event) => {
         chosen[event.target.checked ? "add" : "delete"](model.key); draw(found); } }), `${model.id}, ${model.name}`)));
