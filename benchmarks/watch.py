@@ -113,6 +113,7 @@ def painting(folder: Path) -> None:
             (f"{LONG:,} rounds", "#/run/long", "document.querySelector('path.curve') !== null"),
         ]:
             watch.board._known.clear()  # as if it had just been started
+            watch.board._rows.clear()
             watch.board._scanned = watch.board._fresh = -1e9
             began = time.perf_counter()
             page.goto(f"{guard.address}{place}", wait_until="commit")

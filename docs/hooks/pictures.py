@@ -2,8 +2,8 @@
 
     python docs/hooks/pictures.py runs/pictures        # the runs of picture_runs.py
 
-Needs playwright and Chromium (`make test-browser` installs them). A picture is written only if the
-page asked nobody else for anything.
+Needs playwright and Chromium (`make test-browser` installs them). It stops if a page asks for
+anything beyond this machine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fedlm.record.directory import RunDirectory
 OUT = Path(__file__).parents[1] / "pictures"
 LARGEST = 200_000  # bytes of a picture
 WIDE, PHONE = (1000, 760), (420, 860)
+HERE = ("http://127.0.0.1:", "file://", "data:", "blob:")
 TYPED = "we must protect the "
 
 
@@ -43,21 +44,19 @@ def main(folder: Path) -> None:
 
 @contextlib.contextmanager
 def window(browser: Browser, size: tuple[int, int], *, dark: bool = False) -> Iterator[Page]:
-    """Open a window, and refuse every request beyond this machine."""
+    """Open a window, and stop if its page asks for anything beyond this machine."""
+    asked: list[str] = []
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
     )
     page = context.new_page()
-    page.on("request", lambda request: check(request.url))
+    page.on("request", lambda request: asked.append(request.url))
     page.set_default_timeout(120_000)
     yield page
     context.close()
-
-
-def check(url: str) -> None:
-    """Stop at a request that leaves this machine."""
-    if not url.startswith(("http://127.0.0.1:", "file://", "data:", "blob:")):
-        raise SystemExit(f"a page asked for {url}")
+    outside = [url for url in asked if not url.startswith(HERE)]
+    if outside:
+        raise SystemExit(f"a page asked for {outside[0]}")
 
 
 # ---- the live page -----------------------------------------------------------------------------

@@ -147,6 +147,17 @@ def _problem(board, name):
     return ""
 
 
+def test_a_large_folder_is_read_in_parts(tmp_path):
+    for n in range(5):
+        make_run(tmp_path / f"run-{n}")
+    board, seen = Board(tmp_path), []
+    while not seen or board.unread:
+        seen.append([row["id"] for row in board.rows(seconds=0.0)])
+    assert [len(ids) for ids in seen] == [1, 2, 3, 4, 5]
+    assert seen[-1] == [f"run-{n}" for n in range(5)]
+    assert len(Board(tmp_path).rows()) == 5
+
+
 # ---- one run in full -----------------------------------------------------------------------
 
 

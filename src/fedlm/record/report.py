@@ -123,11 +123,11 @@ def _how_good(run: Facts) -> str:
     )
     if best[0]:
         ratio, name = reached / best[0], COUNTED.get(best[1], best[1])
-        how = (
-            "as good as"
-            if 0.98 <= ratio <= 1.02
-            else f"{abs(1 - ratio):.0%} {'better' if ratio < 1 else 'worse'} than"
-        )
+        how = f"{abs(1 - ratio):.0%} {'better' if ratio < 1 else 'worse'} than"
+        if 0.98 <= ratio <= 1.02:
+            how = "as good as"
+        elif ratio >= 2:
+            how = f"{number(ratio, 2)} times as high as"
         return f"{said}, <b>{how}</b> {escape(name)} ({escape(number(best[0], 3))})."
     start = (run.header.get("start") or {}).get("perplexity")
     before = f", from {escape(number(start, 3))} before training" if start else ""

@@ -203,7 +203,7 @@ def lines(
     """Draw curves over one axis, with dotted lines for values to compare with."""
     series = [_thinned(one) for one in series if len(one.x)]
     heights = [v for one in series for v in (*one.y, *one.low, *one.high)]
-    heights += list((marks or {}).values())
+    heights += [v for mark in (marks or {}).values() for v in (mark, 0.93 * mark)]  # room for names
     across = axis((v for one in series for v in one.x), LEFT, WIDTH - RIGHT)
     down = axis(heights, height - BOTTOM, TOP, log=log_y)
     body = _frame(across, down, x, y, height)
@@ -530,8 +530,10 @@ def flow(left: str, right: str, flows: Sequence[Flow]) -> str:
     height = top + 78 * len(flows)
     for x, said in ((4, left), (WIDTH - 108, right)):
         body += box(x, top, 104, height - top - 32, "card")
-        for j, word in enumerate(_wrapped(said, 10)):
-            body += text(x + 52, height / 2 - 22 + 21 * j, word, anchor="middle")
+        words, middle = _wrapped(said, 10), (top + height - 32) / 2
+        for j, word in enumerate(words):
+            at = middle + 5 + 21 * (j - (len(words) - 1) / 2)
+            body += text(x + 52, at, word, anchor="middle")
     return picture(height, f"{left} and {right}: what travels between them", body)
 
 

@@ -11,6 +11,7 @@ Not here: the page (`pages/`), the network (`server.py`), stop and resume (`cont
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -83,19 +84,34 @@ class Board:
         self._lock = threading.RLock()
         self._scanned = self._fresh = -SCAN_SECONDS
         self._seen = 0
-        self._rows: list[Row] = []
+        self._rows: dict[str, Row] = {}
+        self._left: list[str] = []  # runs whose rows are still to be read
 
-    def rows(self) -> list[Row]:
-        """Return a row per run, at most a third of a second old."""
+    def rows(self, seconds: float = math.inf) -> list[Row]:
+        """Return a row per run, at most a third of a second old.
+
+        Of runs that take more than `seconds` to read the rest comes with the next call, so that a
+        page over thousands of runs has something to show at once; `unread` says that there is one.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._scanned >= SCAN_SECONDS:
                 self._scan()
                 self._scanned = now
-            if now - self._fresh >= FRESH_SECONDS:
-                self._rows = [self._row(id, known) for id, known in self._known.items()]
-                self._fresh = now
-            return self._rows
+            if not self._left and now - self._fresh >= FRESH_SECONDS:
+                self._left, self._fresh = list(reversed(self._known)), now
+            while self._left:
+                id = self._left.pop()
+                if id in self._known:
+                    self._rows[id] = self._row(id, self._known[id])
+                if time.monotonic() - now > seconds:
+                    break
+            return [self._rows[id] for id in self._known if id in self._rows]
+
+    @property
+    def unread(self) -> bool:
+        """Whether rows are still to be read."""
+        return bool(self._left)
 
     def _scan(self) -> None:
         found: dict[str, RunDirectory] = {}
@@ -106,6 +122,7 @@ class Board:
                 break
         for gone in self._known.keys() - found.keys():
             del self._known[gone]
+            self._rows.pop(gone, None)
         for id, directory in found.items():
             if id not in self._known:
                 name = directory.path.resolve().name if id == "." else directory.path.name

@@ -33,6 +33,7 @@ from fedlm.watch.guard import HEADERS, Guard, is_loopback
 from fedlm.watch.keyboard import Keyboard
 
 POLL_SECONDS, SILENT_POLLS = 0.5, 30  # a comment after so many polls without news
+FIRST_SECONDS = 0.2  # of reading before what is known is shown
 MOST_BODY = 64 << 10
 MOST_LOOKED_AT = 12  # runs in one stream
 KINDS = {
@@ -120,14 +121,14 @@ class WatchServer:
             if silent >= SILENT_POLLS:
                 yield ": still here\n\n"
                 silent = 0
-            await anyio.sleep(POLL_SECONDS)
+            await anyio.sleep(0 if self.board.unread else POLL_SECONDS)
 
     def _changes(self, sent: dict[str, Any]) -> dict[str, Any] | None:
         """Return rows that changed since they were sent, names that are gone, and sweeps."""
         failures = self.control.failures()
         rows = [
             {**row, "problem": row.get("problem") or failures.get(row["id"])}
-            for row in self.board.rows()
+            for row in self.board.rows(FIRST_SECONDS)
         ]
         now = {row["id"]: row for row in rows}
         changed = [row for row in rows if sent.get(row["id"]) != row]

@@ -15,7 +15,13 @@ from fedlm.inference import Typist, open_model
 from fedlm.models import catalog
 from fedlm.models.interop import web
 from fedlm.publish.finished_run import FinishedRun
-from fedlm.publish.formats import _check_tokenizer, write_export
+from fedlm.publish.formats import (
+    RUNTIME_PROGRAM,
+    RUNTIME_WASM,
+    _check_tokenizer,
+    _runtime,
+    write_export,
+)
 from fedlm.record.directory import RunDirectory
 
 NODE = shutil.which("node")
@@ -92,6 +98,15 @@ def test_a_page_gives_our_logits(tmp_path, name, more):
 def test_only_recurrent_models_fit_into_a_page():
     with pytest.raises(ConfigError, match="recurrent"):
         web.pack(catalog.make("transformer", SIZE_OF_HEADS, key_for(1, "init")), int8=False)
+
+
+def test_a_folder_without_onnxruntime_web_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--onnxruntime.*npm install onnxruntime-web"):
+        _runtime(tmp_path)
+    for name in (RUNTIME_PROGRAM, RUNTIME_WASM):
+        (tmp_path / name).write_bytes(b"\x00" + name.encode())
+    (name, script), *_ = _runtime(tmp_path).items()
+    assert name == "runtime.js" and script.startswith(b"window.FEDLM_RUNTIME = {")
 
 
 SIZE_OF_HEADS = catalog.Dimensions(vocab=31, embedding_size=8, hidden_size=10, layers=1, heads=2)
