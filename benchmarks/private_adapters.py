@@ -1,13 +1,14 @@
 """Adapters on a pretrained model under BLT noise, at several epsilons, over several seeds.
 
-    make demo-llm                        # leaves base and store in runs/demo-llm
+    make demo-llm                        # leaves base and text in runs/demo-llm
     python -m benchmarks.private_adapters --folder runs/demo-llm
 
-In:       a folder with `base` (a Hugging Face folder) and `store`; epsilons; seeds.
+In:       a folder with `base` (a Hugging Face folder) and `chitchat.jsonl`; epsilons; seeds.
 Out:      a table: held-out perplexity of the base without adapters, with adapters at each epsilon,
           and with adapters without noise; mean and standard deviation over seeds.
 Promise:  every sender takes part at most once per run; runs that are done are not repeated, and one
-          that was stopped goes on; what rows hold is read from the runs' summaries.
+          that was stopped goes on; what rows hold is read from the runs' summaries. What the
+          frozen blocks give is computed once for all runs (`run.frozen_folder`).
 Not here: the demonstration itself (`examples/pretrained.py`).
 """
 
@@ -29,7 +30,7 @@ FEDLM = "from fedlm.cli.main import main; main()"
 
 def recipe(asked: Any, epsilon: float, seed: int) -> dict[str, Any]:
     """Return the recipe of one run; an infinite epsilon is no noise."""
-    clients = json.loads((asked.folder / "store" / "store.json").read_text())["train_clients"]
+    clients = json.loads((asked.out / "store" / "store.json").read_text())["train_clients"]
     cohort = min(asked.cohort, clients // asked.rounds)
     private: dict[str, Any] = {}
     law = {"sampling": "fixed"}
@@ -45,7 +46,7 @@ def recipe(asked: Any, epsilon: float, seed: int) -> dict[str, Any]:
     base = asked.base or asked.folder / "base"
     return {
         "data": {
-            "store": str((asked.folder / "store").resolve()),
+            "store": str((asked.out / "store").resolve()),
             "sequence_length": 64,
             "layout": "windows",
         },
@@ -74,9 +75,36 @@ def recipe(asked: Any, epsilon: float, seed: int) -> dict[str, Any]:
             "targets": ["*.attention.value"],
             "last_blocks": asked.last_blocks,
         },
-        "run": {"seed": seed, "devices": 1, "baselines": False, "trackers": [],
-                "checkpoint_every": 1},
-    }  # fmt: skip
+        "run": {
+            "seed": seed,
+            "devices": 1,
+            "baselines": False,
+            "trackers": [],
+            "checkpoint_every": 1,
+            "cache_frozen": asked.megabytes,
+            "frozen_folder": str((asked.out / "frozen").resolve()),
+        },
+    }
+
+
+def prepare(asked: Any) -> None:
+    """Make the store of the first messages of every sender, if it is not there."""
+    if (asked.out / "store" / "store.json").is_file():
+        return
+    asked.out.mkdir(parents=True, exist_ok=True)
+    file = asked.out / "text.jsonl"
+    with open(file, "w", encoding="utf-8") as out:
+        for line in (asked.folder / "chitchat.jsonl").read_text().splitlines():
+            sender = json.loads(line)
+            sender["text"] = "\n".join(sender["text"].splitlines()[: asked.messages])
+            out.write(json.dumps(sender) + "\n")
+    tokenizer = (asked.base or asked.folder / "base") / "tokenizer.json"
+    fedlm("prepare", str(file), "--tokenizer", str(tokenizer), "--test-clients", "0.06",
+          "--validation", "0", "--out", str(asked.out / "store"))  # fmt: skip
+
+
+def fedlm(*command: str) -> None:
+    subprocess.run([sys.executable, "-c", FEDLM, *command], check=True, stdout=subprocess.DEVNULL)
 
 
 def summary_of(asked: Any, epsilon: float, seed: int) -> dict[str, Any]:
@@ -84,13 +112,13 @@ def summary_of(asked: Any, epsilon: float, seed: int) -> dict[str, Any]:
     name = f"{f'epsilon-{epsilon:g}' if math.isfinite(epsilon) else 'plain'}-{seed}"
     out = asked.out / name
     if not (out / "summary.json").is_file():
-        asked.out.mkdir(parents=True, exist_ok=True)
         file = asked.out / f"{name}.toml"
         file.write_text(tomli_w.dumps(recipe(asked, epsilon, seed)), encoding="utf-8")
         again = ["--resume"] if (out / "recipe.toml").is_file() else []
-        command = [sys.executable, "-c", FEDLM, "train", str(file), "--out", str(out), *again]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        fedlm("train", str(file), "--out", str(out), *again)
     found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    print(f"{name}: {found['start_perplexity']:.2f} -> {found['perplexity']:.2f}, "
+          f"{found['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     return found
 
 
@@ -114,12 +142,16 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=0.03)
     parser.add_argument("--clip-norm", type=float, default=1.0)
     parser.add_argument("--delta", type=float, default=1e-5)
+    parser.add_argument("--messages", type=int, default=16, help="of each sender, the first")
+    parser.add_argument("--megabytes", type=int, default=4000, help="of features that are kept")
     asked = parser.parse_args()
+    prepare(asked)
     head = ["adapters", "epsilon", "seeds", "held-out perplexity", "change"]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}", flush=True)
     before: list[float] = []
     rows = []
     for epsilon in (*asked.epsilons, math.inf):
+        # What is without noise comes last: a table that is stopped has its private rows.
         found = [summary_of(asked, epsilon, seed) for seed in asked.seeds]
         before += [one["start_perplexity"] for one in found]
         after = [one["perplexity"] for one in found]

@@ -1,5 +1,6 @@
 """What frozen blocks give is computed once, kept on disk, and the same when it is read."""
 
+import json
 import os
 import stat
 
@@ -137,9 +138,48 @@ def test_a_link_is_not_followed(tmp_path):
     folder, aim = tmp_path / "kept", tmp_path / "aim"
     folder.mkdir()
     aim.write_bytes(b"mine")
-    os.symlink(aim, folder / "0.features")
-    features(folder).batches([(0, np.arange(4)[None])])[0]
-    assert aim.read_bytes() == b"mine"
+    features(folder).batches([(0, np.arange(4)[None])])
+    (file,) = files(folder)
+    file.unlink()
+    os.symlink(aim, file)
+    features(folder).batches([(0, np.arange(4)[None])])
+    assert aim.read_bytes() == b"mine" and not file.is_symlink()
+
+
+def test_held_out_rows_are_kept_too(tmp_path):
+    rows = ROWS[2].astype(np.int32)
+    first, again = features(tmp_path), features(tmp_path)
+    np.testing.assert_array_equal(first.of(rows), again.of(rows))
+    assert first.computed == len(rows) and again.computed == 0
+    wanted = model().frozen.features(rows[:, :-1])
+    np.testing.assert_allclose(first.of(rows), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_clients_with_the_same_text_share_a_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROWS, 1, ROWS[0])
+    made = features(tmp_path)
+    made.batches([(0, np.arange(4)[None])])
+    made.batches([(1, np.arange(5)[None])])
+    assert made.computed == 5 and len(files(tmp_path)) == 1
+
+
+def test_runs_at_the_same_time_share_a_folder(tmp_path):
+    def sharing(most_bytes=1 << 20):
+        frozen = model().frozen
+        return FrozenFeatures(lambda: frozen, 8, ROWS.get, tmp_path, most_bytes, shared=True)
+
+    first, second = sharing(), sharing()
+    for run in (first, second):
+        run.batches([(0, np.arange(1)[None])])  # both have opened the file
+    wanted = first.batches([(0, np.arange(3)[None])])[0]
+    second.batches([(0, np.array([[3, 4]]))])
+    third = sharing()
+    np.testing.assert_array_equal(third.batches([(0, np.arange(5)[None])])[0][:, :3], wanted)
+    assert first.computed == 3 and second.computed == 2 and third.computed == 0
+    (file,) = files(tmp_path)
+    full = sharing(file.stat().st_size)
+    full.batches([(1, np.arange(2)[None])])
+    assert files(tmp_path) == [file]
 
 
 # ---- whole runs ---------------------------------------------------------------------------------
@@ -167,6 +207,10 @@ def test_a_run_ends_as_without_it(made, engine, batch):
     used = kept.engine.frozen
     assert used is not None and used.computed > 0 and plain.engine.frozen is None
     assert not kept.record.frozen.exists()
+    told = [json.loads(run.record.summary.read_text())["perplexity"] for run in (kept, plain)]
+    assert told[0] == pytest.approx(told[1], rel=1e-4)
+    # A finished run is looked at without it.
+    assert made(*changes, out="kept").evaluation.features is None
     a, b = (load_file(adapter_beside(run.record.weights)) for run in (kept, plain))
     for name in a:
         np.testing.assert_allclose(a[name], b[name], rtol=1e-4, atol=1e-6)
@@ -184,6 +228,23 @@ def test_a_resumed_run_uses_what_was_kept(made):
         == train(made(*CACHED, out="whole"))["params_sha256"]
     )
     assert first.engine.frozen.computed > 0
+
+
+@pytest.mark.slow
+def test_runs_share_what_frozen_blocks_give(made, tmp_path):
+    kept = tmp_path / "shared"
+    first, second = (made(*CACHED, f"run.frozen_folder={kept}", out=out) for out in "ab")
+    told = train(first)
+    assert first.engine.frozen.computed > 0
+    assert train(second)["params_sha256"] == told["params_sha256"]
+    assert second.engine.frozen.computed == 0
+    assert any(kept.rglob("*.features")) and not second.record.frozen.exists()
+    assert {stat.S_IMODE(file.stat().st_mode) for file in kept.rglob("*.*")} == {0o600}
+
+
+def test_a_shared_folder_needs_a_size(made, tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.frozen_folder = .*: expected no folder, unless"):
+        made(f"run.frozen_folder={tmp_path}")
 
 
 def test_settings_without_frozen_blocks_are_refused(made):

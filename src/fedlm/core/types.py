@@ -47,7 +47,7 @@ ClientMemory = PyTree
 TokenRows = Integer[np.ndarray, "rows width"]
 """Rows of tokens on the host."""
 
-ScoreFn = Callable[[Params, Tokens], tuple[Array, Array]]
+ScoreFn = Callable[[Params, "Batch"], tuple[Array, Array]]
 """Gives each target's nats, and whether the likeliest token was right."""
 
 GroupPath = tuple[str, ...]

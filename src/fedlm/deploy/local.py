@@ -215,7 +215,12 @@ def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None
                 "data": recipe.data.model_copy(update={**NO_PATHS, "tokenizer": kind}),
                 "model": recipe.model.model_copy(update={"init_from": None, "base_sha256": base}),
                 "run": recipe.run.model_copy(
-                    update={"devices": 0, "prompts": (), "cache_frozen": 0}
+                    update={
+                        "devices": 0,
+                        "prompts": (),
+                        "cache_frozen": 0,
+                        "frozen_folder": None,
+                    }
                 ),
                 "privacy": privacy,
             }

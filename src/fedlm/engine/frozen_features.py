@@ -1,20 +1,22 @@
 """What the frozen blocks of a model give for each client's rows, computed once and kept on disk.
 
-In:       the frozen blocks, a client's rows, the numbers of the rows that are wanted.
+In:       the frozen blocks, a client's rows, the numbers of the rows that are wanted; a folder of
+          one run, or one that several runs on the same base and text share.
 Out:      the features of these rows.
 Promise:  features that are read are those that were computed, for this model and these rows, or
           they are computed again; the folder never exceeds its bound; only its owner reads it,
           because features tell of text.
 Not here: which blocks are frozen (`models/transformer.py`), steps on features (`local/train.py`).
 
-A file per client holds a head (magic, digest of model and rows, shape) and one record per row: its
-number, a digest, its features in float32. Records are appended as rows are first used. When the
-folder is full, rows beyond are computed whenever they are used: members are drawn at random, so no
-other choice of what to keep would be used more often.
+A file per client, named by the digest of model and rows, holds a head (magic, that digest, shape)
+and one record per row: its number, a digest, its features in float32. Records are appended as rows
+are first used. When the folder is full, rows beyond are computed whenever they are used: members
+are drawn at random, so no other choice of what to keep would be used more often.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -22,7 +24,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +68,18 @@ class FrozenFeatures:
         rows_of: Rows,
         folder: Path,
         most_bytes: int,
+        *,
+        shared: bool = False,
     ) -> None:
-        """Keep at most `most_bytes` in `folder`; `frozen` gives the blocks, of width `embed`."""
+        """Keep at most `most_bytes` in `folder`; `frozen` gives the blocks, of width `embed`.
+
+        A `shared` folder is that of several runs, also at the same time.
+        """
         self._frozen, self.embed, self.rows_of = frozen, embed, rows_of
-        self.folder, self.most_bytes = folder, most_bytes
+        self.folder, self.most_bytes, self.shared = folder, most_bytes, shared
         self.computed = 0  # rows, since this object was made
         self._used = 0  # bytes in the folder
-        self._files: dict[int, _ClientFile] = {}
+        self._files: dict[str, _ClientFile] = {}
         self._program = jax.jit(lambda model, rows: model.features(rows))
 
     @cached_property
@@ -85,14 +92,19 @@ class FrozenFeatures:
 
         Rows that are not on disk are computed together. A row whose number is PAD has zeros.
         """
-        found = [self._kept(member, order) for member, order in wanted]
+        found = [self._kept(self.rows_of(member), order) for member, order in wanted]
         self._fill(found)
         return [one.spread(order) for one, (_, order) in zip(found, wanted, strict=True)]
 
-    def _kept(self, member: int, order: np.ndarray) -> _Wanted:
-        """Read the wanted rows of a member that are on disk."""
-        rows = self.rows_of(member)
-        file, numbers = self._open(member, rows), np.unique(order[order != PAD])
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the features of rows that belong together, such as a batch of held-out rows."""
+        found = self._kept(rows, np.arange(len(rows)))
+        self._fill([found])
+        return found.features
+
+    def _kept(self, rows: np.ndarray, order: np.ndarray) -> _Wanted:
+        """Read the wanted ones of a client's rows that are on disk."""
+        file, numbers = self._open(rows), np.unique(order[order != PAD])
         features = np.empty((len(numbers), rows.shape[1] - 1, self.embed), np.float32)
         pairs = enumerate(zip(numbers, features, strict=True))
         missing = [place for place, (n, out) in pairs if not file.read(int(n), out)]
@@ -130,31 +142,37 @@ class FrozenFeatures:
         structure = str(jax.tree.structure(self.frozen))
         return hashlib.sha256(f"{tree.sha256(self.frozen)}|{structure}".encode()).digest()
 
-    def _open(self, member: int, rows: np.ndarray) -> _ClientFile:
-        """Return the file of a member, which holds features of this model and these rows alone."""
+    def _open(self, rows: np.ndarray) -> _ClientFile:
+        """Return the file of a client, which holds features of this model and these rows alone."""
         if not self._files:
             self._prepare_folder()
-        if member not in self._files:
-            digest = hashlib.sha256(self._model_digest)
-            digest.update(f"{rows.dtype.str}|{rows.shape}|".encode())
-            digest.update(np.ascontiguousarray(rows).tobytes())
-            head = HEAD.pack(MAGIC, digest.digest(), len(rows), rows.shape[1] - 1, self.embed)
-            path = self.folder / f"{int(member)}.features"
+        made = hashlib.sha256(self._model_digest)
+        made.update(f"{rows.dtype.str}|{rows.shape}|".encode())
+        made.update(np.ascontiguousarray(rows).tobytes())
+        name = f"{made.hexdigest()[:32]}.features"
+        if name not in self._files:
+            head = HEAD.pack(MAGIC, made.digest(), len(rows), rows.shape[1] - 1, self.embed)
+            path = self.folder / name
             before = path.lstat().st_size if path.is_file() else 0
-            self._files[member] = _ClientFile(path, head)
-            self._used += self._files[member].size - before
-        return self._files[member]
+            self._files[name] = _ClientFile(path, head)
+            self._used += self._files[name].size - before
+        return self._files[name]
 
     def _prepare_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            os.chmod(self.folder, 0o700)
-            self._used = sum(file.lstat().st_size for file in self.folder.iterdir())
+            os.chmod(self.folder, 0o700)  # refused to anybody but its owner
+            self._used = self._size()
         except OSError as error:
             raise self._unwritable(error) from None
 
+    def _size(self) -> int:
+        return sum(file.lstat().st_size for file in self.folder.glob("*.features"))
+
     def _append(self, file: _ClientFile, numbers: np.ndarray, features: np.ndarray) -> None:
         """Keep features of rows, as many as there is room for."""
+        if self.shared:
+            self._used = self._size()  # others write there too
         room = self.most_bytes - self._used - (0 if file.size else HEAD.size)
         few = min(len(numbers), max(0, room // file.record))
         if few:
@@ -166,7 +184,7 @@ class FrozenFeatures:
     def _unwritable(self, error: OSError) -> EngineError:
         return EngineError(
             f"{self.folder}: features of frozen blocks could not be kept there: {error.strerror}. "
-            "Set run.cache_frozen to fewer megabytes, or to 0."
+            "Set run.cache_frozen to fewer megabytes or to 0, or run.frozen_folder to another one."
         )
 
 
@@ -191,20 +209,28 @@ class _ClientFile:
         except OSError:
             return self._begin_anew()
         with open(file, "r+b") as opened:
-            facts = os.fstat(file)
-            sound = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-            if not sound or opened.read(HEAD.size) != self.head:
-                return self._begin_anew()
-            whole = (facts.st_size - HEAD.size) // self.record
-            for place in range(whole):
-                offset = HEAD.size + place * self.record
-                opened.seek(offset)
-                (number,) = NUMBER.unpack(opened.read(NUMBER.size))
-                if number >= self.count:
-                    return self._begin_anew()
-                self.at[number] = offset
-            self.size = HEAD.size + whole * self.record
-            opened.truncate(self.size)
+            fcntl.flock(file, fcntl.LOCK_EX)  # not while another run writes its last record
+            if not self._read_numbers(opened):
+                self._begin_anew()
+
+    def _read_numbers(self, opened: IO[bytes]) -> bool:
+        """Find the records of an open file; return whether it is sound."""
+        facts = os.fstat(opened.fileno())
+        sound = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+        opened.seek(0)
+        if not sound or opened.read(HEAD.size) != self.head:
+            return False
+        whole = (facts.st_size - HEAD.size) // self.record
+        for place in range(whole):
+            offset = HEAD.size + place * self.record
+            opened.seek(offset)
+            (number,) = NUMBER.unpack(opened.read(NUMBER.size))
+            if number >= self.count:
+                return False
+            self.at[number] = offset
+        self.size = HEAD.size + whole * self.record
+        opened.truncate(self.size)
+        return True
 
     def _begin_anew(self) -> None:
         if self.path.is_dir() and not self.path.is_symlink():
@@ -233,18 +259,21 @@ class _ClientFile:
 
     def append(self, numbers: Sequence[int] | np.ndarray, features: np.ndarray) -> int:
         """Add records, and return by how many bytes the file grew."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        before, parts = self.size, [] if self.size else [self.head]
-        at = self.size or HEAD.size
-        places = {}
-        for number, row in zip(numbers, features, strict=True):
-            body = np.ascontiguousarray(row, "<f4").tobytes()
-            parts += [self._label(int(number), body), body]
-            places[int(number)] = at
-            at += self.record
-        with open(os.open(self.path, flags, 0o600), "ab") as opened:
-            opened.writelines(parts)
-        self.at |= places
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self.path, flags, 0o600), "r+b") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            before = self.size
+            # Another run may have begun the file, or added to it.
+            if os.fstat(opened.fileno()).st_size != before and not self._read_numbers(opened):
+                return 0
+            at = opened.seek(self.size)
+            if not at:
+                at = opened.write(self.head)
+            for number, row in zip(numbers, features, strict=True):
+                body = np.ascontiguousarray(row, "<f4").tobytes()
+                opened.write(self._label(int(number), body) + body)
+                self.at[int(number)] = at
+                at += self.record
         self.size = at
         return at - before
 

@@ -112,10 +112,11 @@ class HeldOutEvaluation:
     watch_rows: int = 2_000  # 0: all rows
     seed: int = 0
     training: Callable[[], Iterable[np.ndarray]] | None = None  # rows to count n-grams on
+    features: Callable[[np.ndarray], np.ndarray] | None = None  # what frozen blocks give for rows
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.score, self.special)
+        return Evaluator(self.score, self.special, features=self.features)
 
     def splits(self) -> list[str]:
         """Return the splits that hold text, the headline split first."""

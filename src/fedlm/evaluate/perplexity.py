@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fedlm.core.program_cache import kept_programs
-from fedlm.core.types import PAD, Params, ScoreFn, SpecialTokens
+from fedlm.core.types import PAD, Batch, Params, Precomputed, ScoreFn, SpecialTokens
 
 # Nats per token from which on a perplexity counts as infinite.
 MOST_NATS = 700.0
@@ -38,12 +39,11 @@ class Sums(NamedTuple):
     known: Any
 
 
-def row_sums(
-    score: ScoreFn, special: SpecialTokens, params: Params, rows: Int[Array, "batch width"]
-) -> Sums:
+def row_sums(score: ScoreFn, special: SpecialTokens, params: Params, batch: Batch) -> Sums:
     """Return the sums of each row."""
+    rows = batch.tokens if isinstance(batch, Precomputed) else batch
     targets = rows[:, 1:]
-    nats, right = score(params, rows)
+    nats, right = score(params, batch)
     real = targets != PAD
     known = real if special.oov is None else real & (targets != special.oov)
     word = known & (targets != special.eos)
@@ -65,7 +65,16 @@ def row_sums(
 class Evaluator:
     """Score rows in equal batches, spread over this process's devices, with one program."""
 
-    def __init__(self, score: ScoreFn, special: SpecialTokens, *, batch: int = 32) -> None:
+    def __init__(
+        self,
+        score: ScoreFn,
+        special: SpecialTokens,
+        *,
+        batch: int = 32,
+        features: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        """Score rows by `score`; `features` gives what frozen blocks make of rows."""
+        self._features = features
         devices = tuple(jax.local_devices())
         self._batch = -(-batch // len(devices)) * len(devices)
         mesh = Mesh(np.array(devices), ("rows",))
@@ -80,7 +89,7 @@ class Evaluator:
             block = rows[at : at + self._batch]
             short = self._batch - len(block)
             block = np.pad(block, ((0, short), (0, 0)), constant_values=PAD)
-            parts.append(self._sums(params, jax.device_put(block, self._rows)))
+            parts.append(self._sums(params, jax.device_put(self._batch_of(block), self._rows)))
         if not parts:
             return Sums(*(np.zeros(0) for _ in Sums._fields))
         joined = [
@@ -88,14 +97,18 @@ class Evaluator:
         ]
         return Sums(*(column[: len(rows)] for column in joined))
 
+    def _batch_of(self, rows: np.ndarray) -> Batch:
+        rows = rows.astype(np.int32)
+        return rows if self._features is None else Precomputed(rows, self._features(rows))
+
 
 @kept_programs  # evaluators of one process share it
 def _program(
     score: ScoreFn, special: SpecialTokens, devices: tuple[jax.Device, ...]
-) -> Callable[[Params, Array], Sums]:
+) -> Callable[[Params, Batch], Sums]:
     """Return the compiled sums of rows that are spread over devices."""
     block = jax.shard_map(
-        lambda params, rows: row_sums(score, special, params, rows.astype(jnp.int32)),
+        partial(row_sums, score, special),
         mesh=Mesh(np.array(devices), ("rows",)),
         in_specs=(P(), P("rows")),
         out_specs=P("rows"),

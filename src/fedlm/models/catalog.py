@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
-from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, ScoreFn, Tokens
+from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, ScoreFn
 from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
@@ -330,7 +330,9 @@ class ModuleSpec:
         """The function that gives each target's nats and whether it was the likeliest token."""
         rest = self._split()[1]  # without the arrays, which programs that are kept must not hold
 
-        def of(params: Params, tokens: Tokens) -> tuple[Array, Array]:
+        def of(params: Params, batch: Batch) -> tuple[Array, Array]:
+            assert not isinstance(batch, Precomputed)  # a module has no adapters
+            tokens = batch
             targets = tokens[:, 1:]
             logits = eqx.combine(params, rest)(jnp.maximum(tokens[:, :-1], 0))
             logs = jax.nn.log_softmax(logits)
@@ -373,9 +375,12 @@ def loss(model: Params, batch: Batch) -> Loss:
     return token_loss(*model.predictors(tokens[:, :-1], tokens[:, 1:]))
 
 
-def score(model: Params, tokens: Tokens) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
+def score(model: Params, batch: Batch) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
     """Return the nats of each target, and whether it was the most likely token in its place."""
-    features = model.features(tokens[:, :-1])
+    if isinstance(batch, Precomputed):
+        tokens, features = batch.tokens, model.features_above(batch.features)
+    else:
+        tokens, features = batch, model.features(batch[:, :-1])
     targets = tokens[:, 1:]
     nats, right = scores(
         features.reshape(-1, features.shape[-1]), model.readout, targets.reshape(-1)

@@ -160,8 +160,7 @@ class Decoder(eqx.Module):
         self, features: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
     ) -> Predictors:
         """Return features and targets for the loss, from what the `frozen` blocks gave."""
-        above = replace(self, blocks=self.blocks[self.frozen_depth :])
-        batch, seq = targets.shape
+        above, (batch, seq) = self._above, targets.shape
         if batch * seq < FEWEST_COLUMNS:
             features = above._through(features, Whole())
             return Predictors(features.reshape(batch * seq, -1), self.readout, targets.reshape(-1))
@@ -169,6 +168,17 @@ class Decoder(eqx.Module):
         x = features[packing.row, packing.time]
         x = above._through(x, Packed(packing, batch, seq))
         return Predictors(x, self.readout, gather(packing, targets))
+
+    def features_above(
+        self, features: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the features of each position, from what the `frozen` blocks gave."""
+        return self._above._through(features, Whole())
+
+    @property
+    def _above(self) -> Decoder:
+        """The blocks from the first adapter on."""
+        return replace(self, blocks=self.blocks[self.frozen_depth :])
 
     def _found(self, tokens: Int[Array, "..."]) -> tuple[Array, Array]:
         """Return the embeddings of tokens, and the output matrix."""

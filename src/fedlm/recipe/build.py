@@ -31,6 +31,7 @@ from fedlm.recipe.parts import (
     client_rows,
     engine_of,
     evaluation_of,
+    frozen_features,
     model_spec,
     open_store,
     people_of,
@@ -94,13 +95,13 @@ def flat_run(
     kept = 0 if people.elsewhere else None
     algorithm = people.work(algorithm_of(recipe, participation, shapes, start, remembered=kept))
     check_base(recipe, algorithm)
+    directory = RunDirectory(out)
+    frozen = None if engine else frozen_features(recipe, algorithm, rows.train, directory.frozen)
     made = (
         with_centre(recipe, algorithm, engine(algorithm))
         if engine
         else engine_for(
-            recipe,
-            algorithm,
-            lambda trained: engine_of(recipe, trained, rows.train, RunDirectory(out).frozen),
+            recipe, algorithm, lambda trained: engine_of(recipe, trained, rows.train, frozen)
         )
     )
     count = engine is None and recipe.run.baselines
@@ -112,7 +113,15 @@ def flat_run(
         round=round,
         evaluation=evaluation(algorithm.plan)
         if evaluation
-        else evaluation_of(recipe, rows, algorithm.plan, round.models, count=count),
+        else evaluation_of(
+            recipe,
+            rows,
+            algorithm.plan,
+            round.models,
+            count=count,
+            # A finished run has forgotten its features, and its model may be a merged one.
+            frozen=None if directory.summary.is_file() else frozen,
+        ),
         start=start,
         private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
         **shared_parts(recipe, store, algorithm.plans, out),

@@ -502,35 +502,51 @@ def batch_spec(recipe: Recipe) -> BatchSpec:
 
 
 def engine_of(
-    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path | None = None
+    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, frozen: FrozenFeatures | None = None
 ) -> Engine:
     """Return the engine that trains members on the text of this process.
 
-    With a `folder`, it may keep there what the frozen blocks of a model give.
+    `frozen` is where it keeps what the frozen blocks of a model give.
     """
+    _check_frozen(recipe, frozen is not None)
     kind = ENGINES[recipe.run.engine]
-    frozen = _frozen_features(recipe, algorithm, rows_of, folder)
     return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed, frozen=frozen)
 
 
-def _frozen_features(
-    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path | None
-) -> FrozenFeatures | None:
-    """Return where the features of frozen blocks are kept; None if they are not."""
-    megabytes = recipe.run.cache_frozen
-    if not megabytes:
-        return None
-    adapts = TRAINABLE[recipe.wire.trainable].adapts
-    shapes = model_spec(recipe, recipe.data.vocabulary).shapes() if adapts else None
+def _check_frozen(recipe: Recipe, kept: bool) -> None:
+    """Refuse to keep features of frozen blocks where nobody would use them."""
+    megabytes, folder = recipe.run.cache_frozen, recipe.run.frozen_folder
     require(
-        folder is not None and getattr(shapes, "frozen_depth", 0) > 0,
+        kept or not megabytes,
         "run.cache_frozen",
         megabytes,
         "0, unless wire.trainable = 'lora' with wire.last_blocks leaves blocks without adapters, "
         "in a flat federation in one place",
     )
-    assert folder is not None
-    own = folder / str(jax.process_index())  # processes do not write each other's files
+    require(
+        megabytes or folder is None,
+        "run.frozen_folder",
+        folder,
+        "no folder, unless run.cache_frozen says how many megabytes may be kept in it",
+    )
+
+
+def frozen_features(
+    recipe: Recipe, algorithm: Algorithm, rows_of: Rows, folder: Path
+) -> FrozenFeatures | None:
+    """Return where the features of frozen blocks are kept; None if they are not.
+
+    It is `folder`, which is of this run alone, or the one that the recipe names.
+    """
+    megabytes, shared = recipe.run.cache_frozen, recipe.run.frozen_folder
+    adapts = TRAINABLE[recipe.wire.trainable].adapts
+    shapes = model_spec(recipe, recipe.data.vocabulary).shapes() if adapts else None
+    kept = bool(megabytes) and getattr(shapes, "frozen_depth", 0) > 0
+    _check_frozen(recipe, kept)
+    if not kept:
+        return None
+    place = Path(shared) if shared else folder
+    own = place / str(jax.process_index())  # processes do not write each other's files
     embed = dimensions(recipe.model, recipe.data.vocabulary).embedding_size
     return FrozenFeatures(
         lambda: algorithm.base.frozen,  # type: ignore[union-attr]
@@ -538,6 +554,7 @@ def _frozen_features(
         rows_of,
         own,
         megabytes << 20,
+        shared=shared is not None,
     )
 
 
@@ -578,11 +595,13 @@ def evaluation_of(
     *,
     count: bool,
     score: ScoreFn = catalog.score,
+    frozen: FrozenFeatures | None = None,
 ) -> HeldOutEvaluation:
     """Return the evaluation on the held-out text of this process.
 
     It covers the splits that the plan allows to report. `models` maps a state to its models by
-    name. With `count`, n-grams are counted on the training text.
+    name. With `count`, n-grams are counted on the training text. `frozen` is where features of
+    frozen blocks are kept.
     """
     store = rows.store
     owners = owners_of(recipe, store, rows.clients)
@@ -602,6 +621,7 @@ def evaluation_of(
         watch_rows=recipe.server.evaluate_rows,
         seed=recipe.run.seed,
         training=training if count and few and release.baselines(plan) else None,
+        features=None if frozen is None else frozen.of,
     )
 
 

@@ -192,6 +192,9 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.model.init_from is not None:
         start = _absolute("model.init_from", recipe.model.init_from, folder)
         tables["model"] = recipe.model.model_copy(update={"init_from": start})
+    if recipe.run.frozen_folder is not None:
+        kept = _absolute(recipe.run.frozen_folder, folder)
+        tables["run"] = recipe.run.model_copy(update={"frozen_folder": kept})
     return recipe.model_copy(update=tables)
 
 

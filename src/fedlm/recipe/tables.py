@@ -631,6 +631,12 @@ class RunTable(Table):
         "the run's directory for what the blocks below give for each client's rows, so that later "
         "steps need not compute it again. It is removed at the end. 0 is none.",
     )
+    frozen_folder: str | None = Field(
+        default=None,
+        description="A folder for `cache_frozen` in place of the run's directory, for several runs "
+        "with the same base and text. It is not removed at the end, and tells "
+        "of text: only its owner can read it.",
+    )
     checkpoint_every: Count = Field(
         default=10,
         description="Rounds between two checkpoints; under a privacy plan every round is saved.",
