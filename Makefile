@@ -139,7 +139,7 @@ $(VENV)/.llm: $(VENV)/.installed
 	@touch $@
 
 oracle: .oracle/.installed  ## logits, tokens and PEFT folders beside PyTorch, Transformers and PEFT
-	.oracle/bin/python -m pytest -n 0 -m 'slow or not slow' tests/models/interop tests/test_exporting.py
+	.oracle/bin/python -m pytest -n 0 -m 'slow or not slow' tests/models/interop tests/publish/test_formats.py
 
 clean:  ## remove the environment, runs, prepared stores and the documentation site
 	rm -rf $(VENV) .bench .browser .fuzz .oracle runs .fedlm site dist

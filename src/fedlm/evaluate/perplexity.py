@@ -71,7 +71,7 @@ class Evaluator:
         special: SpecialTokens,
         *,
         batch: int = 32,
-        features: Callable[[np.ndarray], np.ndarray] | None = None,
+        features: Callable[[np.ndarray], Any] | None = None,
     ) -> None:
         """Score rows by `score`; `features` gives what frozen blocks make of rows."""
         self._features = features
@@ -98,8 +98,8 @@ class Evaluator:
         return Sums(*(column[: len(rows)] for column in joined))
 
     def _batch_of(self, rows: np.ndarray) -> Batch:
-        rows = rows.astype(np.int32)
-        return rows if self._features is None else Precomputed(rows, self._features(rows))
+        tokens: Any = rows.astype(np.int32)
+        return tokens if self._features is None else Precomputed(tokens, self._features(tokens))
 
 
 @kept_programs  # evaluators of one process share it

@@ -524,7 +524,7 @@ def _check_frozen(recipe: Recipe, kept: bool) -> None:
         "in a flat federation in one place",
     )
     require(
-        megabytes or folder is None,
+        bool(megabytes) or folder is None,
         "run.frozen_folder",
         folder,
         "no folder, unless run.cache_frozen says how many megabytes may be kept in it",
