@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedlm.core import tree
-from fedlm.core.errors import ConfigError
+from fedlm.core.errors import ConfigError, EngineError
 from fedlm.core.types import PAD
 from fedlm.engine.frozen_features import HEAD, FrozenFeatures
 from fedlm.models import catalog
@@ -180,6 +180,13 @@ def test_runs_at_the_same_time_share_a_folder(tmp_path):
     full = sharing(file.stat().st_size)
     full.batches([(1, np.arange(2)[None])])
     assert files(tmp_path) == [file]
+
+
+@pytest.mark.parametrize("name", ["file/below", "a\0b"])
+def test_a_folder_that_cannot_be_is_named(tmp_path, name):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(EngineError, match=r"could not be kept there: .*run\.frozen_folder"):
+        features(tmp_path / name).batches([(0, np.arange(1)[None])])
 
 
 # ---- whole runs ---------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class FrozenFeatures:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.chmod(self.folder, 0o700)  # refused to anybody but its owner
             self._used = self._size()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a null byte in a path is a wrong value
             raise self._unwritable(error) from None
 
     def _size(self) -> int:
@@ -181,9 +181,10 @@ class FrozenFeatures:
             except OSError as error:
                 raise self._unwritable(error) from None
 
-    def _unwritable(self, error: OSError) -> EngineError:
+    def _unwritable(self, error: OSError | ValueError) -> EngineError:
+        why = getattr(error, "strerror", None) or error
         return EngineError(
-            f"{self.folder}: features of frozen blocks could not be kept there: {error.strerror}. "
+            f"{str(self.folder)!r}: features of frozen blocks could not be kept there: {why}. "
             "Set run.cache_frozen to fewer megabytes or to 0, or run.frozen_folder to another one."
         )
 

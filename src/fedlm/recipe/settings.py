@@ -193,7 +193,7 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
         start = _absolute("model.init_from", recipe.model.init_from, folder)
         tables["model"] = recipe.model.model_copy(update={"init_from": start})
     if recipe.run.frozen_folder is not None:
-        kept = _absolute(recipe.run.frozen_folder, folder)
+        kept = _absolute("run.frozen_folder", recipe.run.frozen_folder, folder)
         tables["run"] = recipe.run.model_copy(update={"frozen_folder": kept})
     return recipe.model_copy(update=tables)
 
