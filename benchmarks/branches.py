@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.record.facts import Facts, facts_of
-from fedlm.search.sweep import markdown, mean_and_spread
+from fedlm.search.sweep import markdown, over_seeds
 
 
 def finished(folder: Path) -> dict[str, list[Facts]]:
@@ -70,10 +70,10 @@ def methods(runs: dict[str, list[Facts]]) -> str:
             [
                 name,
                 len(group),
-                mean_and_spread(came),
-                mean_and_spread(own),
-                mean_and_spread([a / b for a, b in zip(came, own, strict=True)], 2),
-                mean_and_spread([max(leaves(run).values()) for run in group]),
+                over_seeds(came),
+                over_seeds(own),
+                over_seeds([a / b for a, b in zip(came, own, strict=True)], 2),
+                over_seeds([max(leaves(run).values()) for run in group]),
                 *(f"{size / 1e3:.0f}" for size in traffic),
             ]
         )
@@ -85,9 +85,7 @@ def by_leaf(runs: dict[str, list[Facts]]) -> str:
     rows = []
     for name, group in runs.items():
         means = [[leaves(run).get(n) for run in group] for n in names]
-        rows.append(
-            [name, *("-" if None in m else mean_and_spread(m, 0).split(" ")[0] for m in means)]
-        )
+        rows.append([name, *("-" if None in m else over_seeds(m, 0).split(" ")[0] for m in means)])
     return markdown(["method", *names], rows)
 
 

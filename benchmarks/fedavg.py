@@ -13,7 +13,7 @@ import optax
 from fedlm.core.types import Sampling
 from fedlm.federation.algorithm import Algorithm
 from fedlm.local.train import local_training
-from fedlm.methods.fedavg import server as server_half
+from fedlm.methods.fedavg import fedavg_server as server_half
 from fedlm.models import catalog
 from fedlm.wire.dense import dense
 

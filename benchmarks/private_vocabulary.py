@@ -30,7 +30,7 @@ import fedlm
 from fedlm.api import TrainedRun
 from fedlm.core.durable import write_atomically
 from fedlm.corpus.store import Store
-from fedlm.evaluate.perplexity import total
+from fedlm.evaluate.perplexity import total_sums
 
 CORPORA = {"irc-ubuntu": "../shared/data/irc-ubuntu.jsonl.gz", "chitchat": "chitchat"}
 VOCABULARY = {"words": 4000, "bpe": 2000}
@@ -80,7 +80,7 @@ def figures_of(run: TrainedRun, store: Store, kind: str) -> dict[str, Any]:
     """Return the comparable figures on the text of held-out clients."""
     scores: Any = run.run.evaluation
     rows, owners = scores.text["test"].rows(1)
-    sums = total(scores.evaluator(run._models()[""], rows))
+    sums = total_sums(scores.evaluator(run._models()[""], rows))
     unknown = sums.tokens - sums.known
     found: dict[str, Any] = {
         "passed": store.manifest["tokenizer_from"].get("words_passed"),

@@ -353,8 +353,8 @@ def journal() -> Target:
         facts = facts_of(files.path)
         _ = facts.tokens, facts.evaluated
         if hashlib.sha256(data).digest()[0] < 8:  # a page takes a hundred times as long
-            report.page([facts])
-            report.page([facts, facts])
+            report.report_page([facts])
+            report.report_page([facts, facts])
 
     plain = {k: v for k, v in HEADER.items() if k not in ("tree", "privacy")}
     seeds = [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(plain, FLAT, {**FLAT, "round": 1})]
@@ -439,9 +439,9 @@ def ancestry() -> Target:
         ancestors=(),
         traced=True,
     )
-    lineage.write(files.path / "made.json", record)
+    lineage.write_lineage(files.path / "made.json", record)
     seed = (files.path / "made.json").read_bytes()
-    return Target(lambda data: lineage.read(files.put("lineage.json", data)), [seed])
+    return Target(lambda data: lineage.read_lineage(files.put("lineage.json", data)), [seed])
 
 
 def saved_state() -> Target:

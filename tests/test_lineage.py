@@ -54,7 +54,7 @@ def trained(folder, store, *, start="", start_sha256="0", models=("m",), promise
             entries.append(round_entry(number, ledger.UNKNOWN))
             book.append(entries[-1])
     run = entries[0]["run"] if entries else lineage.new_run()
-    lineage.begin(
+    lineage.begin_lineage(
         folder, store, run=run, private=promised is not None, start_sha256=start_sha256, start=start
     )
     if entries:
@@ -184,12 +184,14 @@ def test_the_total_of_runs_has_their_vocabulary_and_start_models(tmp_path, store
     book.append(gaussian_entry("vocabulary", 2.0, 1e-9))
     first = trained(tmp_path / "first", store, rounds=2)
     run = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))
-    assert lineage.total_of([run]).epsilon == pytest.approx(claim(run).epsilon, rel=1e-6)
-    assert lineage.total_of([run, first]).epsilon == pytest.approx(claim(run).epsilon, rel=1e-6)
+    assert lineage.spent_together([run]).epsilon == pytest.approx(claim(run).epsilon, rel=1e-6)
+    assert lineage.spent_together([run, first]).epsilon == pytest.approx(
+        claim(run).epsilon, rel=1e-6
+    )
     opened = trained(tmp_path / "open", store, promised=None, models=("o",))
     third = trained(tmp_path / "third", store, start=str(opened), start_sha256="o", models=("p",))
-    assert math.isinf(lineage.total_of([run, third]).epsilon)
-    assert lineage.total_of([opened]) is None
+    assert math.isinf(lineage.spent_together([run, third]).epsilon)
+    assert lineage.spent_together([opened]) is None
 
 
 @pytest.mark.parametrize("promised", [PLAN, None])
@@ -208,7 +210,7 @@ def test_a_run_that_goes_on_is_registered_again(tmp_path, store, promised):
 def test_of_two_copies_of_a_ledger_the_longer_one_counts(tmp_path, store):
     entries = Ledger(trained(tmp_path / "run", store) / ledger.NAME).entries()
     for books in ([entries, entries[:2]], [entries[:2], entries]):
-        assert spending.total(books).epsilon == pytest.approx(poisson(3), rel=1e-3)
+        assert spending.total_spent(books).epsilon == pytest.approx(poisson(3), rel=1e-3)
 
 
 def test_the_model_that_a_leaf_keeps_to_itself_is_no_private_start(tmp_path, store):
@@ -244,7 +246,7 @@ def test_what_each_node_of_a_tree_cost_has_its_vocabulary_and_start_model(tmp_pa
     run = book.begin(begin_entry({"a": PLAN, "b": small}))["run"]
     book.append(round_entry(0, ledger.UNKNOWN))
     start = str(first / "model.safetensors")
-    lineage.begin(folder, store, run=run, private=True, start_sha256="m", start=start)
+    lineage.begin_lineage(folder, store, run=run, private=True, start_sha256="m", start=start)
     nodes = {name: dataclasses.asdict(p) for name, p in (("a", PLAN), ("b", small))}
     found = claim(folder, rounds=1, privacy_nodes=json.loads(dumps(nodes)))
     assert found.nodes is not None and found.nodes["a"] == found.epsilon

@@ -58,7 +58,7 @@ def main() -> None:
         local=local_training(catalog.loss, optax.sgd(said["rate"])),
         upload=dense(),
         download=dense(),
-        server=fedavg.server(optax.sgd(1.0)),
+        server=fedavg.fedavg_server(optax.sgd(1.0)),
     )
     shape = BatchSpec(
         batch_size=said["batch"], sequence_length=said["length"], max_examples=said["max_examples"]

@@ -46,8 +46,8 @@ WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
 ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
 
 Texts = tuple[str, ...]
-Book = list[Entry]
-Books = tuple[Book, ...]
+LedgerLines = list[Entry]
+Books = tuple[LedgerLines, ...]
 RunName = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
@@ -64,7 +64,7 @@ class Ancestor(Kept):
     name: str
     private: bool
     clients: Texts
-    entries: Book
+    entries: LedgerLines
     vocabulary: Books = ()
 
 
@@ -104,12 +104,12 @@ def clients_of(store: Store) -> tuple[str, ...]:
 # ---- the file ----------------------------------------------------------------------------------
 
 
-def write(path: Path, record: Record) -> None:
+def write_lineage(path: Path, record: Record) -> None:
     """Write a record into a file that only its owner can read."""
     write_atomically(path, record.model_dump_json().encode(), private=True)
 
 
-def read(path: Path) -> Record:
+def read_lineage(path: Path) -> Record:
     """Read a record; refuse a damaged one, whose epsilon would not be known."""
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -126,7 +126,7 @@ def read(path: Path) -> Record:
 # ---- the beginning of a run --------------------------------------------------------------------
 
 
-def begin(
+def begin_lineage(
     folder: Path,
     store: Store,
     *,
@@ -161,7 +161,7 @@ def begin(
         ancestors=found,
         traced=traced or not start,
     )
-    write(folder / FILE, record)
+    write_lineage(folder / FILE, record)
     if register and not names:
         _register(store, record)
     return record
@@ -170,7 +170,7 @@ def begin(
 def register_again(folder: Path, store: Store) -> None:
     """Register a run that goes on, because its store may have been prepared again since."""
     if (folder / FILE).is_file():
-        _register(store, read(folder / FILE))
+        _register(store, read_lineage(folder / FILE))
 
 
 def begin_selection(
@@ -186,7 +186,7 @@ def begin_selection(
         book.append(entry)
     run = book.entries()[0]["run"]
     if not (folder / FILE).is_file():
-        begin(folder, store, run=run, private=True, start_sha256=start_sha256, start=start)
+        begin_lineage(folder, store, run=run, private=True, start_sha256=start_sha256, start=start)
     copies(store, book.entries())
 
 
@@ -205,7 +205,7 @@ def _register(store: Store, record: Record) -> None:
         folder = path / REGISTER
         with contextlib.suppress(OSError, RecordError):
             folder.mkdir(mode=0o700, exist_ok=True)
-            write(folder / f"{record.run}.json", record)
+            write_lineage(folder / f"{record.run}.json", record)
             if not record.private:
                 book = Ledger(folder / f"{record.run}.jsonl")
                 if not book.exists():
@@ -248,16 +248,16 @@ def add_models(folder: Path, store: Store, models: Iterable[str], own: Iterable[
     """
     if not (folder / FILE).is_file():
         return
-    record = read(folder / FILE)
+    record = read_lineage(folder / FILE)
     marked = [f"{OWN}{sha256}" for sha256 in own]
     every = tuple(dict.fromkeys([*record.models, *models, *marked]))
     record = record.model_copy(update={"models": every})
-    write(folder / FILE, record)
+    write_lineage(folder / FILE, record)
     for path in _stores(store):
         copy = path / REGISTER / f"{record.run}.json"
         with contextlib.suppress(OSError, RecordError):
             if copy.is_file():
-                write(copy, record)
+                write_lineage(copy, record)
 
 
 # ---- the model before training -----------------------------------------------------------------
@@ -287,12 +287,12 @@ def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
         folder = path if path.is_dir() else path.parent
         for near in (folder, folder.parent, folder.parent.parent):  # the last: of RUN/nodes/NAME
             if (near / FILE).is_file():
-                yield read(near / FILE), Ledger(near / ledger.NAME)
+                yield read_lineage(near / FILE), Ledger(near / ledger.NAME)
     registers = [path / REGISTER for path in _stores(store)]
     registers += sorted(registers[0].parent.parent.glob(f"*/{REGISTER}"))
     for file in (file for register in registers for file in sorted(register.glob("*.json"))):
         with contextlib.suppress(RecordError):
-            yield read(file), Ledger(file.with_suffix(".jsonl"))
+            yield read_lineage(file), Ledger(file.with_suffix(".jsonl"))
 
 
 def _as_ancestor(record: Record, book: Ledger) -> Ancestor:
@@ -319,7 +319,7 @@ def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any])
     spent, source = ledger.spent_of_run(folder, header, rounds)
     plan = account.plan_from(header["privacy"])
     entries = Ledger(folder / ledger.NAME).entries() if source == ledger.NAME else []
-    record = read(folder / FILE) if (folder / FILE).is_file() else None
+    record = read_lineage(folder / FILE) if (folder / FILE).is_file() else None
     released = len(ledger.rounds_of(entries)) if entries else len(rounds)
     context = _context(record, header, plan.unit)
     counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
@@ -355,7 +355,7 @@ def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
     """Return the claim of a private selection from its ledger, its lineage and a run's header."""
     entries = Ledger(folder / ledger.NAME).entries()
     told = next(entry for entry in entries if entry["kind"] == "selection")
-    plan, record = account.plan_from(told["plan"]), read(folder / FILE)
+    plan, record = account.plan_from(told["plan"]), read_lineage(folder / FILE)
     alone = account.spent(plan, told["rounds"])
     context = _context(record, header, plan.unit)
     released = (
@@ -365,7 +365,7 @@ def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
     )
     spent = alone._replace(epsilon=math.inf)
     if not context.broken:
-        found = spending.total([entries], plan.delta)
+        found = spending.total_spent([entries], plan.delta)
         spent = _with_others(record, entries, found._replace(assumptions=alone.assumptions))
     return claim_of(spent, plan, told["rounds"], context._replace(released=released))
 
@@ -381,7 +381,7 @@ def _with_others(record: Record, entries: list[Entry], own: Spent) -> Spent:
     books = books_before(record)
     if not books and not any(entry["kind"] == "gaussian" for entry in entries):
         return own
-    found = spending.total([entries, *books], own.delta)
+    found = spending.total_spent([entries, *books], own.delta)
     return found._replace(assumptions=own.assumptions)
 
 
@@ -477,7 +477,7 @@ def spent_on(
             entries = Ledger(file).entries()
             open_ = spending.made_no_promise(entries)
             plain, private = plain + open_, private + (not open_)
-            own = math.inf if open_ else spending.total([entries], delta).epsilon
+            own = math.inf if open_ else spending.total_spent([entries], delta).epsilon
             count = None if open_ else len(ledger.rounds_of(entries))
             told.append({"run": _name_of(file), "rounds": count, "epsilon": own})
             if not open_:
@@ -487,7 +487,7 @@ def spent_on(
     at = delta if delta is not None else spending.largest_delta(books)
     found = None
     if at is not None:
-        found = spending.total(books, at) if books else Spent(0.0, at, None, "nothing", ())
+        found = spending.total_spent(books, at) if books else Spent(0.0, at, None, "nothing", ())
     alone = None if found is None else found.epsilon
     whole = math.inf if plain else (0.0 if alone is None else alone)
     how = "none" if found is None else found.accountant
@@ -502,7 +502,7 @@ def _before(file: Path) -> tuple[int, list[list[Entry]]]:
     """
     if not file.is_file():
         return 0, []
-    record = read(file)
+    record = read_lineage(file)
     elsewhere = [each for each in record.ancestors if not _registered(file, each)]
     lost = sum(_kinship(each, record, "client")[0] for each in elsewhere)
     return lost, [b for b in books_before(record) if not spending.made_no_promise(b)]
@@ -512,7 +512,7 @@ def _registered(file: Path, each: Ancestor) -> bool:
     return file.with_name(f"{each.run}.jsonl").is_file()
 
 
-def total_of(folders: Iterable[Path]) -> Spent | None:
+def spent_together(folders: Iterable[Path]) -> Spent | None:
     """Return what private runs cost together, with their vocabularies and the runs before them.
 
     None if no run among them is private.
@@ -525,16 +525,16 @@ def total_of(folders: Iterable[Path]) -> Spent | None:
             continue
         books.append(book.entries())
         if (folder / FILE).is_file():
-            record = read(folder / FILE)
+            record = read_lineage(folder / FILE)
             books += books_before(record)
             broken |= any(_kinship(each, record, "client")[0] for each in record.ancestors)
     if not books:
         return None
-    found = spending.total(books)
+    found = spending.total_spent(books)
     return found._replace(epsilon=math.inf) if broken else found
 
 
 def _name_of(file: Path) -> str:
     with contextlib.suppress(RecordError):
-        return read(file.with_suffix(".json")).name
+        return read_lineage(file.with_suffix(".json")).name
     return file.stem

@@ -44,7 +44,7 @@ def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
         local=local_training(loss, client_optimizer(optimizer, 0.1, clip=clip), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=fedavg.server(optax.sgd(1.0)),
+        server=fedavg.fedavg_server(optax.sgd(1.0)),
     )
 
 

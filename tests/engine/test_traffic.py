@@ -88,14 +88,16 @@ ALGORITHMS = {
     "deflated": lambda: changed(upload=codec("uniform", bits=6, deflate=True)),
     "remembering": lambda: changed(local=trains(optimizer="momentum", remember=True)),
     "mimelite": lambda: changed(
-        local=mimelite.client(catalog.loss, BASE, RATE), server=mimelite.server(BASE, 1.0)
+        local=mimelite.mimelite_client(catalog.loss, BASE, RATE),
+        server=mimelite.mimelite_server(BASE, 1.0),
     ),
     "scaffold": lambda: changed(
-        local=scaffold.client(catalog.loss, RATE), server=scaffold.server(optax.sgd(1.0), 0.5)
+        local=scaffold.scaffold_client(catalog.loss, RATE),
+        server=scaffold.scaffold_server(optax.sgd(1.0), 0.5),
     ),
     "feddyn": lambda: changed(
-        local=feddyn.client(catalog.loss, client_optimizer("sgd", RATE), 0.1),
-        server=feddyn.server(0.1, 0.5),
+        local=feddyn.feddyn_client(catalog.loss, client_optimizer("sgd", RATE), 0.1),
+        server=feddyn.feddyn_server(0.1, 0.5),
     ),
 }
 

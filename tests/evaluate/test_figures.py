@@ -10,7 +10,7 @@ from fedlm.core.types import PAD, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.evaluate.ngrams import NGrams
-from fedlm.evaluate.perplexity import Evaluator, figures, perplexity_of, total
+from fedlm.evaluate.perplexity import Evaluator, figures, perplexity_of, total_sums
 
 OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
 EOS, OOV = OWN.eos, OWN.oov
@@ -44,7 +44,7 @@ def test_without_a_token_for_unknown_words_all_are_known():
 
 def test_the_batch_of_evaluation_changes_nothing():
     for batch in (2, 4, 100):
-        np.testing.assert_allclose(total(sums(batch)), total(sums()))
+        np.testing.assert_allclose(total_sums(sums(batch)), total_sums(sums()))
 
 
 def test_perplexity_at_the_edges():

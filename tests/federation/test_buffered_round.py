@@ -38,7 +38,7 @@ def flat(weight="tokens"):
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=fedavg.server(optax.sgd(1.0, momentum=0.5)),
+        server=fedavg.fedavg_server(optax.sgd(1.0, momentum=0.5)),
     )
     engine = LoopEngine(algorithm, rows_of, BatchSpec(batch_size=1, sequence_length=0), seed=3)
     return FlatRound(algorithm=algorithm, engine=engine, seed=3)

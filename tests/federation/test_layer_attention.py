@@ -8,11 +8,11 @@ import pytest
 from fedlm.federation.layer_attention import (
     Residual,
     attend,
+    attention_weights,
     cosine,
     entropy,
-    mean,
+    mean_layers,
     route,
-    weights,
     worst,
 )
 
@@ -76,7 +76,7 @@ def test_residuals_join_the_bank_of_their_layer_only():
 
 def test_the_mean_is_weighted():
     a, b = moved(0), moved(1)
-    found = mean([a, b], [3.0, 1.0])
+    found = mean_layers([a, b], [3.0, 1.0])
     np.testing.assert_allclose(found["a"], 0.75 * a["a"] + 0.25 * b["a"], atol=1e-6)
 
 
@@ -95,5 +95,5 @@ def test_what_fits_worst_goes_up_and_never_back_to_its_own_subtree():
 
 def test_weights_are_a_distribution():
     for temperature in (0.001, 0.1, 10.0):
-        share = weights([1.0, -1.0, 0.3], temperature)
+        share = attention_weights([1.0, -1.0, 0.3], temperature)
         assert np.all(share >= 0) and share.sum() == pytest.approx(1.0) and share[0] == share.max()

@@ -54,7 +54,7 @@ def algorithm(weight="uniform", server=None, canaries=0, **changes):
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=fedavg.server(server or optax.sgd(1.0)),
+        server=fedavg.fedavg_server(server or optax.sgd(1.0)),
         canaries=canaries,
     )
 

@@ -29,7 +29,7 @@ def algorithm(weight, server):
         local=local_training(loss, optax.sgd(0.1), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=fedavg.server(server),
+        server=fedavg.fedavg_server(server),
     )
 
 

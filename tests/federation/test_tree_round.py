@@ -19,11 +19,11 @@ from fedlm.federation.tree_round import (
     down,
     init_tree,
     received,
-    train,
+    train_nodes,
     tree_round,
     up,
 )
-from fedlm.federation.tree_rounds import metrics_of
+from fedlm.federation.tree_rounds import tree_metrics
 from fedlm.methods import fedavg
 
 START = {"backbone": np.array([1.0, 2.0], np.float32), "head": np.zeros(3, np.float32)}
@@ -44,7 +44,7 @@ def config(**changes):
         "residuals": 1,
         "sync_every": 1,
         "order": "levels",
-        "servers": (fedavg.server(optax.sgd(1.0)),) * 3,
+        "servers": (fedavg.fedavg_server(optax.sgd(1.0)),) * 3,
         "weights": (1.0, 3.0, 1.0),
         "pool_clients": True,
         "init_memory": None,
@@ -103,18 +103,18 @@ def test_bytes_are_those_of_the_edges():
     chosen = config()
     first = init_tree(chosen, START)
     state, results = tree_round(chosen, Leaves(), first)
-    metrics = metrics_of(chosen, 0, results, 0.0)
+    metrics = tree_metrics(chosen, 0, results, 0.0)
     whole = BYTES * (2 + 3)
     assert [n["up_bytes"] for n in metrics["nodes"].values()] == [0, whole, whole]
     assert metrics["upload_bytes"] == metrics["download_bytes"] == 2 * whole
     # What waited at the root goes down now: the layer of each leaf to the other one.
     _, results = tree_round(chosen, Leaves(), state)
-    metrics = metrics_of(chosen, 1, results, 0.0)
+    metrics = tree_metrics(chosen, 1, results, 0.0)
     assert [(way["from"], way["to"]) for way in metrics["routes"]] == [("a", "b"), ("b", "a")]
     assert metrics["download_bytes"] == 2 * (whole + BYTES * 3)
     alone = config(temperature=0.0, residuals=0)
     _, results = tree_round(alone, Leaves(), first)
-    assert metrics_of(alone, 0, results, 0.0)["upload_bytes"] == 2 * BYTES * 2
+    assert tree_metrics(alone, 0, results, 0.0)["upload_bytes"] == 2 * BYTES * 2
 
 
 def test_the_steps_of_a_round_change_nothing_that_they_are_given():
@@ -123,7 +123,7 @@ def test_the_steps_of_a_round_change_nothing_that_they_are_given():
     before = jax.tree.map(np.array, state)
     for node in range(3):
         results.received[node] = down(chosen, state, node, results)
-    results.trained.update(train(chosen, Leaves(), state, (A, B), results))
+    results.trained.update(train_nodes(chosen, Leaves(), state, (A, B), results))
     for node in (B, A, ROOT):
         results.reported[node] = up(chosen, state, node, results)
         assert up(chosen, state, node, results) is not None
@@ -160,7 +160,7 @@ def test_who_does_not_answer_stays_as_it_was_and_counts_nothing(hidden):
     chosen = config(clip_norm=0.5 if hidden else 0.0, weights=(1.0, 1.0, 1.0))
     state, _ = tree_round(chosen, Leaves(), init_tree(chosen, START))
     after, results = tree_round(chosen, Leaves(A), state)
-    metrics = metrics_of(chosen, 1, results, 0.0)
+    metrics = tree_metrics(chosen, 1, results, 0.0)
     assert eqx.tree_equal(after.nodes[A], state.nodes[A])
     assert metrics["nodes"]["a"] == {"up_bytes": 0, "down_bytes": 0, "missed": True}
     assert metrics["members"] == 1 and metrics["loss"] == 2.0

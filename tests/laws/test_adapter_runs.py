@@ -62,7 +62,7 @@ def test_only_b_is_trained_kept_and_sent(made):
     assert found["perplexity"] == pytest.approx(summary["perplexity"], rel=1e-5)
     # Or a private run from this model would call it public.
     child = made(f"model.init_from={path}", out="child")
-    assert start_sha256(child) in lineage.read(path / lineage.FILE).models
+    assert start_sha256(child) in lineage.read_lineage(path / lineage.FILE).models
 
 
 def test_a_run_keeps_the_frozen_part_in_memory_once(made):

@@ -24,7 +24,7 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
-from fedlm.record.statement import page as statement_page
+from fedlm.record.statement import statement_page as statement_page
 from tests.conftest import call, write_tiny
 from tests.laws.test_resume import MAIN, facts, newest, same
 

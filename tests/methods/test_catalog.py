@@ -10,7 +10,7 @@ import pytest
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Loss, TrainablePart
-from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings, names
+from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings, method_names
 from fedlm.methods.method import MethodOptions
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
@@ -87,4 +87,4 @@ def test_what_a_method_says_of_itself_is_what_is_refused(name):
 
 
 def test_the_names_in_an_error_are_those_of_the_registry():
-    assert names(lambda method: method.may_be_private) == "'fedavg'"
+    assert method_names(lambda method: method.may_be_private) == "'fedavg'"

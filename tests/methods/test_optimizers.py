@@ -12,7 +12,7 @@ from fedlm.methods.optimizers import SERVER_OPTIMIZERS, schedule, server_optimiz
 def test_sgd_of_rate_one_adds_the_change():
     params, change = {"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([0.25, -0.5])}
     outer = optax.sgd(1.0)
-    moved, _ = fedavg.server(outer).step(params, outer.init(params), change)
+    moved, _ = fedavg.fedavg_server(outer).step(params, outer.init(params), change)
     np.testing.assert_array_equal(moved["w"], [1.25, 1.5])
 
 
@@ -26,7 +26,7 @@ def test_every_rule_reaches_the_minimum_of_a_bowl(name):
     params = {"w": jnp.zeros(2)}
     memory = outer.init(params)
     for _ in range(500):
-        params, memory = fedavg.server(outer).step(
+        params, memory = fedavg.fedavg_server(outer).step(
             params, memory, {"w": 0.1 * (goal - params["w"])}
         )
     np.testing.assert_allclose(params["w"], goal, atol=0.1)
@@ -38,7 +38,9 @@ def test_nesterov_by_hand():
     params, memory = {"w": jnp.float32(0.0)}, outer.init({"w": jnp.float32(0.0)})
     m = w = 0.0
     for change in (1.0, -2.0, 0.5):
-        params, memory = fedavg.server(outer).step(params, memory, {"w": jnp.float32(change)})
+        params, memory = fedavg.fedavg_server(outer).step(
+            params, memory, {"w": jnp.float32(change)}
+        )
         m = 0.9 * m - change
         w -= 0.7 * (-change + 0.9 * m)
         np.testing.assert_allclose(params["w"], w, rtol=1e-5)

@@ -14,9 +14,9 @@ from fedlm.core.types import PAD
 from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
 from fedlm.personal.cache import cache_from, cache_of
-from fedlm.personal.choose import CHOSEN, Outcome, check_ways, personalize, table
-from fedlm.personal.members import Member, member_called, members_of
-from fedlm.personal.model import Personal, Scorer, open_personal, perplexity_of
+from fedlm.personal.choose import CHOSEN, Personalized, check_ways, outcome_table, personalize
+from fedlm.personal.members import OwnText, member_called, members_of
+from fedlm.personal.model import Personal, Scorer, mixture_perplexity, open_personal
 from fedlm.personal.ways import WAYS, Attempt, Workshop
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import client_rows
@@ -124,8 +124,8 @@ def test_a_member_that_learns_nothing_stays_with_the_federation(shop):
 def test_the_rows_of_the_report_decide_nothing(shop):
     own, choose = rows(16, 1), rows(4, 2)
     names = check_ways(["finetune", "cache"])
-    first = personalize(shop, Member("m", 0, own, choose, rows(4, 3)), names)
-    second = personalize(shop, Member("m", 0, own, choose, rows(9, 4)), names)
+    first = personalize(shop, OwnText("m", 0, own, choose, rows(4, 3)), names)
+    second = personalize(shop, OwnText("m", 0, own, choose, rows(9, 4)), names)
     assert first.way == second.way and first.chosen.note == second.chosen.note
     assert first.perplexity != second.perplexity
 
@@ -134,9 +134,9 @@ def test_the_table_tells_who_is_hurt():
     def outcome(name, federated, local, tuned, way):
         each = {"federated": federated, "local": local, "finetune": tuned}
         nats = {k: 10 * math.log(v) for k, v in each.items()}
-        return Outcome(name, way, Personal(way, None), each, nats, 10)
+        return Personalized(name, way, Personal(way, None), each, nats, 10)
 
-    lines = table(
+    lines = outcome_table(
         [outcome("a", 9.0, 20.0, 8.0, "finetune"), outcome("b", 9.0, 4.0, 10.0, "finetune")]
     )
     found = {line.way: line for line in lines}
@@ -253,7 +253,7 @@ def test_scores_of_rows_do_not_depend_on_how_many_there_are():
     mixed = scorer.mixed(model(0), model(1), asked, [0.0, 1.0])
     np.testing.assert_allclose(mixed[0], whole, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(mixed[1], scorer.nats(model(1), asked), rtol=1e-4, atol=1e-5)
-    assert perplexity_of(whole, asked) > 1
+    assert mixture_perplexity(whole, asked) > 1
 
 
 def test_a_damaged_personal_model_is_refused(tmp_path):

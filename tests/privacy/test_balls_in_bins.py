@@ -57,7 +57,7 @@ def deltas_by_integral(noise, turns, share, epsilon):
 @pytest.mark.parametrize(("noise", "turns", "share"), CASES)
 def test_the_account_is_the_integral_and_never_below_it(noise, turns, share):
     counts = tuple((t, turns.count(t)) for t in sorted(set(turns)))
-    loss = balls_in_bins.loss_distribution(BallsInBinsEvent(noise, counts, share), 1e-4)
+    loss = balls_in_bins.bins_loss(BallsInBinsEvent(noise, counts, share), 1e-4)
     for epsilon in (0.05, 1.0, 2.0):
         exact = max(deltas_by_integral(noise, turns, share, epsilon))
         found = loss.get_delta_for_epsilon(epsilon)
@@ -68,7 +68,7 @@ def test_a_wrong_law_is_found_out():
     """Accounts of one turn fewer, of another bin, or of coins in each round, are not the truth."""
     exact = max(deltas_by_integral(1.0, (2, 2), 1.0, 1.0))
     for bins, share in ((((1, 2),), 1.0), (((2, 3),), 1.0), (((2, 2),), 0.9)):
-        wrong = balls_in_bins.loss_distribution(BallsInBinsEvent(1.0, bins, share), 1e-4)
+        wrong = balls_in_bins.bins_loss(BallsInBinsEvent(1.0, bins, share), 1e-4)
         assert abs(wrong.get_delta_for_epsilon(1.0) - exact) > 0.03 * exact
     coins = plan("gaussian", dataclasses.replace(BINS, law="poisson", min_separation=0), rounds=6)
     assert abs(spent(coins, 6).epsilon / spent(PLANS["gaussian, bins"], 6).epsilon - 1) > 0.2
@@ -222,7 +222,7 @@ def test_bins_that_cannot_be_accounted_for_are_refused_in_a_sentence():
 
 def test_slots_of_the_first_residue_have_the_most_turns():
     for rounds, bins, bands in itertools.product((1, 5, 12, 13), (6, 12), (1, 2, 3)):
-        event = balls_in_bins.event_of(1.0, rounds, bins, bands, 1.0)
+        event = balls_in_bins.bins_event(1.0, rounds, bins, bands, 1.0)
         by_residue = [
             sorted(len(range(g + k, rounds, bins)) for k in range(0, bins, bands))
             for g in range(bands)

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from fedlm.privacy.cost import compose, fixed_size_event
-from fedlm.privacy.fixed_size import backward, forward, loss_distribution
+from fedlm.privacy.fixed_size import backward, fixed_size_loss, forward
 
 EPSILONS = np.array([0.0, 0.1, 0.4, 1.0, 2.0])
 GRID = np.linspace(-9, 9, 1201)
@@ -33,7 +33,7 @@ def deltas(p, q, cell=STEP):
 @pytest.mark.parametrize("noise", [0.5, 1.0])
 @pytest.mark.parametrize("population, cohort", [(3, 1), (3, 2), (4, 1), (5, 2)])
 def test_one_round_costs_the_worst_that_clients_can_do_and_no_more(population, cohort, noise):
-    loss = loss_distribution(noise, cohort / population, 1e-3)
+    loss = fixed_size_loss(noise, cohort / population, 1e-3)
     forth = np.array(loss.get_delta_for_epsilon(EPSILONS.tolist()))
     worst = np.zeros(len(EPSILONS))
     for others in itertools.combinations_with_replacement(SENT, population - 1):
@@ -49,7 +49,7 @@ def test_one_round_costs_the_worst_that_clients_can_do_and_no_more(population, c
 @pytest.mark.parametrize("population, cohort", [(3, 1), (4, 2)])
 def test_two_rounds_with_other_updates_in_each(population, cohort):
     noise, grid = 0.8, GRID[::6]
-    two = loss_distribution(noise, cohort / population, 1e-3).self_compose(2)
+    two = fixed_size_loss(noise, cohort / population, 1e-3).self_compose(2)
     bound = np.array(two.get_delta_for_epsilon(EPSILONS.tolist()))
     pairs = []
     for others in itertools.combinations_with_replacement((-1.0, 0.0, 1.0), population - 1):

@@ -94,7 +94,7 @@ def test_the_covariance_is_that_of_the_matrix_and_of_no_other(name):
 
 def test_no_noise_adds_nothing():
     quiet = [plan(p.mechanism, p.sampling, noise_multiplier=0.0) for p in PLANS.values()]
-    others = (silent(), gaussian(0.0), correlated.tree(0.0, rounds=ROUNDS))
+    others = (silent(), gaussian(0.0), correlated.tree_noise(0.0, rounds=ROUNDS))
     for noise in (*map(noise_for, quiet), *others):
         for noisy in stream(noise, [LIKE] * 3)[0]:
             assert all((noisy[n] == LIKE[n]).all() for n in LIKE)
@@ -112,8 +112,8 @@ def test_memory_is_a_few_copies_of_the_model():
     def copies(noise):
         return sum(x.size for x in jax.tree.leaves(noise.init(like)) if x.size >= 1000) / 1000
 
-    assert copies(correlated.tree(1.0, rounds=2000)) == 11
-    assert copies(correlated.tree(1.0, 100, rounds=2000)) == 7
+    assert copies(correlated.tree_noise(1.0, rounds=2000)) == 11
+    assert copies(correlated.tree_noise(1.0, 100, rounds=2000)) == 7
     assert copies(correlated.for_strategy(1.0, strategy.toeplitz(2000, 5), rounds=2000)) == 4
     assert copies(noise_for(PLANS["blt"])) == 2
 
@@ -157,7 +157,7 @@ def prefix_noise(rounds, restart_every=0):
 def test_momentum_on_increments_is_momentum_on_noisy_prefix_sums(restart_every, nesterov):
     rounds, rate, beta = 13, 0.1, 0.9
     gradients = np.sin(np.arange(rounds))
-    noise = correlated.tree(1.0, restart_every, rounds=rounds)
+    noise = correlated.tree_noise(1.0, restart_every, rounds=rounds)
     sums, _ = stream(noise, [jnp.float32(g) for g in gradients])
     prefix = np.cumsum(gradients) + prefix_noise(rounds, restart_every)
     fine = 0.003  # what the grid adds in thirteen rounds

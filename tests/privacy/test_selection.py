@@ -36,7 +36,7 @@ def rho_of(chosen):
 @pytest.mark.parametrize("mean", [2.0, 10.0])
 def test_the_best_of_many_costs_what_was_published(law, mean):
     book = [begin_entry({}), selection_entry(SPACED, SPACED.rounds, law, mean)]
-    found = spending.total([book])
+    found = spending.total_spent([book])
     wanted = published(rho_of(SPACED), law, mean, SPACED.delta)
     assert found.epsilon == pytest.approx(wanted, rel=0.02) and found.delta == SPACED.delta
     # The wrong bill: one run alone, or as if every run of the mean were released.
@@ -49,7 +49,9 @@ def test_the_best_of_many_costs_what_was_published(law, mean):
 
 def test_more_runs_cost_more():
     def cost(law, mean):
-        return spending.total([[begin_entry({}), selection_entry(SPACED, 8, law, mean)]]).epsilon
+        return spending.total_spent(
+            [[begin_entry({}), selection_entry(SPACED, 8, law, mean)]]
+        ).epsilon
 
     for law in selection.LAWS:
         assert cost(law, 2.0) < cost(law, 20.0) < math.inf
@@ -58,7 +60,7 @@ def test_more_runs_cost_more():
 @pytest.mark.parametrize("law", selection.LAWS)
 def test_the_number_of_runs_has_the_law_that_is_paid_for(law):
     rng, mean = np.random.default_rng(3), 5.0
-    drawn = np.array([selection.draw(law, mean, rng) for _ in range(20_000)])
+    drawn = np.array([selection.draw_number_of_runs(law, mean, rng) for _ in range(20_000)])
     error = 4 * drawn.std() / math.sqrt(len(drawn))
     assert abs(drawn.mean() - mean) < error
     none = {"geometric": 0.0, "logarithmic": 0.0, "poisson": math.exp(-mean)}[law]

@@ -57,7 +57,7 @@ def test_a_recipe_is_written_for_a_text_and_trains(run_cli, tiny_text, tmp_path)
 @pytest.mark.parametrize("name", ["sotu", "sotu.toml", "recipes/sotu.toml"])
 def test_a_shipped_recipe_is_found_by_its_name_from_anywhere(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load(Path(name)) == load(shipped.folder() / "sotu.toml")
+    assert load(Path(name)) == load(shipped.recipes_folder() / "sotu.toml")
     (tmp_path / "sotu").write_text("[server]\nrounds = 3\n")
     assert load(Path("sotu")).server.rounds == 3  # a file that is there is taken
     with pytest.raises(ConfigError, match="is not readable: No such file"):
@@ -65,7 +65,7 @@ def test_a_shipped_recipe_is_found_by_its_name_from_anywhere(name, tmp_path, mon
 
 
 def test_every_shipped_recipe_and_sweep_is_one():
-    names = shipped.names()
+    names = shipped.recipe_names()
     assert {"sotu", "chitchat-private", "chitchat-tree", "chitchat-traffic"} <= set(names)
     assert "sweeps/chitchat-codecs" in names
     for name in names:
@@ -87,15 +87,17 @@ def test_text_that_is_not_shipped_is_asked_for_by_name():
 
 HERE = [
     name
-    for name in shipped.names()
+    for name in shipped.recipe_names()
     if not name.startswith("sweeps/") and load(Path(name)).data.source in sources.CORPORA
 ]
 
 
-@pytest.mark.parametrize("name", sorted({n for n in shipped.names() if "/" not in n} - {*HERE}))
+@pytest.mark.parametrize(
+    "name", sorted({n for n in shipped.recipe_names() if "/" not in n} - {*HERE})
+)
 def test_a_recipe_without_its_text_says_which_text_it_wants(name, tmp_path):
     (tmp_path / "clone" / "recipes").mkdir(parents=True)
-    shutil.copy(shipped.folder() / f"{name}.toml", tmp_path / "clone" / "recipes")
+    shutil.copy(shipped.recipes_folder() / f"{name}.toml", tmp_path / "clone" / "recipes")
     told = call(tmp_path / "clone", "train", f"recipes/{name}.toml", "--set", "run.devices=2")
     wanted = Path(load(Path(name)).data.source).name
     assert f"put {wanted} there, or set data.source to a file of yours" in told.stderr

@@ -4,7 +4,7 @@ import itertools
 import math
 
 from fedlm.record import comparison
-from fedlm.record.comparison import Cost, on_front
+from fedlm.record.comparison import RunCost, on_front
 from fedlm.record.facts import facts_of
 from tests.record.test_report import RECIPE, page_of, said, write
 
@@ -67,16 +67,18 @@ def test_different_tokenizers_are_not_ranked_by_perplexity(tmp_path):
 
 def test_the_front_is_what_brute_force_says():
     """A point is on the front if no other is at least as good everywhere and better somewhere."""
-    values = [Cost(*point) for point in itertools.product((1.0, 2.0), (0.5, math.inf), (3.0, 4.0))]
+    values = [
+        RunCost(*point) for point in itertools.product((1.0, 2.0), (0.5, math.inf), (3.0, 4.0))
+    ]
     assert [v for v, best in zip(values, on_front(values), strict=True) if best] == [values[0]]
     trade = [
-        Cost(1.0, math.inf, 9.0),
-        Cost(2.0, 1.0, 9.0),
-        Cost(3.0, 1.0, 1.0),
-        Cost(3.0, 2.0, 1.0),
+        RunCost(1.0, math.inf, 9.0),
+        RunCost(2.0, 1.0, 9.0),
+        RunCost(3.0, 1.0, 1.0),
+        RunCost(3.0, 2.0, 1.0),
     ]
     assert on_front(trade) == [True, True, True, False]
-    assert on_front([Cost(1.0, 1.0, 1.0)] * 2) == [True, True]
+    assert on_front([RunCost(1.0, 1.0, 1.0)] * 2) == [True, True]
 
 
 def test_the_page_names_the_front_and_the_beaten(tmp_path):

@@ -42,7 +42,7 @@ def write(folder, rounds=4, final=True, worse=0.0, closing=None, **header):
 
 
 def page_of(*folders, **beside):
-    return report.page([facts_of(folder) for folder in folders], Beside(**beside))
+    return report.report_page([facts_of(folder) for folder in folders], Beside(**beside))
 
 
 def said(page):

@@ -31,11 +31,11 @@ def rounds(norm=(1.0, 1.2), came=10.0, own=9.0, entropy=0.5):
 
 def test_the_picture_has_perplexity_and_traffic_on_it():
     found = {"nodes": [{"name": "a", "perplexity": 12.345, "personal": 11.0}]}
-    root, a, b = tree_report.nodes_of(TREE, rounds(), found)
+    root, a, b = tree_report.reported_nodes(TREE, rounds(), found)
     assert (root.name, root.parent, root.said) == ("root", None, "")
     assert (a.value, a.own, a.said) == (12.345, 11.0, "↑ 4.0 MB ↓ 2.0 MB")
     assert (b.value, b.up, b.down) == (None, 4_000_000, 2_000_000)
-    drawn = svg.tree([root, a, b], tree_report.routed(rounds()), title="tree")
+    drawn = svg.tree_drawing([root, a, b], tree_report.routed(rounds()), title="tree")
     assert drawn.count("class='branch'") == 2 and drawn.count("class='arc'") == 1
     assert ">12.3</text>" in drawn and "a, after own steps: 11" in drawn
 

@@ -418,7 +418,7 @@ def test_a_budget_pays_for_vocabulary_and_start_model_too(folder, tmp_path):
     run, _ = begun(folder, tmp_path, f"privacy.epsilon={spent(plan, ROUNDS).epsilon + 1e-6}")
     ahead = WriteAhead(run)
     assert ahead.affordable(0) == ROUNDS
-    record = lineage.read(run.record.path / lineage.FILE)
+    record = lineage.read_lineage(run.record.path / lineage.FILE)
     words = [ledger.begin_entry({}), ledger.gaussian_entry("vocabulary", 5.0)]
     before = [ledger.begin_entry({"": plan}), ledger.round_entry(0, ledger.UNKNOWN)]
     parent = lineage.Ancestor(
@@ -428,7 +428,7 @@ def test_a_budget_pays_for_vocabulary_and_start_model_too(folder, tmp_path):
         ({"vocabulary": (words,)}, [gaussian_event(5.0)]),
         ({"ancestors": (parent,)}, [event_of(plan, 1)]),
     ):
-        lineage.write(run.record.path / lineage.FILE, record.model_copy(update=change))
+        lineage.write_lineage(run.record.path / lineage.FILE, record.model_copy(update=change))
         left = ahead.affordable(0)
         budget = run.recipe.privacy.epsilon
         assert compose([event_of(plan, left), *events], plan.delta)[0] <= budget

@@ -44,7 +44,7 @@ def test_mesh_equals_loop(codec):
         local=local_training(loss, client_optimizer("sgd", 0.5), WEIGHTS["examples"]),
         upload=codec,
         download=dense(),
-        server=fedavg.server(optax.sgd(1.0)),
+        server=fedavg.fedavg_server(optax.sgd(1.0)),
     )
     params = {"table": jnp.zeros((20, 20)), "bias": jnp.zeros(20)}
     loop, mesh = (

@@ -15,7 +15,7 @@ from fedlm.engine.devices import use_devices
 from fedlm.engine.remote_evaluation import ELSEWHERE
 from fedlm.inference import keystrokes_on, load_params
 from fedlm.personal.members import member_called
-from fedlm.personal.model import Scorer, open_personal, perplexity_of
+from fedlm.personal.model import Scorer, mixture_perplexity, open_personal
 from fedlm.privacy import release
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
@@ -128,7 +128,7 @@ def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
         model = open_personal(own, made.store.vocabulary)
         nats = model.nats(member.report, Scorer())
     found = {"run": str(path), "client": name, "way": model.way, "note": model.note}
-    figures = {**found, "perplexity": perplexity_of(nats, member.report)}
+    figures = {**found, "perplexity": mixture_perplexity(nats, member.report)}
     if as_json:
         emit(figures)
     else:

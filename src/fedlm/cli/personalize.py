@@ -13,7 +13,7 @@ from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS
 from fedlm.personal import choose
-from fedlm.personal.members import member_called, members_of, names_of
+from fedlm.personal.members import member_called, member_names, members_of
 from fedlm.personal.ways import WAYS
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
@@ -78,7 +78,7 @@ def personalize(
     names = choose.check_ways([part.strip() for part in ways.split(",") if part.strip()])
     made = _open(run)
     if client is None:
-        names_of(made, split)  # refuses what may not be told, before anything is trained
+        member_names(made, split)  # refuses what may not be told, before anything is trained
     shop = choose.shop_of(
         made,
         optimizer=optimizer,
@@ -90,8 +90,8 @@ def personalize(
         member = member_called(made, client)
         with talk.status(f"personalizing {client}"):
             outcome = choose.personalize(choose.shop_for(made, shop, member), member, names)
-            path = choose.save(made, outcome)
-        return _print_one(choose.facts_of(outcome, path), as_json)
+            path = choose.save_outcome(made, outcome)
+        return _print_one(choose.outcome_facts(outcome, path), as_json)
     outcomes, without = [], 0
     for member in members_of(made, split, most):
         if not member.enough:
@@ -135,8 +135,8 @@ def _print_one(facts: dict[str, Any], as_json: bool) -> None:
     out.print(f"{facts['way']} ({facts['note']}): {facts['model']}")
 
 
-def _print_all(run: Path, outcomes: list[choose.Outcome], without: int, as_json: bool) -> None:
-    lines = choose.table(outcomes)
+def _print_all(run: Path, outcomes: list[choose.Personalized], without: int, as_json: bool) -> None:
+    lines = choose.outcome_table(outcomes)
     if as_json:
         return emit(
             {
@@ -144,7 +144,7 @@ def _print_all(run: Path, outcomes: list[choose.Outcome], without: int, as_json:
                 "members": len(outcomes),
                 "without_text": without,
                 "ways": [vars(line) for line in lines],
-                "by_member": [choose.facts_of(outcome) for outcome in outcomes],
+                "by_member": [choose.outcome_facts(outcome) for outcome in outcomes],
             }
         )
     head = ["way", "mean perplexity", "over all tokens", "hurt", "worse than alone", "chosen by"]

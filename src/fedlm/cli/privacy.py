@@ -31,7 +31,7 @@ from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
-from fedlm.record.statement import page as statement_page
+from fedlm.record.statement import statement_page as statement_page
 from fedlm.training import check_same
 
 app = typer.Typer(

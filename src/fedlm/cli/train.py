@@ -69,7 +69,7 @@ def train(
     use_devices(loaded.run.devices)
     path = run_path(recipe, out_path, resume)
     with multihost.joined_processes(place, note):
-        writes = multihost.first()
+        writes = multihost.first_process()
         summary = _with_progress(loaded, path, resume) if writes else _follow(loaded)
     if not writes:
         raise typer.Exit(130 if summary is None else 0)

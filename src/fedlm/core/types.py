@@ -23,6 +23,11 @@ from fedlm.core.errors import require
 # vocabulary can be a target; an array indexed with PAD gives its last entry, which no code may use.
 PAD = -1
 
+Scalar = Float[Array, ""]
+
+Vector = Float[np.ndarray, " n"]
+"""Numbers on the host."""
+
 PyTree: TypeAlias = Any
 """Containers within containers whose leaves are arrays; JAX takes and returns them whole."""
 

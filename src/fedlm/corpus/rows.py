@@ -18,7 +18,7 @@ from jaxtyping import Integer
 from fedlm.core.types import PAD, SpecialTokens, TokenRows
 from fedlm.corpus.store import Store
 
-Layout = Literal["lines", "windows"]
+RowLayout = Literal["lines", "windows"]
 
 
 def row_dtype(vocabulary: int) -> Any:
@@ -33,7 +33,7 @@ def row_dtype(vocabulary: int) -> Any:
 def cut(
     tokens: Integer[np.ndarray, " n"],
     length: int,
-    layout: Layout,
+    layout: RowLayout,
     special: SpecialTokens,
     *,
     context: int = 1,
@@ -79,7 +79,7 @@ class ClientRows:
     store: Store
     clients: Integer[np.ndarray, " members"]
     sequence_length: int
-    layout: Layout
+    layout: RowLayout
 
     def train(self, member: int, context: int = 1) -> TokenRows:
         """Return the rows of a member's training text."""

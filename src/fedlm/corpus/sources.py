@@ -140,7 +140,7 @@ def read(
         return CORPORA[kind]()
     path = Path(source)
     if kind == FOLDER:
-        return folder(path, say)
+        return read_folder(path, say)
     return READERS[kind](path, **given)
 
 
@@ -246,7 +246,7 @@ def _way_out(client: str, field: str) -> str:
     return " data.user_field names it: every row needs it, or nobody knows whose text it is."
 
 
-def folder(path: Path, say: Say = lambda text: None) -> Documents:
+def read_folder(path: Path, say: Say = lambda text: None) -> Documents:
     """Read a folder in name order: each file is a client, and each subfolder with all its files.
 
     Files with null bytes, such as pictures, are no text: they are left out, and `say` is told.

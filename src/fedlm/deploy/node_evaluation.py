@@ -23,7 +23,7 @@ from fedlm.core.keys import generator_for
 from fedlm.deploy.local import NodeWork
 from fedlm.engine.evaluate_messages import SUMS, EvaluateRequest
 from fedlm.evaluate.held_out import NO_MODEL
-from fedlm.evaluate.perplexity import MOST_NATS, Sums, total
+from fedlm.evaluate.perplexity import MOST_NATS, Sums, total_sums
 from fedlm.recipe.tree import sampled_rows
 from fedlm.wire.dense import dense
 
@@ -96,7 +96,7 @@ def _scored(
     # A model that diverged: as bad as can be told. What is not a number counts the same.
     nats, known = (np.nan_to_num(x, nan=np.inf) for x in (each.nats, each.known_nats))
     nats = np.clip(nats, 0.0, each.tokens * MOST_NATS)
-    sums = total(each._replace(nats=nats, known_nats=np.clip(known, 0.0, nats)))
+    sums = total_sums(each._replace(nats=nats, known_nats=np.clip(known, 0.0, nats)))
     size = text.size
     whole = len(kept) == size.rows
     counts = {"rows": len(kept), "bytes": size.bytes if whole else 0, "clients": clients}

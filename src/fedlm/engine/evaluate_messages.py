@@ -32,8 +32,8 @@ from fedlm.engine.messages import (
     check_counter,
     check_facts,
     check_frames,
-    check_members,
-    check_numbers,
+    check_integers,
+    check_members_there,
     check_refusal,
     check_request,
     check_sizes,
@@ -135,7 +135,7 @@ def read_evaluate_request(payload: Payload) -> EvaluateRequest:
 def _check_asks(request: EvaluateRequest) -> None:
     """Raise `WireError` for an ask that no honest server makes."""
     numbers, population = request.numbers, request.population
-    check_members(request, request.members)
+    check_members_there(request, request.members)
     if tuple(sorted(request.members)) != request.members:
         raise WireError("request has a list 'members' that falls.")
     places = range(population, population + MOST_MEMBERS)
@@ -166,7 +166,7 @@ def read_evaluate_reply(payload: Payload, request: EvaluateRequest) -> EvaluateR
     check_refusal(payload)
     facts = check_facts(payload, EVALUATE_REPLY, _REPLY_FACTS)
     check_frames(payload, 0)
-    asks = check_numbers(facts["asks"], "asks", rising=True)
+    asks = check_integers(facts["asks"], "asks", rising=True)
     known = asks and asks[0] >= 0 and asks[-1] < len(request.members)
     if facts["round"] != request.round or facts["phase"] != request.phase or not known:
         raise WireError("reply is to another request.")

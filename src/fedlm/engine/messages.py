@@ -288,7 +288,7 @@ def check_request(
     return facts
 
 
-def check_members(request: NodeRequest, members: Iterable[int]) -> None:
+def check_members_there(request: NodeRequest, members: Iterable[int]) -> None:
     """Raise `WireError` if a request names members that its node cannot have."""
     if not all(request.first <= member < request.population for member in members):
         raise WireError("request names members that are not there.")
@@ -309,13 +309,13 @@ def read_request(payload: Payload) -> TrainRequest:
     """Convert a payload to a request, or raise `WireError`."""
     most = {"longest": LONGEST_FRAME}
     facts = check_request(payload, TRAIN_REQUEST, _TRAIN_REQUEST_FACTS, most)
-    facts["members"] = check_numbers(facts["members"], "members", rising=True)
-    facts["numbers"] = check_numbers(facts["numbers"], "numbers", rising=False)
-    facts["remembered"] = check_numbers(facts["remembered"], "remembered", rising=False)
+    facts["members"] = check_integers(facts["members"], "members", rising=True)
+    facts["numbers"] = check_integers(facts["numbers"], "numbers", rising=False)
+    facts["remembered"] = check_integers(facts["remembered"], "remembered", rising=False)
     request = TrainRequest(frames=payload.frames, **facts)
     check_frames(payload, len(request.numbers) or 1)
     check_clip_norm(request.clip_norm)
-    check_members(request, request.members)
+    check_members_there(request, request.members)
     if request.remembered and not (
         len(request.remembered) == len(request.members)
         and all(-1 <= last < request.round for last in request.remembered)
@@ -344,7 +344,7 @@ def read_reply(payload: Payload, request: TrainRequest) -> TrainReply:
     """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
     check_refusal(payload)
     facts = check_facts(payload, TRAIN_REPLY, _REPLY_FACTS)
-    members = check_numbers(facts["members"], "members", rising=True)
+    members = check_integers(facts["members"], "members", rising=True)
     known = members and set(members) <= set(request.members)
     if facts["round"] != request.round or not known:
         raise WireError("reply is to another request.")
@@ -402,7 +402,7 @@ def read_hello(payload: Payload) -> Hello:
         raise WireError("its fingerprints are too long.")
     check_counter(facts["counter"])
     leaves = _read_leaves(facts["leaves"], facts["counts"], clients)
-    tokens = check_numbers(facts["tokens"], "tokens", rising=False)
+    tokens = check_integers(facts["tokens"], "tokens", rising=False)
     known = len(tokens) in (0, max(1, len(leaves)))
     if not known or not all(0 <= n <= MOST_TOKENS for n in tokens):
         raise WireError("it does not say how many tokens each of its nodes has.")
@@ -473,7 +473,7 @@ def check_frames(payload: Payload, wanted: int) -> None:
         raise WireError(f"message does not hold exactly {wanted} frames.")
 
 
-def check_numbers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
+def check_integers(values: list[Any], name: str, *, rising: bool) -> tuple[int, ...]:
     if len(values) > MOST_MEMBERS or not all(type(v) is int for v in values):
         raise WireError(f"message has no list {name!r} of numbers.")
     if rising and not all(a < b for a, b in itertools.pairwise(values)):

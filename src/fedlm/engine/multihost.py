@@ -89,7 +89,7 @@ def alone() -> bool:
     return jax.process_count() == 1
 
 
-def first() -> bool:
+def first_process() -> bool:
     """Return whether this is the process that writes and decides."""
     return jax.process_index() == 0
 
@@ -125,10 +125,10 @@ def broadcast(data: bytes = b"") -> bytes:
     """Return process 0's bytes at every process."""
     if alone():
         return data
-    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)] if first() else []
+    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)] if first_process() else []
     count, last = _sum(np.array([len(pieces), len(pieces[-1]) if pieces else 0], np.int32))
     sizes = [*[PIECE] * (int(count) - 1), int(last)][: int(count)]
-    rows = pieces if first() else [bytes(size) for size in sizes]
+    rows = pieces if first_process() else [bytes(size) for size in sizes]
     return b"".join(_sum(np.frombuffer(row, np.uint8)).tobytes() for row in rows)
 
 
@@ -298,7 +298,7 @@ class _Watch:
         client, me = _client(), jax.process_index()
         with contextlib.suppress(Exception):
             client.key_value_set(f"{HEARD}/{me}", "")
-        others = [i for i in range(jax.process_count()) if i != me] if first() else []
+        others = [i for i in range(jax.process_count()) if i != me] if first_process() else []
         # The service ends with process 0, so that one leaves last.
         deadline = time.monotonic() + 5.0
         for other in others:

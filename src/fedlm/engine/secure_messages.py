@@ -33,8 +33,8 @@ from fedlm.engine.messages import (
     check_counter,
     check_facts,
     check_frames,
-    check_members,
-    check_numbers,
+    check_integers,
+    check_members_there,
     check_refusal,
     check_request,
     payload_of,
@@ -126,7 +126,7 @@ def encode_secure_request(request: SecureRequest) -> Payload:
 def read_secure_request(payload: Payload) -> SecureRequest:
     """Convert a payload to a request, or raise `WireError`."""
     facts = check_request(payload, SECURE_REQUEST, _REQUEST_FACTS, _MOST)
-    facts["members"] = check_numbers(facts["members"], "members", rising=True)
+    facts["members"] = check_integers(facts["members"], "members", rising=True)
     if facts["step"] not in STEPS:
         raise WireError(f"request is for the step {facts['step'][:40]!r}: a secure sum has none.")
     check_frames(payload, FRAMES[facts["step"]])
@@ -134,7 +134,7 @@ def read_secure_request(payload: Payload) -> SecureRequest:
         raise WireError("request does not name its session by 64 hexadecimal digits.")
     check_clip_norm(facts["clip_norm"])
     request = SecureRequest(frames=payload.frames, **facts)
-    check_members(request, request.members)
+    check_members_there(request, request.members)
     return request
 
 

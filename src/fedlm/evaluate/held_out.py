@@ -26,7 +26,7 @@ from fedlm.evaluate.perplexity import (
     Sums,
     bits_per_byte,
     figures,
-    total,
+    total_sums,
 )
 
 Phase = Literal["survey", "watch", "final", "keep"]
@@ -78,7 +78,7 @@ class TextHere:
         found = []
         for place, model, most in asks:
             rows = self.rows[split][place]
-            found.append(total(self.evaluator()(models[model], rows[: most or None])))
+            found.append(total_sums(self.evaluator()(models[model], rows[: most or None])))
         return found
 
 

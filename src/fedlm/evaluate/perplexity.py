@@ -28,7 +28,7 @@ MOST_NATS = 700.0
 
 
 class Sums(NamedTuple):
-    """The sums behind the figures; each is an array over rows, or a number after `total`."""
+    """The sums behind the figures; each is an array over rows, or a number after `total_sums`."""
 
     nats: Any
     tokens: Any
@@ -117,7 +117,7 @@ def _program(
     return jax.jit(block)
 
 
-def total(sums: Sums) -> Sums:
+def total_sums(sums: Sums) -> Sums:
     """Add the sums of all rows."""
     return Sums(*(float(np.sum(column)) for column in sums))
 
@@ -131,7 +131,7 @@ def perplexity_of(nats: float, tokens: float) -> float:
 
 def figures(sums: Sums) -> dict[str, float]:
     """Return the reported figures, by name."""
-    s = total(sums)
+    s = total_sums(sums)
     return {
         "perplexity": perplexity_of(s.nats, s.tokens),
         "perplexity_known_words": perplexity_of(s.known_nats, s.known),
@@ -148,7 +148,7 @@ def bits_per_byte(sums: Sums, tokens: float, size: float) -> dict[str, float]:
     bits per token are those of the rows that were scored, tokens per byte those of all text.
     Unknown tokens hide bytes, so that with them there is no figure.
     """
-    s = total(sums)
+    s = total_sums(sums)
     if not size or not s.tokens or s.known != s.tokens:
         return {}
     return {"bits_per_byte": s.nats / s.tokens / math.log(2) * tokens / size}

@@ -23,9 +23,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from fedlm.core.types import Params, PyTree
+from fedlm.core.types import Params, PyTree, Vector
 
-Vector = Float[np.ndarray, " n"]
 Layers = dict[str, Vector]
 """Personal layers by name, each one long vector."""
 
@@ -54,7 +53,9 @@ def personal_of(leaf_layers: LeafLayers, params: Params) -> Layers:
     return {layer: np.concatenate(found) for layer, found in parts.items()}
 
 
-def join(leaf_layers: LeafLayers, like: Params, backbone: Backbone, personal: Layers) -> Params:
+def join_layers(
+    leaf_layers: LeafLayers, like: Params, backbone: Backbone, personal: Layers
+) -> Params:
     """Return the model that a backbone and personal layers make up."""
     leaves, structure = jax.tree.flatten(like)
     shared, used = iter(backbone), dict.fromkeys(personal, 0)
@@ -74,7 +75,7 @@ def length(part: PyTree) -> float:
     return math.sqrt(sum(float(np.vdot(x, x)) for x in jax.tree.leaves(part)))
 
 
-def difference(after: Backbone, before: Backbone) -> Backbone:
+def layer_difference(after: Backbone, before: Backbone) -> Backbone:
     """Return the change from one backbone to another."""
     return tuple(np.subtract(x, y) for x, y in zip(after, before, strict=True))
 
@@ -112,11 +113,11 @@ def cosine(a: Vector, b: Vector, origin: Vector) -> float:
     return float(x @ y) / length if length > 0 and math.isfinite(length) else 0.0
 
 
-def weights(likeness: Sequence[float], temperature: float) -> Float[np.ndarray, " peers"]:
+def attention_weights(likeness: Sequence[float], temperature: float) -> Float[np.ndarray, " peers"]:
     """Return the softmax over likeness; the first entry is self.
 
-    >>> weights([1.0, 0.2], 0.0).tolist(), weights([1.0, 0.2], math.inf).tolist()
-    ([1.0, 0.0], [0.5, 0.5])
+    >>> [attention_weights([1.0, 0.2], softness).tolist() for softness in (0.0, math.inf)]
+    [[1.0, 0.0], [0.5, 0.5]]
     """
     scores = np.asarray(likeness, np.float64)
     if temperature == 0:
@@ -129,7 +130,7 @@ class Attended(NamedTuple):
     """Personal layers after attention, and the weights of self and peers in each."""
 
     layers: Layers
-    weights: dict[str, Float[np.ndarray, " peers"]]
+    attention_weights: dict[str, Float[np.ndarray, " peers"]]
 
 
 def attend(
@@ -146,7 +147,7 @@ def attend(
         bank = [mine, *(peer[layer] for peer in peers)]
         bank += [r.values for r in residuals if r.layer == layer]
         likeness = [1.0, *(cosine(mine, other, origin[layer]) for other in bank[1:])]
-        found[layer] = weights(likeness, temperature)
+        found[layer] = attention_weights(likeness, temperature)
         made[layer] = mix(bank, found[layer])
     return Attended(made, found)
 
@@ -160,7 +161,7 @@ def mix(bank: Sequence[Vector], share: Float[np.ndarray, " peers"]) -> Vector:
     return mixed.astype(bank[0].dtype)
 
 
-def mean(nodes: Sequence[Layers], share: Sequence[float]) -> Layers:
+def mean_layers(nodes: Sequence[Layers], share: Sequence[float]) -> Layers:
     """Return the weighted mean of several nodes' personal layers."""
     part = np.asarray(share, np.float64) / float(np.sum(share))
     return {layer: mix([own[layer] for own in nodes], part) for layer in nodes[0]}

@@ -19,7 +19,7 @@ import numpy as np
 from fedlm.core.types import Params
 from fedlm.evaluate.held_out import Ask, TextByPlace
 from fedlm.evaluate.perplexity import Sums, bits_per_byte, figures, perplexity_of
-from fedlm.federation.tree_round import TreeConfig, TreeState, received, shown
+from fedlm.federation.tree_round import TreeConfig, TreeState, received, shown_models
 
 # Rows of each leaf in the matrix of all nodes and all leaves.
 MATRIX_ROWS = 16
@@ -72,7 +72,7 @@ class TreeEvaluation:
         return {**means, "places": places}
 
     def _models(self, state: TreeState) -> list[Params]:
-        return (shown if self.own_models_stay else received)(self.config, state)
+        return (shown_models if self.own_models_stay else received)(self.config, state)
 
     def final(self, state: TreeState, split: str) -> dict[str, Any]:
         """Return the figures so far, those of every node above the leaves, and the matrix."""

@@ -54,7 +54,7 @@ from fedlm.federation.layer_attention import (
     Routed,
     agreement,
     attend,
-    difference,
+    layer_difference,
     length,
     mean_change,
 )
@@ -120,7 +120,7 @@ class TreeConfig:
 
     def join(self, like: Params, backbone: Backbone, personal: Layers) -> Params:
         """Return the model that a backbone and personal layers make up."""
-        return layer_attention.join(self.personal_layers, like, backbone, personal)
+        return layer_attention.join_layers(self.personal_layers, like, backbone, personal)
 
     def cost(self, part: PyTree) -> int:
         """Return the bytes that a part of a model takes between two nodes; zero if it is empty."""
@@ -214,10 +214,10 @@ class Results:
     """The results of a round's nodes so far, by number."""
 
     received: dict[int, FromAbove] = field(default_factory=dict)
-    trained: dict[int, Trained] = field(default_factory=dict)  # nodes that answered
+    trained: dict[int, TrainedNode] = field(default_factory=dict)  # nodes that answered
     reported: dict[int, Reported] = field(default_factory=dict)  # all but those that stay
 
-    def now(self, node: int) -> FromAbove | Trained:
+    def now(self, node: int) -> FromAbove | TrainedNode:
         """Return a node as it is before the way up."""
         return self.trained.get(node, self.received[node])
 
@@ -230,9 +230,9 @@ def tree_round(config: TreeConfig, engine: Engine, state: TreeState) -> tuple[Tr
             results.received[node] = down(config, state, node, results)
         if config.order == "levels":
             with_text = [node for node in level if topology.clients[node]]
-            results.trained.update(train(config, engine, state, with_text, results))
+            results.trained.update(train_nodes(config, engine, state, with_text, results))
     if config.order == "together":
-        results.trained.update(train(config, engine, state, topology.with_text, results))
+        results.trained.update(train_nodes(config, engine, state, topology.with_text, results))
     for node in reversed(range(len(topology))):
         report = up(config, state, node, results)
         if report is not None:
@@ -248,7 +248,7 @@ def received(config: TreeConfig, state: TreeState) -> list[Params]:
     return [result.params for result in results.received.values()]
 
 
-def shown(config: TreeConfig, state: TreeState) -> list[Params]:
+def shown_models(config: TreeConfig, state: TreeState) -> list[Params]:
     """Return the models of `received` as others may see them: of clipped, noisy changes alone."""
     models = received(config, state)
     if not config.hides:
@@ -261,7 +261,7 @@ def shown(config: TreeConfig, state: TreeState) -> list[Params]:
     ]
 
 
-def _known(config: TreeConfig, node: TreeNodeState | FromAbove | Trained) -> Layers:
+def _known(config: TreeConfig, node: TreeNodeState | FromAbove | TrainedNode) -> Layers:
     """Return a node's personal layers as other nodes know them."""
     if node.public_layers is None:
         return config.personal(node.params)
@@ -308,7 +308,7 @@ def _take(
     config: TreeConfig,
     state: TreeState,
     node: int,
-    parent: FromAbove | Trained,
+    parent: FromAbove | TrainedNode,
     residuals: Sequence[Residual],
 ) -> FromAbove:
     """Return a node with its parent's backbone and a mixture of personal layers."""
@@ -356,7 +356,7 @@ def _waiting(state: TreeState) -> list[Residual]:
 # ---- training --------------------------------------------------------------------------------
 
 
-class Trained(NamedTuple):
+class TrainedNode(NamedTuple):
     """A node after training."""
 
     params: Params
@@ -370,9 +370,9 @@ class Trained(NamedTuple):
     download_bytes: int = 0
 
 
-def train(
+def train_nodes(
     config: TreeConfig, engine: Engine, state: TreeState, nodes: Sequence[int], results: Results
-) -> dict[int, Trained]:
+) -> dict[int, TrainedNode]:
     """Train nodes that hold text, from what they received; leave out those that do not answer."""
     received = results.received
     if not config.pool_clients:
@@ -399,12 +399,12 @@ def _start(before: TreeNodeState, received: FromAbove) -> Start:
 
 def _trained(
     config: TreeConfig, state: TreeState, node: int, start: FromAbove, update: Update
-) -> Trained:
+) -> TrainedNode:
     """Return a node whose pooled text gave an update."""
     backbone, layers = None, start.public_layers
     if config.hides:
         backbone, layers = _hide(config, state, node, start, update)
-    return Trained(
+    return TrainedNode(
         params=config.rest(node, jax.tree.map(np.add, start.params, update.delta)),
         public_layers=layers,
         sums=_without_change(update),
@@ -434,7 +434,7 @@ def _hide(
 
 def _train_clients(
     config: TreeConfig, engine: Engine, state: TreeState, node: int, start: FromAbove
-) -> Trained:
+) -> TrainedNode:
     """Train a node whose clients are members: the flat round, on its part of the clients."""
     algorithm, inner = config.algorithms[node], state.nodes[node].federation
     assert algorithm is not None and inner is not None
@@ -448,7 +448,7 @@ def _train_clients(
     cohort = engine.prepare(round, np.asarray(config.topology.clients[node])[members])
     gathered = engine.total(start_of_round(algorithm, before, members), cohort)
     after = server_half(algorithm, before, gathered.total, members)
-    return Trained(
+    return TrainedNode(
         params=config.rest(node, jax.device_get(after.params)),
         public_layers=start.public_layers,
         sums=_without_change(gathered.total),
@@ -522,14 +522,16 @@ def _aggregate(
     """Move a node's backbone by its children's mean change, and mix its layers with theirs."""
     now, weights = results.now(node), [config.weights[child] for child in came]
     changes = [
-        difference(report.backbone, _begun_from(config, state, child, results.received[child]))
+        layer_difference(
+            report.backbone, _begun_from(config, state, child, results.received[child])
+        )
         for child, report in came.items()
     ]
     base = config.backbone(now.params)
     if config.order == "together" and node in results.trained:
         # It trained beside its children: its own change is one more, of their mean weight.
         base = config.backbone(results.received[node].params)
-        changes.append(difference(config.backbone(now.params), base))
+        changes.append(layer_difference(config.backbone(now.params), base))
         weights.append(float(np.mean(weights)))
     change, memory = mean_change(changes, weights), state.nodes[node].server_memory
     backbone, memory = _server_step(config.servers[node], base, memory, change)
@@ -557,7 +559,7 @@ def _meet(
     config: TreeConfig,
     state: TreeState,
     node: int,
-    now: FromAbove | Trained,
+    now: FromAbove | TrainedNode,
     came: Mapping[int, Reported],
 ) -> tuple[Layers, dict[str, np.ndarray] | None, Sequence[Residual] | None]:
     """Return a node's layers mixed with its children's, the weights, and what it sends up."""
@@ -566,7 +568,7 @@ def _meet(
         return own, None, None
     origin, theirs = _origin(config, state), [_known(config, r.after) for r in came.values()]
     if not config.topology.clients[node]:  # it learns nothing itself
-        own = layer_attention.mean(theirs, [config.weights[child] for child in came])
+        own = layer_attention.mean_layers(theirs, [config.weights[child] for child in came])
     layers, weights = attend(own, theirs, origin, config.temperature)
     if not config.residuals:
         return layers, weights, None

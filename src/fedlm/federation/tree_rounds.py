@@ -29,7 +29,7 @@ from fedlm.federation.tree_round import (
     TreeState,
     init_tree,
     received,
-    shown,
+    shown_models,
     tree_round,
 )
 from fedlm.privacy.ledger import joined_digest
@@ -66,7 +66,7 @@ class TreeRound:
         for round in rounds:
             began = time.perf_counter()
             state, results = tree_round(self.config, self.engine, state)
-            metrics = metrics_of(self.config, round, results, began)
+            metrics = tree_metrics(self.config, round, results, began)
             del results  # it holds models of the round's steps, which nobody needs any more
             yield Played(state, metrics, self._told(metrics))
 
@@ -99,7 +99,7 @@ class TreeRound:
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
 
     def _view(self, state: TreeState) -> list[Params]:
-        return (shown if own_models_stay(self.plan) else received)(self.config, state)
+        return (shown_models if own_models_stay(self.plan) else received)(self.config, state)
 
     def own_models(self, state: TreeState) -> dict[str, Params]:
         """Return the leaves' own models, without noise, where `models` gives others."""
@@ -152,7 +152,7 @@ class TreeRound:
 # ---- what happened in a round ----------------------------------------------------------------
 
 
-def metrics_of(config: TreeConfig, round: int, results: Results, began: float) -> Metrics:
+def tree_metrics(config: TreeConfig, round: int, results: Results, began: float) -> Metrics:
     """Return sums over the nodes that trained, the bytes of the round, and figures per node."""
     names, trained = config.topology.names, results.trained.values()
     nodes = {name: _node_metrics(config, round, node, results) for node, name in enumerate(names)}

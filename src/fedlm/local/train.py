@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
@@ -28,12 +28,12 @@ from fedlm.core.types import (
     OptState,
     Params,
     PyTree,
+    Scalar,
     Shared,
     TrainablePart,
     Update,
 )
 
-Scalar = Float[Array, ""]
 Weigh = Callable[[Scalar, Scalar], Scalar]
 
 WEIGHTS: dict[str, Weigh] = {
@@ -77,7 +77,7 @@ def local_training(
     def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> Carry:
         start = part.init(shared)
         mask = part.draw(start, jr.fold_in(key, 1)) if part.draw else None
-        return begin(start, client_state if remember else optimizer.init(start), mask)
+        return begin_carry(start, client_state if remember else optimizer.init(start), mask)
 
     def step(shared: Shared, carry: Carry, batch: Batch) -> Carry:
         def merge(trained: Params) -> Params:
@@ -111,7 +111,9 @@ def local_training(
     )
 
 
-def begin(start: Params, memory: OptState, mask: PyTree = None, extra: PyTree = None) -> Carry:
+def begin_carry(
+    start: Params, memory: OptState, mask: PyTree = None, extra: PyTree = None
+) -> Carry:
     """Return the state of a member before its first batch."""
     zero = jnp.zeros(())
     return Carry(start, memory, zero, zero, zero, mask, extra)

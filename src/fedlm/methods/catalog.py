@@ -45,7 +45,7 @@ def check_method_settings(name: str, related: RelatedSettings) -> None:
         method.trains_parts or (related.trainable == "all" and not related.error_feedback),
         "client.method",
         name,
-        f"{names(lambda m: m.trains_parts)} where wire.trainable is not 'all' or "
+        f"{method_names(lambda m: m.trains_parts)} where wire.trainable is not 'all' or "
         "wire.error_feedback is on",
     )
     _check_proximal(name, method, related.proximal)
@@ -54,12 +54,12 @@ def check_method_settings(name: str, related: RelatedSettings) -> None:
         method.may_be_private or not related.private,
         "client.method",
         name,
-        f"{names(lambda m: m.may_be_private)} under a privacy plan: what other methods send beside "
-        "a change has no bound",
+        f"{method_names(lambda m: m.may_be_private)} under a privacy plan: what other methods "
+        "send beside a change has no bound",
     )
 
 
-def names(has: Callable[[Method], bool]) -> str:
+def method_names(has: Callable[[Method], bool]) -> str:
     """List the methods that have a property, for an error: `'fedavg' or 'mimelite'`."""
     return either(repr(name) for name, method in METHODS.items() if has(method))
 

@@ -24,7 +24,7 @@ client = local_training
 
 
 @by_value
-def server(optimizer: Optimizer) -> ServerMethod:
+def fedavg_server(optimizer: Optimizer) -> ServerMethod:
     """Descend along the negated mean change, the pseudo-gradient."""
 
     def step(params: Params, memory: OptState, change: Params) -> tuple[Params, OptState]:
@@ -39,13 +39,13 @@ def send_params(params: Params, memory: OptState) -> Params:
     return params
 
 
-def build(options: MethodOptions) -> Halves:
+def build_fedavg(options: MethodOptions) -> Halves:
     """Build both halves, one client half per trainable part."""
     clients = (
         client(options.loss, options.inner, options.weigh, part=part, proximal=options.proximal)
         for part in options.parts
     )
-    return tuple(clients), server(options.outer)
+    return tuple(clients), fedavg_server(options.outer)
 
 
-METHOD = Method(build=build, proximal="FedProx's mu", trains_parts=True, may_be_private=True)
+METHOD = Method(build=build_fedavg, proximal="FedProx's mu", trains_parts=True, may_be_private=True)

@@ -34,7 +34,7 @@ from fedlm.methods.optimizers import Optimizer
 
 
 @by_value
-def client(
+def feddyn_client(
     loss: LossFn, optimizer: Optimizer, alpha: float, weigh: train.Weigh = train.WEIGHTS["examples"]
 ) -> ClientMethod:
     """Descend on the loss less <g, w> plus alpha / 2 |w - w_server|^2.
@@ -43,7 +43,7 @@ def client(
     """
 
     def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
-        return train.begin(shared, optimizer.init(shared), extra=client_state)
+        return train.begin_carry(shared, optimizer.init(shared), extra=client_state)
 
     def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
         change, nats, count = train.gradient(loss, carry.params, batch)
@@ -61,7 +61,7 @@ def client(
 
 
 @by_value
-def server(alpha: float, participation: float) -> ServerMethod:
+def feddyn_server(alpha: float, participation: float) -> ServerMethod:
     """Take the mean model, moved on by the drift that clients have shown so far."""
 
     def step(params: Params, memory: Params, change: Params) -> tuple[Params, Params]:
@@ -71,14 +71,14 @@ def server(alpha: float, participation: float) -> ServerMethod:
     return ServerMethod(tree.zeros_like, send_params, step)
 
 
-def build(options: MethodOptions) -> Halves:
+def build_feddyn(options: MethodOptions) -> Halves:
     """Build both halves."""
-    half = client(options.loss, options.inner, options.proximal, options.weigh)
-    return (half,), server(options.proximal, options.participation)
+    half = feddyn_client(options.loss, options.inner, options.proximal, options.weigh)
+    return (half,), feddyn_server(options.proximal, options.participation)
 
 
 METHOD = Method(
-    build=build,
+    build=build_feddyn,
     proximal="FedDyn's alpha",
     needs_proximal=True,
     needs_constant_schedule=True,

@@ -35,7 +35,7 @@ from fedlm.methods.optimizers import Optimizer
 
 
 @by_value
-def client(
+def mimelite_client(
     loss: LossFn,
     base: Optimizer,
     learning_rate: float,
@@ -51,7 +51,7 @@ def client(
         params = shared["params"]
         like = jax.eval_shape(base.init, params)
         frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), shared["statistics"], like)
-        return train.begin(params, frozen, extra=tree.zeros_like(params))
+        return train.begin_carry(params, frozen, extra=tree.zeros_like(params))
 
     def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
         change, nats, count = train.gradient(loss, carry.params, batch)
@@ -73,7 +73,7 @@ def client(
 
 
 @by_value
-def server(base: Optimizer, learning_rate: float) -> ServerMethod:
+def mimelite_server(base: Optimizer, learning_rate: float) -> ServerMethod:
     """Add the mean change; move the statistics by the mean gradient at the old parameters."""
 
     def send(params: Params, memory: OptState) -> dict[str, PyTree]:
@@ -91,10 +91,10 @@ def _as_float32(memory: OptState) -> OptState:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), memory)
 
 
-def build(options: MethodOptions) -> Halves:
+def build_mimelite(options: MethodOptions) -> Halves:
     """Build both halves from the server's optimiser."""
-    half = client(options.loss, options.base, options.client_learning_rate, options.weigh)
-    return (half,), server(options.base, options.server_learning_rate)
+    half = mimelite_client(options.loss, options.base, options.client_learning_rate, options.weigh)
+    return (half,), mimelite_server(options.base, options.server_learning_rate)
 
 
-METHOD = Method(build=build, needs_plain_sgd=True, needs_constant_schedule=True)
+METHOD = Method(build=build_mimelite, needs_plain_sgd=True, needs_constant_schedule=True)

@@ -37,7 +37,7 @@ from fedlm.methods.optimizers import Optimizer
 
 
 @by_value
-def client(
+def scaffold_client(
     loss: LossFn, learning_rate: float, weigh: train.Weigh = train.WEIGHTS["examples"]
 ) -> ClientMethod:
     """Take SGD steps corrected by the server's control less the client's own.
@@ -46,7 +46,7 @@ def client(
     """
 
     def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
-        return train.begin(shared["params"], (), extra=client_state)
+        return train.begin_carry(shared["params"], (), extra=client_state)
 
     def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
         change, nats, count = train.gradient(loss, carry.params, batch)
@@ -71,9 +71,9 @@ def client(
 
 
 @by_value
-def server(optimizer: Optimizer, participation: float) -> ServerMethod:
+def scaffold_server(optimizer: Optimizer, participation: float) -> ServerMethod:
     """Take FedAvg's step; move the control by the mean turn, times the share that took part."""
-    outer = fedavg.server(optimizer)
+    outer = fedavg.fedavg_server(optimizer)
 
     def init(params: Params) -> dict[str, PyTree]:
         return {"outer": outer.init(params), "control": tree.zeros_like(params)}
@@ -91,10 +91,10 @@ def server(optimizer: Optimizer, participation: float) -> ServerMethod:
     return ServerMethod(init, send, step)
 
 
-def build(options: MethodOptions) -> Halves:
+def build_scaffold(options: MethodOptions) -> Halves:
     """Build both halves."""
-    half = client(options.loss, options.client_learning_rate, options.weigh)
-    return (half,), server(options.outer, options.participation)
+    half = scaffold_client(options.loss, options.client_learning_rate, options.weigh)
+    return (half,), scaffold_server(options.outer, options.participation)
 
 
-METHOD = Method(build=build, needs_plain_sgd=True, keeps_client_state=True)
+METHOD = Method(build=build_scaffold, needs_plain_sgd=True, keeps_client_state=True)

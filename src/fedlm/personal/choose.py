@@ -1,8 +1,8 @@
 """Which way each member takes, the table over members, and the model that is kept.
 
 In:       a finished run, members, ways.
-Out:      `Outcome`s: every way's perplexity on the rows of the report, and the way that the rows to
-          choose by decided for; `RUN/clients/NAME`.
+Out:      every way's perplexity on the rows of the report, and the way that the rows to choose by
+          decided for (`Personalized`); `RUN/clients/NAME`.
 Promise:  the choice is made before the rows of the report are scored; the mean over members comes
           with the share of members that a way hurts.
 Not here: the ways themselves (`ways.py`), printing (`cli/personalize.py`).
@@ -24,8 +24,8 @@ from fedlm.core.types import PAD, Params
 from fedlm.inference import load_params
 from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
-from fedlm.personal.members import Member
-from fedlm.personal.model import Personal, perplexity_of, write_mixture
+from fedlm.personal.members import OwnText
+from fedlm.personal.model import Personal, mixture_perplexity, write_mixture
 from fedlm.personal.ways import WAYS, Attempt, Workshop, attempt_all
 from fedlm.privacy import release
 from fedlm.recipe import parts
@@ -38,7 +38,7 @@ NOTHING = 1e-9  # a relative difference of perplexities below this hurts nobody
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Personalized:
     """One member's models, the way it chose, and the perplexity of all on the report's rows."""
 
     name: str
@@ -89,7 +89,7 @@ def model_at(run: Run, node: str) -> Params:
     return load_params(run.recipe.model, run.store.vocabulary, weights)
 
 
-def shop_for(run: Run, shop: Workshop, member: Member) -> Workshop:
+def shop_for(run: Run, shop: Workshop, member: OwnText) -> Workshop:
     """Return the workshop with the model that a member starts from; programs are shared."""
     if not member.node:
         return shop
@@ -105,17 +105,17 @@ def check_ways(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["federated", *names]))
 
 
-def personalize(shop: Workshop, member: Member, names: Sequence[str]) -> Outcome:
+def personalize(shop: Workshop, member: OwnText, names: Sequence[str]) -> Personalized:
     """Make a member's model by each way, choose one, then score all on the rows of the report."""
     at = Attempt(shop, member.own, member.choose, member.number)
     made = attempt_all(at, names)
     way = min(made, key=lambda name: at.score(made[name]))
     nats = {name: model.nats(member.report, shop.scorer) for name, model in made.items()}
-    return Outcome(
+    return Personalized(
         name=member.name,
         way=way,
         chosen=made[way],
-        perplexity={name: perplexity_of(found, member.report) for name, found in nats.items()},
+        perplexity={name: mixture_perplexity(found, member.report) for name, found in nats.items()},
         nats={name: float(found.sum()) for name, found in nats.items()},
         tokens=int(np.count_nonzero(member.report[:, 1:] != PAD)),
     )
@@ -136,14 +136,14 @@ class Line:
     taken: float  # the share of members who chose it
 
 
-def table(outcomes: Sequence[Outcome]) -> list[Line]:
+def outcome_table(outcomes: Sequence[Personalized]) -> list[Line]:
     """Return a line per way, and one for what each member chose."""
     ways = list(outcomes[0].perplexity)
     lines = [_line(way, outcomes, [way] * len(outcomes)) for way in ways]
     return [*lines, _line(CHOSEN, outcomes, [outcome.way for outcome in outcomes])]
 
 
-def _line(way: str, outcomes: Sequence[Outcome], taken: Sequence[str]) -> Line:
+def _line(way: str, outcomes: Sequence[Personalized], taken: Sequence[str]) -> Line:
     own = [outcome.perplexity[by] for outcome, by in zip(outcomes, taken, strict=True)]
     nats = sum(outcome.nats[by] for outcome, by in zip(outcomes, taken, strict=True))
     tokens = sum(outcome.tokens for outcome in outcomes)
@@ -165,7 +165,7 @@ def _share_above(own: Iterable[float], other: Sequence[float]) -> float:
 # ---- the model that is kept --------------------------------------------------------------------
 
 
-def save(run: Run, outcome: Outcome) -> Path:
+def save_outcome(run: Run, outcome: Personalized) -> Path:
     """Write a member's model as `RUN/clients/NAME`, for its owner's eyes alone."""
     directory = run.record.client(outcome.name)
     directory.path.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def save(run: Run, outcome: Outcome) -> Path:
     return directory.path
 
 
-def facts_of(outcome: Outcome, directory: Path | None = None) -> dict[str, Any]:
+def outcome_facts(outcome: Personalized, directory: Path | None = None) -> dict[str, Any]:
     """Return an outcome as a JSON object."""
     return {
         "client": outcome.name,

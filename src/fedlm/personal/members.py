@@ -1,7 +1,7 @@
 """Whose model is made: clients of a flat run or leaves of a tree, with their text in parts.
 
 In:       a `Run`, and which members are asked for.
-Out:      `Member`s: rows to learn from, rows to choose by, rows for the report.
+Out:      `OwnText`s: rows to learn from, rows to choose by, rows for the report.
 Promise:  the three share no row; a member of a private run is one that took no part in it.
 Not here: what is done with the rows (`ways.py`).
 
@@ -36,7 +36,7 @@ PRIVATE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class OwnText:
     """One member and its text in three parts."""
 
     name: str
@@ -52,7 +52,7 @@ class Member:
         return min(len(self.own), len(self.choose), len(self.report)) > 0
 
 
-def members_of(run: Run, split: str = "validation", most: int | None = None) -> Iterator[Member]:
+def members_of(run: Run, split: str = "validation", most: int | None = None) -> Iterator[OwnText]:
     """Yield the members of a run, or so many of them, drawn at random.
 
     Args:
@@ -60,7 +60,7 @@ def members_of(run: Run, split: str = "validation", most: int | None = None) -> 
       split: `validation` for the members that trained, `test` for clients that took no part.
       most: how many; None is all.
     """
-    names = names_of(run, split)
+    names = member_names(run, split)
     chosen = list(range(len(names)))
     if most is not None and most < len(names):
         drawn = generator_for(run.recipe.run.seed, "evaluate", round=1)
@@ -69,14 +69,14 @@ def members_of(run: Run, split: str = "validation", most: int | None = None) -> 
         yield _member(run, split, number, names[number])
 
 
-def member_called(run: Run, name: str) -> Member:
+def member_called(run: Run, name: str) -> OwnText:
     """Return the member of a name: one that trained, or a test client; or raise `ConfigError`."""
     known: list[str] = []
     for split in ("validation", "test"):
         hidden = split == "validation" and release.hides(run.plan)
         if _is_tree(run) and split == "test":
             continue
-        names = [] if hidden else names_of(run, split)
+        names = [] if hidden else member_names(run, split)
         if name in names:
             found = _member(run, split, names.index(name), name)
             require(
@@ -94,7 +94,7 @@ def member_called(run: Run, name: str) -> Member:
     )
 
 
-def names_of(run: Run, split: str) -> list[str]:
+def member_names(run: Run, split: str) -> list[str]:
     """Return the names of all members of a split; refuse members of whom nothing may be told."""
     require(split in ("validation", "test"), "--split", split, "'validation' or 'test'")
     if _is_tree(run):
@@ -123,7 +123,7 @@ def _rows(run: Run) -> ClientRows:
     return parts.client_rows(run.recipe, run.store, clients)
 
 
-def _member(run: Run, split: str, number: int, name: str) -> Member:
+def _member(run: Run, split: str, number: int, name: str) -> OwnText:
     if _is_tree(run):
         return _leaf(run, number, name)
     rows = _rows(run)
@@ -131,16 +131,16 @@ def _member(run: Run, split: str, number: int, name: str) -> Member:
     held = rows.held(client)
     if split == "test":
         first, second = _cuts(len(held), 0.6, 0.8)
-        return Member(name, number, held[:first], held[first:second], held[second:])
+        return OwnText(name, number, held[:first], held[first:second], held[second:])
     half = -(-len(held) // 2)
-    return Member(name, number, rows.train(number), held[:half], held[half:])
+    return OwnText(name, number, rows.train(number), held[:half], held[half:])
 
 
 def _cuts(count: int, *shares: float) -> list[int]:
     return [round(share * count) for share in shares]
 
 
-def _leaf(run: Run, number: int, name: str) -> Member:
+def _leaf(run: Run, number: int, name: str) -> OwnText:
     whole = run.evaluation
     assert isinstance(whole, TreeEvaluation)
     require(
@@ -154,4 +154,4 @@ def _leaf(run: Run, number: int, name: str) -> Member:
     node = topology.with_text[number]
     own = np.concatenate([rows.train(client) for client in topology.clients[node]])
     held = whole.text.rows[whole.split][node]
-    return Member(name, number, own, held[0::2], held[1::2], node=name)
+    return OwnText(name, number, own, held[0::2], held[1::2], node=name)

@@ -136,7 +136,7 @@ def _blocks(rows: Rows) -> list[tuple[Array, int]]:
     return blocks
 
 
-def perplexity_of(nats: Nats, rows: Rows) -> float:
+def mixture_perplexity(nats: Nats, rows: Rows) -> float:
     """Return the perplexity of rows, infinity where it overflows."""
     tokens = int(np.count_nonzero(rows[:, 1:] != PAD))
     mean = float(nats.sum()) / max(1, tokens)

@@ -25,14 +25,14 @@ from fedlm.local.train import gradient
 from fedlm.methods.optimizers import Optimizer
 from fedlm.models import catalog
 from fedlm.personal.cache import cache_of
-from fedlm.personal.model import Personal, Rows, Scorer, perplexity_of, with_cache
+from fedlm.personal.model import Personal, Rows, Scorer, mixture_perplexity, with_cache
 from fedlm.training.early_stopping import EarlyStopping
 
 SHARES = (0.25, 0.5, 0.75)  # of a member's own model, between the two
 CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """The best model on the way of a member's own steps, and after how many passes it was."""
 
     params: Params
@@ -62,7 +62,7 @@ class Workshop:
 
         return jax.jit(step)
 
-    def train(self, start: Params, own: Rows, choose: Rows, member: int) -> Trained:
+    def train(self, start: Params, own: Rows, choose: Rows, member: int) -> TrainedModel:
         """Train on a member's own rows until the rows to choose by get no better.
 
         Passes go on from the last model, and the best one is kept; before the first pass it is the
@@ -70,21 +70,21 @@ class Workshop:
         """
         watch = EarlyStopping(self.patience)
         params, memory = start, self.optimizer.init(start)
-        best = Trained(start, 0)
+        best = TrainedModel(start, 0)
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
         for number in range(1, self.passes + 1):
             for batch in _batches(own, self.batch_size, self.seed, number, member):
                 params, memory = self._step(params, memory, batch)
             found = self.perplexity(params, choose)
             if watch.hear({"round": number, "perplexity": found}):
-                best = Trained(params, number)
+                best = TrainedModel(params, number)
             if watch.exhausted or not np.isfinite(found):
                 break
         return best
 
     def perplexity(self, params: Params, rows: Rows) -> float:
         """Return the perplexity of one model on rows."""
-        found = perplexity_of(self.scorer.nats(params, rows), rows)
+        found = mixture_perplexity(self.scorer.nats(params, rows), rows)
         return found if np.isfinite(found) else float("inf")
 
 
@@ -107,18 +107,18 @@ class Attempt:
     member: int = 0
 
     @cached_property
-    def tuned(self) -> Trained:
+    def tuned(self) -> TrainedModel:
         """The federation's model after the member's own steps."""
         return self.shop.train(self.shop.federated, self.own, self.choose, self.member)
 
     @cached_property
-    def alone(self) -> Trained:
+    def alone(self) -> TrainedModel:
         """A model that knows nothing but the member's own text."""
         return self.shop.train(self.shop.fresh(), self.own, self.choose, self.member)
 
     def score(self, model: Personal) -> float:
         """Return the perplexity of a model on the rows to choose by."""
-        return perplexity_of(model.nats(self.choose, self.shop.scorer), self.choose)
+        return mixture_perplexity(model.nats(self.choose, self.shop.scorer), self.choose)
 
     def best(self, models: Iterable[Personal]) -> Personal:
         """Return the model that scores best on the rows to choose by, the first of equals."""
@@ -143,7 +143,7 @@ def finetune(at: Attempt) -> Personal:
     return Personal("finetune", at.tuned.params, note=f"{at.tuned.passes} passes")
 
 
-def weights(at: Attempt) -> Personal:
+def mix_weights(at: Attempt) -> Personal:
     """Take a point between the weights of the federation's model and the fine-tuned one."""
 
     def between(share: float) -> Personal:
@@ -154,7 +154,7 @@ def weights(at: Attempt) -> Personal:
     return at.best([*ends, *map(between, SHARES)])
 
 
-def logits(at: Attempt) -> Personal:
+def mix_logits(at: Attempt) -> Personal:
     """Mix the logits of the federation's model with those of a model of the member's own."""
     found = [_as("logits", federated(at))]
     for own in (at.tuned, at.alone):
@@ -189,7 +189,7 @@ def _cached(way: str, model: Personal, at: Attempt) -> Personal:
     chances = counts.chances(at.choose)
 
     def score(share: float) -> float:
-        return perplexity_of(with_cache(plain, chances, share, at.choose), at.choose)
+        return mixture_perplexity(with_cache(plain, chances, share, at.choose), at.choose)
 
     share = min((0.0, *CACHE_SHARES), key=score)
     note = f"{model.note}, {share:g} of a cache"
@@ -206,8 +206,8 @@ WAYS: dict[str, Way] = {
     "federated": federated,
     "local": local,
     "finetune": finetune,
-    "weights": weights,
-    "logits": logits,
+    "weights": mix_weights,
+    "logits": mix_logits,
     "cache": cache,
     "finetune+cache": finetune_and_cache,
 }

@@ -81,7 +81,7 @@ def _warnings(plan: PrivacyPlan) -> tuple[str, ...]:
     return (LITTLE,) if plan.delta * plan.sampling.population >= 1 else ()
 
 
-def spent_by_node(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:
+def spent_by_plan(plans: Mapping[str, PrivacyPlan], rounds: int) -> dict[str, Spent]:
     """Return what the first `rounds` rounds cost the clients of each node, the dearest first."""
     found = {node: spent(plan, rounds) for node, plan in plans.items()}
     return dict(sorted(found.items(), key=lambda entry: -entry[1].epsilon))
@@ -194,7 +194,7 @@ def by_node_from_journal(
     said = vocabulary.assumptions(header)
     return {
         node: found._replace(assumptions=(*found.assumptions, *said))
-        for node, found in spent_by_node(plans, count).items()
+        for node, found in spent_by_plan(plans, count).items()
     }
 
 

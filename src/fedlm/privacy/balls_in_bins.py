@@ -58,9 +58,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from fedlm.core.late import late
+from fedlm.core.types import Vector
 from fedlm.privacy import bin_samples
 from fedlm.privacy.bin_samples import Overlap
 from fedlm.privacy.fixed_size import distribution_of
@@ -68,7 +68,6 @@ from fedlm.privacy.fixed_size import distribution_of
 scipy = late("scipy")  # up to a second
 
 LAW = "balls-in-bins"
-Vector = Float[np.ndarray, " n"]
 POINTS = 600  # of the grid: the work grows with the square
 FAR = 8.6  # standard deviations: the chance beyond is below 1e-17
 TAIL = 1e-17
@@ -89,7 +88,7 @@ class BallsInBinsEvent:
         return max(turns for turns, _ in self.bins)
 
 
-def event_of(
+def bins_event(
     noise: float,
     rounds: int,
     bins: int,
@@ -102,7 +101,7 @@ def event_of(
     return BallsInBinsEvent(noise, tuple(sorted(Counter(turns).items())), share, overlap)
 
 
-def loss_distribution(event: BallsInBinsEvent, step: float) -> Any:
+def bins_loss(event: BallsInBinsEvent, step: float) -> Any:
     """Return the privacy loss distribution of an event, on multiples of `step`."""
     ratio = _ratio(event)
     values, chances = ratio.values, ratio.chances

@@ -40,8 +40,8 @@ import numpy as np
 from jaxtyping import Float
 
 from fedlm.core.keys import generator_for
+from fedlm.core.types import Vector
 
-Vector = Float[np.ndarray, " n"]
 Matrix = Float[np.ndarray, "bins bins"]
 SAMPLES = 60_000  # per order
 AT_ONCE = 5_000

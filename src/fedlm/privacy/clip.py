@@ -46,16 +46,15 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from fedlm.core import tree
 from fedlm.core.chacha import CipherKey, fold_in
-from fedlm.core.types import Total, Update
+from fedlm.core.types import Scalar, Total, Update
 from fedlm.privacy.grid import FINE, add_on_grid
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.plan import PrivacyPlan
 
-Scalar = Float[Array, ""]
 # Norms are rounded; a slightly smaller scale keeps them below the limit in any summation order.
 HAIR = 1.0 - 2.0**-18
 # The inverse of a larger number is so small that processors take it for zero.

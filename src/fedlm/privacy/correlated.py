@@ -30,7 +30,7 @@ buffered_toeplitz = late("jax_privacy.matrix_factorization.buffered_toeplitz")  
 Memory = dict[str, Any]
 
 
-def tree(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
+def tree_noise(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
     """Make the noise of the binary tree, in Honaker's form of least variance.
 
     Every dyadic block of rounds has a node with fresh noise. A complete block is estimated from its

@@ -120,7 +120,7 @@ def balls_in_bins_event(
     """
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
-    return balls_in_bins.event_of(noise_multiplier, rounds, bins, bands, share, overlap)
+    return balls_in_bins.bins_event(noise_multiplier, rounds, bins, bands, share, overlap)
 
 
 def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:
@@ -216,7 +216,7 @@ def _loss_of(event: DpEvent, count: int, step: float) -> Any:
             noise, value_discretization_interval=step
         )
     if isinstance(event, BallsInBinsEvent):
-        once = balls_in_bins.loss_distribution(event, step)
+        once = balls_in_bins.bins_loss(event, step)
         return once if count == 1 else once.self_compose(count)
     noise = event.event.noise_multiplier
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
@@ -226,7 +226,7 @@ def _loss_of(event: DpEvent, count: int, step: float) -> Any:
         )
     else:
         rate = event.sample_size / event.source_dataset_size
-        one = fixed_size.loss_distribution(2 * noise, rate, step)
+        one = fixed_size.fixed_size_loss(2 * noise, rate, step)
     return one.self_compose(count)
 
 

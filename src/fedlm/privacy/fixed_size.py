@@ -48,20 +48,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from fedlm.core.late import late
+from fedlm.core.types import Vector
 
 pld_pmf = late("dp_accounting.pld.pld_pmf")  # over a second
 privacy_loss_distribution = late("dp_accounting.pld.privacy_loss_distribution")  # over a second
 scipy = late("scipy")  # up to a second
 
-Vector = Float[np.ndarray, " n"]
 # A mass so small is counted as a failure in every round.
 TAIL = 1e-18
 
 
-def loss_distribution(noise_multiplier: float, rate: float, step: float) -> Any:
+def fixed_size_loss(noise_multiplier: float, rate: float, step: float) -> Any:
     """Return the privacy loss distribution of one round, on multiples of `step`."""
     forth = _on_grid(lambda epsilons: forward(epsilons, noise_multiplier, rate), step)
     back = _on_grid(lambda epsilons: backward(epsilons, noise_multiplier, rate), step)

@@ -41,7 +41,7 @@ def check(law: Any, mean: Any) -> None:
     )
 
 
-def draw(law: str, mean: float, rng: np.random.Generator) -> int:
+def draw_number_of_runs(law: str, mean: float, rng: np.random.Generator) -> int:
     """Draw the number of runs; the law of Poisson may give none."""
     if law == "geometric":
         return int(rng.geometric(1 / mean))

@@ -156,7 +156,7 @@ def _placement(squared: Squared) -> str:
 
 
 def _tree_noise(plan: PrivacyPlan, stddev: float) -> Noise:
-    return correlated.tree(stddev, plan.restart_every, rounds=plan.rounds)
+    return correlated.tree_noise(stddev, plan.restart_every, rounds=plan.rounds)
 
 
 def _tree_sensitivity(plan: PrivacyPlan, rounds: int) -> Squared:

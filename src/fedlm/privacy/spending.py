@@ -28,7 +28,7 @@ Book = Sequence[Entry]
 MOST_COMBINATIONS = 64
 
 
-def total(books: Iterable[Book], delta: float | None = None) -> Spent:
+def total_spent(books: Iterable[Book], delta: float | None = None) -> Spent:
     """Return what all ledgers cost a client whom they all are about.
 
     Args:

@@ -33,12 +33,11 @@ import numpy as np
 from jaxtyping import Float
 
 from fedlm.core.late import late
+from fedlm.core.types import Vector
 from fedlm.privacy.cost import quiet
 
 library = late("jax_privacy.matrix_factorization.toeplitz")  # over a second
 buffered_library = late("jax_privacy.matrix_factorization.buffered_toeplitz")  # over a second
-
-Vector = Float[np.ndarray, " n"]
 
 
 @dataclass(frozen=True, eq=False)

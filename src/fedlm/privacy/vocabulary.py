@@ -114,12 +114,12 @@ def word_selection(epsilon: float, delta: float, words: int) -> WordSelection:
         delta=delta,
         words=words,
         noise_multiplier=noise,
-        threshold=threshold_of(noise, delta / 2, words),
+        threshold=word_threshold(noise, delta / 2, words),
         threshold_delta=delta / 2,
     )
 
 
-def threshold_of(noise: float, delta: float, words: int) -> float:
+def word_threshold(noise: float, delta: float, words: int) -> float:
     """Return the least threshold of the theorem: the largest over all numbers of words."""
     # The quantile at (1 - delta)^(1/m), written with the small tail so that no digit is lost.
     tails = (-math.expm1(math.log1p(-delta) / m) for m in range(1, words + 1))

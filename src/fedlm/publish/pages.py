@@ -34,7 +34,7 @@ def page_of(paths: Iterable[Path]) -> str:
     folders = [Path(path) for path in paths]
     runs = [releasable_facts(path) for path in folders]
     beside = Beside(defaults=defaults_of(runs[0].recipe), members=whereabouts(folders[0]))
-    return report.page(runs, beside)
+    return report.report_page(runs, beside)
 
 
 def releasable_facts(path: Path) -> Facts:

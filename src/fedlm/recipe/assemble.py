@@ -163,7 +163,7 @@ def pooled_algorithm(recipe: Recipe) -> Algorithm:
         local=local,
         upload=STAYS,
         download=STAYS,
-        server=fedavg.server(optax.sgd(1.0)),
+        server=fedavg.fedavg_server(optax.sgd(1.0)),
         seed=recipe.run.seed,
     )
 

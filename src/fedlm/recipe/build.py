@@ -175,7 +175,7 @@ def round_of(
         algorithm=algorithm,
         engine=engine,
         seed=recipe.run.seed,
-        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+        secret=lambda: privacy_plan.new_secret(recipe.privacy),
     )
     server, client = recipe.server, recipe.client
     if server.mode == "synchronous":

@@ -635,7 +635,7 @@ def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan],
         "recipe": recipe,
         "plans": plans,
         "cadence": Cadence(
-            rounds=privacy_plan.rounds_of(recipe, plans.values()),
+            rounds=privacy_plan.planned_rounds(recipe, plans.values()),
             evaluate_every=server.evaluate_every,
             checkpoint_every=recipe.run.checkpoint_every,
         ),

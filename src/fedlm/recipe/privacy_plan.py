@@ -152,7 +152,7 @@ def client_of(recipe: Recipe) -> Client:
     return client.model_copy(update={"weight": "uniform"})
 
 
-def rounds_of(recipe: Recipe, plans: Iterable[PrivacyPlan]) -> int:
+def planned_rounds(recipe: Recipe, plans: Iterable[PrivacyPlan]) -> int:
     """Return the number of rounds asked for, or as many as the budget allows under every plan."""
     budget = recipe.privacy.epsilon
     if budget is None or recipe.privacy.noise_multiplier is None:
@@ -173,6 +173,6 @@ def _fitting(plan: PrivacyPlan, budget: float) -> int:
     return fits
 
 
-def secret_of(privacy: Privacy) -> bytes:
+def new_secret(privacy: Privacy) -> bytes:
     """Return 16 bytes that seed private draws: the system's entropy, or the fixed seed."""
     return os.urandom(16) if privacy.seed is None else privacy.seed.to_bytes(16, "little")

@@ -31,7 +31,7 @@ from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.distributed import DistributedNoise, shares_for
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Recipe
-from fedlm.recipe.sum_rules import check_honest, threshold_of
+from fedlm.recipe.sum_rules import check_honest_nodes, secure_threshold_of
 from fedlm.secure.terms import Member, Terms
 from fedlm.server.robust import RULES, bounded
 from fedlm.wire.bitwise import seed_of
@@ -184,9 +184,9 @@ def nodes_of(recipe: Recipe, members: int = 0) -> Nodes:
     noise of one node at least.
     """
     n, honest = members or recipe.wire.secure_nodes, recipe.privacy.honest_nodes
-    threshold = threshold_of(recipe, n)
+    threshold = secure_threshold_of(recipe, n)
     if honest:
-        check_honest(n, threshold, honest)
+        check_honest_nodes(n, threshold, honest)
     k = recipe.wire.secure_neighbors
     return Nodes(
         count=n,

@@ -17,14 +17,14 @@ PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "recipes", PACKAGE.parents[1] / "recipes")
 
 
-def folder() -> Path | None:
+def recipes_folder() -> Path | None:
     """Return the folder of shipped recipes; None if only the code was copied."""
     return next((path for path in FOLDERS if (path / "sotu.toml").is_file()), None)
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """Return the names of shipped recipes and sweeps, as `fedlm train` takes them."""
-    root = folder()
+    root = recipes_folder()
     if root is None:
         return []
     return sorted(
@@ -37,9 +37,9 @@ def find(path: Path) -> Path:
 
     `sotu`, `sotu.toml` and `recipes/sotu.toml` name the same shipped recipe.
     """
-    root = folder()
+    root = recipes_folder()
     if os.path.lexists(path) or root is None or path.is_absolute():
         return path
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     name = "/".join(parts).removesuffix(".toml")
-    return root / f"{name}.toml" if name in names() else path
+    return root / f"{name}.toml" if name in recipe_names() else path

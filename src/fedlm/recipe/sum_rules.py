@@ -22,7 +22,7 @@ from fedlm.wire.catalog import named
 from fedlm.wire.fixed_point import check_additive, grid_of
 
 
-class Rule(NamedTuple):
+class SumRule(NamedTuple):
     """A rule that settings keep, with the words of its refusal."""
 
     kept: bool
@@ -55,24 +55,24 @@ def _robust_settings(recipe: Recipe) -> dict[str, object]:
     return found if norm is None else {**found, "server.update_norm": norm}
 
 
-def _robust_rules(recipe: Recipe) -> Iterator[Rule]:
+def _robust_rules(recipe: Recipe) -> Iterator[SumRule]:
     private, secure = recipe.privacy.mechanism is not None, bool(recipe.wire.secure_nodes)
     for name, value in _robust_settings(recipe).items():
         plain = "'mean'" if name == "server.aggregate" else "nothing"
-        yield Rule(
+        yield SumRule(
             not private,
             name,
             value,
             f"{plain} under a privacy plan, whose claim is about sums of updates",
             "privacy.clip_norm bounds updates there.",
         )
-        yield Rule(
+        yield SumRule(
             not secure,
             name,
             value,
             f"{plain} with wire.secure_nodes: secure sums hide the updates it looks at",
         )
-    yield Rule(
+    yield SumRule(
         recipe.server.aggregate == "trimmed-mean" or recipe.server.trim == 0.1,
         "server.trim",
         recipe.server.trim,
@@ -80,15 +80,15 @@ def _robust_rules(recipe: Recipe) -> Iterator[Rule]:
     )
 
 
-def _flat_rules(recipe: Recipe) -> Iterator[Rule]:
+def _flat_rules(recipe: Recipe) -> Iterator[SumRule]:
     """Yield what all but a plain sum want: a flat run in rounds, in which all train one part."""
     secure = ["wire.secure_nodes"] if recipe.wire.secure_nodes else []
     for name in [*_robust_settings(recipe), *secure]:
         flat, part = recipe.federation is None, recipe.wire.trainable
-        yield Rule(flat, name, True, "nothing beside [federation]: flat runs only")
+        yield SumRule(flat, name, True, "nothing beside [federation]: flat runs only")
         waits = recipe.server.mode == "synchronous"
-        yield Rule(waits, name, True, "nothing with server.mode = 'buffered'")
-        yield Rule(
+        yield SumRule(waits, name, True, "nothing with server.mode = 'buffered'")
+        yield SumRule(
             not TRAINABLE[part].by_member,
             "wire.trainable",
             part,
@@ -96,12 +96,12 @@ def _flat_rules(recipe: Recipe) -> Iterator[Rule]:
         )
 
 
-def _noise_rules(recipe: Recipe) -> Iterator[Rule]:
+def _noise_rules(recipe: Recipe) -> Iterator[SumRule]:
     """Yield what noise wants that nodes add."""
     mechanism, nodes = recipe.privacy.mechanism, recipe.wire.secure_nodes
     if mechanism is None or not MECHANISMS[mechanism].at_nodes:
         return
-    yield Rule(
+    yield SumRule(
         bool(nodes),
         "privacy.mechanism",
         mechanism,
@@ -110,20 +110,20 @@ def _noise_rules(recipe: Recipe) -> Iterator[Rule]:
     )
 
 
-def check_honest(n: int, threshold: int, honest: int) -> None:
+def check_honest_nodes(n: int, threshold: int, honest: int) -> None:
     """Refuse a number of honest nodes that a list of `n` nodes cannot promise."""
     for rule in _honest_rules(n, threshold, honest):
         require(*rule)
 
 
-def _honest_rules(n: int, threshold: int, honest: int) -> Iterator[Rule]:
-    yield Rule(
+def _honest_rules(n: int, threshold: int, honest: int) -> Iterator[SumRule]:
+    yield SumRule(
         1 <= honest <= threshold,
         "privacy.honest_nodes",
         honest,
         f"1 to {threshold}, because so many of {n} nodes stay in a sum (wire.secure_threshold)",
     )
-    yield Rule(
+    yield SumRule(
         threshold + honest > n,
         "privacy.honest_nodes",
         honest,
@@ -133,12 +133,12 @@ def _honest_rules(n: int, threshold: int, honest: int) -> Iterator[Rule]:
     )
 
 
-def _neighbor_rule(n: int, threshold: int, recipe: Recipe) -> Rule:
+def _neighbor_rule(n: int, threshold: int, recipe: Recipe) -> SumRule:
     """Return the rule of a graph that neither absences nor a server that lies cut into parts."""
     k, honest = recipe.wire.secure_neighbors, recipe.privacy.honest_nodes
     colluders = threshold - honest if honest else 0
     least = least_neighbors(n, threshold, colluders)
-    return Rule(
+    return SumRule(
         k == 0 or (least <= k < n and k % 2 == 0),
         "wire.secure_neighbors",
         k,
@@ -149,7 +149,7 @@ def _neighbor_rule(n: int, threshold: int, recipe: Recipe) -> Rule:
     )
 
 
-def _sum_rules(recipe: Recipe) -> Iterator[Rule]:
+def _sum_rules(recipe: Recipe) -> Iterator[SumRule]:
     """Yield what a secure sum wants."""
     wire, n = recipe.wire, recipe.wire.secure_nodes
     if not n:
@@ -160,15 +160,15 @@ def _sum_rules(recipe: Recipe) -> Iterator[Rule]:
         }
         for name, value in unused.items():
             only = f"{type(value)()} without wire.secure_nodes"
-            yield Rule(not value, f"wire.{name}", value, only)
+            yield SumRule(not value, f"wire.{name}", value, only)
         return
     codec = named("wire.upload", wire.upload)
     check_additive("wire.upload", codec)
-    yield Rule(
+    yield SumRule(
         n >= 3, "wire.secure_nodes", n, "0 or at least 3: of two, each knows the other's part"
     )
-    threshold = threshold_of(recipe)
-    yield Rule(
+    threshold = secure_threshold_of(recipe)
+    yield SumRule(
         n // 2 < threshold <= n,
         "wire.secure_threshold",
         threshold,
@@ -177,25 +177,25 @@ def _sum_rules(recipe: Recipe) -> Iterator[Rule]:
     if recipe.privacy.mechanism and MECHANISMS[recipe.privacy.mechanism].at_nodes:
         yield from _honest_rules(n, threshold, recipe.privacy.honest_nodes)
     yield _neighbor_rule(n, threshold, recipe)
-    yield Rule(
+    yield SumRule(
         recipe.privacy.mechanism is not None or recipe.client.weight == "uniform",
         "client.weight",
         recipe.client.weight,
         "'uniform' with wire.secure_nodes: weights would need a range of their own",
     )
-    yield Rule(
+    yield SumRule(
         not METHODS[recipe.client.method].keeps_client_state,
         "client.method",
         recipe.client.method,
         "a method whose clients remember nothing, with wire.secure_nodes",
     )
-    yield Rule(
+    yield SumRule(
         not wire.error_feedback,
         "wire.error_feedback",
         True,
         "off with wire.secure_nodes: rounding leaves nothing behind on average",
     )
-    yield Rule(
+    yield SumRule(
         recipe.privacy.clip_quantile == 0,
         "privacy.clip_quantile",
         recipe.privacy.clip_quantile,
@@ -203,7 +203,7 @@ def _sum_rules(recipe: Recipe) -> Iterator[Rule]:
     )
     most = grid_of(codec).members
     fixed = recipe.server.sampling in ("fixed", "spaced")
-    yield Rule(
+    yield SumRule(
         recipe.server.cohort <= most,
         "server.cohort",
         recipe.server.cohort,
@@ -212,7 +212,7 @@ def _sum_rules(recipe: Recipe) -> Iterator[Rule]:
     )
 
 
-def threshold_of(recipe: Recipe, members: int = 0) -> int:
+def secure_threshold_of(recipe: Recipe, members: int = 0) -> int:
     """Return how many members of a list must stay: the setting's share of them, or two thirds."""
     n = recipe.wire.secure_nodes
     whole = recipe.wire.secure_threshold or max(n // 2 + 1, -(-2 * n // 3))

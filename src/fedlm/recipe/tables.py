@@ -20,7 +20,7 @@ from pydantic_core import PydanticKnownError
 from fedlm.cohort.delays import DELAYS
 from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import either
-from fedlm.corpus.rows import Layout
+from fedlm.corpus.rows import RowLayout
 from fedlm.corpus.tokenizer import FILE, KINDS, kind_of
 from fedlm.engine.catalog import ENGINES
 from fedlm.local.train import WEIGHTS
@@ -117,7 +117,7 @@ class Data(Table):
         "chosen at random.",
     )
     lowercase: bool = Field(default=True, description="Whether text is converted to lower case.")
-    layout: Layout = Field(
+    layout: RowLayout = Field(
         default="lines",
         description="How text becomes rows: `lines` makes one row per line, begun with BOS; "
         "`windows` cuts the text as one stream, in which every token is a target once.",

@@ -82,7 +82,7 @@ def tree_run(
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
     counts = tokens or people.population.tokens
-    config = config_of(recipe, store, algorithm, topology, size, counts, out, ledgers)
+    config = tree_config(recipe, store, algorithm, topology, size, counts, out, ledgers)
     plans = _plans(config, leaf_plan(recipe, topology))
     plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
@@ -91,7 +91,7 @@ def tree_run(
         engine=made,
         algorithm=algorithm,
         model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
-        secret=lambda: privacy_plan.secret_of(recipe.privacy),
+        secret=lambda: privacy_plan.new_secret(recipe.privacy),
         leaf_secret=lambda: _leaf_secret(settings),
         plan=plan,
     )
@@ -234,7 +234,7 @@ def _plans(config: TreeConfig, leaves: PrivacyPlan | None) -> dict[str, PrivacyP
     return account.dearest_first(plans)
 
 
-def config_of(
+def tree_config(
     recipe: Recipe,
     store: Any,
     algorithm: Algorithm,
@@ -286,7 +286,7 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
     def said(name: str) -> Any:
         return place.setting(name, settings.at_depth(name, depth))
 
-    return fedavg.server(
+    return fedavg.fedavg_server(
         server_optimizer(
             said("optimizer"),
             said("learning_rate"),

@@ -22,8 +22,8 @@ from fedlm.core.words import count, duration, number, size
 from fedlm.record import svg
 from fedlm.record.facts import AXES, SPLITS, Facts
 from fedlm.record.page import document, heading, paragraph, switch, table
-from fedlm.record.settings import SEED, Tables, differing, flat, shown
-from fedlm.record.svg import Point, Series, escape
+from fedlm.record.settings import SEED, Tables, differing, flat, shown_setting
+from fedlm.record.svg import Dot, Series, escape
 
 # The end of a run's name that tells its seed: `-s1`, `,run.seed=1`, `-1`.
 SEEDED = re.compile(r"[-_,. ]?(?:run\.)?(?:seed|s)?[-_=]?\d+$")
@@ -51,14 +51,14 @@ def figure(run: Facts, of: str, split: str) -> float | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def page(runs: Sequence[Facts], defaults: Tables) -> str:
+def comparison_page(runs: Sequence[Facts], defaults: Tables) -> str:
     """Return the comparison of several runs."""
     groups, split = grouped(runs), common_split(runs)
     of = "perplexity" if same_tokens(runs) else "bits_per_byte"
     title = f"{count(len(runs), 'run')} compared"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p class='verdict'>{verdict(groups, split, of)}</p>",
+        f"<p class='verdict'>{comparison_verdict(groups, split, of)}</p>",
         *_warnings(runs, split),
         *_table(groups, split),
         *_curves(groups, split),
@@ -107,7 +107,7 @@ def same_tokens(runs: Sequence[Facts]) -> bool:
     return len({(run.header.get("store") or {}).get("tokenizer_sha256") for run in runs}) == 1
 
 
-def verdict(groups: Sequence[Group], split: str, of: str = "perplexity") -> str:
+def comparison_verdict(groups: Sequence[Group], split: str, of: str = "perplexity") -> str:
     """Say which is best, by how much, and what it cost."""
     scored = [
         (statistics.fmean(found), group) for group in groups if (found := group.values(of, split))
@@ -218,7 +218,7 @@ def _table(groups: Sequence[Group], split: str) -> list[str]:
 
     best = sorted(groups, key=lambda g: min(g.values("perplexity", split), default=math.inf))
     rows = [row(group) for group in best]
-    for name, value in baselines(groups, split):
+    for name, value in baseline_rows(groups, split):
         blank: list[Any] = [""] * len(head)
         blank[0], blank[head.index("perplexity")] = name, value
         rows.append(blank)
@@ -227,7 +227,7 @@ def _table(groups: Sequence[Group], split: str) -> list[str]:
     return [table(head, rows), paragraph(words, "quiet")]
 
 
-def baselines(groups: Sequence[Group], split: str) -> list[tuple[str, str]]:
+def baseline_rows(groups: Sequence[Group], split: str) -> list[tuple[str, str]]:
     """Return what counting reaches on the same text, as a range where the texts differ."""
     found: dict[str, list[float]] = {}
     for run in (run for group in groups for run in group.runs):
@@ -276,7 +276,7 @@ def _curves(groups: Sequence[Group], split: str) -> list[str]:
     marks: dict[str, float] = {}
     watched = {run.watched for group in groups for run in group.runs}
     if len(watched) == 1:
-        for name, value in baselines(groups, watched.copy().pop()):
+        for name, value in baseline_rows(groups, watched.copy().pop()):
             text = value.replace(",", "")
             if "to" not in text.split():
                 marks[name.removesuffix(", counted")] = float(text)
@@ -300,7 +300,7 @@ def _curves(groups: Sequence[Group], split: str) -> list[str]:
     ]
 
 
-class Cost(NamedTuple):
+class RunCost(NamedTuple):
     """What a group reaches and costs; less is better in all three."""
 
     perplexity: float
@@ -308,24 +308,24 @@ class Cost(NamedTuple):
     upload_bytes: float
 
 
-def cost_of(group: Group, split: str) -> Cost | None:
+def cost_of(group: Group, split: str) -> RunCost | None:
     """Return the mean perplexity and bytes of a group, and its largest epsilon."""
     found = group.values("perplexity", split)
     if not found:
         return None
     epsilon = [math.inf if run.epsilon is None else run.epsilon for run in group.runs]
     moved = statistics.fmean(run.upload_bytes for run in group.runs)
-    return Cost(statistics.fmean(found), max(epsilon), moved)
+    return RunCost(statistics.fmean(found), max(epsilon), moved)
 
 
-def on_front(costs: Sequence[Cost]) -> list[bool]:
+def on_front(costs: Sequence[RunCost]) -> list[bool]:
     """Return which points no other point beats: as good everywhere and better somewhere.
 
-    >>> on_front([Cost(10, 1, 5), Cost(9, 1, 5), Cost(12, 0.5, 9)])
+    >>> on_front([RunCost(10, 1, 5), RunCost(9, 1, 5), RunCost(12, 0.5, 9)])
     [False, True, True]
     """
 
-    def beats(a: Cost, b: Cost) -> bool:
+    def beats(a: RunCost, b: RunCost) -> bool:
         return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
     return [not any(beats(other, one) for other in costs) for one in costs]
@@ -340,14 +340,14 @@ def _front(groups: Sequence[Group], split: str) -> list[str]:
     panels = []
     if len({cost.upload_bytes for cost in costs}) > 1:
         points = [
-            Point(group.name, cost.upload_bytes / 1e6, cost.perplexity, group.colour, best)
+            Dot(group.name, cost.upload_bytes / 1e6, cost.perplexity, group.colour, best)
             for (group, cost), best in zip(known, front, strict=True)
             if cost.upload_bytes > 0
         ]
         drawn = svg.scatter(points, x="MB uploaded by all members", y="perplexity", log_x=True)
         panels.append(("over bytes", drawn))
     finite = [
-        Point(group.name, cost.epsilon, cost.perplexity, group.colour, best)
+        Dot(group.name, cost.epsilon, cost.perplexity, group.colour, best)
         for (group, cost), best in zip(known, front, strict=True)
         if math.isfinite(cost.epsilon)
     ]
@@ -373,8 +373,8 @@ def _differences(groups: Sequence[Group], defaults: Tables) -> list[str]:
         return [heading("Where the recipes differ"), paragraph("In no setting but the seed.")]
     usual = flat(defaults)
     rows = [
-        [name, *(shown(flat(g.runs[0].recipe).get(name, "-")) for g in groups)]
-        + ([shown(usual.get(name, "-"))] if usual else [])
+        [name, *(shown_setting(flat(g.runs[0].recipe).get(name, "-")) for g in groups)]
+        + ([shown_setting(usual.get(name, "-"))] if usual else [])
         for name in names
     ]
     head = ["setting", *(group.name for group in groups), *(["default"] if usual else [])]

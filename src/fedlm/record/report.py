@@ -57,12 +57,12 @@ class Beside:
     members: trust.Whereabouts = field(default_factory=trust.Whereabouts)
 
 
-def page(runs: list[Facts], beside: Beside = Beside()) -> str:  # noqa: B008
+def report_page(runs: list[Facts], beside: Beside = Beside()) -> str:  # noqa: B008
     """Return the page of one run, or the comparison of several."""
     with damaged(f"the journal of {', '.join(run.name for run in runs)}"):
         if len(runs) == 1:
             return document(runs[0].name, _one_run(runs[0], beside))
-        return comparison.page(runs, beside.defaults)
+        return comparison.comparison_page(runs, beside.defaults)
 
 
 def _one_run(run: Facts, beside: Beside) -> list[str]:
@@ -352,7 +352,7 @@ def _clients(run: Facts) -> list[str]:
         times = f", {number(ratio, 2)} times the median" if ratio > 1.1 else ""
         said += f" The worst served tenth see {number(worst, 3)} on average{times}."
         marks = {"worst served tenth, mean": worst, **marks}
-    drawn = svg.spread(quantiles, marks, f"perplexity over {whose}")
+    drawn = svg.quantile_box(quantiles, marks, f"perplexity over {whose}")
     return [heading("Who is served badly?"), paragraph(said), drawn]
 
 

@@ -35,9 +35,11 @@ def changed_rows(recipe: Tables, defaults: Tables) -> tuple[list[list[str]], lis
     for name, value in flat(recipe).items():
         default = usual.get(name)
         if name in usual and _same(value, default):
-            others.append([name, shown(value)])
+            others.append([name, shown_setting(value)])
         else:
-            changed.append([name, shown(value), "" if default is None else shown(default)])
+            changed.append(
+                [name, shown_setting(value), "" if default is None else shown_setting(default)]
+            )
     return changed, others
 
 
@@ -47,10 +49,10 @@ def _same(a: Any, b: Any) -> bool:
     return listed[0] == listed[1]
 
 
-def shown(value: Any) -> str:
+def shown_setting(value: Any) -> str:
     """Return a value of a setting as text.
 
-    >>> shown([1, 2]), shown(True), shown("x"), shown(None)
+    >>> shown_setting([1, 2]), shown_setting(True), shown_setting("x"), shown_setting(None)
     ('1, 2', 'yes', 'x', '-')
     """
     if value is None:
@@ -58,8 +60,8 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        said = ", ".join(shown(part) for part in value) if value else "none"
-        return shown(said)
+        said = ", ".join(shown_setting(part) for part in value) if value else "none"
+        return shown_setting(said)
     said = str(value)
     return said if len(said) <= LONGEST else f"{said[: LONGEST - 1]}…"
 

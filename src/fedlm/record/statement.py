@@ -46,7 +46,7 @@ class StatementFacts(TypedDict):
     versions: dict[str, Any]
 
 
-def page(told: StatementFacts) -> str:
+def statement_page(told: StatementFacts) -> str:
     """Return the page to sign."""
     title = f"Privacy statement of {told['run']}"
     return document(

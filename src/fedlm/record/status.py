@@ -22,8 +22,10 @@ from fedlm.core.documents import read_text
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 
-State = Literal["preparing", "compiling", "training", "evaluating", "finished", "stopped", "failed"]
-LIVE: tuple[State, ...] = ("preparing", "compiling", "training", "evaluating")
+RunState = Literal[
+    "preparing", "compiling", "training", "evaluating", "finished", "stopped", "failed"
+]
+LIVE: tuple[RunState, ...] = ("preparing", "compiling", "training", "evaluating")
 Command = Literal["train", "pretrain", "federation train"]
 WRITE_SECONDS = 0.5  # between two writes in one state
 CHANGE_SECONDS = 0.05  # between two writes in all, but for the last one
@@ -39,7 +41,7 @@ class Status(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     format: Literal[1] = 1
-    state: State = "preparing"
+    state: RunState = "preparing"
     doing: Sentence = ""  # in words: "waiting for sweden, 40 s"
     follows: Sentence = ""  # what comes next
     pid: Annotated[int, Field(ge=1, lt=1 << 32)]

@@ -45,7 +45,7 @@ class Series(NamedTuple):
     high: Sequence[float] = ()
 
 
-class Point(NamedTuple):
+class Dot(NamedTuple):
     """One mark of a scatter chart; a hollow one is not on the front."""
 
     name: str
@@ -224,7 +224,7 @@ def lines(
 
 
 def scatter(
-    points: Sequence[Point], *, x: str, y: str, log_x: bool = False, height: float = 330
+    points: Sequence[Dot], *, x: str, y: str, log_x: bool = False, height: float = 330
 ) -> str:
     """Draw one mark per point; filled ones are on the front, and a line joins them."""
     across = axis((p.x for p in points), LEFT + 14, WIDTH - RIGHT - 60, log=log_x)
@@ -340,7 +340,7 @@ def _shown(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def spread(quantiles: Mapping[str, float], marks: Mapping[str, float], title: str) -> str:
+def quantile_box(quantiles: Mapping[str, float], marks: Mapping[str, float], title: str) -> str:
     """Draw how values lie: a box from the lower to the upper quarter, whiskers, named values."""
     values = [*quantiles.values(), *marks.values()]
     across = axis(values, 30, WIDTH - 30, log=True)
@@ -428,7 +428,9 @@ class TreeNode(NamedTuple):
     down: float = 0.0
 
 
-def tree(nodes: Sequence[TreeNode], routes: Mapping[tuple[str, str], int], *, title: str) -> str:
+def tree_drawing(
+    nodes: Sequence[TreeNode], routes: Mapping[tuple[str, str], int], *, title: str
+) -> str:
     """Draw a tree: a row per node, its value as a bar, branches as thick as what flows on them.
 
     Routes are drawn at the right side as arcs from one node to another.

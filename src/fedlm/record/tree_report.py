@@ -41,7 +41,9 @@ def section(run: Facts) -> list[str]:
     found, routes = run.headline[1], routed(run.rounds)
     parts = [
         heading("The tree"),
-        svg.tree(nodes_of(tree, run.rounds, found), routes, title="the tree of nodes"),
+        svg.tree_drawing(
+            reported_nodes(tree, run.rounds, found), routes, title="the tree of nodes"
+        ),
         paragraph(
             "Bars: perplexity of a node's model on the held-out text below it; squares: after its "
             "own steps. Branches are as thick as what travels on them."
@@ -65,7 +67,7 @@ def section(run: Facts) -> list[str]:
     return parts + _attention(tree, run.rounds) + _routes(run.rounds, routes)
 
 
-def nodes_of(
+def reported_nodes(
     tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str, Any]
 ) -> list[TreeNode]:
     """Return the nodes of a tree with their perplexity and the bytes they sent and received."""

@@ -17,8 +17,8 @@ from fedlm.core.keys import generator_for
 from fedlm.recipe.settings import Recipe, parse_value
 from fedlm.search.sweep import Point
 
-Values = tuple[object, ...]
-Axes = Mapping[str, Values]
+AxisValues = tuple[object, ...]
+Axes = Mapping[str, AxisValues]
 RANGE = ".."  # between the ends of a range, whose values are evenly spaced in their logarithm
 RANGE_VALUES, MOST_VALUES, MOST_POINTS = 5, 100, 10_000
 
@@ -40,7 +40,7 @@ SERVER_RATES: dict[str, tuple[float, ...]] = {
 CLIPS = (0.0, 1.0)
 
 
-def axis_of(text: str) -> tuple[str, Values]:
+def axis_of(text: str) -> tuple[str, AxisValues]:
     """Read `table.key=value,value` or `table.key=low..high:count`.
 
     >>> axis_of("client.learning_rate=0.1,1")
@@ -59,9 +59,9 @@ def axis_of(text: str) -> tuple[str, Values]:
     return name, _values(name, values)
 
 
-def axes_of(texts: Iterable[str]) -> dict[str, Values]:
+def axes_of(texts: Iterable[str]) -> dict[str, AxisValues]:
     """Read several settings to try, each of which may be named once."""
-    axes: dict[str, Values] = {}
+    axes: dict[str, AxisValues] = {}
     for text in texts:
         name, values = axis_of(text)
         require(name not in axes, "over", text, "each setting once")
@@ -69,7 +69,7 @@ def axes_of(texts: Iterable[str]) -> dict[str, Values]:
     return axes
 
 
-def _values(name: str, text: str) -> Values:
+def _values(name: str, text: str) -> AxisValues:
     """Return the values of a setting to try, from the text of a list or of a range."""
     what = f"over {name}"
     if RANGE in text:
@@ -99,9 +99,9 @@ def _spaced(what: str, text: str) -> tuple[float, ...]:
     return rounded if len(set(rounded)) == count else tuple(exact)
 
 
-def default_axes(recipe: Recipe) -> dict[str, Values]:
+def default_axes(recipe: Recipe) -> dict[str, AxisValues]:
     """Return the settings to try if nothing is said, by the recipe's optimisers."""
-    axes: dict[str, Values] = {"client.learning_rate": CLIENT_RATES[recipe.client.optimizer]}
+    axes: dict[str, AxisValues] = {"client.learning_rate": CLIENT_RATES[recipe.client.optimizer]}
     if recipe.federation is None:
         axes["server.learning_rate"] = SERVER_RATES[recipe.server.optimizer]
     if recipe.privacy.mechanism is not None:

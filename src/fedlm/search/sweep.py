@@ -330,7 +330,7 @@ def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
     if not file.is_file():
         seed = int.from_bytes(os.urandom(16), "little")
         rng = generator_for(seed, "selection")
-        runs = selection.draw(sweep.selection.law, sweep.selection.mean, rng)
+        runs = selection.draw_number_of_runs(sweep.selection.law, sweep.selection.mean, rng)
         hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
         points = [int(rng.integers(len(sweep.points))) for _ in range(runs)]
         write_atomically(file, json.dumps(points).encode(), private=True)
@@ -365,7 +365,7 @@ def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -
     target = out / BEST
     target.mkdir(exist_ok=True)
     made = RunDirectory(path)
-    lineage.add_models(out, run.store, lineage.read(path / lineage.FILE).models)
+    lineage.add_models(out, run.store, lineage.read_lineage(path / lineage.FILE).models)
     for file in (made.recipe, made.weights, made.tokenizer, made.special_tokens):
         write_atomically(target / file.name, file.read_bytes())
     told = {"point": point, "perplexity": perplexity, "privacy": claim.facts}
@@ -373,9 +373,9 @@ def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -
     return Best(point, target, perplexity, claim)
 
 
-def total_of(results: list[Result]) -> str | None:
+def privacy_sentence(results: list[Result]) -> str | None:
     """Say what all private runs of a sweep cost one client together; None without any."""
-    spent = lineage.total_of(result.path for result in results)
+    spent = lineage.spent_together(result.path for result in results)
     if spent is None:
         return None
     private = sum(Ledger(result.path / ledger.NAME).exists() for result in results)
@@ -459,23 +459,22 @@ def _row(
 ) -> list[Any]:
     row = [group[0].point.get(n) for n in names] + [len(group)]
     row += [
-        mean_and_spread([getattr(r, f) for r in group])
-        for f in ("perplexity", "validation", "best")
+        over_seeds([getattr(r, f) for r in group]) for f in ("perplexity", "validation", "best")
     ]
     if target:
-        row.append(mean_and_spread([r.reached for r in group], digits=0))
+        row.append(over_seeds([r.reached for r in group], digits=0))
     if private:
         row.append("-" if group[0].epsilon is None else number(group[0].epsilon, 3))
     if most:
         each = statistics.fmean(r.upload_bytes for r in group)
         row += [f"{each / 1e3:.1f}", f"{each / most:.0%}"]
     if grown:
-        row.append(mean_and_spread([r.personal for r in group]))
+        row.append(over_seeds([r.personal for r in group]))
     failed = [r.diverged for r in group if r.diverged is not None]
     return [*row, f"{len(failed)} of {len(group)}" if failed else "no"]
 
 
-def mean_and_spread(values: list[Any], digits: int = 1) -> str:
+def over_seeds(values: list[Any], digits: int = 1) -> str:
     """Return mean and standard deviation over seeds as text; a dash if a seed has no value."""
     if any(v is None or not math.isfinite(v) for v in values):
         return "-"

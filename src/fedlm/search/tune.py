@@ -42,7 +42,7 @@ from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.search import splits
 from fedlm.search.space import edges
-from fedlm.search.sweep import SEED, Point, Sweep, name_of, result_of, total_of, train_point
+from fedlm.search.sweep import SEED, Point, Sweep, name_of, privacy_sentence, result_of, train_point
 from fedlm.search.tune_plan import Search
 from fedlm.search.tune_results import RUNS, Found, Trial, claim_folder, write_found
 from fedlm.training import Watcher
@@ -254,7 +254,7 @@ def _finish(
         edges=edges(search.axes, best.point),
         last=_last_figure(search, best, stores) if complete else None,
         chosen_by=splits.said(run),
-        spent=total_of(results),
+        spent=privacy_sentence(results),
         seconds=clock.seconds,
     )
     write_found(search, found, out)

@@ -14,7 +14,7 @@ Not here: which updates there are (`engine/robust.py`); sums under masks or with
     geometric-median  the point with the least sum of distances (Pillutla et al. 2022); stands while
                       liars are fewer than half
 
-Rules but `mean` hold all updates of a cohort in memory at once.
+Rules but `plain_mean` hold all updates of a cohort in memory at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rule = Callable[[np.ndarray, float], np.ndarray]
 STEPS, NEAR = 200, 1e-7  # of Weiszfeld's iteration: at most, and when it stands still
 
 
-def mean(updates: np.ndarray, trim: float = 0.0) -> np.ndarray:
+def plain_mean(updates: np.ndarray, trim: float = 0.0) -> np.ndarray:
     """Return the mean."""
     return np.mean(updates, axis=0)
 
@@ -73,7 +73,7 @@ def geometric_median(updates: np.ndarray, trim: float = 0.0) -> np.ndarray:
 
 
 RULES: dict[str, Rule] = {
-    "mean": mean,
+    "mean": plain_mean,
     "median": median,
     "trimmed-mean": trimmed_mean,
     "geometric-median": geometric_median,

@@ -115,7 +115,7 @@ def unless_stopped(run: Run, last: Resumed) -> Resumed:
 def _begin_lineage(run: Run, ahead: WriteAhead | None) -> None:
     """Write down what the run learns from and starts from, and register it in its store."""
     start = run.recipe.model.init_from or ("python" if _given_module(run) else "")
-    lineage.begin(
+    lineage.begin_lineage(
         run.record.path,
         run.store,
         run=lineage.new_run() if ahead is None else ahead.entries[0]["run"],

@@ -190,7 +190,7 @@ class WriteAhead:
             whole = [*entries, *further, *self._figures(entries, round, last)]
             if not before:
                 return ledger.spent_of(whole).epsilon <= budget
-            return spending.total([whole, *before], self._delta()).epsilon <= budget
+            return spending.total_spent([whole, *before], self._delta()).epsilon <= budget
 
         low, high = round, max(round, wanted) + 1  # `low` is played, `high` is not
         while high - low > 1:
@@ -218,7 +218,7 @@ class WriteAhead:
         file = self.directory.path / lineage.FILE
         if not file.is_file() or next(iter(self.plans.values())).unit != "client":
             return []
-        return lineage.books_before(lineage.read(file))
+        return lineage.books_before(lineage.read_lineage(file))
 
     def _delta(self) -> float:
         return min(plan.delta for plan in self.plans.values())
