@@ -5,6 +5,7 @@ A run in which no round was lost ends in the very model of its simulation.
 
 import json
 import os
+import threading
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import member_list, workspace
+from fedlm.deploy.node import work
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.secure_worker import node_sum, vector_of
@@ -45,11 +47,15 @@ DISTRIBUTED = (
 
 
 class World:
-    """A federation whose roles are processes to be killed; `network` has nodes by relay."""
+    """A federation whose roles are processes to be killed; `network` has nodes by relay.
 
-    def __init__(self, folder, started, network, *changes, patient=True):
+    Nodes that nobody kills are threads of this process: their imports would be most of a test.
+    """
+
+    def __init__(self, folder, started, network, *changes, patient=True, killed=()):
         """With `patient` every list waits for all its members, so that nobody is left out."""
         self.folder, self.started, self.roles, self.network = folder, started, {}, network
+        self.killed, self.threads, self.stop = killed, [], threading.Event()
         self.leaves = [f"{at}-{n}" if n else at for at, of in network.items() for n in of or ("",)]
         n = len(self.leaves)
         sums = (f"wire.secure_nodes={n}", f"wire.secure_threshold={n if patient else 3}")
@@ -108,14 +114,25 @@ class World:
             home = str(self.homes[role].path)
             arguments = ["node", "relay", str(self.fed.kit(role).path), "--home", home]
         else:
-            store = str(self.folder / "stores" / role)
-            arguments = ["node", "join", str(self.kit(role).path), "--store", store]
-            arguments += ["--devices", "1"]
+            kit, store = self.kit(role).path, self.folder / "stores" / role
+            if role not in self.killed:
+                return self._thread(kit, store)
+            arguments = ["node", "join", str(kit), "--store", str(store), "--devices", "1"]
         self.roles[role] = Child(arguments, self.folder / f"{role}.log", self.folder)
         self.started.append(self.roles[role])
         if role.endswith("-server"):
             port = self.homes[role[:-7]].settings.port
             wait_for_port(port, self.roles[role], LONGEST)
+
+    def _thread(self, kit, store):
+        how = {"whole": False, "say": lambda text: None, "stop": self.stop.is_set}
+        self.threads.append(threading.Thread(target=work, args=(kit, store, None), kwargs=how))
+        self.threads[-1].start()
+
+    def end(self):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(60)
 
     def again(self, role):
         """Kill a process, and start it again."""
@@ -162,8 +179,16 @@ class World:
 @pytest.fixture
 def world(tmp_path):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    made = []
+
+    def make(*more, **how):
+        made.append(World(tmp_path, started, *more, **how))
+        return made[-1]
+
     with children() as started:
-        yield lambda *more, **how: World(tmp_path, started, *more, **how)
+        yield make
+        for one in made:
+            one.end()
 
 
 def plain_vectors(world):
@@ -225,7 +250,7 @@ def check_disks(world, vectors, bits, sums):
 
 
 def test_kills_at_every_step_change_no_bit_and_leave_no_secret_on_the_servers_disk(world):
-    made = world(FLAT)
+    made = world(FLAT, killed=("north",))
     made.recipe("server.rounds=5")
     made.begin()
     # A node is killed and started again, the server's program is killed at each later step.
@@ -243,7 +268,7 @@ def test_kills_at_every_step_change_no_bit_and_leave_no_secret_on_the_servers_di
 
 
 def test_a_node_that_is_gone_for_good_at_a_step_is_left_out_and_the_run_goes_on(world):
-    made = world(FLAT, patient=False)
+    made = world(FLAT, patient=False, killed=("north",))
     made.recipe("server.rounds=3")
     made.begin()
     made.until(1, "share")  # shares of its masks are out: the others open them, or its own
@@ -256,7 +281,7 @@ def test_a_node_that_is_gone_for_good_at_a_step_is_left_out_and_the_run_goes_on(
 
 
 def test_a_relay_killed_at_every_step_changes_no_bit_and_keeps_no_sum_on_its_disk(world):
-    made = world(RELAYED)
+    made = world(RELAYED, killed=("hub-two",))
     made.recipe("server.rounds=6")
     made.begin()
     for round, step in enumerate(("keys", "share", "mask", "sign")):
@@ -289,6 +314,7 @@ def test_noise_of_nodes_over_tls_is_in_every_ledger_and_no_sum_without_it_on_a_d
     journal = (made.folder / "run" / "journal.jsonl").read_text().splitlines()
     rounds = [json.loads(line) for line in journal if '"noise_excess"' in line]
     assert [entry["noise_excess"] for entry in rounds] == [len(made.leaves) / 2] * 2
+    made.end()  # its ledgers are read
     asked = 0
     for leaf in made.leaves:
         ledger = NodeLedger(made.kit(leaf).ledger, read_only=True)
