@@ -28,6 +28,10 @@ import jax
 import numpy as np
 import pytest
 
+# Bytecode is kept, whatever the environment says: otherwise each worker, and each command that a
+# test starts, compiles all of fedlm again. Git ignores it.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Two lanes, so that a mistake in sharding shows everywhere; before JAX is first used.
 jax.config.update("jax_num_cpu_devices", 2)
 assert jax.device_count() == 2  # and it stays so: a command run in here cannot change it

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from fedlm.core.errors import DivergenceError
 from fedlm.core.releasable import Releasable
@@ -236,9 +237,15 @@ def _check(metrics: Metrics, told: Releasable, high: int) -> None:
         )
 
 
+@jax.jit  # one program, not two for each shape of a leaf
+def _all_finite(params: Params) -> Bool[Array, ""]:
+    """Return whether all parameters are finite."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
+
+
 def _check_params(round: int, params: Params) -> None:
     """Raise `DivergenceError` if parameters are not finite; finite updates can sum to infinity."""
-    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params)):
+    if not bool(_all_finite(params)):
         raise DivergenceError(
             f"round {round}: the parameters are not finite; training stopped. {CAUSES}"
         )

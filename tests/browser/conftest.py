@@ -28,8 +28,9 @@ OPTIONS = [
 
 
 def pytest_collection_modifyitems(items):
+    here = str(Path(__file__).parent)
     for item in items:
-        if Path(__file__).parent in Path(item.fspath).parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.slow)
 
 

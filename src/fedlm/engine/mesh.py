@@ -152,6 +152,7 @@ class Programs:
         self.start_own = jax.jit(self._start_own_lanes, static_argnums=0)
         self.chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=2)
         self.sum = jax.jit(_sum_lanes, out_shardings=replicated)
+        self.to_send = jax.jit(self._change_to_send, static_argnums=0)
 
     def _make_shared(
         self, local: ClientMethod, model: Message, keys: tuple[PRNGKeyArray, PRNGKeyArray]
@@ -177,6 +178,10 @@ class Programs:
         made = jax.vmap(one)(models)
         lanes: tuple[PyTree, LaneState] = jax.lax.with_sharding_constraint(made, self.per_lane)
         return lanes
+
+    def _change_to_send(self, local: ClientMethod, base: Params | None, done: Finished) -> PyTree:
+        whole = done._replace(shared=on_base(base, done.shared))
+        return payload_size.to_send(self.algorithm, local, whole)
 
     def _run_chunk(
         self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput
@@ -469,8 +474,8 @@ class MeshEngine:
         """Encode a member's update, and return the size of the frame."""
         key = key_for(self.seed, "upload", round=round, member=member)
         local = self.algorithm.local_of(round)
-        done = done._replace(shared=on_base(self.algorithm.base, done.shared))
-        return payload_size.really_sent(self.algorithm, local, done, key)
+        delta = self._programs.to_send(local, self.algorithm.base, done)
+        return payload_size.really_sent(self.algorithm.upload, delta, done.carry.mask, key)
 
     def _compare(self, lanes: Lanes, start: Start, cohort: Cohort) -> None:
         """Encode the last member of the first lane, and check its size against the stated one."""

@@ -40,18 +40,21 @@ def through_bytes(
     return tree.fill(arrived, delta, keep), len(payload)
 
 
-def really_sent(
-    algorithm: Algorithm, local: ClientMethod, done: Finished, key: PRNGKeyArray
-) -> int:
-    """Return the size of a member's frame by making it."""
-    sizes = []
+def to_send(algorithm: Algorithm, local: ClientMethod, done: Finished) -> PyTree:
+    """Return the change that a member gives to its codec."""
+    given = []
 
     def send(delta: PyTree) -> PyTree:
-        sizes.append(len(algorithm.upload.encode(delta, key, kept_leaves(done.carry.mask))))
+        given.append(delta)
         return delta
 
     member_half(algorithm, local, done, send)
-    return sizes[0]
+    return given[0]
+
+
+def really_sent(codec: Codec, delta: PyTree, mask: PyTree, key: PRNGKeyArray) -> int:
+    """Return the size of a member's frame by making it."""
+    return len(codec.encode(delta, key, kept_leaves(mask)))
 
 
 def sizes(algorithm: Algorithm, sent: Message, cohort: Cohort, seed: int) -> Iterator[int]:

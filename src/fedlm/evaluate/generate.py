@@ -60,6 +60,9 @@ def read_prompt(
     return state, logits
 
 
+_chances = jax.jit(jax.nn.softmax)  # one program in place of five
+
+
 def next_words(
     model: Speaker,
     prompt: Sequence[int],
@@ -73,7 +76,7 @@ def next_words(
     it continues the word (never, for a vocabulary of whole words).
     """
     state, logits = read_prompt(model, prompt, special.bos)
-    chances = np.asarray(jax.nn.softmax(logits))
+    chances = np.asarray(_chances(logits))
     order = np.argsort(-chances, kind="stable")
     words = order[~np.isin(order, special.reserved)][:count]
     return [_finish_word(model, state, int(t), float(chances[t]), goes_on) for t in words]
@@ -85,7 +88,7 @@ def _finish_word(
     word = [token]
     while len(word) < LONGEST_WORD:
         state, logits = model.advance(state, word[-1])
-        chances = np.asarray(jax.nn.softmax(logits))
+        chances = np.asarray(_chances(logits))
         token = int(np.argmax(chances))
         if not goes_on(token):
             break

@@ -218,16 +218,21 @@ def _loss_of(event: DpEvent, count: int, step: float) -> Any:
     if isinstance(event, BallsInBinsEvent):
         once = balls_in_bins.bins_loss(event, step)
         return once if count == 1 else once.self_compose(count)
+    return _loss_of_one_round(event, step).self_compose(count)
+
+
+@functools.lru_cache(maxsize=16)  # half a second to make, and every round of a run asks for it
+def _loss_of_one_round(event: DpEvent, step: float) -> Any:
+    """Return the privacy loss distribution of normal noise on one cohort that was drawn."""
     noise = event.event.noise_multiplier
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-        rate = event.sampling_probability
-        one = privacy_loss_distribution.from_gaussian_mechanism(
-            noise, value_discretization_interval=step, sampling_prob=rate
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            noise,
+            value_discretization_interval=step,
+            sampling_prob=event.sampling_probability,
         )
-    else:
-        rate = event.sample_size / event.source_dataset_size
-        one = fixed_size.fixed_size_loss(2 * noise, rate, step)
-    return one.self_compose(count)
+    rate = event.sample_size / event.source_dataset_size
+    return fixed_size.fixed_size_loss(2 * noise, rate, step)
 
 
 def _without_draws(leaves: Leaves) -> Leaves:
