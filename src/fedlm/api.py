@@ -22,6 +22,7 @@ import jax
 import optax
 
 from fedlm import lineage
+from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
@@ -116,7 +117,7 @@ def _temporary() -> Path:
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | Recipe,
+    recipe: str | Path | JsonMapping | Recipe,
     out: str | Path,
     *,
     changes: Iterable[str] = (),
@@ -272,7 +273,7 @@ class TrainedRun:
         """The run directory."""
         return self.run.record.path
 
-    def evaluate(self, split: str = "test") -> dict[str, Any]:
+    def evaluate(self, split: str = "test") -> JsonObject:
         """Score the trained model on a split of the held-out text.
 
         Args:
@@ -297,7 +298,7 @@ class TrainedRun:
         require(split in told, "split", split, f"one of {', '.join(told) or 'none'}")
         return self.run.evaluation.of_models(self._models(), split)
 
-    def predict(self, text: str, top: int = 5) -> list[dict[str, Any]]:
+    def predict(self, text: str, top: int = 5) -> list[JsonObject]:
         """Return the likeliest next words after a text, with their probabilities.
 
         Args:
@@ -342,7 +343,7 @@ class TrainedRun:
         write_atomically(target / CARD, made.encode())
         return file
 
-    def _models(self) -> dict[str, Any]:
+    def _models(self) -> JsonObject:
         record, model = self.run.record, self.run.recipe.model
         size = tokenizer_file.load_tokenizer(record.tokenizer).vocabulary
         if isinstance(self.run.model, ModuleSpec):
@@ -453,7 +454,7 @@ class Federation:
         cohort: int,
         rounds: int,
         method: Averaging | None = None,
-        privacy: Privacy | Mapping[str, Any] | None = None,
+        privacy: Privacy | JsonMapping | None = None,
         upload: str = "float32",
         download: str = "float32",
         out: str | Path | None = None,
@@ -469,7 +470,7 @@ class Federation:
             "a run directory under a privacy plan: a release is on record before it is yielded",
         )
         spec = model if isinstance(model, ModelSpec) else ModuleSpec(model)
-        tables: dict[str, Any] = {
+        tables: JsonObject = {
             "data": {"store": str(store.path)},
             "model": spec.settings(),
             "server": {"cohort": cohort, "rounds": rounds, "evaluate_every": 1},

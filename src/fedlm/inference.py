@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from tokenizers import decoders, pre_tokenizers
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.types import PAD, Params
 from fedlm.corpus import tokenizer as tok
 from fedlm.corpus import tokenizer_file
@@ -73,14 +74,14 @@ def room_for(tokens: Sequence[int], further: int = 0) -> int:
 
 def predict(
     params: Params, tokenizer: TextTokenizer, prompt: str, count: int = 5
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the likeliest next words after a prompt, with their probabilities."""
     return words_after(lambda capacity: speak(params, capacity), tokenizer, prompt, count)
 
 
 def words_after(
     speaker_for: Callable[[int], Speaker], tokenizer: TextTokenizer, prompt: str, count: int = 5
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the likeliest next words by a predictor that is made for a number of tokens."""
     tokens = tok.encode_prompt(tokenizer, prompt)
     model, special = speaker_for(room_for(tokens)), tokenizer.special
@@ -241,7 +242,7 @@ MOST_WORDS = 2_000  # whose keys are counted
 CLOSING = frozenset(".,;:!?%)")  # marks before which nobody types a blank
 
 
-def keystrokes_on(params: Params, tokenizer: TextTokenizer, rows: np.ndarray) -> dict[str, Any]:
+def keystrokes_on(params: Params, tokenizer: TextTokenizer, rows: np.ndarray) -> JsonObject:
     """Count the keys that three suggestions save on rows of held-out text, at most 2,000 words.
 
     A word outside the vocabulary, which a store does not keep, counts as five letters typed in

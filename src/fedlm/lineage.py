@@ -22,12 +22,13 @@ import heapq
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.words import count
@@ -310,7 +311,7 @@ def _as_ancestor(record: Record, book: Ledger) -> Ancestor:
 # ---- the claim of a run ------------------------------------------------------------------------
 
 
-def claim_of_run(folder: Path, header: Mapping[str, Any], rounds: Sequence[Any]) -> Claim:
+def claim_of_run(folder: Path, header: JsonMapping, rounds: Sequence[Any]) -> Claim:
     """Return the claim of a run from its ledger, its lineage and the header of its journal.
 
     Raises:
@@ -351,7 +352,7 @@ def _of_node(entries: list[Entry], node: str) -> list[Entry]:
     return [{**begun, "plans": {node: begun["plans"][node]}}, *entries[1:]]
 
 
-def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
+def claim_of_selection(folder: Path, header: JsonMapping) -> Claim:
     """Return the claim of a private selection from its ledger, its lineage and a run's header."""
     entries = Ledger(folder / ledger.NAME).entries()
     told = next(entry for entry in entries if entry["kind"] == "selection")
@@ -370,7 +371,7 @@ def claim_of_selection(folder: Path, header: Mapping[str, Any]) -> Claim:
     return claim_of(spent, plan, told["rounds"], context._replace(released=released))
 
 
-def _assumptions(spent: Spent, header: Mapping[str, Any], context: Context) -> tuple[str, ...]:
+def _assumptions(spent: Spent, header: JsonMapping, context: Context) -> tuple[str, ...]:
     """Return what a claim assumes, with who counts as a client and where words came from."""
     said = dict.fromkeys((*spent.assumptions, *vocabulary.assumptions(header)))
     return tuple(each for each in said if each not in context.uncovered)
@@ -392,7 +393,7 @@ def books_before(record: Record) -> list[list[Entry]]:
     return [*books, *record.vocabulary, *(book for each in same for book in each.vocabulary)]
 
 
-def _context(record: Record | None, header: Mapping[str, Any], unit: str) -> Context:
+def _context(record: Record | None, header: JsonMapping, unit: str) -> Context:
     covered: list[str] = []
     uncovered, broken = list(vocabulary.uncovered(header)), list[str]()
     named = (header.get("recipe") or {}).get("model", {}).get("init_from")
@@ -459,7 +460,7 @@ class StoreSpending(NamedTuple):
     other_runs: int  # without a plan, or with exact sums told
     private_epsilon: float | None  # of the vocabulary and the private runs alone
     accountant: str
-    runs: tuple[dict[str, Any], ...]  # each by name, with its own epsilon
+    runs: tuple[JsonObject, ...]  # each by name, with its own epsilon
     not_covered: tuple[str, ...] = ()
 
 

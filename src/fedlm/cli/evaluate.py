@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.engine.remote_evaluation import ELSEWHERE
@@ -82,7 +83,7 @@ def evaluate(
             )
             for name in made.round.names
         }
-        found: dict[str, Any] = {"run": str(run), "split": split}
+        found: JsonObject = {"run": str(run), "split": split}
         found |= made.evaluation.of_models(models, split)
         if keystrokes:
             text = getattr(made.evaluation, "text", {}).get(split)
@@ -173,7 +174,7 @@ def run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     return again(recipe, directory, STORES)
 
 
-def _show_tree(found: dict[str, Any]) -> None:
+def _show_tree(found: JsonObject) -> None:
     """Print the figures of every node on its own text and on the text of every place."""
     rows = [
         [n["name"], n["perplexity"], n.get("bits_per_byte"), n["parent"]] for n in found["nodes"]

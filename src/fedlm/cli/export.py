@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, note, out, talk
 from fedlm.cli.evaluate import run_of
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import FedlmError, either, require
 from fedlm.core.words import count, number
 from fedlm.engine.devices import use_devices
@@ -86,7 +87,7 @@ def export(
             )
 
 
-def _int8_cost(directory: RunDirectory, file: Path, best: bool) -> dict[str, Any]:
+def _int8_cost(directory: RunDirectory, file: Path, best: bool) -> JsonObject:
     """Return perplexity with float32 and with int8 weights on the same held-out rows.
 
     Nothing where the text is not here, or may not be told of.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, talk
+from fedlm.core.documents import JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import require
 from fedlm.corpus import sources
@@ -47,7 +48,7 @@ def new(
     note(f"Read it, change what you like, then:\n  {command}")
 
 
-def _look(source: str) -> tuple[dict[str, Any], int]:
+def _look(source: str) -> tuple[JsonObject, int]:
     """Return the settings of `[data]` that name a text, and how many training clients it has."""
     if (Path(source) / "store.json").is_file():
         store = Store(Path(source))

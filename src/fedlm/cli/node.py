@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import polite_stop
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import require
 from fedlm.core.words import count, number
 from fedlm.corpus import sources
@@ -314,7 +315,7 @@ def _over(kept: dict[str, float], named: list[str], days: float) -> list[str]:
     return sorted(set(chosen))
 
 
-def _sentences(told: dict[str, Any]) -> Iterator[str]:
+def _sentences(told: JsonObject) -> Iterator[str]:
     """Yield what a ledger's table does not show."""
     for run in told["runs"]:
         often = ", ".join(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.train import STORES
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS
@@ -122,7 +123,7 @@ def _open(path: Path) -> Run:
     return made
 
 
-def _print_one(facts: dict[str, Any], as_json: bool) -> None:
+def _print_one(facts: JsonObject, as_json: bool) -> None:
     if as_json:
         return emit(facts)
     rows = [

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, out, talk
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer as tok
@@ -45,8 +46,8 @@ def predict(
         raise ConfigError(f"--temperature = {temperature}: expected zero or more.")
     speaker_for, tokenizer = _speaker(run, node, client, best)
 
-    def answer(prompt: str) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def answer(prompt: str) -> JsonObject:
+        found: JsonObject = {
             "prompt": prompt,
             "next": words_after(speaker_for, tokenizer, prompt, count),
         }
@@ -59,7 +60,7 @@ def predict(
             found["continuation"] = tok.decode(tokenizer, said)
         return found
 
-    def show(found: dict[str, Any]) -> None:
+    def show(found: JsonObject) -> None:
         if as_json:
             return emit(found)
         said = ", ".join(f"{w['word']} {w['probability']:.0%}" for w in found["next"])

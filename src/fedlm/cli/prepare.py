@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedlm.cli.console import AsJson, emit, note, show, talk
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import require
 from fedlm.corpus.store import LEDGER, Store, ledger_copier, vocabulary_like, write
 from fedlm.corpus.synthetic import PREFIX, population, write_synthetic
@@ -159,7 +160,7 @@ def prepare(
     note(f"Train on it with data.store = {str(out)!r}.")
 
 
-def _vocabulary_of(like: Path, asked: dict[str, Any]) -> Vocabulary:
+def _vocabulary_of(like: Path, asked: JsonObject) -> Vocabulary:
     """Return the vocabulary of a store, and replace the settings in `asked` by the store's.
 
     Options that contradict the store are refused: its tokenizer decides them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -14,6 +14,7 @@ from fedlm.cli.console import AsJson, emit, note, out, show, talk
 from fedlm.cli.plan_options import PlanOptions, given, takes_plan
 from fedlm.cli.train import STORES
 from fedlm.core import tree
+from fedlm.core.documents import JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.words import count, number
@@ -146,7 +147,7 @@ def statement(
         out.print(f"statement: {path}")
 
 
-def _look(directory: RunDirectory, header: dict[str, Any], rounds: int) -> Seen:
+def _look(directory: RunDirectory, header: JsonObject, rounds: int) -> Seen:
     """Return what a run's canaries show, from its recipe, weights and checkpointed secret."""
     recipe = load(directory.recipe)
     run = build(recipe, STORES, out=directory.path)

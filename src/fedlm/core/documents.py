@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fedlm.core.errors import ConfigError, FedlmError
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An object as JSON holds it: text, numbers, truth values, null, lists and objects by name."""
+
+JsonMapping: TypeAlias = Mapping[str, Any]
+"""The same, to read only."""
 
 MOST_BYTES = 64 << 20  # of one document
 MOST_DEPTH = 100
@@ -40,7 +47,7 @@ def json_value(raw: str | bytes, what: str, error: type[FedlmError]) -> Any:
     return value
 
 
-def toml_tables(text: str, what: str, error: type[FedlmError] = ConfigError) -> dict[str, Any]:
+def toml_tables(text: str, what: str, error: type[FedlmError] = ConfigError) -> JsonObject:
     """Parse TOML, or raise `error` with a sentence that begins with `what`."""
     try:
         tables = tomllib.loads(text)
@@ -72,7 +79,7 @@ def read_json(path: Path, what: str, error: type[FedlmError]) -> Any:
     return json_value(read_text(path, what, error), what, error)
 
 
-def read_toml(path: Path, what: str, error: type[FedlmError] = ConfigError) -> dict[str, Any]:
+def read_toml(path: Path, what: str, error: type[FedlmError] = ConfigError) -> JsonObject:
     """Read and parse a TOML file, or raise `error` with a sentence that begins with `what`."""
     return toml_tables(read_text(path, what, error), what, error)
 

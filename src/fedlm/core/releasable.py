@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from fedlm.core.documents import JsonMapping
+
 Kind = Literal["header", "round", "final", "reply", "nodes", "extended", "stopped"]
 _KEY = object()
 
@@ -20,7 +22,7 @@ _KEY = object()
 class Releasable(Mapping[str, Any]):
     """Facts that may leave a run; only `fedlm.privacy.release.release` makes them."""
 
-    def __init__(self, kind: Kind, facts: Mapping[str, Any], *, key: object) -> None:
+    def __init__(self, kind: Kind, facts: JsonMapping, *, key: object) -> None:
         if key is not _KEY:
             raise TypeError("only fedlm.privacy.release.release makes what may be told.")
         self.kind, self._facts = kind, dict(facts)
@@ -38,6 +40,6 @@ class Releasable(Mapping[str, Any]):
         return f"Releasable({self.kind!r}, {self._facts!r})"
 
 
-def make_releasable(kind: Kind, facts: Mapping[str, Any]) -> Releasable:
+def make_releasable(kind: Kind, facts: JsonMapping) -> Releasable:
     """Mark facts as releasable; only `privacy/release.py` may call this."""
     return Releasable(kind, facts, key=_KEY)

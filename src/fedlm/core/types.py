@@ -55,6 +55,9 @@ TokenRows = Integer[np.ndarray, "rows width"]
 ScoreFn = Callable[[Params, "Batch"], tuple[Array, Array]]
 """Gives each target's nats, and whether the likeliest token was right."""
 
+Figures: TypeAlias = dict[str, Any]
+"""What an evaluation tells, by name: perplexity, accuracy; per group or node where there are any."""
+
 GroupPath = tuple[str, ...]
 """The names of a client's groups, the widest first."""
 

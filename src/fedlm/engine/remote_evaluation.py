@@ -19,7 +19,7 @@ from typing import Any
 
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Params
+from fedlm.core.types import Codec, Figures, Params
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Dispatch, Quorum, RoundStats, Transport
 from fedlm.engine.evaluate_messages import (
@@ -221,7 +221,7 @@ class NodeEvaluation:
         """Return the splits that hold text, the headline split first."""
         return [split for split in self.held_out.splits if self.held_out.survey.get(split)]
 
-    def watch(self, state: Any) -> dict[str, Any]:
+    def watch(self, state: Any) -> Figures:
         """Return perplexity and accuracy on the sample that a simulation would draw."""
         split = next((split for split in self.watch_split if split in self.splits()), None)
         if split is None:
@@ -231,7 +231,7 @@ class NodeEvaluation:
             return {"perplexity": None, "accuracy": None}
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
-    def final(self, state: Any, split: str) -> dict[str, Any]:
+    def final(self, state: Any, split: str) -> Figures:
         """Return all figures of a state on one split: overall, and per node as a group."""
         scores, held = self._scores(state, "final", split), self.held_out.survey[split]
         answered = {place: sums for place, sums in scores.items() if sums.tokens}
@@ -248,11 +248,11 @@ class NodeEvaluation:
         found = self.held_out.scores(int(state.round), phase, split, models, asks)
         return {ask.place: sums for ask, sums in zip(asks, found, strict=True)}
 
-    def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
+    def of_models(self, models: Mapping[str, Params], split: str) -> Figures:
         """Raise `ConfigError`: saved models are scored where the text is."""
         raise ConfigError(ELSEWHERE)
 
-    def baselines(self, splits: list[str]) -> dict[str, Any]:
+    def baselines(self, splits: list[str]) -> Figures:
         """Return nothing: there is no training text to count here."""
         return {}
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import PAD, GroupPath, Params, ScoreFn, SpecialTokens
+from fedlm.core.types import PAD, Figures, GroupPath, Params, ScoreFn, SpecialTokens
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import (
@@ -132,18 +132,18 @@ class HeldOutEvaluation:
             rows = rows[np.sort(rng.choice(len(rows), self.watch_rows, replace=False))]
         return rows
 
-    def watch(self, state: Any) -> dict[str, Any]:
+    def watch(self, state: Any) -> Figures:
         """Return perplexity and accuracy on the sample, or None values if no text may be scored."""
         if self.watched is None:
             return {"perplexity": None, "accuracy": None}
         found = figures(self.evaluator(self.models(state)[""], self.watched))
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
-    def final(self, state: Any, split: str) -> dict[str, Any]:
+    def final(self, state: Any, split: str) -> Figures:
         """Return all figures of a state on one split."""
         return self.of_models(self.models(state), split)
 
-    def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
+    def of_models(self, models: Mapping[str, Params], split: str) -> Figures:
         """Return all figures of the federation's model: overall, over clients, per group."""
         text = self.text[split]
         rows, owners = text.rows(1)
@@ -151,7 +151,7 @@ class HeldOutEvaluation:
         paths = {int(n): text.groups(int(n)) for n in np.unique(owners)}
         groups = [paths[int(n)] for n in owners]
         deepest = max((len(p) for p in paths.values()), default=0)
-        found: dict[str, Any] = dict(figures(sums))
+        found: Figures = dict(figures(sums))
         found |= bits_per_byte(sums, found["tokens"], text.bytes or 0)
         return {
             **found,
@@ -181,7 +181,7 @@ class HeldOutEvaluation:
             figure |= bits_per_byte(own, figure["tokens"], size)
         return found
 
-    def baselines(self, splits: list[str]) -> dict[str, Any]:
+    def baselines(self, splits: list[str]) -> Figures:
         """Return n-gram perplexities on the same targets, counted on the same training tokens."""
         if self.training is None:
             return {}

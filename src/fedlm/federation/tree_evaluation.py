@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlm.core.types import Params
+from fedlm.core.types import Figures, Params
 from fedlm.evaluate.held_out import Ask, TextByPlace
 from fedlm.evaluate.perplexity import Sums, bits_per_byte, figures, perplexity_of
 from fedlm.federation.tree_round import TreeConfig, TreeState, received, shown_models
@@ -34,13 +34,13 @@ class TreeEvaluation:
     split: str | None
     text: TextByPlace  # of each node that holds text, by its number in the topology
     own_models_stay: bool = False  # leaves are scored as others know them, not by their own models
-    _seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _seen: dict[int, Figures] = field(default_factory=dict)
 
     def splits(self) -> list[str]:
         """The one split that every leaf has, if its figures may be released."""
         return [] if self.split is None else [self.split]
 
-    def watch(self, state: TreeState) -> dict[str, Any]:
+    def watch(self, state: TreeState) -> Figures:
         """Score every node that holds text, on its own text."""
         if self.split is None:
             return {"perplexity": None, "accuracy": None}
@@ -50,7 +50,7 @@ class TreeEvaluation:
             self._seen[now] = self._watch(state, self.split)
         return dict(self._seen[now])
 
-    def _watch(self, state: TreeState, split: str) -> dict[str, Any]:
+    def _watch(self, state: TreeState, split: str) -> Figures:
         topology, came = self.config.topology, self._models(state)
         names, leaves = topology.names, topology.with_text
         models = [came[n] for n in leaves]
@@ -60,7 +60,7 @@ class TreeEvaluation:
         scores = self.text.scores(int(state.round), "watch", split, models, asks)
         found = [figures(_column([sums])) for sums in scores]
         first, second = found[: len(leaves)], found[len(leaves) :]
-        means: dict[str, Any] = {
+        means: Figures = {
             name: _mean([f[name] for f in first]) for name in ("perplexity", "accuracy")
         }
         if second:
@@ -74,7 +74,7 @@ class TreeEvaluation:
     def _models(self, state: TreeState) -> list[Params]:
         return (shown_models if self.own_models_stay else received)(self.config, state)
 
-    def final(self, state: TreeState, split: str) -> dict[str, Any]:
+    def final(self, state: TreeState, split: str) -> Figures:
         """Return the figures so far, those of every node above the leaves, and the matrix."""
         seen, names = self.watch(state), self.config.topology.names
         models = dict(zip(names, self._models(state), strict=True))
@@ -83,11 +83,11 @@ class TreeEvaluation:
             node["personal"] = seen["places"].get(node["name"], (None, None))[1]
         return {"personal_perplexity": seen.get("personal_perplexity"), **found}
 
-    def of_models(self, models: Mapping[str, Params], split: str) -> dict[str, Any]:
+    def of_models(self, models: Mapping[str, Params], split: str) -> Figures:
         """Score every node on the text of the leaves below it and on its own."""
         return self._of_models(models, split, 0)
 
-    def _of_models(self, models: Mapping[str, Params], split: str, round: int) -> dict[str, Any]:
+    def _of_models(self, models: Mapping[str, Params], split: str, round: int) -> Figures:
         topology, leaves = self.config.topology, self.config.topology.with_text
         below = [[n for n in leaves if n in topology.below(node)] for node in range(len(topology))]
         on_text = [Ask(n, node) for node, own in enumerate(below) for n in own]
@@ -104,9 +104,7 @@ class TreeEvaluation:
             for node in range(len(topology))
         ]
         at_leaves = [figures(_column([scores[Ask(n, n)]])) for n in leaves]
-        means: dict[str, Any] = {
-            k: _mean([f[k] for f in at_leaves]) for k in ("perplexity", "accuracy")
-        }
+        means: Figures = {k: _mean([f[k] for f in at_leaves]) for k in ("perplexity", "accuracy")}
         bits = [self._figures(split, n, [n], scores).get("bits_per_byte") for n in leaves]
         if all(value is not None for value in bits):
             means["bits_per_byte"] = _mean(bits)
@@ -114,17 +112,17 @@ class TreeEvaluation:
 
     def _figures(
         self, split: str, node: int, leaves: Sequence[int], scores: Mapping[Ask, Sums]
-    ) -> dict[str, Any]:
+    ) -> Figures:
         """Return perplexity and bits per byte of a node on the text of some leaves."""
         sums = _column([scores[Ask(n, node)] for n in leaves])
         held = [self.text.survey[split][n] for n in leaves]
-        found: dict[str, Any] = {"perplexity": _some(figures(sums)["perplexity"])}
+        found: Figures = {"perplexity": _some(figures(sums)["perplexity"])}
         if all(text.bytes for text in held):
             tokens, size = sum(text.tokens for text in held), sum(text.bytes for text in held)
             found |= bits_per_byte(sums, tokens, size)
         return found
 
-    def _matrix(self, scores: Mapping[Ask, Sums]) -> dict[str, Any]:
+    def _matrix(self, scores: Mapping[Ask, Sums]) -> Figures:
         """Return the perplexity of each node on a few rows of every leaf."""
         leaves, names = self.config.topology.with_text, self.config.topology.names
 
@@ -135,7 +133,7 @@ class TreeEvaluation:
         table = [[one(node, leaf) for leaf in leaves] for node in range(len(names))]
         return {"nodes": list(names), "places": [names[n] for n in leaves], "perplexity": table}
 
-    def baselines(self, splits: list[str]) -> dict[str, Any]:
+    def baselines(self, splits: list[str]) -> Figures:
         """Return nothing: n-grams over all text would compare only with a centralised model."""
         return {}
 

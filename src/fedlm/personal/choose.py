@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import require
 from fedlm.core.types import PAD, Params
 from fedlm.inference import load_params
@@ -193,7 +193,7 @@ def save_outcome(run: Run, outcome: Personalized) -> Path:
     return directory.path
 
 
-def outcome_facts(outcome: Personalized, directory: Path | None = None) -> dict[str, Any]:
+def outcome_facts(outcome: Personalized, directory: Path | None = None) -> JsonObject:
     """Return an outcome as a JSON object."""
     return {
         "client": outcome.name,

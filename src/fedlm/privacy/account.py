@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import SURPRISES, ConfigError, RecordError, require
 from fedlm.core.late import late
 from fedlm.core.types import Sampling
@@ -173,7 +174,7 @@ def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
     return low
 
 
-def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Spent:
+def from_journal(header: JsonObject, rounds: Iterable[JsonObject]) -> Spent:
     """Return the privacy cost of a run from the plan and the rounds in its journal.
 
     In a tree every node's clients have a plan of their own: the largest cost is returned.
@@ -182,9 +183,7 @@ def from_journal(header: dict[str, Any], rounds: Iterable[dict[str, Any]]) -> Sp
     return max(found.values(), key=lambda spent: spent.epsilon)
 
 
-def by_node_from_journal(
-    header: dict[str, Any], rounds: Iterable[dict[str, Any]]
-) -> dict[str, Spent]:
+def by_node_from_journal(header: JsonObject, rounds: Iterable[JsonObject]) -> dict[str, Spent]:
     """Return the privacy cost of a run per node; the name of a flat federation is empty."""
     plans, ran = plans_from(header), list(rounds)
     # A line lost in the middle must not make a run look cheaper than it was; a line that tells of
@@ -198,7 +197,7 @@ def by_node_from_journal(
     }
 
 
-def plans_from(header: dict[str, Any]) -> dict[str, PrivacyPlan]:
+def plans_from(header: JsonObject) -> dict[str, PrivacyPlan]:
     """Return the plans in a journal's header by node; the name of a flat federation is empty."""
     facts, nodes = header.get("privacy"), header.get("privacy_nodes", {})
     if facts is None:
@@ -208,7 +207,7 @@ def plans_from(header: dict[str, Any]) -> dict[str, PrivacyPlan]:
     return {node: plan_from(of) for node, of in (nodes or {"": facts}).items()}
 
 
-def plan_facts(plan: PrivacyPlan) -> dict[str, Any]:
+def plan_facts(plan: PrivacyPlan) -> JsonObject:
     """Return a plan as JSON can hold it, with null for infinity; `plan_from` reads it again."""
 
     def plain(value: Any) -> Any:
@@ -216,11 +215,11 @@ def plan_facts(plan: PrivacyPlan) -> dict[str, Any]:
             return {name: plain(part) for name, part in value.items()}
         return None if isinstance(value, float) and math.isinf(value) else value
 
-    facts: dict[str, Any] = plain(dataclasses.asdict(plan))
+    facts: JsonObject = plain(dataclasses.asdict(plan))
     return facts
 
 
-def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
+def plan_from(facts: JsonObject) -> PrivacyPlan:
     """Read a plan that `plan_facts` or a journal wrote; refuse unknown names and wrong types."""
     try:
         sampling = _typed(Sampling, facts["sampling"])
@@ -237,14 +236,14 @@ def plan_from(facts: dict[str, Any]) -> PrivacyPlan:
     return plan
 
 
-def _known(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
+def _known(kind: Any, facts: JsonObject) -> JsonObject:
     return _typed(kind, {name: value for name, value in facts.items() if name != "sampling"})
 
 
-def _typed(kind: Any, facts: dict[str, Any]) -> dict[str, Any]:
+def _typed(kind: Any, facts: JsonObject) -> JsonObject:
     """Check facts against the field types of a dataclass; a null float is infinity in JSON."""
     types = {f.name: f.type for f in dataclasses.fields(kind)}
-    read: dict[str, Any] = {}
+    read: JsonObject = {}
     for name, value in facts.items():
         if name not in types:
             raise ValueError(f"{name} is not known")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.words import chance, count, number
 from fedlm.privacy.account import Spent
 from fedlm.privacy.plan import PrivacyPlan
@@ -47,7 +48,7 @@ class Claim(NamedTuple):
     nodes: Mapping[str, float] | None = None  # of a tree: what its releases cost at each node
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """The claim as facts for a journal or for `--json`."""
         told = self._asdict()
         optional = ("models_epsilon", "published_epsilon", "nodes")

@@ -40,6 +40,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fedlm.core.errors import require
+from fedlm.core.types import Figures
 from fedlm.privacy.host_noise import on_grid, standard_normal
 
 SHARES = (0.4, 0.2, 0.2, 0.2)  # of the squared sensitivity: nats, tokens, right guesses, histogram
@@ -123,7 +124,7 @@ class PrivateEvaluation:
         roots = np.sqrt(SHARES)
         return np.concatenate([columns * roots[:3], histogram * roots[3]], axis=1)
 
-    def release(self, nats: Column, tokens: Column, right: Column, secret: bytes) -> dict[str, Any]:
+    def release(self, nats: Column, tokens: Column, right: Column, secret: bytes) -> Figures:
         """Return noisy figures with their standard errors; None where the noise hides a figure.
 
         Args:

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import CUT, append_bytes, ends_whole, sync_path
 from fedlm.core.errors import RecordError
 from fedlm.core.words import count
@@ -57,8 +58,8 @@ _HEX = {"run": re.compile("[0-9a-f]{32}"), "digest": re.compile("[0-9a-f]{64}")}
 def begin_entry(
     plans: Mapping[str, PrivacyPlan],
     *,
-    parent: Mapping[str, Any] | None = None,
-    tokenizer: Mapping[str, Any] | None = None,
+    parent: JsonMapping | None = None,
+    tokenizer: JsonMapping | None = None,
     assumes: Iterable[str] = (),
 ) -> Entry:
     """Return the first line of a ledger: a random name of the run, and its plans by node.
@@ -151,7 +152,7 @@ class Ledger:
         """Tell whether there is such a file, or anything else in its place."""
         return os.path.lexists(self.path)
 
-    def begin(self, facts: Mapping[str, Any]) -> Entry:
+    def begin(self, facts: JsonMapping) -> Entry:
         """Make the file with its first line, which `begin_entry` returns; refuse if it exists.
 
         A crash leaves the whole line or no file.
@@ -168,7 +169,7 @@ class Ledger:
             raise RecordError(f"ledger {self.path} cannot be made: {error.strerror}.") from None
         return entry
 
-    def append(self, entry: Mapping[str, Any]) -> None:
+    def append(self, entry: JsonMapping) -> None:
         """Append one line and wait until it is on the disk."""
         checked = _checked(dict(entry), f"{self.path}, a new line")
         if checked["kind"] == "begin":
@@ -285,7 +286,7 @@ def _are_plans(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(plan, dict) for plan in value.values())
 
 
-_FIELDS: dict[str, dict[str, Any]] = {
+_FIELDS: dict[str, JsonObject] = {
     "begin": {
         "run": _is_hex("run"),
         "plans": _are_plans,
@@ -346,7 +347,7 @@ def spent_by_node(entries: Sequence[Entry], delta: float | None = None) -> dict[
 
 
 def spent_of_run(
-    folder: Path, header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]
+    folder: Path, header: JsonMapping, rounds: Iterable[JsonMapping]
 ) -> tuple[Spent, str]:
     """Return what a run has spent, and the file that says so.
 

@@ -10,9 +10,9 @@ Not here: noise (`noise.py`), what a release costs (`account.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from fedlm.core.documents import JsonMapping
 from fedlm.core.releasable import Kind, Releasable, make_releasable
 from fedlm.privacy.plan import PrivacyPlan
 
@@ -107,8 +107,8 @@ STORE = frozenset(
 def release(
     plan: PrivacyPlan | None,
     kind: Kind,
-    facts: Mapping[str, Any],
-    expected: Callable[[], Mapping[str, Any]] = dict,
+    facts: JsonMapping,
+    expected: Callable[[], JsonMapping] = dict,
 ) -> Releasable:
     """Keep the facts that a plan allows to release; without a plan or with `reveal`, all.
 
@@ -140,7 +140,7 @@ def release(
     return make_releasable(kind, facts)
 
 
-def recall(plan: PrivacyPlan | None, told: Mapping[str, Any]) -> Releasable:
+def recall(plan: PrivacyPlan | None, told: JsonMapping) -> Releasable:
     """Return the facts of a round again that were released, but that a crash kept from the journal.
 
     The rule is applied once more; numbers that follow from the plan stay as they were.
@@ -180,7 +180,7 @@ def baselines(plan: PrivacyPlan | None) -> bool:
     return not hides(plan)
 
 
-def extend(plan: PrivacyPlan | None, told: Releasable, facts: Mapping[str, Any]) -> Releasable:
+def extend(plan: PrivacyPlan | None, told: Releasable, facts: JsonMapping) -> Releasable:
     """Add figures, epsilon and sums over released rounds to facts that were already released."""
     allowed = _allowed(plan, ROUND)
     more = {name: value for name, value in facts.items() if name in told or name in allowed}

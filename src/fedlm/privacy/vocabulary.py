@@ -54,10 +54,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from fedlm.core.documents import JsonMapping
 from fedlm.core.errors import require
 from fedlm.core.keys import generator_for
 from fedlm.core.late import late
@@ -167,7 +168,7 @@ def select_words(
 # ---- what a claim must say -----------------------------------------------------------------------
 
 
-def assumptions(header: Mapping[str, Any]) -> tuple[str, ...]:
+def assumptions(header: JsonMapping) -> tuple[str, ...]:
     """Return what a claim must say about the preparation of the text, from a journal's header.
 
     That is who counts as one client, if a field of the source decides it, and where the vocabulary
@@ -191,12 +192,12 @@ def assumptions(header: Mapping[str, Any]) -> tuple[str, ...]:
     return unit if origin.get("kind") == "public" else (*unit, _said(origin))
 
 
-def uncovered(header: Mapping[str, Any]) -> tuple[str, ...]:
+def uncovered(header: JsonMapping) -> tuple[str, ...]:
     """Return those assumptions that say of clients' text that a claim does not cover it."""
     return tuple(said for said in assumptions(header) if said.endswith(f": {NOT_COVERED}"))
 
 
-def _said(origin: Mapping[str, Any]) -> str:
+def _said(origin: JsonMapping) -> str:
     kind = origin.get("kind")
     if kind == "public":
         return "the vocabulary was made of nobody's text"

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.words import count
 from fedlm.models.interop import gguf
 from fedlm.publish.finished_run import FinishedRun
@@ -61,7 +61,7 @@ def _figure(value: float | None) -> str:
     return "not told" if value is None else f"{value:.2f}"
 
 
-def _privacy(claim: dict[str, Any] | None) -> list[str]:
+def _privacy(claim: JsonObject | None) -> list[str]:
     """Return the run's claim in its own words, with what it does not cover."""
     if claim is None:
         return ["- Privacy: no privacy plan, and no promise."]

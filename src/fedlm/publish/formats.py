@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import require
 from fedlm.core.types import Params
@@ -110,7 +110,7 @@ def _tokenizer(run: FinishedRun) -> Files:
     }
 
 
-def _json(value: dict[str, Any]) -> bytes:
+def _json(value: JsonObject) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -151,7 +151,7 @@ def _web(run: FinishedRun, *, int8: bool) -> Files:
     }
 
 
-def _onnx_page(run: FinishedRun, *, int8: bool) -> tuple[dict[str, Any], bytes]:
+def _onnx_page(run: FinishedRun, *, int8: bool) -> tuple[JsonObject, bytes]:
     """Return what a page must know of a model that onnxruntime-web computes, and the ONNX file."""
     data = _onnx(run, int8=int8)["model.onnx"]
     return {"onnx": True, "capacity": _capacity(run), "states": states_of(data)}, data
@@ -179,7 +179,7 @@ RUNTIME_PROGRAM, RUNTIME_WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-thread
 WEB_TOKENIZER = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
-def _check_tokenizer(library: dict[str, Any]) -> None:
+def _check_tokenizer(library: JsonObject) -> None:
     """Raise `ConfigError` for a tokenizer that the page does not know."""
     cut, model = library["pre_tokenizer"] or {}, library["model"]
     words = model["type"] == "WordLevel" and cut.get("pattern") == {"Regex": WORD}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.documents import JsonMapping
 from fedlm.models.catalog import NAMED
 from fedlm.privacy import account
 from fedlm.privacy.plan import PrivacyPlan
@@ -56,7 +57,7 @@ def allowed(facts: Facts, plan: PrivacyPlan) -> Facts:
     )
 
 
-def defaults_of(recipe: Mapping[str, Mapping[str, Any]]) -> Tables:
+def defaults_of(recipe: Mapping[str, JsonMapping]) -> Tables:
     """Return the settings of a recipe as they would be if nobody had set them.
 
     The sizes of a model are those that come with its name.

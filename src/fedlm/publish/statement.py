@@ -12,10 +12,9 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Any
 
 from fedlm import lineage
-from fedlm.core.documents import read_json
+from fedlm.core.documents import JsonObject, read_json
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.words import count
@@ -106,7 +105,7 @@ def _sampling(plan: PrivacyPlan) -> str:
     )
 
 
-def _parameters(plan: PrivacyPlan, header: dict[str, Any]) -> dict[str, Any]:
+def _parameters(plan: PrivacyPlan, header: JsonObject) -> JsonObject:
     found = {
         "longest update of one client (clip)": plan.clip_norm,
         "noise, in multiples of the clip": plan.noise_multiplier,
@@ -134,12 +133,12 @@ def _sha256(path: Path) -> str:
 # ---- the audit beside it -----------------------------------------------------------------------
 
 
-def write_audit(directory: RunDirectory, found: dict[str, Any]) -> None:
+def write_audit(directory: RunDirectory, found: JsonObject) -> None:
     """Keep the result of an audit in the run directory, for its statement."""
     write_atomically(directory.path / AUDIT, (dumps(found) + "\n").encode())
 
 
-def read_audit(directory: RunDirectory) -> dict[str, Any] | None:
+def read_audit(directory: RunDirectory) -> JsonObject | None:
     """Return the result of the last audit of a run; None if there was none."""
     file = directory.path / AUDIT
     if not file.is_file():

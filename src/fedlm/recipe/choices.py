@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import either
 
 
@@ -38,7 +39,7 @@ class OneOf:
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return {"type": "string", "enum": list(self.registry)}
 
 

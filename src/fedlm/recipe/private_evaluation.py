@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.errors import require
-from fedlm.core.types import Params, ScoreFn
+from fedlm.core.types import Figures, Params, ScoreFn
 from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.clients import by_owner
 from fedlm.evaluate.perplexity import Evaluator
@@ -65,7 +65,7 @@ def private_evaluation_of(
         parts = [rows.held(int(number)) for number in clients]
         return np.concatenate(parts), np.repeat(clients, [len(part) for part in parts])
 
-    def figures(state: Any) -> dict[str, Any]:
+    def figures(state: Any) -> Figures:
         each: list[Any] = []
         of_places = models(state)
         for place in of:

@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from fedlm.core.documents import read_toml, toml_tables
+from fedlm.core.documents import JsonObject, read_toml, toml_tables
 from fedlm.core.errors import ConfigError, nearest, require, shown
 from fedlm.corpus.sources import CORPORA
 from fedlm.recipe import shipped
@@ -74,7 +74,7 @@ def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
     return _relative_to(recipe, path.parent)
 
 
-def _apply(tables: dict[str, Any], change: str) -> None:
+def _apply(tables: JsonObject, change: str) -> None:
     name, equals, value = change.partition("=")
     table, dot, key = name.strip().partition(".")
     if not (equals and dot and key and table):
@@ -104,7 +104,7 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def parse(tables: dict[str, Any]) -> Recipe:
+def parse(tables: JsonObject) -> Recipe:
     """Convert tables to a recipe, or raise `ConfigError` about the first mistake."""
     try:
         return Recipe.model_validate(_floats(tables))
@@ -112,12 +112,12 @@ def parse(tables: dict[str, Any]) -> Recipe:
         raise ConfigError(_sentence(error.errors()[0])) from None
 
 
-def _floats(tables: dict[str, Any]) -> dict[str, Any]:
+def _floats(tables: JsonObject) -> JsonObject:
     """Convert integers to floats where a setting is a float, and lists to tuples.
 
     TOML tells 1 from 1.0; a person who writes `rate = 1` means 1.0.
     """
-    out: dict[str, Any] = {}
+    out: JsonObject = {}
     for name, table in tables.items():
         field = Recipe.model_fields.get(name)
         if field is None or not isinstance(table, dict):
@@ -128,7 +128,7 @@ def _floats(tables: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _fields(table: str) -> dict[str, Any]:
+def _fields(table: str) -> JsonObject:
     """Return the settings of a table by name, also if the table is optional."""
     kind = Recipe.model_fields[table].annotation
     options = [k for k in typing.get_args(kind) if k is not type(None)]
@@ -177,7 +177,7 @@ def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
     A path is looked up in the recipe's folder first, then in the current directory.
     """
     data = recipe.data
-    changed: dict[str, Any] = {
+    changed: JsonObject = {
         name: _absolute(f"data.{name}", value, folder)
         for name, value in (("source", data.source), ("store", data.store))
         if value is not None and not (name == "source" and value in CORPORA)

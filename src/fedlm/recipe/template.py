@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from fedlm.core.documents import JsonMapping
 from fedlm.recipe.tables import Recipe
 
 COLUMNS = 80
@@ -26,7 +27,7 @@ setting at its default: remove the "# " to change it. Train with:
 """
 
 
-def template(values: Mapping[str, Mapping[str, Any]], title: str, command: str) -> str:
+def template(values: Mapping[str, JsonMapping], title: str, command: str) -> str:
     """Return a commented recipe in which `values` are set, as tables by name."""
     head = [*_comment(title), "#", *_comment(ABOUT), f"#   {command}"]
     parts = ["\n".join(head)]
@@ -42,7 +43,7 @@ def _kind(field: Any) -> type[BaseModel]:
     return found
 
 
-def _table(name: str, about: str, kind: type[BaseModel], given: Mapping[str, Any] | None) -> str:
+def _table(name: str, about: str, kind: type[BaseModel], given: JsonMapping | None) -> str:
     optional = Recipe.model_fields[name].default is None
     head = f"# [{name}]" if optional and given is None else f"[{name}]"
     lines = [*_comment(about), head]

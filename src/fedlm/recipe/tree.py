@@ -9,7 +9,7 @@ Not here: what the settings may be (`federation.py`), the round (`federation/tre
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedlm.core import tree
+from fedlm.core.documents import JsonMapping
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import generator_for
 from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
@@ -60,9 +61,7 @@ def tree_run(
     members: Population | None = None,
     engine: Callable[[Algorithm, Topology], Engine] | None = None,
     text: Callable[[Topology], TextByPlace] | None = None,
-    nothing_held: Callable[[Topology, Mapping[str, Any]], str] = lambda topology, held: (
-        NOTHING_HELD
-    ),
+    nothing_held: Callable[[Topology, JsonMapping], str] = lambda topology, held: NOTHING_HELD,
     tokens: Callable[[int], int] | None = None,
 ) -> Run:
     """Return the run of a tree.
@@ -409,7 +408,7 @@ def _evaluation(
     config: TreeConfig,
     plan: PrivacyPlan | None,
     elsewhere: Callable[[Topology], TextByPlace] | None,
-    nothing_held: Callable[[Topology, Mapping[str, Any]], str],
+    nothing_held: Callable[[Topology, JsonMapping], str],
 ) -> TreeEvaluation:
     """Return the evaluation of a tree.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from fedlm.core import tree
+from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import SURPRISES, RecordError
 from fedlm.core.types import Say
@@ -66,7 +66,7 @@ class Saved(NamedTuple):
     """A tree from a file, and the facts that were written with it."""
 
     state: Any
-    facts: dict[str, Any]
+    facts: JsonObject
 
 
 def from_bytes(data: bytes, like: Any, where: str) -> Any:
@@ -114,7 +114,7 @@ def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:
 
 
 def save(
-    folder: Path, round: int, state: Any, keep: int = 3, facts: Mapping[str, Any] | None = None
+    folder: Path, round: int, state: Any, keep: int = 3, facts: JsonMapping | None = None
 ) -> Path:
     """Write the checkpoint of a round and remove all but the newest `keep`.
 

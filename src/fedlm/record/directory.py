@@ -20,10 +20,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
-from fedlm.core.documents import read_toml
+from fedlm.core.documents import JsonObject, read_toml
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, nearest, shown
 from fedlm.record.checkpoint import sweep
@@ -267,7 +266,7 @@ class RunDirectory:
         """Tell whether the directory is empty, or holds only leftovers of a killed first write."""
         return all(e.name == LOCK or e.name.endswith(".part") for e in self.path.iterdir())
 
-    def read_recipe(self) -> dict[str, Any]:
+    def read_recipe(self) -> JsonObject:
         """Return the tables of the saved recipe."""
         try:
             return read_toml(self.recipe, str(self.recipe), RecordError)
@@ -316,7 +315,7 @@ def adapter_beside(weights: Path) -> Path:
     return weights.with_suffix(".adapter.safetensors")
 
 
-def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+def difference(there: JsonObject, here: JsonObject) -> str:
     """Describe the first setting in which two recipes differ."""
     for table in sorted(there.keys() | here.keys()):
         a, b = there.get(table, {}), here.get(table, {})

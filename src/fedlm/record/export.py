@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.types import PAD
@@ -79,7 +80,7 @@ def step_to_onnx(
     return bytes(model.SerializeToString())
 
 
-def states_of(data: bytes) -> list[dict[str, Any]]:
+def states_of(data: bytes) -> list[JsonObject]:
     """Return the names, shapes and types of the state of an ONNX file of one step, for one row."""
     import onnx  # an extra
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import RecordError
 from fedlm.record import journal
 
@@ -41,7 +42,7 @@ class Facts:
     history: list[Entry] = field(default_factory=list)  # extended or stopped early
 
     @property
-    def recipe(self) -> dict[str, dict[str, Any]]:
+    def recipe(self) -> dict[str, JsonObject]:
         """The settings, by table."""
         return self.header.get("recipe") or {}
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.documents import json_value
+from fedlm.core.documents import JsonObject, json_value
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, shown
 from fedlm.core.releasable import Releasable
@@ -82,7 +82,7 @@ def dumps(value: Any) -> str:
     return json.dumps(_plain(value), allow_nan=False, separators=(", ", ": "))
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read(path: Path) -> Iterator[JsonObject]:
     """Yield the entries of a journal, without a last line that a kill left incomplete."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -100,7 +100,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         yield checked(entry, f"{path}, line {number}")
 
 
-def checked(entry: Any, where: str) -> dict[str, Any]:
+def checked(entry: Any, where: str) -> JsonObject:
     """Return an entry of a journal, or raise `RecordError` if a field makes no sense."""
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
         raise RecordError(f"{where}: not a journal entry.")

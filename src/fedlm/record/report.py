@@ -11,10 +11,10 @@ Not here: several runs (`comparison.py`), the tree (`tree_report.py`), drawing (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedlm.core.documents import JsonMapping
 from fedlm.core.errors import damaged
 from fedlm.core.words import chance, count, duration, number, size
 from fedlm.record import comparison, svg, tree_report, trust
@@ -283,9 +283,7 @@ def _trust(run: Facts, beside: Beside) -> list[str]:
     return [folded("Who sees what, and what is not defended", body)]
 
 
-def _mechanism(
-    run: Facts, plan: Mapping[str, Any], claim: Mapping[str, Any], last: Mapping[str, Any]
-) -> str:
+def _mechanism(run: Facts, plan: JsonMapping, claim: JsonMapping, last: JsonMapping) -> str:
     noisy = plan.get("clip_noise") and plan.get("noise_multiplier")
     share = f"share of updates within the clip, {'with' if noisy else 'without'} noise"
     sampling, leaf = plan["sampling"], plan.get("unit") == "leaf"
@@ -423,7 +421,7 @@ def _settings(run: Facts, defaults: Tables) -> list[str]:
     return parts
 
 
-def _event(entry: Mapping[str, Any]) -> str:
+def _event(entry: JsonMapping) -> str:
     if entry["kind"] == "extended":
         return f"Extended from {entry.get('before')} to {count(entry['rounds'], 'round')}."
     return (

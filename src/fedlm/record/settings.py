@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.words import NOTHING
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -19,7 +20,7 @@ SEED = "run.seed"
 LONGEST = 120  # letters of a value
 
 
-def flat(recipe: Tables) -> dict[str, Any]:
+def flat(recipe: Tables) -> JsonObject:
     """Return the settings of a recipe by `table.key`."""
     return {
         f"{table}.{key}": value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.words import chance, count, number
 from fedlm.record import svg, trust
 from fedlm.record.page import bullets, document, heading, paragraph, table
@@ -26,7 +27,7 @@ class StatementFacts(TypedDict):
     unit: str
     mechanism: str
     sampling: str
-    parameters: dict[str, Any]  # by words
+    parameters: JsonObject  # by words
     epsilon: float
     delta: float
     accountant: str
@@ -39,11 +40,11 @@ class StatementFacts(TypedDict):
     assumptions: list[str]
     trusted: list[str]
     sees: list[list[str]]  # who sees what: rows of `trust.trust_rows`
-    audit: dict[str, Any] | None
+    audit: JsonObject | None
     ledger_sha256: str | None
     ledger_lines: int | None
     model_sha256: str
-    versions: dict[str, Any]
+    versions: JsonObject
 
 
 def statement_page(told: StatementFacts) -> str:

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import FedlmError, require
 from fedlm.core.releasable import Releasable
 
@@ -40,12 +41,12 @@ class TrackerContext:
     directory: Path
     name: str
     first_round: int  # 0, or the round at which a resumed run continues
-    recipe: dict[str, Any]
+    recipe: JsonObject
     earlier: Sequence[
         TrackedMetrics
     ] = ()  # the journal's rounds before the first, each with its number
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """Return the resolved recipe without noise seeds and prompts."""
         tables = {name: dict(table) for name, table in self.recipe.items()}
         for table, setting in WITHHELD:
@@ -127,7 +128,7 @@ class WeightsAndBiases:
 
 
 # Print nothing; do not record terminal output, code, packages or machine load.
-_QUIET: dict[str, Any] = {
+_QUIET: JsonObject = {
     "silent": True,
     "console": "off",
     "save_code": False,
@@ -283,7 +284,7 @@ def _catch_up(tracker: Tracker, context: TrackerContext) -> None:
         tracker.log(metrics["round"], metrics)
 
 
-def _flat(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(tables: JsonObject) -> Iterator[tuple[str, Any]]:
     """Yield every setting under its `--set` name, with lists and inner tables as JSON."""
     for table, settings in tables.items():
         for name, value in settings.items():

@@ -11,8 +11,8 @@ Not here: the rest of the page and privacy, also that of the leaves (`report.py`
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.words import count, size
 from fedlm.record import svg
 from fedlm.record.facts import Facts
@@ -67,9 +67,7 @@ def section(run: Facts) -> list[str]:
     return parts + _attention(tree, run.rounds) + _routes(run.rounds, routes)
 
 
-def reported_nodes(
-    tree: dict[str, Any], rounds: list[dict[str, Any]], found: dict[str, Any]
-) -> list[TreeNode]:
+def reported_nodes(tree: JsonObject, rounds: list[JsonObject], found: JsonObject) -> list[TreeNode]:
     """Return the nodes of a tree with their perplexity and the bytes they sent and received."""
     scores = {node["name"]: node for node in found.get("nodes") or []}
     made = []
@@ -84,11 +82,11 @@ def reported_nodes(
     return made
 
 
-def _sum(rounds: list[dict[str, Any]], name: str, what: str) -> int:
+def _sum(rounds: list[JsonObject], name: str, what: str) -> int:
     return sum(r.get("nodes", {}).get(name, {}).get(what, 0) for r in rounds)
 
 
-def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
+def warnings(header: JsonObject, rounds: list[JsonObject]) -> list[str]:
     """Return a warning for each known sign of failure in the journal."""
     said: list[str] = []
     if not rounds or "tree" not in header:
@@ -119,7 +117,7 @@ def warnings(header: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def _curves(rounds: list[dict[str, Any]]) -> list[str]:
+def _curves(rounds: list[JsonObject]) -> list[str]:
     scored = (r for r in rounds if r.get("places"))  # without rounds in which a leaf was away
     seen = [r for r in scored if all(p[0] is not None for p in r["places"].values())]
     if not seen:
@@ -149,7 +147,7 @@ def _curves(rounds: list[dict[str, Any]]) -> list[str]:
     return ["<h3>What a leaf receives, and what it makes of it</h3>", switch("leaf", panels)]
 
 
-def _attention(tree: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
+def _attention(tree: JsonObject, rounds: list[JsonObject]) -> list[str]:
     """Show who listened to whom in the last round, and how evenly."""
     last = rounds[-1].get("nodes", {}) if rounds else {}
     parts: list[str] = []
@@ -173,12 +171,12 @@ def _attention(tree: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
     return parts
 
 
-def routed(rounds: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+def routed(rounds: list[JsonObject]) -> Counter[tuple[str, str]]:
     """Return how many layers were sent on as residuals, by where from and where to."""
     return Counter((way["from"], way["to"]) for r in rounds for way in r.get("routes", []))
 
 
-def _routes(rounds: list[dict[str, Any]], counts: Counter[tuple[str, str]]) -> list[str]:
+def _routes(rounds: list[JsonObject], counts: Counter[tuple[str, str]]) -> list[str]:
     if not counts:
         return []
     alike: dict[tuple[str, str], list[float]] = {}

@@ -8,11 +8,10 @@ Not here: the page that shows them (`report`), why they hold (docs/trust.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedlm.core.documents import read_json
+from fedlm.core.documents import JsonMapping, read_json
 from fedlm.core.errors import RecordError
 
 SEATS = "seats.json"  # of a run whose members were at nodes: which node has which
@@ -53,9 +52,7 @@ def whereabouts(folder: Path) -> Whereabouts:
         raise RecordError(f"{file} is damaged: expected a list of nodes.") from None
 
 
-def trust_rows(
-    recipe: Mapping[str, Any], *, network: bool, relays: bool = False
-) -> tuple[TrustRow, ...]:
+def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> tuple[TrustRow, ...]:
     """Return who sees what in a run, the most trusted first.
 
     >>> trust_rows({}, network=True)[1].node_sum

@@ -38,7 +38,7 @@ from typing import Any
 import jax
 
 from fedlm import lineage
-from fedlm.core.documents import read_json, read_toml
+from fedlm.core.documents import JsonObject, read_json, read_toml
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import (
     ConfigError,
@@ -412,7 +412,7 @@ def result_of(sweep: Sweep, point: Point, path: Path) -> Result:
 
 
 def _personal(facts: Facts) -> float | None:
-    last: dict[str, Any] = facts.final.get("test") or facts.final.get("validation") or {}
+    last: JsonObject = facts.final.get("test") or facts.final.get("validation") or {}
     return last.get("personal_perplexity")
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm import lineage
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.inference import load_params
 from fedlm.privacy.ledger import (
@@ -261,7 +262,7 @@ def _finish(
     return found
 
 
-def _last_figure(search: Search, best: Trial, stores: Path) -> dict[str, Any] | None:
+def _last_figure(search: Search, best: Trial, stores: Path) -> JsonObject | None:
     """Return the best point's perplexity on text that nothing was chosen by, over its seeds."""
     found = []
     for path, seed in zip(best.paths, search.seeds, strict=True):

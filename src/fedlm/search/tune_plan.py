@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import require
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.search.space import Axes, all_points, axes_of, default_axes, draw_points
@@ -76,7 +77,7 @@ class Search:
     minutes: float | None = None
     epsilon: float | None = None  # of all runs on the store together
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Return what must be the same when a search goes on; a budget may grow."""
         base = dump(self.base())
         return {

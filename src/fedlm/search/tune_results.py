@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from fedlm.core.documents import read_json
+from fedlm.core.documents import JsonObject, read_json
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.recipe.settings import Recipe
@@ -51,7 +51,7 @@ class Found:
     trials: list[Trial]  # the best first
     complete: bool  # whether the last rung was reached
     edges: list[str]  # where the best value is the first or last of those tried
-    last: dict[str, Any] | None  # perplexity on the part that chose nothing; None without a model
+    last: JsonObject | None  # perplexity on the part that chose nothing; None without a model
     chosen_by: str
     spent: str | None  # what all private runs of the search cost together
     seconds: float
@@ -124,7 +124,7 @@ def best_recipe(search: Search, found: Found) -> str:
     return _commented(text, search.axes, best.point)
 
 
-def _tables(recipe: Recipe) -> dict[str, Any]:
+def _tables(recipe: Recipe) -> JsonObject:
     return recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True)
 
 
@@ -141,7 +141,7 @@ def _commented(text: str, axes: Axes, best: Point) -> str:
     return "\n".join(out) + "\n"
 
 
-def as_facts(search: Search, found: Found, out: Path) -> dict[str, Any]:
+def as_facts(search: Search, found: Found, out: Path) -> JsonObject:
     """Return the result as one JSON object."""
     head, rows = trial_table(search, found)
     return {

@@ -9,8 +9,9 @@ Not here: the loop (`run.py`), writing the best model (`rounds.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+
+from fedlm.core.documents import JsonMapping
 
 
 class EarlyStopping:
@@ -23,7 +24,7 @@ class EarlyStopping:
     ((1, 7.0), True)
     """
 
-    def __init__(self, patience: int, rounds: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, patience: int, rounds: Iterable[JsonMapping] = ()) -> None:
         """Take the evaluations to wait, 0 for no end, and the rounds that were played before."""
         self.patience = patience
         self.best: tuple[int, float] | None = None  # its round and perplexity
@@ -31,7 +32,7 @@ class EarlyStopping:
         for told in rounds:
             self.hear(told)
 
-    def hear(self, told: Mapping[str, Any]) -> bool:
+    def hear(self, told: JsonMapping) -> bool:
         """Take the facts of a round; return whether its perplexity is the lowest so far."""
         perplexity = told.get("perplexity")
         if perplexity is None:

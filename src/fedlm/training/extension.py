@@ -11,9 +11,10 @@ Not here: playing the rounds (`rounds.py`).
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, require
 from fedlm.privacy.catalog import may_grow
@@ -44,12 +45,12 @@ def extend_rounds(run: Run, say: Callable[[str], None]) -> None:
     say(f"{directory.path}: extended from {before} to {rounds} rounds.")
 
 
-def _rounds(recipe: Mapping[str, Any]) -> Any:
+def _rounds(recipe: JsonMapping) -> Any:
     server = recipe.get("server")
     return server.get("rounds") if isinstance(server, dict) else None
 
 
-def _without_rounds(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rounds(recipe: JsonMapping) -> JsonObject:
     server = recipe.get("server")
     kept = {k: v for k, v in server.items() if k != "rounds"} if isinstance(server, dict) else None
     return {**recipe, "server": kept}

@@ -11,12 +11,11 @@ Not here: runs that are trained in their directory (`carry_out.py`), sending mod
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from fedlm.core import tree
+from fedlm.core.documents import JsonMapping
 from fedlm.core.durable import write_atomically
 from fedlm.core.types import Params
 from fedlm.corpus.store import Store
@@ -58,8 +57,8 @@ def write_run(
     store: Store,
     *,
     rounds: int,
-    final: Mapping[str, Any],
-    part_of: Mapping[str, Any],
+    final: JsonMapping,
+    part_of: JsonMapping,
     plan: PrivacyPlan | None = None,
 ) -> None:
     """Write a model as a finished run.
