@@ -62,7 +62,7 @@ BestOption = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")]
 
 
-def emit(value: Any) -> None:
+def emit(value: object) -> None:
     """Print a value as one JSON object on stdout."""
     typer.echo(dumps(value))
 
@@ -76,7 +76,7 @@ def note(text: str) -> None:
         talk.print(line, soft_wrap=line.startswith(" ") or not talk.is_terminal)
 
 
-def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+def show(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Print a table on stdout."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for place, name in enumerate(head):
@@ -86,7 +86,7 @@ def show(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None
     out.print(drawn)
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Return a value as text for a table."""
     return number(value)
 

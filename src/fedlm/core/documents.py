@@ -91,7 +91,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _check(value: Any, depth: int = 0) -> None:
+def _check(value: object, depth: int = 0) -> None:
     """Raise `ValueError` for an integer beyond 64 bits, and for what is nested too deep."""
     if depth > MOST_DEPTH:
         raise ValueError(f"nested more than {MOST_DEPTH} deep")

@@ -40,6 +40,9 @@ Tokens = Int[Array, "batch seq_plus_one"]
 OptState = PyTree
 """The state of an optimiser, or what else a server method remembers between rounds."""
 
+ServerState: TypeAlias = PyTree
+"""What a federation has come to between two rounds: a node's state, or the states of a tree."""
+
 Message = PyTree
 """What a server sends to the members of a round: a model, and for some methods more beside it."""
 
@@ -56,7 +59,7 @@ ScoreFn = Callable[[Params, "Batch"], tuple[Array, Array]]
 """Gives each target's nats, and whether the likeliest token was right."""
 
 Figures: TypeAlias = dict[str, Any]
-"""What an evaluation tells, by name: perplexity, accuracy; per group or node where there are any."""
+"""What an evaluation tells by name, as perplexity; per group or node where there are any."""
 
 GroupPath = tuple[str, ...]
 """The names of a client's groups, the widest first."""

@@ -18,8 +18,8 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from fedlm.core.documents import JsonObject
 from fedlm.core.errors import CorpusError
 
 WORKER = Path(__file__).with_name("hdf5_worker.py")
@@ -82,7 +82,7 @@ class Hdf5Reader:
         self._process.stdin.write(json.dumps(str(path)).encode() + b"\n")
         self._process.stdin.flush()
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
+    def _answer(self, seconds: float) -> JsonObject:
         """Return the next line of the process, or raise `Died` if none comes in time."""
         assert self._process is not None and self._process.stdout is not None
         pipe, seen = self._process.stdout.fileno(), 0
@@ -96,7 +96,7 @@ class Hdf5Reader:
             self._unread += more
         line = bytes(self._unread[:end])
         del self._unread[: end + 1]
-        found: dict[str, Any] = json.loads(line)
+        found: JsonObject = json.loads(line)
         return found
 
 

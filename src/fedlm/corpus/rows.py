@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Integer
+from numpy.typing import DTypeLike
 
 from fedlm.core.types import PAD, SpecialTokens, TokenRows
 from fedlm.corpus.store import Store
@@ -37,7 +38,7 @@ def cut(
     special: SpecialTokens,
     *,
     context: int = 1,
-    dtype: Any = np.int32,
+    dtype: DTypeLike = np.int32,
 ) -> TokenRows:
     """Cut tokens into rows of `context + length` tokens, of which the last `length` are targets.
 

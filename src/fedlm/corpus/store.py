@@ -34,10 +34,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import DTypeLike
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fedlm.core.documents import read_json
+from fedlm.core.documents import JsonObject, read_json
 from fedlm.core.errors import CorpusError
 from fedlm.core.types import Say, SpecialTokens
 from fedlm.corpus import tokenizer as tok
@@ -92,14 +93,14 @@ class Manifest(TypedDict):
     format: int
     settings: StoreSettings
     vocabulary: Annotated[int, Field(ge=1, le=1 << 31)]
-    special_tokens: dict[str, Any]
+    special_tokens: JsonObject
     clients: StoreCount
     train_clients: StoreCount
     test_clients: StoreCount
     train_tokens: StoreCount
     held_tokens: StoreCount
     tokenizer_sha256: Digest
-    tokenizer_from: dict[str, Any]
+    tokenizer_from: JsonObject
     clients_sha256: Digest
 
 
@@ -206,7 +207,7 @@ def write_tokens(
     out: Path,
     vocabulary: Vocabulary,
     settings: StoreSettings,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     learns: bool = True,
 ) -> Store:
@@ -296,7 +297,7 @@ def _copy_ledger(source: Path, target: Path) -> None:
     os.chmod(target, 0o600)
 
 
-def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: Any) -> dict[str, int]:
+def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: DTypeLike) -> dict[str, int]:
     schema = _schema(dtype)
     names = ("clients", "train_clients", "test_clients", "train_tokens", "held_tokens")
     totals = dict.fromkeys(names, 0)
@@ -319,7 +320,7 @@ def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: Any) -> dict
     return totals
 
 
-def _schema(dtype: Any) -> pa.Schema:
+def _schema(dtype: DTypeLike) -> pa.Schema:
     token = pa.list_(pa.from_numpy_dtype(dtype))
     return pa.schema(
         {
@@ -346,7 +347,7 @@ def _record_batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBat
     return pa.record_batch(columns, schema=schema)
 
 
-def _special_tokens(manifest: dict[str, Any]) -> SpecialTokens:
+def _special_tokens(manifest: JsonObject) -> SpecialTokens:
     """Return the special tokens of a manifest, checked because a manifest may hold anything."""
     told = manifest["special_tokens"]
     made = SpecialTokens(**{**told, "reserved": tuple(told["reserved"])})
@@ -356,7 +357,7 @@ def _special_tokens(manifest: dict[str, Any]) -> SpecialTokens:
     return made
 
 
-def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
+def _origin(manifest: JsonObject) -> JsonObject:
     return check_origin(manifest["tokenizer_from"])
 
 
@@ -422,14 +423,14 @@ class Store:
                 if column.null_count or inner.null_count or column.offset or inner.offset:
                     raise ValueError("a value is missing")
 
-    def _read_manifest(self) -> dict[str, Any]:
+    def _read_manifest(self) -> JsonObject:
         file = self.path / "store.json"
         if not os.path.isfile(file):
             raise CorpusError(
                 f"{self.path} is not a store: it has no store.json. Use fedlm prepare."
             )
         try:
-            manifest: dict[str, Any] = read_json(file, "it", CorpusError)
+            manifest: JsonObject = read_json(file, "it", CorpusError)
         except CorpusError as error:
             raise CorpusError(f"{file} is damaged ({error}) Prepare the store again.") from None
         if not isinstance(manifest, dict):
@@ -448,7 +449,7 @@ class Store:
                 raise CorpusError(f"{file} is damaged ({key}). Prepare the store again.") from None
         return manifest
 
-    def _check_manifest(self, file: Path, manifest: dict[str, Any]) -> None:
+    def _check_manifest(self, file: Path, manifest: JsonObject) -> None:
         unknown = {}
         if isinstance(manifest.get("settings"), dict):
             unknown = manifest["settings"].keys() - {f.name for f in fields(StoreSettings)}

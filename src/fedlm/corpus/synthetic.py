@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from fedlm.core.errors import CorpusError, nearest, require
 from fedlm.core.keys import generator_for
@@ -156,7 +157,7 @@ def _rows(
     laws: SyntheticPopulation,
     words: list[str],
     settings: StoreSettings,
-    dtype: Any,
+    dtype: DTypeLike,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
     """Yield the clients in the form that `write_tokens` takes."""

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from fedlm.core.errors import CorpusError, library_errors
@@ -183,7 +184,7 @@ def _bytes(vocabulary: int) -> tuple[Tokenizer, Any]:
 _MAKERS = {"words": _words, "bpe": _bpe, "bytes": _bytes}
 
 
-def encode(tokenizer: TextTokenizer, text: str, dtype: Any) -> np.ndarray:
+def encode(tokenizer: TextTokenizer, text: str, dtype: DTypeLike) -> np.ndarray:
     """Encode a client's text as one array, in which every line that is not blank ends with EOS."""
     library, special = tokenizer.library, tokenizer.special
     # A client that writes "<pad>" means five characters; if the tokenizer still makes a special

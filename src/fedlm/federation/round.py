@@ -40,6 +40,7 @@ from fedlm.core.types import (
     OptState,
     Params,
     PyTree,
+    ServerState,
     Start,
     Total,
     Update,
@@ -241,7 +242,7 @@ def server_half(
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 
@@ -344,7 +345,7 @@ def _expected(algorithm: Algorithm, sent: Message) -> Metrics:
 class Played(NamedTuple):
     """A played round: the state after it, its exact metrics, and its releasable facts."""
 
-    state: Any
+    state: ServerState
     metrics: Metrics
     told: Releasable
 

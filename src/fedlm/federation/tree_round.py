@@ -463,7 +463,7 @@ def _without_change(done: Any) -> PyTree:
     return eqx.tree_at(lambda d: (d.delta, d.client_state), done, (None, None), is_leaf=_is_none)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 

@@ -54,7 +54,7 @@ def linear_layers(model: Params) -> dict[str, Linear]:
     return {name: x for name, x in found.items() if _is_linear(x)}
 
 
-def _is_linear(x: Any) -> bool:
+def _is_linear(x: object) -> bool:
     return isinstance(x, Linear)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
-from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, ScoreFn
+from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, PyTree, ScoreFn
 from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
 from fedlm.models.conformer import conformer
@@ -393,7 +393,7 @@ def logits(model: Params, tokens: Int[Array, "batch seq"]) -> Float[Array, "batc
     return model.features(tokens) @ model.readout.T
 
 
-def advance(model: Params, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
+def advance(model: Params, state: PyTree, token: Int[Array, " batch"]) -> tuple[PyTree, Array]:
     """Feed one token per row, and return the next state and the logits of the token after it."""
     state, features = model.advance(state, token)
     return state, jnp.matmul(features, model.readout.T)

@@ -12,14 +12,13 @@ gain and shift (1), product (2), as much as every other sub-block adds.
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fedlm.core.types import PyTree
 from fedlm.models.attention import Attention, attention
 from fedlm.models.embedding import Positions, stem
 from fedlm.models.layers import INVARIANT_FLOOR, Linear, Norm, bare_norm, linear, norm
@@ -94,10 +93,12 @@ class Block(eqx.Module):
         x = x + 0.5 * self.after(self.norms[3](x), layout)
         return x if self.last is None else self.last(x)
 
-    def start(self, batch: int, capacity: int) -> Any:
+    def start(self, batch: int, capacity: int) -> PyTree:
         return self.attention.start(batch, capacity), self.convolution.start(batch)
 
-    def advance(self, x: Float[Array, "batch embed"], state: Any, at: Array) -> tuple[Array, Any]:
+    def advance(
+        self, x: Float[Array, "batch embed"], state: PyTree, at: Array
+    ) -> tuple[Array, PyTree]:
         cache, past = state
         x = x + 0.5 * self.before(self.norms[0](x), Whole())
         seen, cache = self.attention.advance(self.norms[1](x), cache, at)

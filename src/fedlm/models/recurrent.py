@@ -11,7 +11,6 @@ Not here: the arithmetic inside a cell (`cells.py`), the loss (`loss.py`).
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fedlm.core.types import PyTree
 from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, tied
 from fedlm.models.packing import Packing, enough, gather, pack, widths
@@ -229,7 +229,7 @@ class Recurrent(eqx.Module):
             for layer in self.layers
         )
 
-    def advance(self, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
+    def advance(self, state: PyTree, token: Int[Array, " batch"]) -> tuple[PyTree, Array]:
         """Return the state and the features after one more token per row."""
         x, after = self.embedding[token], []
         for layer, (h, c) in zip(self.layers, state, strict=True):

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fedlm.core.types import PyTree
 from fedlm.models.attention import Attention, attention
 from fedlm.models.embedding import Positions, Stem, stem
 from fedlm.models.layers import (
@@ -95,10 +96,12 @@ class Block(eqx.Module):
         out = x + seen if self.parallel else fed
         return out + self.feedforward(self.norm_feedforward(fed), layout)
 
-    def start(self, batch: int, capacity: int) -> Any:
+    def start(self, batch: int, capacity: int) -> PyTree:
         return self.attention.start(batch, capacity)
 
-    def advance(self, x: Float[Array, "batch embed"], cache: Any, at: Array) -> tuple[Array, Any]:
+    def advance(
+        self, x: Float[Array, "batch embed"], cache: PyTree, at: Array
+    ) -> tuple[Array, PyTree]:
         seen, cache = self.attention.advance(self.norm_attention(x), cache, at)
         return self._add(x, seen, Whole()), cache
 
@@ -186,11 +189,11 @@ class Decoder(eqx.Module):
             return tied(self.stem.embedding, tokens)
         return self.stem.embedding[tokens], self.head
 
-    def start(self, batch: int, capacity: int = 256) -> tuple[Array, tuple[Any, ...]]:
+    def start(self, batch: int, capacity: int = 256) -> tuple[Array, tuple[PyTree, ...]]:
         """Return the state before the first token, with room for `capacity` tokens."""
         return jnp.int32(0), tuple(block.start(batch, capacity) for block in self.blocks)
 
-    def advance(self, state: Any, token: Int[Array, " batch"]) -> tuple[Any, Array]:
+    def advance(self, state: PyTree, token: Int[Array, " batch"]) -> tuple[PyTree, Array]:
         """Return the state and the features after one more token per row."""
         at, caches = state
         x, after = self.stem.advance(token, at), []

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from fedlm.core.documents import read_json
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.core.types import PAD, Params
+from fedlm.core.types import PAD, Params, PyTree
 from fedlm.evaluate.generate import Speaker
 from fedlm.inference import load_params, speak
 from fedlm.models import catalog
@@ -67,7 +67,7 @@ class Personal:
         """Return the model as a predictor of the next token, for up to `capacity` tokens."""
         parts = [speak(p, capacity) for p in (self.params, self.second) if p is not None]
 
-        def advance(state: Any, token: int) -> tuple[Any, Array]:
+        def advance(state: PyTree, token: int) -> tuple[PyTree, Array]:
             both = [part.advance(s, token) for part, s in zip(parts, state, strict=True)]
             logits = both[0][1]
             if len(both) > 1:
@@ -192,7 +192,7 @@ def open_personal(directory: RunDirectory, vocabulary: int) -> Personal:
     )
 
 
-def _is_table(facts: Any) -> bool:
+def _is_table(facts: object) -> bool:
     return isinstance(facts, dict)
 
 

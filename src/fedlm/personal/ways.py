@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import PAD, Params
+from fedlm.core.types import PAD, Params, PyTree
 from fedlm.local.train import gradient
 from fedlm.methods.optimizers import Optimizer
 from fedlm.models import catalog
@@ -55,7 +55,7 @@ class Workshop:
 
     @cached_property
     def _step(self) -> Callable[..., Any]:
-        def step(params: Params, memory: Any, batch: Any) -> tuple[Params, Any]:
+        def step(params: Params, memory: PyTree, batch: Any) -> tuple[Params, Any]:
             change, _, _ = gradient(catalog.loss, params, batch)
             change, memory = self.optimizer.update(change, memory, params)
             return jax.tree.map(jnp.add, params, change), memory

@@ -270,19 +270,21 @@ def _checked(entry: Any, where: str) -> Entry:
     return dict(entry)
 
 
-def _is_round(value: Any) -> bool:
+def _is_round(value: object) -> bool:
     return type(value) is int and 0 <= value < MOST_ROUND
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+def _is_number(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value < math.inf
 
 
 def _is_hex(name: str) -> Any:
     return lambda value: isinstance(value, str) and bool(_HEX[name].fullmatch(value))
 
 
-def _are_plans(value: Any) -> bool:
+def _are_plans(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(plan, dict) for plan in value.values())
 
 

@@ -18,7 +18,7 @@ noisy prefix sum. Any other optimiser is post-processing of the same noisy sums.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
@@ -32,8 +32,8 @@ class Noise(NamedTuple):
     """Noise for a stream of sums; `draw` is called exactly once for each round."""
 
     stddev: float  # in units of the clip norm; 0 adds nothing
-    init: Callable[[Params], Any]
-    draw: Callable[[Params, Any, CipherKey], tuple[Params, Any]]  # in units of `stddev`
+    init: Callable[[Params], PyTree]
+    draw: Callable[[Params, PyTree, CipherKey], tuple[Params, PyTree]]  # in units of `stddev`
 
     def add(
         self,

@@ -26,7 +26,7 @@ from fedlm.core import tree
 from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import SURPRISES, RecordError
-from fedlm.core.types import Say
+from fedlm.core.types import PyTree, Say
 
 _NAME = "round-{:06d}.safetensors"
 
@@ -51,7 +51,7 @@ def sweep(folder: Path) -> None:
             stale.unlink()
 
 
-def to_bytes(state: Any, **facts: Any) -> bytes:
+def to_bytes(state: PyTree, **facts: Any) -> bytes:
     """Return a tree as safetensors bytes, with its digest in the metadata."""
     # Not ascontiguousarray, which turns a scalar into a vector.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in tree.named_leaves(state).items()}
@@ -65,16 +65,16 @@ def to_bytes(state: Any, **facts: Any) -> bytes:
 class Saved(NamedTuple):
     """A tree from a file, and the facts that were written with it."""
 
-    state: Any
+    state: PyTree
     facts: JsonObject
 
 
-def from_bytes(data: bytes, like: Any, where: str) -> Any:
+def from_bytes(data: bytes, like: PyTree, where: str) -> PyTree:
     """Return the tree that `to_bytes` wrote; `like` gives structure, shapes and types."""
     return saved_in(data, like, where).state
 
 
-def saved_in(data: bytes, like: Any, where: str) -> Saved:
+def saved_in(data: bytes, like: PyTree, where: str) -> Saved:
     """Return the tree and the facts that `to_bytes` wrote."""
     arrays, facts = arrays_in(data, where)
     return Saved(_fit(arrays, like, where), facts)
@@ -98,7 +98,7 @@ def arrays_in(data: bytes, where: str) -> Saved:
     return Saved(arrays, found)
 
 
-def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:
+def _fit(arrays: dict[str, np.ndarray], like: PyTree, where: str) -> PyTree:
     wanted = tree.named_leaves(like)
     for name in sorted(wanted.keys() ^ arrays.keys()):
         side = "lacks" if name in wanted else "has an unknown"
@@ -114,7 +114,7 @@ def _fit(arrays: dict[str, np.ndarray], like: Any, where: str) -> Any:
 
 
 def save(
-    folder: Path, round: int, state: Any, keep: int = 3, facts: JsonMapping | None = None
+    folder: Path, round: int, state: PyTree, keep: int = 3, facts: JsonMapping | None = None
 ) -> Path:
     """Write the checkpoint of a round and remove all but the newest `keep`.
 
@@ -142,7 +142,7 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
-def load_newest(folder: Path, like: Any, say: Say) -> Saved | None:
+def load_newest(folder: Path, like: PyTree, say: Say) -> Saved | None:
     """Return the newest intact checkpoint with its facts, or None if there never was one."""
     files = newest_first(folder)
     for path in files:

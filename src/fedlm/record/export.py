@@ -22,7 +22,7 @@ import numpy as np
 from fedlm.core.documents import JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
-from fedlm.core.types import PAD
+from fedlm.core.types import PAD, PyTree
 
 TOKEN, LOGITS, STATE, NEXT = "token", "logits", "state_", "next_"
 LEAST_PACKED = 1024  # numbers of a matrix; smaller ones stay float32
@@ -30,15 +30,15 @@ STEPS = 127  # of int8, on either side of zero
 EXTRA = "ONNX needs an extra: run pip install 'fedlm[onnx]'."
 
 
-def to_onnx(logits: Callable[[Any], Any], length: int) -> bytes:
+def to_onnx(logits: Callable[[PyTree], PyTree], length: int) -> bytes:
     """Return ONNX bytes with input `tokens` of shape (batch, length) and output `logits`."""
     rows = jax.ShapeDtypeStruct(("batch", length), jnp.int32)
     return bytes(_converted(logits, [rows], ["tokens"], [LOGITS]).SerializeToString())
 
 
 def step_to_onnx(
-    advance: Callable[[Any, Any], tuple[Any, Any]],
-    start: Callable[[int], Any],
+    advance: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    start: Callable[[int], PyTree],
     metadata: Mapping[str, str],
     *,
     int8: bool = False,
@@ -65,7 +65,7 @@ def step_to_onnx(
     ]
     structure = jax.tree.structure(shape)
 
-    def step(token: Any, *leaves: Any) -> tuple[Any, ...]:
+    def step(token: Any, *leaves: Any) -> tuple[PyTree, ...]:
         state, logits = advance(jax.tree.unflatten(structure, leaves), token)
         return (logits, *jax.tree.leaves(state))
 
@@ -100,7 +100,7 @@ def states_of(data: bytes) -> list[JsonObject]:
 
 
 def _converted(
-    function: Callable[..., Any], inputs: Sequence[Any], before: list[str], after: list[str]
+    function: Callable[..., PyTree], inputs: Sequence[PyTree], before: list[str], after: list[str]
 ) -> Any:
     try:
         import jax2onnx  # an extra, and seconds to load
@@ -140,7 +140,7 @@ def pack_weights(model: Any) -> int:
     return packed
 
 
-def write_onnx(logits: Callable[[Any], Any], length: int, path: Path) -> None:
+def write_onnx(logits: Callable[[PyTree], PyTree], length: int, path: Path) -> None:
     """Write the ONNX file of a model that takes whole rows."""
     write_atomically(path, to_onnx(logits, length))
 

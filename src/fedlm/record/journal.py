@@ -22,27 +22,27 @@ from fedlm.core.errors import RecordError, shown
 from fedlm.core.releasable import Releasable
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value: object) -> bool:
     return value is None or _is_number(value)
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_recipe(value: Any) -> bool:
+def _is_recipe(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(table, dict) for table in value.values())
 
 
-def _is_start(value: Any) -> bool:
+def _is_start(value: object) -> bool:
     return isinstance(value, dict) and _is_figure(value.get("perplexity"))
 
 
@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """Return a value as one line of strict JSON."""
     return json.dumps(_plain(value), allow_nan=False, separators=(", ", ": "))
 

@@ -14,12 +14,12 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedlm.core import tree
 from fedlm.core.errors import RecordError
+from fedlm.core.types import PyTree
 from fedlm.record.checkpoint import to_bytes
 
 
@@ -30,7 +30,7 @@ class Shelf:
         self._folder = Path(tempfile.mkdtemp(prefix="fedlm-nodes-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
-    def put(self, number: int, state: Any) -> Any:
+    def put(self, number: int, state: PyTree) -> PyTree:
         """Write a tree to its file, and return it mapped from there.
 
         Trees that an earlier `put` of the same number returned stay valid.

@@ -10,7 +10,6 @@ Not here: drawings (`svg.py`), what a page says (`report.py`, `comparison.py`, `
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from fedlm.core.words import NOTHING, number
 from fedlm.record.svg import COLOURS, escape
@@ -122,7 +121,7 @@ def paragraph(said: str, kind: str = "") -> str:
     return f"<p class='{kind}'>{escape(said)}</p>" if kind else f"<p>{escape(said)}</p>"
 
 
-def bullets(lines: Iterable[Any]) -> str:
+def bullets(lines: Iterable[object]) -> str:
     """Return a list of plain sentences."""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else ""
@@ -134,14 +133,14 @@ def tiles(facts: Sequence[tuple[str, str]]) -> str:
     return f"<ul class='tiles'>{items}</ul>"
 
 
-def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """Return a table with numbers aligned to the right."""
     body = [list(row) for row in rows]
 
-    def is_number(value: Any) -> bool:
+    def is_number(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
 
-    def cell(value: Any) -> str:
+    def cell(value: object) -> str:
         if value is None:
             return f"<td class='n'>{NOTHING}</td>"
         if is_number(value):

@@ -50,7 +50,7 @@ def _same(a: Any, b: Any) -> bool:
     return listed[0] == listed[1]
 
 
-def shown_setting(value: Any) -> str:
+def shown_setting(value: object) -> str:
     """Return a value of a setting as text.
 
     >>> shown_setting([1, 2]), shown_setting(True), shown_setting("x"), shown_setting(None)

@@ -95,7 +95,7 @@ def from_records(records: RecordDict) -> Payload:
     return Payload(kinds[0], dict(facts), _read_frames(records[FRAMES]))
 
 
-def _is_fact(value: Any) -> bool:
+def _is_fact(value: object) -> bool:
     """Tell whether a value is a string, a number, a bool or a list of one of these."""
     values = value if isinstance(value, list) else [value]
     return len({type(v) for v in values}) <= 1 and all(type(v) in SCALARS for v in values)

@@ -94,5 +94,5 @@ class Settings:
                 )
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
