@@ -19,8 +19,9 @@ from fedlm.engine.secure_messages import (
     read_secure_request,
 )
 from fedlm.engine.secure_vector import NodeSum
-from fedlm.recipe.secure_sums import nodes_of, threshold_of
+from fedlm.recipe.secure_sums import nodes_of
 from fedlm.recipe.settings import dump, load
+from fedlm.recipe.sum_rules import secure_threshold_of
 from fedlm.secure import members
 from fedlm.secure.local import STEPS, made_up_members
 from fedlm.secure.store import NodeStore
@@ -320,5 +321,5 @@ def test_a_relays_policy_holds_for_its_subtree(tmp_path):
 def test_every_list_has_the_same_share_as_threshold(tiny_recipe, nodes, whole, wanted):
     told = (f"wire.secure_nodes={nodes}", f"wire.secure_threshold={whole}")
     recipe = load(tiny_recipe, (*SETTINGS, *told))
-    assert threshold_of(recipe, 3) == wanted
-    assert threshold_of(recipe) == (whole or 6)
+    assert secure_threshold_of(recipe, 3) == wanted
+    assert secure_threshold_of(recipe) == (whole or 6)
