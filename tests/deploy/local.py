@@ -1,9 +1,25 @@
 """A federation without a network: nodes that are called, for tests of everything else."""
 
 from fedlm.corpus.shard import deal
+from fedlm.corpus.store import Store
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.engine.dispatch import Assignment, Presence
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+from tests.conftest import write_tiny
+
+
+def prepared(folder, *changes):
+    """A folder with the tiny recipe and its store."""
+    write_tiny(folder)
+    build(load(folder / "tiny.toml", changes), folder / "stores", lambda stage, done: None)
+    return folder
+
+
+def store_in(folder):
+    """The store of a prepared folder."""
+    return Store(next((folder / "stores").iterdir()))
 
 
 class LocalTransport:

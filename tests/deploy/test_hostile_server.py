@@ -27,12 +27,10 @@ from fedlm.federation.round import metrics_of
 from fedlm.privacy.account import spent
 from fedlm.privacy.cost import epsilon_of_shift
 from fedlm.privacy.release import release
-from fedlm.recipe.build import build
 from fedlm.recipe.privacy_plan import plan_of, sampling_of
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
-from tests.conftest import write_tiny
-from tests.deploy.local import LocalTransport
+from tests.deploy.local import LocalTransport, prepared, store_in
 
 SPACED = (
     "server.rounds=4",
@@ -61,10 +59,8 @@ ADMITTED = "frame"  # the parameters of these questions are none: who gets to th
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("hostile")
-    write_tiny(path)
-    build(load(path / "tiny.toml"), path / "stores", lambda stage, done: None)
-    deal(Store(next((path / "stores").iterdir())), ("north", "south"), path / "dealt")
+    path = prepared(tmp_path_factory.mktemp("hostile"))
+    deal(store_in(path), ("north", "south"), path / "dealt")
     return path
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fedlm.core import tree
-from fedlm.corpus.store import Store
 from fedlm.deploy import workspace
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
@@ -21,11 +20,10 @@ from fedlm.deploy.policy import Policy, Refusal
 from fedlm.deploy.relay import Relay
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import REFUSAL, read_request
-from fedlm.recipe.build import build, flat_run
+from fedlm.recipe.build import flat_run
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
-from tests.conftest import write_tiny
-from tests.deploy.local import LocalTransport, workers
+from tests.deploy.local import LocalTransport, prepared, store_in, workers
 
 RUN = "0123456789abcdef" * 2
 NAMES = ("north", "south")
@@ -38,15 +36,12 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("remembering")
-    write_tiny(path)
-    build(load(path / "tiny.toml"), path / "stores", lambda stage, done: None)
-    return path
+    return prepared(tmp_path_factory.mktemp("remembering"))
 
 
 @pytest.fixture(scope="module")
 def store(folder):
-    return Store(next((folder / "stores").iterdir()))
+    return store_in(folder)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 
 from fedlm.core.errors import ConfigError, EngineError
 from fedlm.corpus.shard import deal_parts
-from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.local import check_deployable
 from fedlm.deploy.networked_run import networked_run
@@ -19,14 +18,12 @@ from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
 from fedlm.engine import messages
 from fedlm.engine.dispatch import Quorum
-from fedlm.recipe.build import build
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
 from fedlm.recipe.tree import tree_run
 from fedlm.record.journal import read
 from fedlm.training import Watcher, train
-from tests.conftest import write_tiny
-from tests.deploy.local import LocalTransport
+from tests.deploy.local import LocalTransport, prepared, store_in
 
 TOWNS = ("town-0", "town-1", "town-2", "town-3")
 SIDES = {"south side": ("town-0", "town-2"), "north side": ("town-1", "town-3")}
@@ -48,16 +45,12 @@ SMALL = ("model.name=cifg", "server.rounds=3", "run.prompts=[]", "data.test_clie
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("places")
-    write_tiny(path)
-    recipe = load(path / "tiny.toml", SMALL)
-    build(recipe, path / "stores", lambda stage, done: None)
-    return path
+    return prepared(tmp_path_factory.mktemp("places"), *SMALL)
 
 
 @pytest.fixture(scope="module")
 def store(folder):
-    return Store(next((folder / "stores").iterdir()))
+    return store_in(folder)
 
 
 @pytest.fixture(scope="module")

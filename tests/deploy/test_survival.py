@@ -12,19 +12,16 @@ from fedlm.deploy.local import redacted
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.messages import REFUSAL, TrainRequest, encode_request
-from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
-from tests.conftest import write_tiny
+from tests.deploy.local import prepared, store_in
 
 ADMITTED = "frame"  # the parameters of these questions are none: who gets to them has passed
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("survival")
-    write_tiny(path)
-    build(load(path / "tiny.toml"), path / "stores", lambda stage, done: None)
-    deal(Store(next((path / "stores").iterdir())), ("north", "south"), path / "dealt")
+    path = prepared(tmp_path_factory.mktemp("survival"))
+    deal(store_in(path), ("north", "south"), path / "dealt")
     return path
 
 

@@ -8,19 +8,17 @@ import pytest
 
 from fedlm.core import tree
 from fedlm.core.errors import EngineError
-from fedlm.corpus.store import Store
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import read_request
 from fedlm.federation.buffered_round import EMPTY, Landed, Landing
-from fedlm.recipe.build import build, flat_run
+from fedlm.recipe.build import flat_run
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
-from tests.conftest import write_tiny
-from tests.deploy.local import LocalTransport, workers
+from tests.deploy.local import LocalTransport, prepared, store_in, workers
 
 NAMES = ("a", "b", "c")
 FRAMES = ("run.engine=loop", "wire.upload=uniform-8", "server.cohort=9")
@@ -47,15 +45,12 @@ class Paced(LocalTransport):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("buffered")
-    write_tiny(path)
-    build(load(path / "tiny.toml"), path / "stores", lambda stage, done: None)
-    return path
+    return prepared(tmp_path_factory.mktemp("buffered"))
 
 
 @pytest.fixture(scope="module")
 def store(folder):
-    return Store(next((folder / "stores").iterdir()))
+    return store_in(folder)
 
 
 @pytest.fixture(scope="module")

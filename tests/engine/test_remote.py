@@ -10,7 +10,6 @@ import pytest
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Start
-from fedlm.corpus.store import Store
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
@@ -19,30 +18,26 @@ from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import TrainReply, encode_reply, read_request
 from fedlm.federation.round import outgoing
-from fedlm.recipe.build import build, flat_run
+from fedlm.recipe.build import flat_run
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.run import Hooks, loop
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
-from tests.conftest import write_tiny
-from tests.deploy.local import LocalTransport, workers
+from tests.deploy.local import LocalTransport, prepared, store_in, workers
 
 MEMBERS = np.array([1, 2, 8, 9, 15])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("federated")
-    write_tiny(path)
-    build(load(path / "tiny.toml"), path / "stores", lambda stage, done: None)
-    return path
+    return prepared(tmp_path_factory.mktemp("federated"))
 
 
 @pytest.fixture(scope="module")
 def store(folder):
-    return Store(next((folder / "stores").iterdir()))
+    return store_in(folder)
 
 
 @pytest.fixture(scope="module")
