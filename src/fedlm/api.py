@@ -33,7 +33,7 @@ from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import Played
-from fedlm.inference import load_params
+from fedlm.inference import load_models
 from fedlm.inference import predict as next_words
 from fedlm.local.train import WEIGHTS
 from fedlm.methods.catalog import METHODS
@@ -349,9 +349,7 @@ class TrainedRun:
         if isinstance(self.run.model, ModuleSpec):
             like = self.run.model.shapes()
             return {"": from_bytes(record.weights.read_bytes(), like, str(record.weights))}
-        return {
-            name: load_params(model, size, record.weights_of(name)) for name in self.run.round.names
-        }
+        return load_models(model, size, record, self.run.round.names)
 
 
 # ---- a federation, round by round ------------------------------------------------------------

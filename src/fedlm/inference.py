@@ -13,7 +13,7 @@ import bisect
 import heapq
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,13 @@ def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
     architecture = catalog.NAMED[model.name].architecture
     like = catalog.shapes(architecture, dimensions(model, vocabulary))
     return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
+
+
+def load_models(
+    model: Model, vocabulary: int, directory: RunDirectory, names: Iterable[str]
+) -> dict[str, Params]:
+    """Read the models of a finished run by node; the model of a flat run has the empty name."""
+    return {name: load_params(model, vocabulary, directory.weights_of(name)) for name in names}
 
 
 def open_model(path: Path, node: str = "", *, best: bool = False) -> tuple[Params, TextTokenizer]:

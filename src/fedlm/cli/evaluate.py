@@ -14,7 +14,7 @@ from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, require
 from fedlm.engine.devices import use_devices
 from fedlm.engine.remote_evaluation import ELSEWHERE
-from fedlm.inference import keystrokes_on, load_params
+from fedlm.inference import keystrokes_on, load_models, load_params
 from fedlm.personal.members import member_called
 from fedlm.personal.model import Scorer, mixture_perplexity, open_personal
 from fedlm.privacy import release
@@ -69,20 +69,13 @@ def evaluate(
     directory = RunDirectory.existing(run).of_node(node)
     weights = directory.weights_to_use(best=best)
     check_told(directory)
-    recipe = load(directory.recipe)
-    use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        made = run_of(recipe, directory)
-        check_same(made)
+        made = _same_run(directory)
         split = _allowed(made, split)
-        models = {
-            name: load_params(
-                recipe.model,
-                made.store.vocabulary,
-                directory.weights_of(name) if name else weights,
-            )
-            for name in made.round.names
-        }
+        model, size = made.recipe.model, made.store.vocabulary
+        models = load_models(model, size, directory, [name for name in made.round.names if name])
+        if "" in made.round.names:
+            models[""] = load_params(model, size, weights)
         found: JsonObject = {"run": str(run), "split": split}
         found |= made.evaluation.of_models(models, split)
         if keystrokes:
@@ -120,11 +113,8 @@ def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
     """Score a member's own model on its held-out text that chose nothing."""
     directory = RunDirectory.existing(path)
     own = directory.of_client(name)
-    recipe = load(directory.recipe)
-    use_devices(recipe.run.devices)
     with talk.status("evaluating"):
-        made = run_of(recipe, directory)
-        check_same(made)
+        made = _same_run(directory)
         member = member_called(made, name)
         model = open_personal(own, made.store.vocabulary)
         nats = model.nats(member.report, Scorer())
@@ -134,6 +124,15 @@ def _evaluate_client(path: Path, name: str, as_json: bool) -> None:
         emit(figures)
     else:
         show(f"{path}, {name}", ["", "value"], [[k, v] for k, v in figures.items()])
+
+
+def _same_run(directory: RunDirectory) -> Run:
+    """Return the run of a directory, if its text and recipe are still those that it was of."""
+    recipe = load(directory.recipe)
+    use_devices(recipe.run.devices)
+    made = run_of(recipe, directory)
+    check_same(made)
+    return made
 
 
 def check_told(directory: RunDirectory) -> None:

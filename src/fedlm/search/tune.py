@@ -27,7 +27,7 @@ from typing import Any
 from fedlm import lineage
 from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, RecordError, require
-from fedlm.inference import load_params
+from fedlm.inference import load_models
 from fedlm.privacy.ledger import (
     NAME,
     UNKNOWN,
@@ -272,9 +272,7 @@ def _last_figure(search: Search, best: Trial, stores: Path) -> JsonObject | None
         if part is None or not directory.weights.is_file():
             return None
         evaluation, split = part
-        models = {
-            name: load_params(run.recipe.model, run.store.vocabulary, directory.weights_of(name))
-            for name in run.round.names
-        }
+        settings, size = run.recipe.model, run.store.vocabulary
+        models = load_models(settings, size, directory, run.round.names)
         found.append(float(evaluation.of_models(models, split)["perplexity"]))
     return {"perplexity": found, "mean": statistics.fmean(found), "split": split}
