@@ -9,7 +9,7 @@ from fedlm.deploy import versions
 from fedlm.deploy.local import redacted
 from fedlm.deploy.versions import BEFORE, VersionedTransport, older_recipe
 from fedlm.engine import messages
-from fedlm.engine.dispatch import Dispatch, Quorum, RoundStats
+from fedlm.engine.dispatch import TRAINING, Dispatch, Quorum, RoundStats
 from fedlm.engine.messages import (
     REFUSAL,
     SUMS,
@@ -74,7 +74,9 @@ def round_of(request=REQUEST, **nodes):
     stats = RoundStats(1)
     transport = VersionedTransport(LocalTransport(nodes))
     asked = {name: request for name in nodes}
-    dispatch = Dispatch(transport, Quorum(quorum=0.1, deadline=5.0), asked, stats)
+    dispatch = Dispatch(
+        transport, Quorum(quorum=0.1, deadline=5.0), asked, stats, exchange=TRAINING
+    )
     for name, _ in dispatch.replies():
         stats.answered.append(name)
     return stats, transport

@@ -6,7 +6,7 @@ import pytest
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.engine import dispatch as dispatching
-from fedlm.engine.dispatch import Dispatch, Presence, Quorum, RoundStats, Undelivered
+from fedlm.engine.dispatch import TRAINING, Dispatch, Presence, Quorum, RoundStats, Undelivered
 from fedlm.engine.messages import (
     SUMS,
     TrainReply,
@@ -78,7 +78,7 @@ def look_always(monkeypatch):
 def answered(nodes, quorum=None, **options):
     """Who replied, in this order, and the count; `answered` is filled as the engine does."""
     stats, order = RoundStats(1), []
-    made = Dispatch(nodes, quorum or Quorum(), REQUESTS, stats, **options)
+    made = Dispatch(nodes, quorum or Quorum(), REQUESTS, stats, exchange=TRAINING, **options)
     for name, _ in made.replies():
         stats.answered.append(name)
         order.append(name)

@@ -27,6 +27,7 @@ from fedlm.engine.dispatch import (
     LONGEST_NAP,
     PRESENCE_SECONDS,
     SHORTEST_NAP,
+    TRAINING,
     Dispatch,
     Presence,
     RoundStats,
@@ -140,7 +141,12 @@ class RemoteWaiting:
         missing = {name: request for name, request in made.items() if name not in replies}
         missing = engine.offenders.to_ask(missing, one.began)
         dispatch = Dispatch(
-            self._transport, engine.quorum, missing, RoundStats(one.began), frames=frames
+            self._transport,
+            engine.quorum,
+            missing,
+            RoundStats(one.began),
+            frames=frames,
+            exchange=TRAINING,
         )
         return Pending(one, made, dispatch, replies, len(frame))
 

@@ -15,10 +15,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from fedlm.core.errors import EngineError, WireError
 from fedlm.engine.messages import (
+    NodeRequest,
     Payload,
     Refused,
     encode_request,
@@ -75,11 +76,22 @@ class Transport(Protocol):
         ...
 
 
-class Exchange(NamedTuple):
+class NodeReply(Protocol):
+    """A node's reply of any kind."""
+
+    @property
+    def frames(self) -> tuple[bytes, ...]: ...
+
+
+Request = TypeVar("Request", bound=NodeRequest)
+Reply = TypeVar("Reply", bound=NodeReply)
+
+
+class Exchange(NamedTuple, Generic[Request, Reply]):
     """How a kind of request becomes a payload, and a payload the reply to it."""
 
-    encode: Callable[[Any], Payload]
-    read: Callable[[Payload, Any], Any]
+    encode: Callable[[Request], Payload]
+    read: Callable[[Payload, Request], Reply]
 
 
 TRAINING = Exchange(encode_request, read_reply)
@@ -130,7 +142,7 @@ class RoundStats:
             self.edges[name] = (before[0] + up, before[1] + down)
 
 
-class Dispatch:
+class Dispatch(Generic[Request, Reply]):
     """The requests of a round, and their replies in the order of the assignments.
 
     The first pending node is waited for while its lease lasts. A node that is away moves to the
@@ -143,13 +155,13 @@ class Dispatch:
         self,
         transport: Transport,
         quorum: Quorum,
-        requests: Mapping[str, Any],
+        requests: Mapping[str, Request],
         stats: RoundStats,
         *,
         in_order: bool = True,
         frames: Frames | None = None,
         say: Callable[[Sequence[str], float], None] = lambda names, seconds: None,
-        exchange: Exchange = TRAINING,
+        exchange: Exchange[Request, Reply],
     ) -> None:
         """Take requests by node name; without `frames` the requests hold their own.
 
@@ -158,7 +170,7 @@ class Dispatch:
         self.transport, self.requests, self.exchange = transport, requests, exchange
         self.stats, self.in_order = stats, in_order
         self.frames = frames or (lambda names: ((name, requests[name].frames) for name in names))
-        self.buffered: dict[str, Any] = {}
+        self.buffered: dict[str, Reply] = {}
         self.pending = list(requests)
         self.sent: dict[str, list[str]] = {}  # message ids by node: the first reply counts
         self.since: dict[str, str] = {}  # each node's `Presence.since` when it was last asked
@@ -168,7 +180,7 @@ class Dispatch:
         self._nodes: dict[str, Presence] = {}
         self._looked = -math.inf
 
-    def replies(self) -> Iterator[tuple[str, Any]]:
+    def replies(self) -> Iterator[tuple[str, Reply]]:
         """Yield well-formed replies by node, and count everything else."""
         nap = SHORTEST_NAP
         self._send(self.pending)
@@ -186,7 +198,7 @@ class Dispatch:
             (self.stats.late if self._online(name) else self.stats.away).append(name)
         yield from self._release(over=True)
 
-    def arrived(self) -> Iterator[tuple[str, Any]]:
+    def arrived(self) -> Iterator[tuple[str, Reply]]:
         """Yield the replies that are there by now, without waiting; ask who was not asked yet."""
         for name in list(self.pending):
             if self._read(name):
@@ -194,7 +206,7 @@ class Dispatch:
             if name in self.buffered:
                 yield name, self.buffered.pop(name)
 
-    def _release(self, *, over: bool) -> Iterator[tuple[str, Any]]:
+    def _release(self, *, over: bool) -> Iterator[tuple[str, Reply]]:
         """Yield buffered replies in the order of the assignments, up to the first pending node."""
         for name in self.requests:
             if name in self.buffered:

@@ -10,6 +10,7 @@ Not here: what a frame holds (`wire`), how a payload travels (`deploy/flower`).
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import itertools
 import json
@@ -114,7 +115,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRequest:
+class NodeRequest(abc.ABC):
     """What every request to a node in a run holds."""
 
     run: str  # 32 hexadecimal digits, drawn when the run began
@@ -125,6 +126,11 @@ class NodeRequest:
     text: str  # the fingerprint of the node's text when the run began
     frames: tuple[bytes, ...] = ()
     counter: int = 0  # the largest counter of this node's ledger that the server has heard of
+
+    @property
+    @abc.abstractmethod
+    def max_reply_bytes(self) -> int:
+        """The largest size of a well-formed reply."""
 
     @property
     def digest(self) -> str:

@@ -42,7 +42,15 @@ from fedlm.core.types import (
 )
 from fedlm.engine.bounds import LARGEST_NORM, SLACK, Bounds
 from fedlm.engine.counters import Counters
-from fedlm.engine.dispatch import Assignment, Dispatch, Frames, Quorum, RoundStats, Transport
+from fedlm.engine.dispatch import (
+    TRAINING,
+    Assignment,
+    Dispatch,
+    Frames,
+    Quorum,
+    RoundStats,
+    Transport,
+)
 from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.offenders import Earlier, Offenders
 from fedlm.engine.payload_size import own_leaves
@@ -261,7 +269,13 @@ class RemoteEngine:
         asked = self.offenders.to_ask(asked, cohort.round)
         stats.aside = [name for name in stats.aside if name not in asked]
         dispatch = Dispatch(
-            self.transport, self.quorum, asked, stats, frames=frames, say=self.tell_waiting
+            self.transport,
+            self.quorum,
+            asked,
+            stats,
+            frames=frames,
+            say=self.tell_waiting,
+            exchange=TRAINING,
         )
         for name, answer in dispatch.replies():
             self.counters.hear(name, answer.counter)
