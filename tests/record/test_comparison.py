@@ -88,7 +88,7 @@ def test_the_page_names_the_front_and_the_beaten(tmp_path):
     ]
     words = said(page_of(*runs))
     assert "No other run beats good in perplexity, epsilon and bytes at once." in words
-    assert "Beaten by another run in all three: bad." in words
+    assert "Another one is at least as good in all three as bad." in words
 
 
 def test_many_runs_have_a_small_page(tmp_path):

@@ -79,11 +79,23 @@ def grouped(runs: Sequence[Facts]) -> list[Group]:
     for alike in found.values():
         seeds = [str(flat(run.recipe).get(SEED)) for run in alike]
         groups += [alike] if len(set(seeds)) == len(seeds) else [[run] for run in alike]
-    names = [_name(group) for group in groups]
+    names = told_apart([_name(group) for group in groups])
     return [
         Group(name if names.count(name) == 1 else group[0].name, tuple(group), i)
         for i, (name, group) in enumerate(zip(names, groups, strict=True))
     ]
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """Return names without the parts between commas that all of them have, as points of a sweep do.
+
+    >>> told_apart(["CIFG,rounds=60,seed=0", "SI-CIFG,rounds=60,seed=0"])
+    ['CIFG', 'SI-CIFG']
+    """
+    parts = [name.split(",") for name in names]
+    common = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set()
+    short = [",".join(part for part in of if part not in common) for of in parts]
+    return short if all(short) and len(set(short)) == len(short) else list(names)
 
 
 def _name(runs: Sequence[Facts]) -> str:
@@ -356,7 +368,7 @@ def _front(groups: Sequence[Group], split: str) -> list[str]:
     names = [group.name for (group, _), best in zip(known, front, strict=True) if best]
     beaten = [group.name for (group, _), best in zip(known, front, strict=True) if not best]
     said = f"No other run beats {_list(names)} in perplexity, epsilon and bytes at once."
-    said += f" Beaten by another run in all three: {_list(beaten)}." if beaten else ""
+    said += f" Another one is at least as good in all three as {_list(beaten)}." if beaten else ""
     charts = [switch("front", panels)] if panels else []
     return [heading("What is worth its price?"), paragraph(said), *charts]
 

@@ -24,7 +24,7 @@ STYLE = (
 *{box-sizing:border-box}
 html{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:54rem;margin:0 auto;padding:1.5rem 1rem 4rem;
-color:var(--ink);background:var(--paper)}
+color:var(--ink);background:var(--paper);overflow-wrap:anywhere}
 h1{font-size:1.35rem;margin:0 0 .5rem;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2.6rem 0 .6rem;padding-top:.8rem;border-top:1px solid var(--line)}
 h3{font-size:1rem;margin:1.4rem 0 .4rem}
@@ -38,10 +38,12 @@ margin:1rem 0;padding:0;list-style:none}
 .tiles b{display:block;font-size:1.35rem;font-variant-numeric:tabular-nums}
 .tiles span{font-size:.85rem;color:var(--quiet);display:block}
 .wide{overflow-x:auto}
-table{border-collapse:collapse;font-size:.92rem}
+.wide:focus-visible{outline:3px solid #0072b2;outline-offset:2px}
+table{border-collapse:collapse;font-size:.92rem;overflow-wrap:break-word}
 th,td{padding:.3rem 1rem .3rem 0;text-align:left;vertical-align:top}
 th{color:var(--quiet);font-weight:600}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+td:first-child,th:first-child{min-width:7rem}
 tr+tr{border-top:1px solid var(--line)}
 code,pre{background:var(--soft);border-radius:4px;padding:.1rem .3rem;overflow-wrap:anywhere}
 pre{padding:.7rem;white-space:pre-wrap}
@@ -83,9 +85,10 @@ details>summary{display:none}.screen{display:none}*{print-color-adjust:exact;
 -webkit-print-color-adjust:exact}@page{margin:12mm}
 .sheet{font-size:7.8pt;line-height:1.25}.sheet .verdict{font-size:10pt;margin:.2rem 0}
 .sheet h1{font-size:12pt}.sheet h2{font-size:9.5pt;margin:.35rem 0 .1rem;padding-top:.15rem}
-.sheet p{margin:.15rem 0}.sheet ul{margin:.1rem 0;padding-left:1.1rem}.sheet svg{max-width:8cm}
+.sheet p{margin:.15rem 0}.sheet ul{margin:.1rem 0;padding-left:1.1rem}.sheet h2{overflow:hidden}
+.sheet svg{float:right;width:7.5cm;margin-left:.6rem}
 .sheet table{font-size:7.6pt}.sheet td,.sheet th{padding:.08rem .8rem .08rem 0}
-.sheet .signs{margin-top:1.4rem}}
+.sheet .signs{margin-top:1.2rem}.sheet .signs p{font-size:7.8pt}}
 """
     + _COLOURS
     + _SHADES
@@ -149,12 +152,15 @@ def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 
     right = [any(is_number(row[i]) for row in body if i < len(row)) for i in range(len(head))]
     top = "".join(
-        f"<th{' class=n' if n else ''}>{escape(h)}</th>" for h, n in zip(head, right, strict=True)
+        f"<th scope='col'{' class=n' if n else ''}>{escape(h)}</th>"
+        for h, n in zip(head, right, strict=True)
     )
     lines = "".join("<tr>" + "".join(cell(v) for v in row) + "</tr>" for row in body)
+    # On a narrow screen it is scrolled by itself, with keys too.
+    named = escape(f"table of {', '.join(head)}")
     return (
-        f"<div class='wide'><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
-        "</div>"
+        f"<div class='wide' role='group' tabindex='0' aria-label='{named}'><table><thead>"
+        f"<tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
 
 

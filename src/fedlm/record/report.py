@@ -263,7 +263,7 @@ def _privacy(run: Facts, beside: Beside) -> list[str]:
         parts.append(
             paragraph(
                 "How sure somebody may become at most that a given client took part, whatever "
-                "else he knows, from how sure he was before.",
+                "else they know, from how sure they were before.",
                 "quiet",
             )
         )

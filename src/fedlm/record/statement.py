@@ -90,8 +90,8 @@ def _meaning(told: StatementFacts) -> list[str]:
     return [
         heading("What this means"),
         paragraph(
-            "Somebody who has everything that was released, and who knows whatever else he likes, "
-            f"and who thinks it {prior:.0%} likely that a given person's text was used, may "
+            "Somebody who has everything that was released, whatever else they know, and who "
+            f"thinks it {prior:.0%} likely that a given person's text was used, may "
             f"afterwards be {svg.percent(after)} sure at most. This can fail with a chance of "
             f"{chance(told['delta'])} at most (delta)."
         ),

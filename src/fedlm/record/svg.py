@@ -440,7 +440,7 @@ def tree_drawing(
     most_bytes = max((node.up + node.down for node in nodes), default=0) or 1.0
     known = [v for n in nodes for v in (n.value, n.own) if v is not None and math.isfinite(v)]
     most = max(known, default=1.0) or 1.0
-    step, indent, bar_at, bar_room = 30.0, 20.0, 230.0, 150.0
+    step, indent, bar_at, bar_room = 30.0, 20.0, 230.0, 140.0
     body = ""
     for node, depth in order:
         one, y = nodes[node], 18 + step * row_of[node]
@@ -565,7 +565,7 @@ def posterior(prior: float, epsilon: float) -> float:
 
 def odds(priors: Sequence[float], epsilon: float) -> str:
     """Draw how sure an attacker may become at most, from how sure he was before."""
-    left, room, step = 190.0, 380.0, 52.0
+    left, room, step = 190.0, 270.0, 52.0
     body = ""
     for share in (0, 0.25, 0.5, 0.75, 1):
         x = left + room * share
@@ -576,10 +576,8 @@ def odds(priors: Sequence[float], epsilon: float) -> str:
         body += text(left - 10, y + 14, f"thought {percent(prior)} before", anchor="end")
         body += box(left, y, room * after, 20, "soft c1", f"at most {percent(after)}")
         body += box(left, y, room * prior, 20, "fill c0", f"{percent(prior)} before")
-        at = left + room * after
-        inside = after > 0.7
-        said = f"at most {percent(after)} after"
-        body += text(at + (-8 if inside else 8), y + 15, said, anchor="end" if inside else "start")
+        at, said = left + room * after, f"at most {percent(after)} after"
+        body += text(at + 8, y + 15, said)
     return picture(46 + step * len(priors), "how sure an attacker may become", body)
 
 

@@ -25,7 +25,7 @@ LONGER, WORSE = 10.0, 2.0
 # Entropy below ALONE: every node attends to itself only; above EVEN: all peers count alike.
 ALONE, EVEN = 0.02, 0.98
 MOST_CURVES = 8
-MOST_COLUMNS = 20  # of a table
+MOST_COLUMNS, MOST_NODES = 20, 200  # of a table
 
 
 def warned(run: Facts) -> list[str]:
@@ -39,17 +39,17 @@ def section(run: Facts) -> list[str]:
     if tree is None:
         return []
     found, routes = run.headline[1], routed(run.rounds)
+    nodes = reported_nodes(tree, run.rounds, found)
     parts = [
         heading("The tree"),
-        svg.tree_drawing(
-            reported_nodes(tree, run.rounds, found), routes, title="the tree of nodes"
-        ),
+        svg.tree_drawing(nodes, routes, title="the tree of nodes"),
         paragraph(
             "Bars: perplexity of a node's model on the held-out text below it; squares: after its "
             "own steps. Branches are as thick as what travels on them."
             + (" Arcs: layers that were sent on as residuals." if routes else ""),
             "quiet",
         ),
+        _numbers(nodes, found),
     ]
     if tree.get("left_out"):
         parts.append(paragraph(f"{count(tree['left_out'], 'client')} feed no place: left out."))
@@ -74,12 +74,21 @@ def reported_nodes(tree: JsonObject, rounds: list[JsonObject], found: JsonObject
     for name, parent in zip(tree["names"], tree["parents"], strict=True):
         score = scores.get(name, {})
         up, down = (_sum(rounds, name, way) for way in ("up_bytes", "down_bytes"))
-        bits = score.get("bits_per_byte")
-        told = [] if bits is None else [f"{bits:.3f} bits per byte"]
-        told += [] if parent is None else [f"↑ {size(up)} ↓ {size(down)}"]
+        told = "" if parent is None else f"↑ {size(up)} ↓ {size(down)}"
         value, own = score.get("perplexity"), score.get("personal")
-        made.append(TreeNode(name, parent, value, ", ".join(told), own, up, down))
+        made.append(TreeNode(name, parent, value, told, own, up, down))
     return made
+
+
+def _numbers(nodes: list[TreeNode], found: JsonObject) -> str:
+    """Return the picture of the tree as a table, with bits per byte where they are known."""
+    bits = {node["name"]: node.get("bits_per_byte") for node in found.get("nodes") or []}
+    head = ["node", "perplexity", "after own steps", "bits per byte", "sent up", "sent down"]
+    rows = [
+        [n.name, n.value, n.own, bits.get(n.name), size(n.up), size(n.down)]
+        for n in nodes[:MOST_NODES]
+    ]
+    return folded("Nodes as a table", table(head, rows))
 
 
 def _sum(rounds: list[JsonObject], name: str, what: str) -> int:

@@ -25,6 +25,7 @@ from fedlm.core.documents import json_value, read_json
 from fedlm.core.errors import FedlmError, RecordError, damaged
 from fedlm.record import journal
 from fedlm.record.directory import LOCK, PRIVATE_TALLIES, TALLIES, RunDirectory
+from fedlm.record.facts import SPLITS
 from fedlm.record.status import LIVE, Status, is_alive, read_status
 from fedlm.watch.tail import Tail, ends_of
 
@@ -314,9 +315,7 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
 
 def _held_out(final: dict[str, Any]) -> str | None:
     """Return whose text the last perplexity is of."""
-    if final.get("test"):
-        return "held-out clients"
-    return "held-out text" if final.get("validation") else None
+    return next((words for split, words in SPLITS.items() if final.get(split)), None)
 
 
 def _last_entries(lines: list[bytes], where: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ const rows = new Map(); // every run's row, by id
 const details = new Map(); // runs that are looked at
 let sweeps = [], folder = "", stream = null, lookedAt = "", view = null, queued = false;
 const chosen = new Set(); // for a comparison
+const shortNames = new Map();
 const main = document.getElementById("main"), connection = document.getElementById("connection");
 
 if (location.search) history.replaceState(null, "", location.pathname + location.hash); // the token
@@ -25,7 +26,7 @@ function connect(ids) {
     if (first) { rows.clear(); first = false; }
     for (const row of news.rows) rows.set(row.id, row);
     for (const id of news.gone) rows.delete(id);
-    if (news.sweeps) sweeps = news.sweeps;
+    if (news.sweeps) { sweeps = news.sweeps; nameRuns(); }
     if (news.folder) folder = news.folder;
     connection.textContent = "live";
     refresh();
@@ -42,6 +43,20 @@ function connect(ids) {
       : "The server does not answer; trying again.";
   };
 }
+
+// Points of a sweep share most of their names: what all of them have is left out.
+function nameRuns() {
+  shortNames.clear();
+  for (const sweep of sweeps) {
+    const ids = [...new Set([...sweep.runs, ...sweep.planned.map((p) => `${sweep.name}/${p.name}`)])];
+    const parts = ids.map((id) => id.slice(sweep.name.length + 1).split(","));
+    const short = parts.map((of) => of.filter((part) => !parts.every((other) => other.includes(part))).join(","));
+    if (ids.length > 1 && short.every(Boolean) && new Set(short).size === ids.length) ids.forEach((id, n) => shortNames.set(id, short[n]));
+  }
+}
+
+const nameOf = (id) => shortNames.get(id) || id.split("/").at(-1);
+const labelOf = (id) => shortNames.has(id) ? `${id.split("/").slice(0, -1).join("/")}: ${shortNames.get(id)}` : id;
 
 function refresh() { // at most once per frame
   if (queued) return;
@@ -91,7 +106,7 @@ const COLUMNS = [
 const drawnRows = new Map(); // a row that did not change is the same element again
 
 function runRow(row, extra = null) {
-  const sign = JSON.stringify([row, extra, chosen.has(row.id)]), old = drawnRows.get(row.id);
+  const sign = JSON.stringify([row, extra, chosen.has(row.id), nameOf(row.id)]), old = drawnRows.get(row.id);
   if (old && old.sign === sign) return old.made;
   const made = drawRow(row, extra);
   drawnRows.set(row.id, { sign, made });
@@ -103,22 +118,21 @@ function drawRow(row, extra) {
     el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare ${row.id}`, "data-key": `c-${row.id}`,
       checked: chosen.has(row.id), onchange: (event) => {
         chosen[event.target.checked ? "add" : "delete"](row.id); refresh(); } })),
-    el("th", { scope: "row" }, swatch(row.number), el("a", { href: link(row.id), "data-key": `r-${row.id}` }, row.name),
+    el("th", { scope: "row" }, swatch(row.number), el("a", { href: link(row.id), title: row.id, "data-key": `r-${row.id}` }, row.id === "." ? row.name : nameOf(row.id)),
       row.group && !extra ? el("span", { class: "doing" }, row.group) : null),
-    (extra || []).map((value) => el("td", { "data-head": "" }, value)),
     el("td", {}, el("span", { class: stateClass(row) }, row.state),
       row.doing && row.live ? el("span", { class: "doing" }, row.doing) : null,
       row.problem ? el("span", { class: "doing problem" }, row.problem) : null, bar(row)),
     el("td", { class: "n", "data-head": "round" }, roundsOf(row)),
     COLUMNS.map(([head, of]) => { const text = of(row);
-      return el("td", { class: text === "–" ? "n empty" : "n", "data-head": head }, text); }));
+      return el("td", { class: text === "–" ? "n empty" : "n", "data-head": head }, text); }),
+    (extra || []).map(([name, value]) => el("td", { class: "n", "data-head": name }, value)));
 }
 
 function head(extra = []) {
   return el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "compare"), el("th", { scope: "col" }, "run"),
-    extra.map((name) => el("th", { scope: "col" }, name)), el("th", { scope: "col" }, "state"),
-    el("th", { scope: "col", class: "n" }, "round"),
-    COLUMNS.map(([name]) => el("th", { scope: "col", class: "n" }, name))));
+    el("th", { scope: "col" }, "state"), el("th", { scope: "col", class: "n" }, "round"),
+    [...COLUMNS.map(([name]) => name), ...extra].map((name) => el("th", { scope: "col", class: "n" }, name))));
 }
 
 function homeView() {
@@ -157,16 +171,17 @@ function sweepTable(sweep, fits) {
   const begun = new Set(sweep.runs);
   const waiting = sweep.planned.filter((p) => !begun.has(`${sweep.name}/${p.name}`));
   if (!there.length && !waiting.length) return [];
-  const names = sweep.head.map((name) => name.replace(/^[a-z]+\./, ""));
-  const values = (id) => (sweep.values[id] || []).map((value) => value === null ? "–" : String(value));
+  const bare = (name) => name.replace(/^[a-z]+\./, "");
+  const names = sweep.head.map((name) => sweep.head.filter((other) => bare(other) === bare(name)).length > 1 ? name : bare(name));
+  const values = (id) => (sweep.values[id] || []).map((value, n) => [names[n], value === null ? "–" : String(value)]);
   const done = there.filter((row) => row.state === "finished").length;
   return [el("h2", {}, sweep.name), wide(el("table", { class: "runs" },
-    el("caption", {}, `${done} of ${there.length + waiting.length} points are finished; the columns after the name are settings in which they differ.`),
+    el("caption", {}, `${done} of ${there.length + waiting.length} points are finished; the last columns are settings in which they differ.`),
     head(names), el("tbody", {}, there.map((row) => runRow(row, values(row.id))),
-      waiting.map((point) => el("tr", {}, el("td"), el("th", { scope: "row" }, point.name),
-        values(`${sweep.name}/${point.name}`).map((value) => el("td", {}, value)),
+      waiting.map((point) => el("tr", {}, el("td"), el("th", { scope: "row" }, nameOf(`${sweep.name}/${point.name}`)),
         el("td", {}, el("span", { class: "state planned" }, "not begun")),
-        el("td", { class: "n empty", colspan: 1 + COLUMNS.length }))))))];
+        el("td", { class: "n empty", colspan: 1 + COLUMNS.length }),
+        values(`${sweep.name}/${point.name}`).map(([name, value]) => el("td", { class: "n", "data-head": name }, value)))))))];
 }
 
 // ---- one run
@@ -182,7 +197,7 @@ function curve(found, row, axis, what) {
   const of = AXES[axis][1];
   const pairs = points(found).filter((p) => p[what] !== null).map((p) => [of(p), p[what]]);
   if (axis === "rounds" && what === "perplexity" && found.start_perplexity) pairs.unshift([0, found.start_perplexity]);
-  return { name: row.id, number: row.number, points: pairs };
+  return { name: labelOf(row.id), number: row.number, points: pairs };
 }
 
 function axisChoice(axis, set) {
@@ -316,7 +331,7 @@ function compareView(ids) {
     const parts = [el("fieldset", {}, el("legend", {}, "Runs"), [...rows.values()].map((row) => el("label", {},
       el("input", { type: "checkbox", "data-key": `c-${row.id}`, checked: there.includes(row.id), onchange: (event) => {
         const next = event.target.checked ? [...there, row.id] : there.filter((id) => id !== row.id);
-        location.hash = `#/compare/${next.map(encodeURIComponent).join("/")}`; } }), swatch(row.number), row.id)))];
+        location.hash = `#/compare/${next.map(encodeURIComponent).join("/")}`; } }), swatch(row.number), labelOf(row.id))))];
     const known = there.map((id) => [rows.get(id), details.get(id)]).filter(([, found]) => found && found.points);
     if (known.length) {
       const drawn = (what) => known.map(([row, found]) => curve(found, row, axis, what));
@@ -337,7 +352,7 @@ function differing(known) {
   const differ = names.filter((name) => new Set(known.map(([, found]) => text(found, name))).size > 1);
   if (!differ.length) return el("p", {}, "None.");
   return wide(el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"),
-    known.map(([row]) => el("th", { scope: "col" }, swatch(row.number), row.id)))),
+    known.map(([row]) => el("th", { scope: "col" }, swatch(row.number), labelOf(row.id))))),
     el("tbody", {}, differ.map((name) => el("tr", {}, el("th", { scope: "row" }, name), known.map(([, found]) => el("td", {}, text(found, name))))))));
 }
 
@@ -348,7 +363,7 @@ function route() {
   const ids = rest.filter(Boolean).map(decodeURIComponent);
   if (page === "run" && ids.length) view = runView(ids[0]);
   else if (page === "compare") { ids.forEach((id) => chosen.add(id)); view = compareView(ids.slice(0, 12)); }
-  else if (page === "keyboard") view = keyboardView(main, rows, details, ids, (body) => ask("/suggest", body));
+  else if (page === "keyboard") view = keyboardView(main, rows, details, ids, labelOf, (body) => ask("/suggest", body));
   else view = homeView();
   for (const anchor of document.querySelectorAll("nav a")) {
     const here = anchor.getAttribute("href") === `#/${["compare", "keyboard"].includes(page) ? page : ""}`;

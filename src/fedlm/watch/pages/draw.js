@@ -188,8 +188,7 @@ export function treePicture(tree, frame) {
   const picture = svg("svg", { class: "map", viewBox: `0 0 760 ${height}`, role: "img",
     "aria-label": `The tree after round ${frame.round}: ${said.join("; ")}` },
     svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4,
-      markerWidth: 6, markerHeight: 6, orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z",
-      fill: "currentColor" }))));
+      markerWidth: 6, markerHeight: 6, orient: "auto" }, svg("path", { class: "tip", d: "M0 0L8 4L0 8z" }))));
   const branch = (n, off) => {
     const [a, b] = at(n), [c, d] = at(parents[n]);
     return flat ? `M${c} ${d + off}C${(a + c) / 2} ${d + off} ${(a + c) / 2} ${b + off} ${a} ${b + off}`
@@ -209,8 +208,8 @@ export function treePicture(tree, frame) {
     if (up) words.push(`${names[parents[n]]} listens to it with weight ${number(up, 2)}`);
     const group = svg("g", {}, svg("title", {}, words.join("; ")),
       svg("path", { class: "edge", d: branch(n, 0), "stroke-dasharray": of(n).missed ? "3 4" : null }));
-    if (down) group.append(svg("path", { class: "hears", d: branch(n, -3.5), "stroke-width": (6 * down).toFixed(2) }));
-    if (up) group.append(svg("path", { class: "heard", d: branch(n, 3.5), "stroke-width": (6 * up).toFixed(2) }));
+    if (down) group.append(svg("path", { class: "hears", d: branch(n, -3.5), "stroke-width": (9 * down).toFixed(2) }));
+    if (up) group.append(svg("path", { class: "heard", d: branch(n, 3.5), "stroke-width": (9 * up).toFixed(2) }));
     picture.append(group);
   });
   for (const [from, to, layers] of frame.routes) {
@@ -235,6 +234,8 @@ export function treePicture(tree, frame) {
     if (flat) group.append(svg("text", children[n].length
       ? { x: a, y: b - 15, "text-anchor": n ? "middle" : "start" } : { x: a + 15, y: b + 4 },
       svg("tspan", { class: "name" }, name), figure ? `  ${figure}` : ""));
+    else if (children[n].length) group.append( // beside the branches below it
+      svg("text", { class: "halo", x: a + 16, y: b + 4 }, svg("tspan", { class: "name" }, name), figure ? `  ${figure}` : ""));
     else group.append(svg("text", { class: "name", x: a, y: b + 26, "text-anchor": "middle" }, name),
       svg("text", { x: a, y: b + 41, "text-anchor": "middle" }, figure));
     picture.append(group);

@@ -3,7 +3,7 @@
 import { el, swatch } from "./draw.js";
 
 // `ask({id, node, kind, text})` answers with [{word, probability}, ...].
-export function keyboardView(main, rows, details, ids, ask) {
+export function keyboardView(main, rows, details, ids, labelOf, ask) {
   const boards = new Map(); // by key: {model, words, box, said, busy, wanted}
   const chosen = new Set();
   const choice = el("fieldset", {}, el("legend", {}, "Models side by side"));
@@ -27,7 +27,7 @@ export function keyboardView(main, rows, details, ids, ask) {
     if (!ids.length) { // nothing chosen: the runs that have a model
       const there = [...rows.values()].filter((row) => row.state === "finished");
       choice.replaceChildren(el("legend", {}, "Whose model?"), ...(there.length ? there.map((row) =>
-        el("label", {}, el("input", { type: "checkbox", value: row.id }), swatch(row.number), row.id)) : [el("p", {}, "No run is finished yet.")]),
+        el("label", {}, el("input", { type: "checkbox", value: row.id }), swatch(row.number), labelOf(row.id))) : [el("p", {}, "No run is finished yet.")]),
         el("button", { type: "button", onclick: () => {
           const picked = [...choice.querySelectorAll("input:checked")].map((box) => encodeURIComponent(box.value));
           if (picked.length) location.hash = `#/keyboard/${picked.join("/")}`; } }, "Type with these"));
@@ -39,7 +39,7 @@ export function keyboardView(main, rows, details, ids, ask) {
     for (const model of found.filter((m, n) => n < 1 || (ids.length > 1 && m.node === "" && m.kind === "last"))) chosen.add(model.key);
     choice.replaceChildren(el("legend", {}, "Models side by side"), ...found.map((model) => el("label", {},
       el("input", { type: "checkbox", checked: chosen.has(model.key), onchange: (event) => {
-        chosen[event.target.checked ? "add" : "delete"](model.key); draw(found); } }), `${model.id}, ${model.name}`)));
+        chosen[event.target.checked ? "add" : "delete"](model.key); draw(found); } }), `${labelOf(model.id)}, ${model.name}`)));
     draw(found);
   }
 
@@ -47,10 +47,10 @@ export function keyboardView(main, rows, details, ids, ask) {
     for (const key of [...boards.keys()]) if (!chosen.has(key)) boards.delete(key);
     for (const model of found) {
       if (!chosen.has(model.key) || boards.has(model.key)) continue;
-      const words = el("div", { class: "words", role: "group", "aria-label": `Suggestions of ${model.id}, ${model.name}` });
+      const words = el("div", { class: "words", role: "group", "aria-label": `Suggestions of ${labelOf(model.id)}, ${model.name}` });
       const said = el("p", { class: "problem" });
       const row = rows.get(model.id);
-      const box = el("section", { class: "board" }, el("h2", {}, row ? swatch(row.number) : null, `${model.id}, ${model.name}`), words, said);
+      const box = el("section", { class: "board" }, el("h2", {}, row ? swatch(row.number) : null, `${labelOf(model.id)}, ${model.name}`), words, said);
       boards.set(model.key, { model, words, box, said, busy: false, wanted: null });
     }
     place.replaceChildren(...[...boards.values()].map((board) => board.box));
