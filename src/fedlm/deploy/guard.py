@@ -127,7 +127,7 @@ class Guard:
         )
 
     def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
-        """Return a plan as far as it is believed here, as it was when the run began."""
+        """Return the plan that this node counts by: the one of the run's first question."""
         if plan is None or run in self.ledger.runs:
             return None if plan is None else self.ledger.runs[run].plan
         return with_matrix(believed(self.policy, plan, asked.members))

@@ -89,7 +89,7 @@ def lifetime(
     now: tuple[str, PrivacyPlan] | None = None,
     others: Sequence[Release] = (),
 ) -> Lifetime:
-    """Return the epsilon of the client who spent most, of those given or of all.
+    """Return the largest epsilon that one client has spent, among those given or among all.
 
     `now` is a run that goes on: it counts with all its rounds.
     """

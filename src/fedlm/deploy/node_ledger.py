@@ -60,7 +60,7 @@ class RunEntry:
     turns: dict[str, list[int]] = field(default_factory=dict)  # rounds by client
 
     def participations(self) -> dict[int, int]:
-        """Return how many clients took part so and so often."""
+        """Return the number of clients by how often they took part."""
         return dict(sorted(Counter(map(len, self.turns.values())).items()))
 
 

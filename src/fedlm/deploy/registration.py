@@ -219,9 +219,9 @@ def _assignment(
     words = [name, text, *(p for p, _ in found)]
     counts = [first, clients, *(n for _, n in found), *tokens]
     if not all(isinstance(word, str) for word in words):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not text")
     if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError("a number of members makes no sense")
+        raise ValueError("a number of members is not a whole number from zero on")
     return Assignment(name, first, clients, text, found, tuple(tokens))
 
 
@@ -250,5 +250,5 @@ def _held(rows: int, tokens: int, bytes: int, clients: int) -> Held:
     """Return an announcement that was read from a file, or raise `ValueError`."""
     found = Held(rows, tokens, bytes, clients)
     if not all(type(number) is int and number >= 0 for number in found):
-        raise ValueError("an amount of text makes no sense")
+        raise ValueError("an amount of text is not a whole number from zero on")
     return found

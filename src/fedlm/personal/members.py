@@ -95,7 +95,7 @@ def member_called(run: Run, name: str) -> OwnText:
 
 
 def member_names(run: Run, split: str) -> list[str]:
-    """Return the names of all members of a split; refuse members of whom nothing may be told."""
+    """Return the names of all members of a split; refuse a split whose figures a plan hides."""
     require(split in ("validation", "test"), "--split", split, "'validation' or 'test'")
     if _is_tree(run):
         require(split == "validation", "--split", split, "'validation' in a tree, for its leaves")

@@ -111,7 +111,7 @@ def test_a_tree_without_end_is_refused():
     exchange = Exchange()
     for _ in range(3):
         exchange.tree = ObjectTree(object_id=exchange.tree.object_id, children=[exchange.tree])
-    with pytest.raises(WireError, match="parts of parts"):
+    with pytest.raises(WireError, match="nests its parts deeper"):
         exchange.fetch()
 
 

@@ -81,7 +81,7 @@ def assemble(tree: Any, pull: PullObject, max_bytes: int) -> Message:
     with _as_wire_error():
         message = inflate_object_from_contents(tree.object_id, contents, objects=filled)
     if not isinstance(message, Message):
-        raise WireError("the message is no message.")
+        raise WireError("the bytes are not a Flower message.")
     return message
 
 
@@ -91,7 +91,7 @@ def _as_wire_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WireError(f"the message is no message: {str(error)[:200]}") from None
+        raise WireError(f"the bytes are not a Flower message: {str(error)[:200]}") from None
 
 
 class Budget:
@@ -131,7 +131,7 @@ def _split_by_depth(tree: Any) -> tuple[list[str], set[str]]:
         heads.update((part.object_id, None) for part in level)
         level = [child for part in level for child in part.children]
     if any(part.children for part in level):
-        raise WireError("the message has parts of parts that no message has.")
+        raise WireError("the message nests its parts deeper than any message of fedlm.")
     return list(heads), {part.object_id for part in level} - set(heads)
 
 
