@@ -75,8 +75,8 @@ class Leaky:
 
 
 def half_of_fedavg(options):
-    clients, _ = fedavg.build(options)
-    return clients, fedavg.server(optax.sgd(0.5))
+    clients, _ = fedavg.build_fedavg(options)
+    return clients, fedavg.fedavg_server(optax.sgd(0.5))
 
 
 def letters():

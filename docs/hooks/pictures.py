@@ -114,7 +114,7 @@ def files(browser: Browser, folder: Path, made: Path) -> None:
         ("report-tree", page_of([folder / "tree"]), tall, "h2:has-text('The tree')"),
         ("report-private", page_of([folder / "private"]), tall, "h2:has-text('Privacy')"),
         ("report-compared", page_of(cells), tall, ""),
-        ("statement", statement.page(statement_of(folder / "private")), (1000, 1300), ""),
+        ("statement", statement.statement_page(statement_of(folder / "private")), (1000, 1300), ""),
     ):
         file = made / f"{name}.html"
         file.write_text(text, encoding="utf-8")

@@ -185,5 +185,5 @@ def test_a_vocabulary_without_noise_is_caught_by_the_same_attacker():
 
 
 def test_a_threshold_that_is_too_low_is_caught_by_the_same_attacker(monkeypatch):
-    monkeypatch.setattr("fedlm.privacy.vocabulary.threshold_of", lambda noise, delta, words: -9.0)
+    monkeypatch.setattr("fedlm.privacy.vocabulary.word_threshold", lambda noise, delta, words: -9.0)
     assert caught(private(1.0, 0.2), 1.0, 0.2, 300)

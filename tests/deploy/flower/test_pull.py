@@ -89,9 +89,9 @@ def array_says(**facts):
         (b"Array", array_says(shape=[-1]), "no size"),
         (b"Array", array_says(shape="x"), "no size"),
         (b"Array", array_says(shape=[1 << 19]), "announces 524288 bytes and holds"),
-        (b"Array", lambda body: b"{", "no message"),
+        (b"Array", lambda body: b"{", "not a Flower message"),
         (b"ArrayChunk", lambda body: body * 100, "more than 1048576 bytes"),
-        (b"ArrayRecord", lambda body: b"[]", "no message"),
+        (b"ArrayRecord", lambda body: b"[]", "not a Flower message"),
     ],
     ids=["short", "repeated", "negative", "word", "long", "broken", "fat", "another"],
 )
