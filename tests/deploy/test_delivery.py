@@ -128,15 +128,15 @@ def test_through_relays_too_and_no_disk_is_filled(
 
     sent(run, {**nodes, "town-0": town})
     request = next(asked for asked in seen if asked.splits == ("own",))
-    recipe = nodes["town-0"]._work(request).recipe
+    work = nodes["town-0"]._work(request)
     monkeypatch.setattr(delivery, "MOST_RUNS", 1)
     for number, name in enumerate(("c" * 32, "d" * 32)):
         other = replace(request, run=name)
         if number:
             with pytest.raises(Refusal, match="keeps the models of 1 runs"):
-                keep_models(tmp_path / "models", "town-0", recipe, towns["town-0"], other)
+                keep_models(tmp_path / "models", "town-0", work, towns["town-0"], other)
         else:
-            keep_models(tmp_path / "models", "town-0", recipe, towns["town-0"], other)
+            keep_models(tmp_path / "models", "town-0", work, towns["town-0"], other)
     over = networked(folder, relayed(tmp_path, nodes), "server.rounds=1", table=TREE, run_id=RUN)
     kept, _ = sent(over, relayed_again(over))
     assert kept == [f"relay/{town}" for town in sorted(towns)]

@@ -4,7 +4,8 @@ In:       at the server, a finished run and a transport; at a node, a request th
 Out:      at the node, `KIT/models/RUN`, a run directory with the shared model, and in a tree
           `KIT/models/RUN/nodes/NAME` with the node's own.
 Promise:  a node gets the shared model and its own, nobody else's; it judges them on its own text;
-          who is away gets them when asked for again; the same models give the same files.
+          who is away gets them when asked for again; the same models give the same files. Where
+          nodes have the frozen part themselves, the trained one alone is sent.
 Not here: carrying requests (`engine/remote_evaluation.py`), run directories
           (`training/node_runs.py`).
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.types import Params
 from fedlm.corpus.store import Store
-from fedlm.deploy.local import redacted
+from fedlm.deploy.local import NodeWork, told_to_nodes, trained_part
 from fedlm.deploy.networked_run import homes_of
+from fedlm.deploy.node_evaluation import whole_model
 from fedlm.deploy.policy import Refusal
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
@@ -28,9 +31,10 @@ from fedlm.engine.remote_evaluation import HeldOutAtNodes
 from fedlm.evaluate.held_out import Ask
 from fedlm.federation.tree_rounds import TreeRound
 from fedlm.inference import load_params
+from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts
-from fedlm.recipe.settings import Recipe
-from fedlm.record.directory import RunDirectory
+from fedlm.record.checkpoint import arrays_in
+from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.training.node_runs import write_run
@@ -72,31 +76,38 @@ def deliver(
         for place, leaf in places.items()
         if place not in asked and only in ("", leaf.path[-1])
     )
-    plan = run.plan
     text = HeldOutAtNodes(
         transport=transport,
         places=places,
         in_tree=in_tree,
         run=run_id,
-        recipe=redacted(run.recipe, None if plan is None else plan.noise_multiplier),
+        recipe=told_to_nodes(run.recipe, run.algorithm),
         population=run.population.size,
         exact=dense(),
         quorum=Quorum(quorum=1e-6, deadline=deadline),  # one answer is enough
         counters=counters,
         say=say,
     )
-    rounds, directory = len(facts_of(run.record.path).rounds), run.record
-
-    def model(name: str) -> Params:
-        return load_params(run.recipe.model, run.store.vocabulary, directory.weights_of(name))
-
-    kept = text.keep(rounds, "shared", [model("")], [Ask(place, 0) for place in asked])
+    rounds = len(facts_of(run.record.path).rounds)
+    kept = text.keep(rounds, "shared", [_model(run, "")], [Ask(place, 0) for place in asked])
     if in_tree and kept:
-        own = [model(names[place]) for place in kept]
+        own = [_model(run, names[place]) for place in kept]
         kept = text.keep(rounds, "own", own, [Ask(place, at) for at, place in enumerate(kept)])
     if missing:
         say(f"not there to take their models: {', '.join(missing)} (fedlm federation deliver)")
     return sorted("/".join(places[place].path) for place in kept)
+
+
+def _model(run: Run, name: str) -> Params:
+    """Return a model of a finished run, or the part of it that nodes do not have."""
+    recipe, file = run.recipe, run.record.weights_of(name)
+    if TRAINABLE[recipe.wire.trainable].leaves is None:
+        return load_params(recipe.model, run.store.vocabulary, file)
+    alone = adapter_beside(file)
+    kept = alone if alone.is_file() else file
+    arrays = arrays_in(kept.read_bytes(), str(kept)).state
+    like = trained_part(recipe, run.model.shapes())
+    return tree.with_leaves(like, {leaf: arrays[leaf] for leaf in tree.named_leaves(like)})
 
 
 def _places(
@@ -117,9 +128,10 @@ def _places(
 
 
 def keep_models(
-    folder: Path, node: str, recipe: Recipe, store: Store, request: EvaluateRequest
+    folder: Path, node: str, work: NodeWork, store: Store, request: EvaluateRequest
 ) -> list[Path]:
     """Write the models of a request as run directories, and return these."""
+    recipe = work.recipe
     whole = RunDirectory(folder / request.run[:SHORT])
     others = [path for path in folder.glob("*/") if path != whole.path]
     if len(others) >= MOST_RUNS:
@@ -131,8 +143,9 @@ def keep_models(
     )
     clients = len(store.training_clients)
     own = parts.recipe_to_look_at(recipe.model_copy(update={"data": data}), clients)
+    if TRAINABLE[recipe.wire.trainable].leaves is not None:  # adapters are exported for their base
+        own = own.model_copy(update={"model": recipe.model, "wire": recipe.wire})
     own = parts.resolve(own, store)
-    like = parts.model_spec(own, store.vocabulary).shapes()
     written = []
     for role, model in zip(request.splits, request.models, strict=True):
         if role == "own" and recipe.federation is None:
@@ -140,7 +153,7 @@ def keep_models(
         directory = whole if role == "shared" else whole.node(node)
         write_run(
             directory,
-            dense().decode(request.frames[model], like),
+            whole_model(work, request.frames[model]),
             own,
             store,
             rounds=request.round,

@@ -82,7 +82,7 @@ def members_work(
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
         sent_like=_sent_like(recipe, algorithm, spec.shapes()),
-        model_like=_trained(recipe, spec.shapes()),
+        model_like=trained_part(recipe, spec.shapes()),
         **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
         parameters=spec.parameters,
@@ -92,13 +92,8 @@ def members_work(
 
 def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
     """Return the shapes of the parameters that the server sends: all, or the trained part."""
-    trained, server = _trained(recipe, shapes), algorithm.server
+    trained, server = trained_part(recipe, shapes), algorithm.server
     return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
-
-
-def _trained(recipe: Recipe, shapes: Params) -> Params:
-    keep = trained_leaves(recipe, shapes)
-    return shapes if keep is None else tree.split(shapes, keep)[0]
 
 
 def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any]:
@@ -197,6 +192,21 @@ def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
 def held_at_nodes(recipe: Recipe) -> bool:
     """Return whether nodes must have the frozen model themselves: no seed makes it."""
     return TRAINABLE[recipe.wire.trainable].leaves is not None and bool(recipe.model.init_from)
+
+
+def told_to_nodes(recipe: Recipe, algorithm: Algorithm | None) -> str:
+    """Return the recipe as every question to nodes carries it; of a tree without an algorithm."""
+    if algorithm is None:
+        return redacted(recipe)
+    plan = algorithm.plan
+    base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
+    return redacted(recipe, None if plan is None else plan.noise_multiplier, base)
+
+
+def trained_part(recipe: Recipe, shapes: Params) -> Params:
+    """Return the leaves that are trained; all of them unless a part is held still."""
+    keep = trained_leaves(recipe, shapes)
+    return shapes if keep is None else tree.split(shapes, keep)[0]
 
 
 def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None) -> str:

@@ -25,7 +25,7 @@ from fedlm.core.types import Engine
 from fedlm.corpus.population import Population, of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
-from fedlm.deploy.local import bounds_of, held_at_nodes, redacted
+from fedlm.deploy.local import bounds_of, told_to_nodes
 from fedlm.deploy.replies import Answers
 from fedlm.deploy.tallies import earlier_rounds
 from fedlm.engine.buffered import RemoteWaiting
@@ -39,10 +39,8 @@ from fedlm.engine.remote_secure import RemoteSecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer
 from fedlm.federation.topology import EVERYBODY, Topology
-from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
 from fedlm.privacy.release import splits as release_splits
-from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
 from fedlm.recipe.settings import Recipe
@@ -112,15 +110,15 @@ class _Nodes:
 
     def engine(self, algorithm: Algorithm, homes: Mapping[int, Leaf] | None = None) -> Engine:
         """Return the engine that asks nodes; `homes`, in a tree, tells whose text a leaf has."""
-        base = parts.base_sha256(algorithm) if held_at_nodes(self.recipe) else None
+        told = told_to_nodes(self.recipe, algorithm)
         if self.recipe.wire.secure_nodes and self.transport is not None:
-            return self._secure_engine(algorithm, self._told(algorithm.plan, base))
+            return self._secure_engine(algorithm, told)
         return RemoteEngine(
             algorithm,
             self.transport,
             self.assignments,
             homes=homes,
-            recipe=self._told(algorithm.plan, base),
+            recipe=told,
             seed=self.recipe.run.seed,
             secret_names=hides(algorithm.plan),
             on_stats=self.on_stats,
@@ -149,7 +147,7 @@ class _Nodes:
         )
 
     def held_out(
-        self, places: Mapping[int, Leaf], population: int, plan: PrivacyPlan | None = None
+        self, places: Mapping[int, Leaf], population: int, algorithm: Algorithm | None = None
     ) -> HeldOutAtNodes:
         """Return the nodes' held-out text by place, of the splits that a plan allows to tell."""
         survey = self.path / SURVEY
@@ -161,15 +159,12 @@ class _Nodes:
             transport=self.transport,
             places=places,
             in_tree=self.recipe.federation is not None,
-            recipe=self._told(plan),
+            recipe=told_to_nodes(self.recipe, algorithm),
             population=population,
-            splits=release_splits(plan, SPLITS),
+            splits=release_splits(None if algorithm is None else algorithm.plan, SPLITS),
             **kept,
             **self.asking,
         )
-
-    def _told(self, plan: PrivacyPlan | None, base: str | None = None) -> str:
-        return redacted(self.recipe, None if plan is None else plan.noise_multiplier, base)
 
 
 # ---- a flat federation ---------------------------------------------------------------------
@@ -184,9 +179,9 @@ def _flat(nodes: _Nodes) -> Run:
         spool = Answers(nodes.path / ANSWERS, rounds_kept=buffer.largest_staleness + back)
         return RemoteWaiting(engine, spool, buffer.grace)
 
-    def evaluation(plan: PrivacyPlan | None) -> NodeEvaluation:
+    def evaluation(algorithm: Algorithm) -> NodeEvaluation:
         return NodeEvaluation(
-            held_out=nodes.held_out(dict(enumerate(nodes.leaves)), members.size, plan),
+            held_out=nodes.held_out(dict(enumerate(nodes.leaves)), members.size, algorithm),
             params=lambda state: state.params,
             watch_split=("validation", "test"),
         )

@@ -50,7 +50,9 @@ def node_sums(
             found.append({**_zeros(), **_floats(text.size._asdict())})
         else:
             if model not in models:
-                models = {model: _model(work, request.frames[model])}  # one in memory at a time
+                models = {
+                    model: whole_model(work, request.frames[model])
+                }  # one in memory at a time
             kept = _rows(work, request, split, number, offset)[: most or None]
             found.append(_scored(work, models[model], split, kept, least))
     return tuple(found)
@@ -63,7 +65,8 @@ def _check_kind(work: NodeWork, request: EvaluateRequest) -> None:
         raise WireError("the request is for the first rows of a text: its recipe has no tree.")
 
 
-def _model(work: NodeWork, frame: bytes) -> Any:
+def whole_model(work: NodeWork, frame: bytes) -> Any:
+    """Return the model of a frame, with the part that this node has itself."""
     return tree.join(dense().decode(frame, work.model_like), work.algorithm.base)
 
 

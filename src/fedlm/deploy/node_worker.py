@@ -236,7 +236,7 @@ class Worker:
         """Keep the models that a request carries."""
         if self.models is None:
             raise Refusal("this node has no folder for models.")
-        for path in keep_models(self.models, self.name, work.recipe, self.store, request):
+        for path in keep_models(self.models, self.name, work, self.store, request):
             rounds = count(request.round, "round")
             self.say(f"a model of run {request.run[:8]} after {rounds} is in {path}")
         return EvaluateReply(

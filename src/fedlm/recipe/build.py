@@ -22,7 +22,6 @@ from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
-from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, check_settings, pooled_algorithm
 from fedlm.recipe.memory import check_memory
@@ -76,13 +75,13 @@ def flat_run(
     members: Population | None = None,
     engine: Callable[[Algorithm], Engine] | None = None,
     waiting: Callable[[Engine, Buffer], Waiting] | None = None,
-    evaluation: Callable[[PrivacyPlan | None], Evaluation] | None = None,
+    evaluation: Callable[[Algorithm], Evaluation] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
     `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
-    held-out text, or by `evaluation` of its plan.
+    held-out text, or by `evaluation` of its algorithm.
     """
     check_settings(recipe)
     people = people_of(recipe, store, members)
@@ -111,7 +110,7 @@ def flat_run(
         algorithm=algorithm,
         engine=made,
         round=round,
-        evaluation=evaluation(algorithm.plan)
+        evaluation=evaluation(algorithm)
         if evaluation
         else evaluation_of(
             recipe,
