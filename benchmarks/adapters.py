@@ -228,19 +228,26 @@ def main() -> None:
             folder = Path(temporary)
             write_random(folder, sizes)
         layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-        found: dict[str, Any] = {
-            "load": os.getloadavg()[0],
-            "speed": speed(folder, layers, asked, say),
+        found: dict[str, Any] = {"load": os.getloadavg()[0]}
+        parts = {
+            "speed": lambda: speed(folder, layers, asked, say),
+            "compile_seconds": lambda: [compiling(folder, asked)],
+            "memory": lambda: memory(folder, asked),
         }
-        found["memory"], found["compile_seconds"] = memory(folder, asked), compiling(folder, asked)
-    for name in ("speed", "memory"):
-        table = Table(*found[name][0], title=name)
-        for row in found[name]:
-            table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-        Console().print(table)
-    Console().print(f"compiling: {found['compile_seconds']}; load before: {found['load']:.1f}")
-    if asked.out:
-        asked.out.write_text(json.dumps(found, indent=2) + "\n")
+        for name, measure in parts.items():  # each is shown when it is there
+            found[name] = measure()
+            show(name, found[name])
+            if asked.out:
+                asked.out.write_text(json.dumps(found, indent=2) + "\n")
+    Console().print(f"load before: {found['load']:.1f}")
+
+
+def show(name: str, rows: list[dict[str, Any]]) -> None:
+    """Print figures as a table."""
+    table = Table(*rows[0], title=name)
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,7 @@ class Attention(eqx.Module):
         return (q, k, v) if self.rotary is None else (self.rotary(q, at), self.rotary(k, at), v)
 
     def _weights(self, q: Array, k: Array, at_q: Array, at_k: Array) -> Array:
-        k = self._repeat(k)
-        scores = jnp.einsum("bhqw,bhkw->bhqk", q, k)
+        scores = self._grouped(q, k.swapaxes(2, 3))
         behind = at_q[:, None] - at_k[None, :]
         bias: Any = None
         if self.alibi:
@@ -117,11 +116,20 @@ class Attention(eqx.Module):
         allowed = jnp.broadcast_to(behind >= 0, scores.shape)
         if self.row_floor is None:
             return softmax_weights(scores * q.shape[-1] ** -0.5, allowed, bias)
-        largest = lengths(q)[..., :, None] * lengths(k)[..., None, :]
+        largest = lengths(q)[..., :, None] * lengths(self._repeat(k))[..., None, :]
         return relu_weights(scores, allowed, bias, largest=largest, floor=self.row_floor)
 
     def _attend(self, q: Array, k: Array, v: Array, at_q: Array, at_k: Array) -> Array:
-        return jnp.einsum("bhqk,bhkw->bhqw", self._weights(q, k, at_q, at_k), self._repeat(v))
+        return self._grouped(self._weights(q, k, at_q, at_k), v)
+
+    def _grouped(self, x: Array, y: Array) -> Array:
+        """Return the product of every query head with its keys or values, which are not copied.
+
+        Heads that share them stand one below the other in one product.
+        """
+        batch, heads, rows, width = x.shape
+        tall = x.reshape(batch, self.key_heads, heads // self.key_heads * rows, width)
+        return jnp.matmul(tall, y).reshape(batch, heads, rows, y.shape[-1])
 
     def _repeat(self, x: Array) -> Array:
         """Give every query head its keys or values."""
