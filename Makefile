@@ -22,7 +22,7 @@ test: lint  ## format, lint, types, the default tests and a small federation on 
 	$(BIN)/python -m pytest -n 0 -m 'network and not slow' tests/deploy
 
 test-all: lint  ## all tests, the slow ones too
-	$(BIN)/python -m pytest -m 'not network'
+	$(BIN)/python -m pytest --hypothesis-profile=all -m 'not network'
 	$(BIN)/python -m pytest -n 0 -m network tests/deploy
 
 test-browser: $(VENV)/.browser  ## the live page in Chromium; installs it with apt-get where it may

@@ -1,10 +1,10 @@
 """A tiny real corpus, a recipe for it, and a way to run commands on them in this process."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
-import random
 import sys
 import tempfile
 from collections import defaultdict
@@ -24,6 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -46,22 +47,34 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+# How many examples a property is tried on, where it does not say itself; `make test-all` takes the
+# second profile.
+hypothesis.settings.register_profile("default run", max_examples=30, deadline=None)
+hypothesis.settings.register_profile("all", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("default run")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Keep a few cases of each grid marked `sample(n)` for the default run; the rest are slow.
 
-    Which ones follows from the test's name alone: the same everywhere, and nobody's favourites.
+    Which ones follows from the names of the file and of the case alone: the same everywhere,
+    nobody's favourites, and grids of one file over the same cases draw the same ones, so that what
+    they compile is compiled once.
     """
     grids = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
             grids[item.nodeid.split("[")[0]].append(item)
-    for name, cases in grids.items():
+    for cases in grids.values():
         kept = cases[0].get_closest_marker("sample").args[0]
-        drawn = random.Random(name).sample(cases, min(kept, len(cases)))
-        for case in cases:
-            if case not in drawn:
-                case.add_marker(pytest.mark.slow)
+        for case in sorted(cases, key=_place_in_the_draw)[kept:]:
+            case.add_marker(pytest.mark.slow)
+
+
+def _place_in_the_draw(item):
+    file, _, name = item.nodeid.partition("::")
+    return hashlib.blake2b(f"{file} {name.partition('[')[2]}".encode()).digest()
 
 
 WORDS = ["the", "a", "cat", "dog", "sun", "moon", "sat", "ran", "saw", "on", "big", "red", "and"]
@@ -148,6 +161,14 @@ def tiny_text(tiny_recipe):
 def run_cli(tmp_path):
     """`run_cli("train", recipe)`: a command, run in `tmp_path`."""
     return lambda *args, **kwargs: call(tmp_path, *args, **kwargs)
+
+
+@pytest.fixture
+def own_programs(monkeypatch):
+    """Engines made in this test share programs with no other test, so traces can be counted."""
+    from fedlm.engine import mesh
+
+    monkeypatch.setattr(mesh, "programs_of", mesh.Programs)
 
 
 @pytest.fixture(scope="session")

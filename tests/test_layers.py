@@ -1,6 +1,7 @@
 """The direction of imports: rooms do not talk sideways, and data flows one way."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -67,8 +68,13 @@ def room_of(path):
     return path.relative_to(SRC).parts[0]
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf8"))
+
+
 def imported(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fedlm"):
             names = (
                 [node.module] if node.module != "fedlm" else [f"fedlm.{a.name}" for a in node.names]
@@ -87,8 +93,7 @@ def test_a_room_imports_only_what_it_may():
 
 
 def test_every_module_says_what_it_is():
-    silent = [p for p in FILES if not ast.get_docstring(ast.parse(p.read_text(encoding="utf8")))]
-    assert not silent
+    assert not [path for path in FILES if not ast.get_docstring(parsed(path))]
 
 
 STAGES = (

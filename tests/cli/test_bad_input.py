@@ -63,6 +63,7 @@ TREE = (*APART, "privacy.mechanism=tree", "privacy.noise_multiplier=1")
 POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noise_multiplier=1")
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -116,7 +117,11 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
             (*TREE[:-1], "privacy.epsilon=1e-9", "privacy.delta=1e-12"),
             ("privacy.epsilon = 1e-09", "some noise can meet"),
         ),
-        ((*POISSON, "privacy.epsilon=1e-3"), ("privacy.epsilon = 0.001", "the first costs")),
+        pytest.param(
+            (*POISSON, "privacy.epsilon=1e-3"),
+            ("privacy.epsilon = 0.001", "the first costs"),
+            marks=pytest.mark.slow,
+        ),
         ((*TREE, "privacy.min_separation=9"), ("privacy.min_separation = 9", "at most 8")),
         ((*TREE, "privacy.max_participations=1", "server.rounds=20"), ("at least 3, because",)),
         ((*APART, *POISSON[1:]), ("privacy.mechanism = 'gaussian'", "leaves no such chance")),
@@ -143,6 +148,7 @@ def test_a_recipe_that_is_not_there_or_not_toml(run_cli, tmp_path):
     refused(run_cli("train", "bad.toml"), "bad.toml is not valid TOML", "line 1")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "raw, words",
     [
@@ -171,6 +177,7 @@ def test_a_client_without_text_is_left_out(run_cli, tiny_text):
     assert done.code == 0 and done.json["clients"] == 20
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "source, option, words",
     [
@@ -310,6 +317,7 @@ def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
     refused(run_cli("train", tiny_recipe, *changed), "training stopped")
 
 
+@pytest.mark.slow
 def test_a_server_step_out_of_the_finite_world_in_the_last_round(run_cli, tiny_recipe, tmp_path):
     settings = ("optimizer=fedavg", "learning_rate=1e30", "rounds=1")
     changes = [part for setting in settings for part in ("--set", f"server.{setting}")]
@@ -331,6 +339,7 @@ def test_output_where_nothing_can_be_written(run_cli, tiny_recipe, tiny_text, en
     assert after == {p: raw for p, raw in before.items() if ".fedlm" not in p.parts}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "text, words",
     [

@@ -112,6 +112,7 @@ def test_train_ends_in_a_table_and_takes_a_new_directory(run_cli, tiny_recipe, t
     assert "runs/tiny-2 is complete; nothing is left to train" in again.stderr
 
 
+@pytest.mark.slow
 def test_text_of_which_nothing_is_held_out_trains_without_figures(run_cli, tiny_recipe):
     nothing = ("--set", "data.validation=0", "--set", "data.test_clients=0")
     done = good(run_cli("train", tiny_recipe, *nothing, "--set", "server.rounds=2"))
@@ -188,6 +189,7 @@ target = 1000
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_point_once(run_cli, tiny_recipe, tmp_path):
     (tmp_path / "grid.toml").write_text(SWEEP)
     done = good(run_cli("sweep", "grid.toml", "--json"))

@@ -39,6 +39,7 @@ def commands(found=None, path=()):
         yield from commands(below, (*path, name))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("path", list(commands()), ids=" ".join)
 def test_the_help_of_every_command(path, terminal, tmp_path):
     told = call(tmp_path, *path, "--help")

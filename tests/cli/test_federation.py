@@ -24,6 +24,7 @@ def test_init_makes_kits(run_cli, tmp_path):
     refused(run_cli("federation", "serve", "fed"), "federation.toml", "'quorum'")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "command, words",
     [

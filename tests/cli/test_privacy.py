@@ -14,6 +14,7 @@ TREE = ("--mechanism", "tree", "--rounds", 2000, "--min-separation", 313)
 TREE = (*TREE, "--max-participations", 6, "--delta", 1e-10)
 
 
+@pytest.mark.slow
 def test_the_published_epsilon_of_a_tree(run_cli):
     done = run_cli("privacy", "epsilon", *TREE, "--noise-multiplier", 7, "--json")
     assert done.code == 0 and done.stdout.count("\n") == 1 and done.stderr == ""

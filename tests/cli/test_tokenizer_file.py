@@ -41,7 +41,7 @@ def test_a_store_made_with_a_file_trains_and_predicts_words(run_cli, tiny_recipe
     text = tiny_recipe.read_text().replace("sequence_length = 8\n", "")
     tiny_recipe.write_text(text)
     rate = ("--set", "client.learning_rate=2", "--set", "server.learning_rate=0.1")
-    done = run_cli("train", tiny_recipe, *rate, "--set", "server.rounds=20", "--json")
+    done = run_cli("train", tiny_recipe, *rate, "--set", "server.rounds=8", "--json")
     assert done.code == 0, done.stderr
     assert done.json["perplexity"] < done.json["start_perplexity"]
 
@@ -95,6 +95,7 @@ def test_another_end_of_line_can_be_named(run_cli, tiny_text, tmp_path):
         assert like.json[name] == made.json[name], name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -131,6 +132,7 @@ def test_a_store_does_not_take_a_file_beside_it(run_cli, tiny_recipe, tiny_text,
     refused(run_cli("train", tiny_recipe), "data.tokenizer = ", "was made with 'file'", "Leave")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", others.BROKEN)
 def test_what_is_no_tokenizer(run_cli, tiny_text, tmp_path, case, capfd):
     content, words = others.BROKEN[case]

@@ -162,6 +162,7 @@ def test_evaluate_gives_the_figures_of_the_run_again(folder):
     assert call(folder, "evaluate", "run").code == 0
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "change, table, words",
     [

@@ -65,7 +65,6 @@ members = st.lists(st.integers(0, 25), max_size=20)
 
 
 @given(members, st.integers(1, 5), st.integers(1, 12))
-@settings(deadline=None, max_examples=300)
 def test_spreading_runs_every_batch_once_in_order_in_one_lane(steps, lanes, capacity):
     plan = spread(steps, lanes, capacity)
     ran = {place: [] for place in range(len(steps))}
@@ -83,7 +82,6 @@ def test_spreading_runs_every_batch_once_in_order_in_one_lane(steps, lanes, capa
 
 
 @given(members, st.integers(1, 5), st.integers(1, 12))
-@settings(deadline=None, max_examples=300)
 def test_spreading_is_even_and_fills_chunks(steps, lanes, capacity):
     plan = spread(steps, lanes, capacity)
     loads = np.array([[sum(s.last - s.first for s in lane) for lane in chunk] for chunk in plan])

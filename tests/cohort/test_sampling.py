@@ -173,7 +173,6 @@ def rests(met, population):
 
 
 @given(st.integers(1, 6), st.integers(0, 7), st.integers(0, 20), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=60)
 def test_every_rest_is_long_enough_and_no_cohort_stays_short(cohort, apart, spare, seed):
     law = separated(cohort * (apart + 1) + spare, cohort, apart)
     met, history = cohorts(law, 60, seed)
@@ -184,7 +183,6 @@ def test_every_rest_is_long_enough_and_no_cohort_stays_short(cohort, apart, spar
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 6), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=60)
 def test_nobody_comes_more_often_than_allowed_and_all_come_equally_often(cohort, apart, most, seed):
     """As many places as the plan may ask for: population times the most participations."""
     law = separated(cohort * (apart + 1) * 2, cohort, apart, most)
@@ -273,7 +271,6 @@ def test_laws_that_do_not_look_back_remember_nothing():
 
 
 @given(st.integers(1, 200), st.integers(0, 6), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=40)
 def test_only_the_group_whose_turn_it_is_joins(population, apart, seed):
     law = cyclic(population, max(population // (apart + 1) // 2, 1), apart)
     met, history = cohorts(law, 4 * (apart + 1), seed)
@@ -314,7 +311,6 @@ def bins(population, cohort, apart=2):
 
 
 @given(st.integers(1, 200), st.integers(0, 6), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=40)
 def test_a_client_joins_every_round_of_its_bin_and_no_other(population, apart, seed):
     law = bins(population, max(population // (apart + 1), 1), apart)
     met, _ = cohorts(law, 3 * (apart + 1), seed)

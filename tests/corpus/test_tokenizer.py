@@ -2,7 +2,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -60,7 +60,6 @@ def test_a_saved_tokenizer_encodes_alike(kind):
 @given(lines=st.lists(lines, max_size=4))
 @example(lines=["<pad> and <eos>", "<oov>"])
 @example(lines=["e\u0301", "\u2028 two", " lead", "tail "])
-@settings(deadline=None, max_examples=150)
 def test_bytes_and_bpe_give_any_text_back(kind, lines):
     """Up to NFC, and for `bpe` up to the space that begins every line."""
     tokenizer = FITTED[kind]
@@ -74,7 +73,6 @@ def test_bytes_and_bpe_give_any_text_back(kind, lines):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(st.sampled_from("ab .\n\r\t<>pados\u2028"), max_size=30))
-@settings(deadline=None, max_examples=150)
 def test_every_line_that_is_not_blank_ends_in_eos_and_nothing_else_does(kind, text):
     tokens = encode(FITTED[kind], text, np.uint16)
     kept = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]

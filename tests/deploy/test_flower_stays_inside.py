@@ -10,7 +10,10 @@ OUTSIDE = [p for p in sorted(SRC.rglob("*.py")) if SRC / "deploy" / "flower" not
 
 
 def imported(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+    text = path.read_text(encoding="utf8")
+    if "flwr" not in text:  # no need to parse it
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -144,6 +144,7 @@ def test_up_to_two_of_five_may_leave_at_every_step(nodes, step):
     assert stats[0].answered == [f"node-{i}" for i in ((0, 2, 3) if gone else range(5))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS[1:])
 def test_with_three_gone_the_round_is_lost_and_said_and_the_next_goes_on(nodes, step):
     transport, said, stats = SecureTransport(nodes), [], []
@@ -186,6 +187,7 @@ def test_three_lost_rounds_in_a_row_end_the_run_with_the_reasons(nodes):
         total(made, 2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("who", ["nodes", "server"])
 def test_a_kill_at_any_step_changes_no_bit(nodes, tmp_path, step, who):

@@ -223,6 +223,7 @@ def test_error_feedback_sends_in_the_end_what_was_left_out():
     assert float(tree.norm(tree.sub(arrived, wanted))) > 0.01 * float(tree.norm(wanted))
 
 
+@pytest.mark.slow
 def test_a_proximal_term_of_zero_is_fedavg_to_the_byte():
     plain = LoopEngine(algorithm(), rows_of, SHAPE, 7)
     prox = LoopEngine(changed(local=trains(proximal=0.0)), rows_of, SHAPE, 7)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import pytest
 
 from fedlm.core.types import SpecialTokens
 from fedlm.evaluate.generate import next_words, read_prompt, sample, speaker
@@ -66,6 +67,7 @@ def test_any_tokens_can_be_special():
     assert said == [8, 9]
 
 
+@pytest.mark.slow
 def test_a_cache_of_grouped_queries_says_what_whole_rows_say():
     """One step per token, with adapters apart or merged, against all rows computed anew."""
     size = catalog.Dimensions(

@@ -67,6 +67,7 @@ def played(rounds, state, count):
     return state, metrics
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("settings", [{}, {"size": COHORT}, {"size": 1, "grace": 1e6}])
 def test_waiting_for_all_is_the_synchronous_round_to_the_bit(settings):
     here, told = played(flat(), start(flat()), 6)
@@ -142,6 +143,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_members_in_flight(tmp_p
     assert tree.sha256(again) == tree.sha256(whole) and said == told[4:]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("law", [name for name in DELAYS if name != "none"])
 def test_delays_have_their_mean_and_are_addressed(law):
     delays = Delays(law=law, seconds=2.0, shape=3.0 if law == "pareto" else 0.8)

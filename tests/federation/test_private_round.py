@@ -142,6 +142,7 @@ def test_the_noise_follows_a_clip_that_moves():
     assert float(one.clip_norm) != CLIP and np.isfinite(float(one.unclipped))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mechanism", ["tree", "toeplitz"])
 def test_correlated_noise_takes_another_clip_when_it_restarts(mechanism):
     """Within a restart the clip stands still; the next one has noise in units of the new clip."""

@@ -66,6 +66,7 @@ def test_only_b_is_trained_kept_and_sent(made):
     assert start_sha256(child) in lineage.read_lineage(path / lineage.FILE).models
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_frozen_part_in_memory_once(made):
     run = made()
     held, start = tree.named_leaves(run.algorithm.base), tree.named_leaves(run.start())

@@ -94,6 +94,7 @@ def test_a_killed_private_run_ends_the_same(run_cli, tiny_recipe, tmp_path, mech
     assert state_of(run)["history.times"].sum() == 40 * 2
 
 
+@pytest.mark.slow
 def test_a_run_with_a_secret_of_its_own_goes_on_with_it(private, tmp_path):
     """No seed at all: what is random is in the checkpoint and nowhere else."""
     whole = private / "one"

@@ -16,7 +16,7 @@ def test_sgd_of_rate_one_adds_the_change():
     np.testing.assert_array_equal(moved["w"], [1.25, 1.5])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sorted(SERVER_OPTIMIZERS))
 def test_every_rule_reaches_the_minimum_of_a_bowl(name):
     """Members report a step towards (3, -2); every server rule must arrive there."""

@@ -59,7 +59,8 @@ def test_a_fresh_adapter_changes_nothing_and_follows_from_its_key():
 @pytest.mark.parametrize(
     "batch, layers",  # rows as they are, and packed
     [
-        (16, 1),
+        (3, 1),
+        pytest.param(16, 1, marks=pytest.mark.slow),
         pytest.param(3, 3, marks=pytest.mark.slow),
         pytest.param(16, 3, marks=pytest.mark.slow),
     ],

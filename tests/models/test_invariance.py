@@ -77,7 +77,7 @@ def test_rescaling_each_part_changes_no_logit(name):
             np.testing.assert_allclose(moved, logits(model), atol=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INVARIANT)
 def test_the_gradient_is_orthogonal_to_each_invariant_part(name):
     model = fresh(name)

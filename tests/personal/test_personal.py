@@ -86,6 +86,7 @@ def test_a_cache_is_saved_and_a_damaged_one_refused():
 # ---- every way -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_is_no_worse_than_the_federation_where_it_chose(attempt, way):
     made = WAYS[way](attempt)
@@ -97,6 +98,7 @@ def test_a_way_is_no_worse_than_the_federation_where_it_chose(attempt, way):
         assert attempt.score(made) < before  # this member's text is easy to learn
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_token_by_token_it_gives_the_chances_that_rows_are_scored_by(attempt, way):
     made = WAYS[way](attempt)
@@ -202,6 +204,7 @@ def test_the_model_of_a_client_is_kept_and_served(trained, tmp_path):
     assert refused.code == 2 and "damaged" in refused.stderr
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options, words",
     [

@@ -54,6 +54,7 @@ def deltas_by_integral(noise, turns, share, epsilon):
     return forth, back
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("noise", "turns", "share"), CASES)
 def test_the_account_is_the_integral_and_never_below_it(noise, turns, share):
     counts = tuple((t, turns.count(t)) for t in sorted(set(turns)))

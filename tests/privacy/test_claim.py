@@ -27,7 +27,7 @@ def test_a_claim_says_what_it_means_and_what_it_does_not_cover():
 
 
 def test_a_large_epsilon_is_called_what_it_is():
-    found = claim(dataclasses.replace(PLAN, noise_multiplier=0.2))
+    found = claim(plan("tree", noise_multiplier=0.2))
     assert found.epsilon > 10 and "promises next to nothing" in found.sentence
 
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlm.core.errors import ConfigError
@@ -25,7 +25,6 @@ anything = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(st.lists(st.tuples(anything, anything, anything), min_size=1, max_size=30))
-@settings(max_examples=60, deadline=None)
 def test_no_client_adds_a_vector_longer_than_one(clients):
     """Whatever its model and text give: nothing, infinity, or what is no number."""
     nats, tokens, right = np.array(clients).T

@@ -30,6 +30,7 @@ def deltas(p, q, cell=STEP):
     return np.array([np.maximum(p - np.exp(e) * q, 0).sum() * cell for e in EPSILONS])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("noise", [0.5, 1.0])
 @pytest.mark.parametrize("population, cohort", [(3, 1), (3, 2), (4, 1), (5, 2)])
 def test_one_round_costs_the_worst_that_clients_can_do_and_no_more(population, cohort, noise):
@@ -46,6 +47,7 @@ def test_one_round_costs_the_worst_that_clients_can_do_and_no_more(population, c
     assert (reached > 0.99).all() and (reached < 1.001).all(), "the bound is not reached"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("population, cohort", [(3, 1), (4, 2)])
 def test_two_rounds_with_other_updates_in_each(population, cohort):
     noise, grid = 0.8, GRID[::6]
@@ -91,6 +93,7 @@ def test_the_published_case_costs_little_more_than_the_worst_pair_found():
     assert name == "PLD" and 12.1 < epsilon < 12.25
 
 
+@pytest.mark.slow
 def test_little_noise_and_small_cohorts_have_numbers():
     for noise, cohort, population in ((0.1, 1, 10), (30.0, 1, 10**6), (0.5, 9, 10)):
         epsilon, _ = compose([fixed_size_event(noise, cohort, population, 10)], 1e-6)

@@ -37,6 +37,7 @@ def no_search(monkeypatch):
         monkeypatch.setattr(strategy, name, searched)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SEARCHED)
 def test_a_stored_plan_is_accounted_for_and_made_noise_of_without_a_search(no_search, name):
     header = json.loads(dumps({"privacy": dataclasses.asdict(PLANS[name])}))

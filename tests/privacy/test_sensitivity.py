@@ -36,6 +36,7 @@ def by_trying(matrix, apart, most):
     return best
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("most", [0, 1, 2])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "blt" else []) for n in CORRELATED]

@@ -228,6 +228,7 @@ def test_a_private_evaluation_that_cannot_be_is_refused(made, changes, said):
 TREE = ("federation.levels=[0]", "federation.pool_clients=false", "server.cohort=2")
 
 
+@pytest.mark.slow
 def test_in_a_tree_each_client_counts_with_the_model_of_its_own_place(made):
     found = made(*PRIVATE, *TREE, "privacy.evaluation_tokens=20")
     state = found.round.init(found.start())

@@ -6,7 +6,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlm.core.errors import ConfigError
@@ -378,7 +378,6 @@ def some(table):
 TABLES = st.fixed_dictionaries({}, optional={n: values(f) for n, f in Recipe.model_fields.items()})
 
 
-@settings(max_examples=100, deadline=None)
 @given(tables=TABLES, source=st.none() | st.text(min_size=1).filter(lambda s: "\0" not in s))
 def test_any_recipe_saved_and_read_again_is_the_same(tmp_path_factory, tables, source):
     folder = tmp_path_factory.getbasetemp()

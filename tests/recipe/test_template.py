@@ -92,6 +92,7 @@ HERE = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", sorted({n for n in shipped.recipe_names() if "/" not in n} - {*HERE})
 )

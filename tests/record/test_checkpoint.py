@@ -74,7 +74,6 @@ def test_shapes_are_enough_to_load_into(folder):
     same(found, state_of(4))
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, min_side=0), elements=st.floats(width=32)),
     hnp.arrays(np.int32, hnp.array_shapes(min_dims=0, min_side=0)),
@@ -129,7 +128,6 @@ def test_a_flipped_byte_anywhere_is_noticed(folder, mask):
         assert len(said) == 1
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.binary(max_size=200))
 def test_no_bytes_from_anywhere_are_taken_for_a_checkpoint(data):
     with pytest.raises(RecordError, match=r"^it is damaged"):

@@ -113,6 +113,7 @@ def wandb_folders(directory):
         yield id, config, history
 
 
+@pytest.mark.slow
 @needs("wandb")
 def test_wandb_writes_into_the_run_directory_and_keeps_its_id(tmp_path):
     run = tmp_path / "a run"

@@ -207,19 +207,30 @@ def test_a_point_that_diverges_is_a_result(tiny_recipe, tmp_path):
     assert found.best.point == {RATE: 0.5} and math.isfinite(found.best.perplexity)
 
 
-def test_private_runs_are_counted_and_a_budget_refuses_them(tiny_recipe, tmp_path, run_cli):
+@pytest.fixture
+def privately(tiny_recipe, run_cli):
+    """A search of two private runs, by the command."""
     asked = ("tune", tiny_recipe, "--over", "client.learning_rate=0.1,0.5", "--keep-one-in", 2)
     settings = [part for change in (*PRIVATE, "server.rounds=2") for part in ("--set", change)]
-    refused = run_cli(*asked, *settings, "--epsilon", 0.5, "--out", "a")
+    return lambda *more: run_cli(*asked, *settings, *more)
+
+
+def test_a_budget_refuses_private_runs(privately, tmp_path):
+    refused = privately("--epsilon", 0.5, "--out", "a")
     assert refused.code == 2 and "epsilon = 0.5: expected at least" in refused.stderr
     assert not list(tmp_path.glob("a/runs/*"))
-    done = run_cli(*asked, *settings, "--out", "b", "--json")
+
+
+@pytest.mark.slow
+def test_private_runs_are_counted(privately, tmp_path):
+    done = privately("--out", "b", "--json")
     assert done.code == 0, done.stderr
     assert "2 private runs" in done.json["privacy"]
     assert done.json["chosen_by"].startswith("one half")
     assert all(Ledger(p / "ledger.jsonl").exists() for p in (tmp_path / "b" / "runs").iterdir())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options, words",
     [

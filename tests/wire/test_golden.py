@@ -26,6 +26,7 @@ def frames():
     return {name: codec.encode(SENT, jr.key(42)).hex() for name, codec in BY_NAME.items()}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_the_bytes_are_those_that_were_kept(name):
     kept = json.loads(PLACE.read_text(encoding="utf-8"))[name]

@@ -58,6 +58,7 @@ def test_another_codecs_frame_is_a_typed_error(codec):
             codec.decode(sent(name), LIKE)
 
 
+@pytest.mark.sample(5)
 @all_names
 @given(st.data())
 @settings(max_examples=30, deadline=None)

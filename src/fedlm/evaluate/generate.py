@@ -10,13 +10,14 @@ Not here: text (the caller encodes and decodes).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core.types import Params, SpecialTokens
 
@@ -42,12 +43,14 @@ def speaker(
     into each.
     """
     step = jax.jit(advance)
+    # Where the parameters are, or the second token would compile the step again.
+    where = getattr(jax.tree.leaves(params)[0], "sharding", None)
 
     def one(state: SpeakerState, token: int) -> tuple[SpeakerState, Array]:
         state, logits = step(params, state, jnp.asarray([token], jnp.int32))
         return state, logits[0]
 
-    return Speaker(lambda: start(1), one)
+    return Speaker(lambda: jax.device_put(start(1), where), one)
 
 
 def read_prompt(
@@ -97,6 +100,19 @@ def _finish_word(
     return word, chance
 
 
+@partial(jax.jit, static_argnums=0)
+def _draw(
+    greedy: bool,
+    logits: Float[Array, " vocab"],
+    barred: Bool[np.ndarray, " vocab"],
+    temperature: float,
+    key: PRNGKeyArray,
+) -> Int[Array, ""]:
+    """Draw a token that is not barred, or take the likeliest one."""
+    open_ = jnp.where(barred, -jnp.inf, logits)
+    return jnp.argmax(open_) if greedy else jr.categorical(key, open_ / temperature)
+
+
 def sample(
     model: Speaker,
     prompt: Sequence[int],
@@ -108,13 +124,11 @@ def sample(
 ) -> list[int]:
     """Sample a continuation; a temperature of zero always takes the likeliest token."""
     state, logits = read_prompt(model, prompt, special.bos)
-    barred = jnp.zeros(logits.shape[0], bool).at[jnp.asarray(special.reserved)].set(True)
-    barred = barred.at[special.eos].set(False)
+    barred = np.isin(np.arange(logits.shape[0]), special.reserved)
+    barred[special.eos] = False
     said: list[int] = []
     for k in jr.split(key, length):
-        open_ = jnp.where(barred, -jnp.inf, logits)
-        greedy = temperature <= 0
-        token = int(jnp.argmax(open_) if greedy else jr.categorical(k, open_ / temperature))
+        token = int(_draw(temperature <= 0, logits, barred, temperature, k))
         said.append(token)
         state, logits = model.advance(state, token)
     return said

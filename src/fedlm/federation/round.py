@@ -233,6 +233,9 @@ def server_half(
         eqx.tree_at(lambda s: s.client_state, state, None, is_leaf=_is_none),
     )
     total = eqx.tree_at(lambda t: t.client_state, total, None, is_leaf=_is_none)
+    # A fresh state is bound to no device, and the next one to that of the sum: without this the
+    # second round would compile the step again.
+    brief = jax.device_put(brief, getattr(total.weight, "sharding", None))
     keys = (key, round_key(algorithm, round))
     after = _server_step(algorithm.without_values, turn, brief, total, keys)
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)

@@ -87,7 +87,7 @@ def flipped(path):
     path.write_bytes(content)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "damage",
     [

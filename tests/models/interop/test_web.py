@@ -81,7 +81,7 @@ CELLS = [
 
 @needs_node
 @pytest.mark.parametrize("name, more", CELLS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_page_gives_our_logits(tmp_path, name, more):
     size = catalog.Dimensions(**{**vars(SIZE), **more})
     model = catalog.make(name, size, key_for(1, "init"))
