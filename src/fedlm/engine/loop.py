@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.cohort.packing import batch_order, batches_of
 from fedlm.core.errors import EngineError
@@ -24,6 +25,7 @@ from fedlm.core.types import (
     Arrived,
     Batch,
     BatchSpec,
+    ClientMemory,
     ClientMethod,
     Cohort,
     Gathered,
@@ -130,7 +132,7 @@ class LoopEngine:
         rows, order = cohort.batches[place] if cohort.batches else self._batches(round, member)
         key = key_for(self.seed, "upload", round=round, member=member)
         client_state = jax.tree.map(jnp.asarray, start.client_state)
-        carry = local.init(shared, key, None if client_state is None else client_state.own)
+        carry = self._begin(local, shared, key, None if client_state is None else client_state.own)
         for batch in self._steps(member, order):
             carry = self._step(local, shared, carry, batch)
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
@@ -142,9 +144,24 @@ class LoopEngine:
             sizes.append(size)
             return arrived
 
-        return member_half(algorithm, local, done, send), sizes[0]
+        compiled = local._replace(finish=partial(self._finish, local))
+        return member_half(algorithm, compiled, done, send), sizes[0]
+
+    # One program each; operation by operation there would be several for each shape of a leaf.
+
+    @staticmethod
+    @partial(jax.jit, static_argnums=0)
+    def _begin(
+        local: ClientMethod, shared: Shared, key: PRNGKeyArray, memory: ClientMemory
+    ) -> PyTree:
+        return local.init(shared, key, memory)
 
     @staticmethod
     @partial(jax.jit, static_argnums=0)
     def _step(local: ClientMethod, shared: Shared, carry: PyTree, batch: Any) -> PyTree:
         return local.step(shared, carry, batch)
+
+    @staticmethod
+    @partial(jax.jit, static_argnums=0)
+    def _finish(local: ClientMethod, shared: Shared, carry: PyTree, examples: Array) -> Update:
+        return local.finish(shared, carry, examples)
