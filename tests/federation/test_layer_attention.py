@@ -32,14 +32,14 @@ def test_an_infinite_temperature_is_the_mean():
         np.testing.assert_allclose(
             found.layers[layer], np.mean([k[layer] for k in bank], axis=0), atol=1e-6
         )
-    assert entropy(found.weights) == pytest.approx(1.0)
+    assert entropy(found.attention_weights) == pytest.approx(1.0)
 
 
 def test_temperature_zero_keeps_self_to_the_byte():
     own = moved(0)
     found = attend(own, [moved(1), moved(2)], ORIGIN, 0.0)
     assert all(np.array_equal(found.layers[layer], own[layer]) for layer in own)
-    assert entropy(found.weights) == 0.0
+    assert entropy(found.attention_weights) == 0.0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0, math.inf])
@@ -52,10 +52,10 @@ def test_peers_equal_to_self_change_nothing(temperature):
 def test_attention_prefers_who_moved_alike_however_far():
     own, alike, other = moved(0), moved(0, size=5.0), moved(1)
     assert cosine(own["a"], alike["a"], ORIGIN["a"]) == pytest.approx(1.0)
-    share = attend(own, [alike, other], ORIGIN, 0.1).weights["a"]
+    share = attend(own, [alike, other], ORIGIN, 0.1).attention_weights["a"]
     assert share[0] == pytest.approx(share[1]) and share[2] < 0.01 * share[1]
     assert sum(share) == pytest.approx(1.0)
-    cold, warm = (attend(own, [other], ORIGIN, t).weights["a"][1] for t in (0.1, 1.0))
+    cold, warm = (attend(own, [other], ORIGIN, t).attention_weights["a"][1] for t in (0.1, 1.0))
     assert cold < warm < 0.5
 
 
@@ -71,7 +71,7 @@ def test_residuals_join_the_bank_of_their_layer_only():
     own, peer = moved(0), moved(1)
     came = [Residual("a", 5, moved(2)["a"])]
     found = attend(own, [peer], ORIGIN, 1.0, came)
-    assert len(found.weights["a"]) == 3 and len(found.weights["b"]) == 2
+    assert len(found.attention_weights["a"]) == 3 and len(found.attention_weights["b"]) == 2
 
 
 def test_the_mean_is_weighted():
