@@ -15,8 +15,11 @@ from fedlm.methods.catalog import METHODS
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from fedlm.models.catalog import ARCHITECTURES, NAMED
 from fedlm.models.partial import TRAINABLE
+from fedlm.personal.ways import WAYS
 from fedlm.privacy.catalog import MECHANISMS
+from fedlm.publish.formats import FORMATS
 from fedlm.record.trackers import TRACKERS
+from fedlm.server.robust import RULES
 from fedlm.wire.catalog import CODECS
 
 REGISTRIES = {
@@ -33,7 +36,10 @@ REGISTRIES = {
     "data.source": CORPORA,
     "run.engine": ENGINES,
     "run.trackers": TRACKERS,
+    "server.aggregate": RULES,
     "files": READERS,
+    "formats": FORMATS,
+    "ways": WAYS,
 }
 MODULE = r"""
 from dataclasses import dataclass, replace
@@ -54,9 +60,12 @@ from fedlm.methods.method import Method
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from fedlm.models.catalog import ARCHITECTURES, from_cell
 from fedlm.models.partial import TRAINABLE, PartKind, subset
+from fedlm.personal.ways import WAYS, federated
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.gaussian import GAUSSIAN
+from fedlm.publish.formats import FORMATS
 from fedlm.record.trackers import TRACKERS
+from fedlm.server.robust import RULES
 from fedlm.wire.catalog import CODECS, Family
 from fedlm.wire.dense import dense
 
@@ -121,7 +130,10 @@ TRAINABLE["mine"] = PartKind(make=first_leaf)
 CORPORA["mine"] = letters
 ENGINES["mine"] = SlowEngine
 TRACKERS["mine"] = Listener
+RULES["mine"] = lambda updates, trim: np.quantile(updates, 0.5, axis=0)
 READERS[".shout"] = shouted
+FORMATS["mine"] = lambda run: {"weights.bin": run.weights.read_bytes()}
+WAYS["mine"] = federated
 """
 
 
@@ -164,6 +176,7 @@ def test_a_recipe_of_new_parts(mine, run_cli, tiny_recipe, tmp_path):
     """A corpus, cell, optimisers, schedule, weight, law, trainable part, codec and tracker."""
     settings = [f"{name}=mine" for name in REGISTRIES if "." in name]
     left_out = ("client.method", "privacy.mechanism", "run.engine", "run.trackers")
+    left_out += ("server.aggregate",)
     settings = [s for s in settings if s.split("=")[0] not in left_out]
     summary = trained(
         run_cli, tiny_recipe, "new", *settings, "run.trackers=['mine']", "server.cohort=2"
@@ -176,10 +189,14 @@ def test_a_recipe_of_new_parts(mine, run_cli, tiny_recipe, tmp_path):
         assert said[table][name] == "mine"
 
 
-def test_a_recipe_with_a_new_method_and_engine(mine, run_cli, tiny_recipe):
-    chosen = ("client.method=mine", "run.engine=mine")
+def test_a_recipe_with_a_new_method_engine_and_rule(mine, run_cli, tiny_recipe, tmp_path):
+    chosen = ("client.method=mine", "run.engine=mine", "server.aggregate=mine")
     summary = trained(run_cli, tiny_recipe, "method", *chosen)
     assert summary["rounds"] == 2
+    exported = run_cli("export", "method", "--format", "mine", "--out", "exported", "--json")
+    assert exported.code == 0, exported.stderr
+    weights = (tmp_path / "method" / "model.safetensors").read_bytes()
+    assert (tmp_path / "exported" / "weights.bin").read_bytes() == weights
     refused = run_cli(
         "train", tiny_recipe, "--set", "client.method=mine", "--set", "client.proximal=1"
     )

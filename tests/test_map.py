@@ -56,6 +56,15 @@ def test_the_check_notices_what_is_not_there():
     assert not is_there("federation.tree_round.sideways") and not is_there("engine.sending")
 
 
+def test_the_registries_of_how_to_add_are_there():
+    told = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
+    found = re.findall(r"((?:`[A-Z_]+`(?:, )?)+) of `([\w/]+\.py)`", told)
+    assert len(found) >= 15
+    for names, module in found:
+        folder = ROOT if module.startswith("fuzz/") else SRC
+        assert set(re.findall(r"[A-Z_]+", names)) <= defined(folder / module), module
+
+
 def test_every_room_has_its_promise():
     table = MAP.split("| room | promise")[1].split("\n\n")[0]
     told = {Path(link).stem for link in re.findall(r"\]\(\.\./src/fedlm/([\w.]+)\)", table)}
