@@ -152,14 +152,19 @@ def measured(nodes: int, megabytes: float, bits: int, absent: float, neighbors: 
 
 
 def _plain(vector: np.ndarray, bits: int, count: int) -> tuple[float, float]:
-    """Return the CPU of one node and of the server without masks: pack; unpack and add."""
-    began = time.process_time()
-    body = pack(vector, bits)
-    packed = time.process_time() - began
-    began = time.process_time()
-    total = np.zeros(len(vector), np.uint32)
-    total += unpack(Reader(memoryview(body), len(body)), len(vector), bits)
-    return packed, (time.process_time() - began) * count
+    """Return the CPU of one node and of the server without masks: pack; unpack and add.
+
+    The best of three, because one message stands for all, and the first one finds no memory ready.
+    """
+    total, packed, added = np.ones(len(vector), np.uint32), [], []
+    for _ in range(3):
+        began = time.process_time()
+        body = pack(vector, bits)
+        packed.append(time.process_time() - began)
+        began = time.process_time()
+        total += unpack(Reader(memoryview(body), len(body)), len(vector), bits)
+        added.append(time.process_time() - began)
+    return min(packed), min(added) * count
 
 
 def line(row: dict) -> str:
