@@ -15,6 +15,7 @@ time that depends on their values: a node that shares a processor with an attack
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 PRIME = 2**256 + 297
@@ -51,16 +52,23 @@ def is_share(data: bytes) -> bool:
 
 def at(shares: Mapping[int, bytes], x: int, prime: int = PRIME) -> int:
     """Return the value at x of the polynomial through all shares (Lagrange)."""
-    points = {place + 1: int.from_bytes(share, "big") for place, share in shares.items()}
-    total = 0
-    for xi, yi in points.items():
-        above, below = yi, 1
+    values = (int.from_bytes(share, "big") for share in shares.values())
+    weights = _weights(tuple(place + 1 for place in shares), x, prime)
+    return sum(w * y for w, y in zip(weights, values, strict=True)) % prime
+
+
+@functools.lru_cache(maxsize=4096)  # the same holders open one secret after the other
+def _weights(points: tuple[int, ...], x: int, prime: int) -> tuple[int, ...]:
+    """Return how much the value at each point counts in that at x."""
+    found = []
+    for xi in points:
+        above = below = 1
         for xj in points:
             if xj != xi:
                 above = above * (x - xj) % prime
                 below = below * (xi - xj) % prime
-        total += above * pow(below, -1, prime)
-    return total % prime
+        found.append(above * pow(below, -1, prime) % prime)
+    return tuple(found)
 
 
 def evaluate(polynomial: list[int], x: int, prime: int = PRIME) -> int:
