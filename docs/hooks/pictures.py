@@ -21,8 +21,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from fedlm.publish.formats import write_export
 from fedlm.publish.pages import page_of
 from fedlm.publish.statement import statement_of
-from fedlm.record import statement
 from fedlm.record.directory import RunDirectory
+from fedlm.record.statement import statement_page
 
 OUT = Path(__file__).parents[1] / "pictures"
 LARGEST = 200_000  # bytes of a picture
@@ -114,7 +114,7 @@ def files(browser: Browser, folder: Path, made: Path) -> None:
         ("report-tree", page_of([folder / "tree"]), tall, "h2:has-text('The tree')"),
         ("report-private", page_of([folder / "private"]), tall, "h2:has-text('Privacy')"),
         ("report-compared", page_of(cells), tall, ""),
-        ("statement", statement.statement_page(statement_of(folder / "private")), (1000, 1300), ""),
+        ("statement", statement_page(statement_of(folder / "private")), (1000, 1300), ""),
     ):
         file = made / f"{name}.html"
         file.write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ from fedlm.engine.dispatch import RoundStats
 from fedlm.inference import Typist, open_model
 from fedlm.record.directory import RunDirectory
 from fedlm.record.status import read_status
-from tests.browser.conftest import watching, window
+from tests.browser.conftest import RECIPE, watching, window
 from tests.watch.runs import make_run, round_line
 
 TREE = {"tree": {"names": ["root", "north", "south"], "parents": [-1, 0, 0]}}
@@ -84,8 +84,8 @@ STATE = "document.querySelector('main .state').textContent"
 # ---- a run at work ---------------------------------------------------------------------------
 
 
-def test_the_page_follows_a_run_stops_it_and_resumes_it(real, tmp_path, open_page):
-    shutil.copy(real / "addresses.toml", tmp_path)
+def test_the_page_follows_a_run_stops_it_and_resumes_it(tmp_path, open_page):
+    (tmp_path / "addresses.toml").write_text(RECIPE, encoding="utf-8")
     runs = tmp_path / "runs"
     runs.mkdir()
     with watching(runs) as address:

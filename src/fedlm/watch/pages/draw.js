@@ -280,7 +280,7 @@ export function federationMap(federation) {
     });
     row += Math.max(1, seat.below.length);
     const all = Object.entries(counts[seat.name] || {}).map(([k, v]) => `${v} ${k}`).join(", ");
-    const text = { x: SEAT, "text-anchor": "middle" }, side = { x: SEAT + 16, "text-anchor": "start" };
+    const text = { x: SEAT - 9, "text-anchor": "start" }, side = { x: SEAT + 16, "text-anchor": "start" };
     const where = seat.below.length ? text : side, low = seat.below.length ? [y - 16, y + 24] : [y - 2, y + 13];
     knots.push(svg("g", {}, svg("title", {}, `${told(seat)}${all ? `; in all rounds: ${all}` : ""}`),
       seat.below.length ? svg("rect", { class: "knot", x: SEAT - 9, y: y - 9, width: 18, height: 18, rx: 3 })
