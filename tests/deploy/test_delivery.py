@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import fedlm
@@ -12,6 +13,7 @@ from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, Refusal
 from fedlm.engine.counters import Counters
 from fedlm.engine.evaluate_messages import EVALUATE_REQUEST, read_evaluate_request
+from fedlm.evaluate.held_out import Ask
 from fedlm.inference import load_params
 from fedlm.training import train
 from tests.conftest import call
@@ -22,9 +24,11 @@ from tests.deploy.test_evaluation import (  # noqa: F401
     networked,
     parts,
     relayed,
+    simulated,
     store,
     towns,
 )
+from tests.deploy.test_places import rounds
 
 RUN = "ab" * 16
 
@@ -144,3 +148,34 @@ def test_through_relays_too_and_no_disk_is_filled(
 
 def relayed_again(over):
     return over.engine.transport.nodes
+
+
+def test_nodes_score_and_keep_models_with_layers_that_only_they_have(
+    folder,  # noqa: F811
+    store,  # noqa: F811
+    towns,  # noqa: F811
+    tmp_path,
+):
+    """At temperature zero: figures as received and after own steps are the simulation's."""
+    changes = ("federation.temperature=0", "server.evaluate_rows=5")
+    simulation = simulated(folder, store, *changes, table=TREE)
+    here, _ = rounds(simulation, 2)
+    workers = {
+        town: Worker(text, Policy(), models=tmp_path / town, name=town)
+        for town, text in towns.items()
+    }
+    over = networked(folder, workers, *changes, table=TREE, run_id=RUN)
+    there, _ = rounds(over, 2)
+    watched = [run.evaluation.watch(state) for run, state in ((simulation, here), (over, there))]
+    assert watched[0]["places"].keys() == watched[1]["places"].keys()
+    np.testing.assert_allclose(*([*w["places"].values()] for w in watched), rtol=1e-12)
+    config, models = over.round.config, over.round.models(there)
+    for place, leaf in over.evaluation.text.places.items():
+        town, model = leaf.path[-1], models[config.topology.names[place]]
+        assert over.evaluation.text.keep(2, "own", [model], [Ask(place, 0)]) == [place]
+        file = tmp_path / town / RUN[:8] / "nodes" / town / "model.safetensors"
+        got = load_params(over.recipe.model, over.store.vocabulary, file)
+        own = here.nodes[place].params  # its layers after its last steps, on the newest backbone
+        assert tree.sha256(config.personal(got)) == tree.sha256(config.personal(own))
+        assert tree.sha256(config.backbone(got)) == tree.sha256(config.backbone(model))
+        assert tree.sha256(config.personal(got)) != tree.sha256(config.personal(model))

@@ -282,6 +282,7 @@ class Start:
     clip_norm: float = math.inf  # the longest update a member may send; infinite without a plan
     client_state: PyTree = None  # the members' own state; in a shared start, one row per member
     noise_secret: bytes = b""  # from which simulated nodes draw their noise, if nodes add it
+    from_above: Any = None  # all that a leaf of a tree is sent that keeps its own model
 
 
 Starts = Start | Sequence[Start]

@@ -128,9 +128,17 @@ def _places(
 
 
 def keep_models(
-    folder: Path, node: str, work: NodeWork, store: Store, request: EvaluateRequest
+    folder: Path,
+    node: str,
+    work: NodeWork,
+    store: Store,
+    request: EvaluateRequest,
+    with_own: Callable[[Params], Params] | None = None,
 ) -> list[Path]:
-    """Write the models of a request as run directories, and return these."""
+    """Write the models of a request as run directories, and return these.
+
+    `with_own` puts the personal layers into the model of this node's place that only it has.
+    """
     recipe = work.recipe
     whole = RunDirectory(folder / request.run[:SHORT])
     others = [path for path in folder.glob("*/") if path != whole.path]
@@ -151,9 +159,12 @@ def keep_models(
         if role == "own" and recipe.federation is None:
             raise WireError("the request has a model for a place of a tree: there is none.")
         directory = whole if role == "shared" else whole.node(node)
+        params = whole_model(work, request.frames[model])
+        if role == "own" and with_own is not None:
+            params = with_own(params)
         write_run(
             directory,
-            whole_model(work, request.frames[model]),
+            params,
             own,
             store,
             rounds=request.round,

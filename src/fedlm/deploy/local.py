@@ -28,8 +28,10 @@ from fedlm.engine.bounds import MOST_GUESSES, MOST_STEPS, Bounds
 from fedlm.evaluate.held_out import HeldOutText
 from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.leaf import LeafRules
 from fedlm.models import catalog
 from fedlm.models.partial import TRAINABLE
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
 from fedlm.recipe.assemble import algorithm_of, trained_leaves
@@ -56,6 +58,13 @@ class NodeWork:
     seed: int
     parameters: int
     leaf: bool  # all text of the node is one leaf of a tree
+    leaf_plan: PrivacyPlan | None = None  # what noise on all that leaves a leaf promises to it
+    at_home: LeafRules | None = None  # what leaves a leaf that keeps its own model
+
+    @property
+    def plan(self) -> PrivacyPlan | None:
+        """What is promised to this node, or to its clients."""
+        return self.leaf_plan or self.algorithm.plan
 
 
 def members_work(
@@ -105,16 +114,19 @@ def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any
     }
 
 
-def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
+def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
     """Return the work of training on all text of this store as one leaf of any tree.
 
-    The engine takes decoded parameters and returns updates before they are encoded.
+    `population` is how many clients the federation has, which is at least as many as leaves: with
+    noise a leaf takes part in every round, so that they count only for what delta is small. The
+    engine takes decoded parameters and returns updates before they are encoded.
     """
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)
     alone = Sampling(law="fixed", population=1, cohort=1)
     algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
     rows_of, bare = parts.pooled_rows(rows), replace(algorithm, upload=dense(), download=dense())
+    rules = tree_parts.leaf_rules(recipe, spec.shapes())
     return NodeWork(
         recipe=recipe,
         algorithm=algorithm,
@@ -127,6 +139,8 @@ def leaf_work(recipe: Recipe, store: Store) -> NodeWork:
         seed=recipe.run.seed,
         parameters=spec.parameters,
         leaf=True,
+        leaf_plan=tree_parts.leaf_plan(recipe, population),
+        at_home=rules if rules.keeps else None,
     )
 
 
@@ -149,13 +163,14 @@ def check_deployable(recipe: Recipe) -> None:
     )
     require(not recipe.data.groups, "data.groups", recipe.data.groups, "none over a network")
     if recipe.federation is not None:
-        _check_tree(recipe.federation)
+        _check_tree(recipe, recipe.federation)
 
 
-def _check_tree(tree: FederationTable) -> None:
+def _check_tree(recipe: Recipe, tree: FederationTable) -> None:
     """Raise `ConfigError` for tree settings that do not work over a network.
 
-    There the root holds the models of all places.
+    There a place is a node. With a clip each node clips what leaves it, adds its own noise, and
+    keeps its own model.
     """
     require(
         tree.pool_clients,
@@ -165,12 +180,20 @@ def _check_tree(tree: FederationTable) -> None:
         "For clients as members leave [federation] out, and let relays make the tree.",
     )
     require(
-        tree.clip_norm == 0 and tree.noise_multiplier == 0,
-        "federation.clip_norm",
-        tree.clip_norm,
-        "neither clip nor noise over a network: the root holds the places' models as they are",
+        tree.noise_seed is None,
+        "federation.noise_seed",
+        tree.noise_seed,
+        "none over a network: each node draws its noise from a secret of its own",
         "Or simulate it, with fedlm train.",
     )
+    for name in ("upload", "download"):
+        require(
+            tree.clip_norm == 0 or getattr(recipe.wire, name) == dense().name,
+            f"wire.{name}",
+            getattr(recipe.wire, name),
+            f"{dense().name!r} with federation.clip_norm over a network: a leaf sends what it "
+            "clipped, with its noise, as it is",
+        )
 
 
 def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
@@ -218,7 +241,9 @@ def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None
     if noise is not None:
         # Nodes learn that a seed is fixed, so that a policy can refuse it, but not its value.
         fixed = None if privacy.seed is None else 0
-        privacy = privacy.model_copy(update={"noise_multiplier": noise, "seed": fixed})
+        privacy = privacy.model_copy(
+            update={"noise_multiplier": noise, "seed": fixed}
+        )
     return dump(
         recipe.model_copy(
             update={

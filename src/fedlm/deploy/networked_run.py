@@ -38,13 +38,16 @@ from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
 from fedlm.engine.remote_secure import RemoteSecureEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer
+from fedlm.federation.leaf import LeafRules
 from fedlm.federation.topology import EVERYBODY, Topology
+from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
 from fedlm.privacy.release import splits as release_splits
+from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
 from fedlm.recipe.settings import Recipe
-from fedlm.recipe.tree import settings_of, tree_run
+from fedlm.recipe.tree import leaf_rules, settings_of, tree_run
 from fedlm.run import Run
 from fedlm.secure.terms import Member
 from fedlm.wire.dense import dense
@@ -108,8 +111,17 @@ class _Nodes:
         """Whether nodes score models, because the server has no held-out text."""
         return not len(self.store)
 
-    def engine(self, algorithm: Algorithm, homes: Mapping[int, Leaf] | None = None) -> Engine:
-        """Return the engine that asks nodes; `homes`, in a tree, tells whose text a leaf has."""
+    def engine(
+        self,
+        algorithm: Algorithm,
+        homes: Mapping[int, Leaf] | None = None,
+        at_home: LeafRules | None = None,
+    ) -> Engine:
+        """Return the engine that asks nodes.
+
+        In a tree `homes` tells whose text a leaf has, `at_home` what leaves it if it keeps its own
+        model.
+        """
         told = told_to_nodes(self.recipe, algorithm)
         if self.recipe.wire.secure_nodes and self.transport is not None:
             return self._secure_engine(algorithm, told)
@@ -124,6 +136,7 @@ class _Nodes:
             on_stats=self.on_stats,
             bounds=bounds_of(self.recipe, self.store.vocabulary),
             earlier=partial(earlier_rounds, self.path),
+            at_home=at_home,
             **self.asking,
         )
 
@@ -147,9 +160,14 @@ class _Nodes:
         )
 
     def held_out(
-        self, places: Mapping[int, Leaf], population: int, algorithm: Algorithm | None = None
+        self,
+        places: Mapping[int, Leaf],
+        population: int,
+        algorithm: Algorithm | None = None,
+        leaf_plan: PrivacyPlan | None = None,
     ) -> HeldOutAtNodes:
         """Return the nodes' held-out text by place, of the splits that a plan allows to tell."""
+        plan = leaf_plan if algorithm is None else algorithm.plan
         survey = self.path / SURVEY
         kept: dict[str, Any] = {}
         if self.path != Path():
@@ -161,7 +179,7 @@ class _Nodes:
             in_tree=self.recipe.federation is not None,
             recipe=told_to_nodes(self.recipe, algorithm),
             population=population,
-            splits=release_splits(None if algorithm is None else algorithm.plan, SPLITS),
+            splits=release_splits(plan, SPLITS),
             **kept,
             **self.asking,
         )
@@ -203,15 +221,22 @@ def _flat(nodes: _Nodes) -> Run:
 def _tree(nodes: _Nodes) -> Run:
     recipe, leaves = nodes.recipe, nodes.leaves
     members = _members(recipe, leaves)
+    rules = leaf_rules(recipe, parts.model_spec(recipe, nodes.store.vocabulary).shapes())
+    if rules.layers_stay and rules.keeps and not nodes.score_models:
+        nodes.asking["say"](
+            "personal layers stay at their nodes (federation.temperature = 0): figures on the "
+            "server's own text are of models with the layers that all began with."
+        )
 
     def engine(algorithm: Algorithm, topology: Topology) -> Engine:
-        return nodes.engine(algorithm, homes_of(topology, leaves, members.size))
+        homes = homes_of(topology, leaves, members.size)
+        return nodes.engine(algorithm, homes, rules if rules.keeps else None)
 
-    def text(topology: Topology) -> HeldOutAtNodes:
+    def text(topology: Topology, plan: PrivacyPlan | None) -> HeldOutAtNodes:
         homes = homes_of(topology, leaves, members.size)
         order = sorted(homes, key=lambda number: homes[number].first)
         places = {number - members.size: homes[number] for number in order}
-        return nodes.held_out(places, members.size)
+        return nodes.held_out(places, members.size, leaf_plan=plan)
 
     def nothing_held(topology: Topology, held: Mapping[str, Any]) -> str:
         found = set().union(*(rows.keys() for rows in held.values()))

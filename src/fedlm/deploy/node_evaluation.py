@@ -12,7 +12,7 @@ Not here: whether the question may be answered (`guard.py`), figures
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,12 @@ from fedlm.wire.dense import dense
 
 
 def node_sums(
-    work: NodeWork, request: EvaluateRequest, least: int
+    work: NodeWork,
+    request: EvaluateRequest,
+    least: int,
+    own: Callable[[Any], Any] | None = None,
 ) -> tuple[Mapping[str, float], ...]:
-    """Return the sums of each ask of a request."""
+    """Return the sums of each ask of a request; `own` puts this node's own layers into models."""
     _check_kind(work, request)
     models: dict[int, Any] = {}
     found: list[Mapping[str, float]] = []
@@ -50,9 +53,9 @@ def node_sums(
             found.append({**_zeros(), **_floats(text.size._asdict())})
         else:
             if model not in models:
-                models = {
-                    model: whole_model(work, request.frames[model])
-                }  # one in memory at a time
+                sent = whole_model(work, request.frames[model])
+                models = {model: own(sent) if own else sent}  # one in memory at a time
+                del sent
             kept = _rows(work, request, split, number, offset)[: most or None]
             found.append(_scored(work, models[model], split, kept, least))
     return tuple(found)

@@ -110,6 +110,16 @@ class NodeLedger:
         """Return a hash that only who has this ledger can compare with a guess."""
         return hmac.digest(bytes.fromhex(self.salt), text.encode(), "sha256").hex()
 
+    @property
+    def noise_secret(self) -> int:
+        """The secret from which this node draws its noise.
+
+        It is one with the ledger, so that whoever knows that a question was answered also has the
+        noise of the answer: the same question never has other noise.
+        """
+        digest = hmac.digest(bytes.fromhex(self.salt), b"noise of this node", "sha256")
+        return int.from_bytes(digest[:16], "little")
+
     # ---- what may be answered ----------------------------------------------------------
 
     def check_counter(self, counter: int) -> None:

@@ -65,7 +65,7 @@ class NodeMemory:
           round: the round that is asked for.
           window: how many rounds a server can go back to one of its checkpoints.
         """
-        rounds = sorted(self._rounds(run, member))
+        rounds = sorted(self.rounds(run, member))
         before = [r for r in rounds if r < round - window and r <= last][-1:]
         for r in rounds:
             uncounted = last < r < round
@@ -100,7 +100,8 @@ class NodeMemory:
             return self._held[run, member, round]
         return self._file(run, member, round).read_bytes()
 
-    def _rounds(self, run: str, member: int) -> list[int]:
+    def rounds(self, run: str, member: int) -> list[int]:
+        """Return the rounds after which something is kept of a member."""
         if self.folder is None:
             return [r for one, who, r in self._held if (one, who) == (run, member)]
         found = (_NAME.fullmatch(p.name) for p in (self.folder / run / str(member)).glob("round-*"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import policy as policies
 from fedlm.deploy.delivery import keep_models
 from fedlm.deploy.guard import Guard, parse_recipe, store_releases
+from fedlm.deploy.leaf_worker import own_model, train_at_home, with_own_layers
 from fedlm.deploy.limits import within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
 from fedlm.deploy.node_evaluation import node_sums
@@ -66,7 +68,7 @@ from fedlm.engine.secure_messages import (
 from fedlm.federation.member import left_out, start_of
 from fedlm.federation.round import init_memory
 from fedlm.privacy.plan import PrivacyPlan
-from fedlm.privacy.release import release
+from fedlm.privacy.release import hides, own_models_stay, release
 from fedlm.recipe import parts
 from fedlm.recipe.memory import most_bytes, training_cost
 from fedlm.recipe.settings import Recipe
@@ -149,7 +151,7 @@ class Worker:
         self._check_members(request)
         with self.guard.recording(request):
             work = within(self.policy.longest_seconds, lambda: self._work(request))
-            recipe, plan = work.recipe, work.algorithm.plan
+            recipe, plan = work.recipe, work.plan
             if recipe.wire.secure_nodes:
                 raise Refusal(
                     "a sum without masks is asked for: this recipe has secure sums "
@@ -161,10 +163,16 @@ class Worker:
             f"round {request.round}"
             + (f": {count(len(request.members), 'member')}" * (plan is None))
         )
-        train = _train_leaf if work.leaf else _train_members
-        kept = MemberMemories(self.memory, work, request)
-        reply = within(self.policy.longest_seconds, lambda: train(work, request, kept))
+        reply = within(self.policy.longest_seconds, lambda: self._trained(work, request))
         return replace(reply, counter=self.ledger.counter)
+
+    def _trained(self, work: NodeWork, request: TrainRequest) -> TrainReply:
+        """Return the reply to a request that was admitted."""
+        if work.at_home is not None:
+            secret, sums = self.ledger.noise_secret, partial(_sums, work.plan)
+            return train_at_home(work, request, self.memory, secret, sums)
+        train = _train_leaf if work.leaf else _train_members
+        return train(work, request, MemberMemories(self.memory, work, request))
 
     def secure_sum(self, request: SecureRequest) -> SecureReply:
         """Answer one step of a secure sum; the members train in the step that masks their sum."""
@@ -218,12 +226,13 @@ class Worker:
             raise WireError("this node was asked for the text of others.")
         with self.guard.recording(request):
             work = within(self.policy.longest_seconds, lambda: self._work(request))
-            self.guard.admit_evaluation(request, work.recipe, work.algorithm.plan)
+            self.guard.admit_evaluation(request, work.recipe, work.plan)
         if request.phase == "keep":
             return self._keep(work, request)
         self.say(f"evaluation after round {request.round}")
         least = self.policy.least_evaluated
-        sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least))
+        own = self._own_layers(work, request)
+        sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least, own))
         return EvaluateReply(
             round=request.round,
             phase=request.phase,
@@ -232,11 +241,27 @@ class Worker:
             counter=self.ledger.counter,
         )
 
+    def _own_layers(self, work: NodeWork, request: EvaluateRequest) -> Callable[[Any], Any] | None:
+        """Return how models to score get this node's own layers; None if they are taken as sent.
+
+        Personal layers that stay are nowhere else. Under a plan figures of them stay too.
+        """
+        if work.at_home is None or not work.at_home.layers_stay or hides(work.plan):
+            return None
+        return partial(self._with_own, work, request)
+
+    def _with_own(self, work: NodeWork, request: EvaluateRequest, model: Any) -> Any:
+        """Return a model with the personal layers of this node's own."""
+        assert work.at_home is not None
+        own = own_model(work, request.run, 0, request.round, self.memory)
+        return with_own_layers(work.at_home, model, own)
+
     def _keep(self, work: NodeWork, request: EvaluateRequest) -> EvaluateReply:
         """Keep the models that a request carries."""
         if self.models is None:
             raise Refusal("this node has no folder for models.")
-        for path in keep_models(self.models, self.name, work, self.store, request):
+        own = None if work.at_home is None else partial(self._with_own, work, request)
+        for path in keep_models(self.models, self.name, work, self.store, request, own):
             rounds = count(request.round, "round")
             self.say(f"a model of run {request.run[:8]} after {rounds} is in {path}")
         return EvaluateReply(
@@ -284,7 +309,7 @@ class Worker:
         base = recipe.model.base_sha256
         recipe = self._on_own_base(recipe)
         if recipe.federation is not None:
-            made = leaf_work(recipe, self.store)
+            made = leaf_work(recipe, self.store, population=request.population)
         else:
             made = members_work(
                 recipe,
@@ -294,7 +319,7 @@ class Worker:
                 whole=self.whole,
             )
         self._check_base(recipe, made, base)
-        plan, parameters = made.algorithm.plan, made.parameters
+        plan, parameters = made.plan, made.parameters
         policies.check_policy(self.policy, recipe, plan, parameters, self.clients)
         return made
 
@@ -424,4 +449,6 @@ def _sums(plan: PrivacyPlan | None, of: Update | Total) -> Mapping[str, float]:
     """Return the sums that may accompany a frame; the others are zero."""
     found = jax.device_get({name: getattr(of, name) for name in SUMS})
     exact = {name: float(value) for name, value in found.items()}
-    return {**dict.fromkeys(SUMS, 0.0), **release(plan, "reply", exact)}
+    # Under noise of its own a leaf always counts as one: how much it trained on stays there.
+    counted = {"weight": 1.0} if own_models_stay(plan) else {}
+    return {**dict.fromkeys(SUMS, 0.0), **counted, **release(plan, "reply", exact)}

@@ -83,6 +83,7 @@ from fedlm.privacy.release import hides
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.secure_sums import terms_of
 from fedlm.recipe.settings import Recipe
+from fedlm.recipe.tree import leaf_plan
 from fedlm.secure.members import MemberList
 from fedlm.secure.terms import Terms
 from fedlm.wire.dense import dense
@@ -444,7 +445,7 @@ def check_reply(request: TrainRequest, reply: TrainReply) -> None:
 
 def _plan(recipe: Recipe, population: int) -> PrivacyPlan | None:
     if recipe.federation is not None:
-        return None
+        return leaf_plan(recipe, population)
     found = privacy_plan.participation_of(recipe, population)
     return found if isinstance(found, PrivacyPlan) else None
 

@@ -40,6 +40,7 @@ from fedlm.core.types import (
     Total,
     Update,
 )
+from fedlm.engine import leaf_frames
 from fedlm.engine.bounds import LARGEST_NORM, SLACK, Bounds
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import (
@@ -55,6 +56,7 @@ from fedlm.engine.messages import SUMS, TrainReply, TrainRequest
 from fedlm.engine.offenders import Earlier, Offenders
 from fedlm.engine.payload_size import own_leaves
 from fedlm.federation.algorithm import Algorithm, update_like
+from fedlm.federation.leaf import LeafRules
 from fedlm.federation.member import ClientState, clip_again, model_like
 
 
@@ -114,8 +116,11 @@ class RemoteEngine:
         bounds: Bounds = Bounds(),  # noqa: B008
         say: Callable[[str], None] = lambda text: None,
         earlier: Earlier = tuple,
+        at_home: LeafRules | None = None,
     ) -> None:
         """Take `homes`, in a tree: from each node's training number to the holder of its text.
+
+        `at_home` is what leaves these nodes, if they keep their own models.
 
         `run` names the run to nodes for as long as it lasts; `counters` is what is known of their
         ledgers; with `secret_names` no error tells who was asked; `bounds` are what the recipe
@@ -127,7 +132,14 @@ class RemoteEngine:
         self.algorithm, self.transport, self.assignments = algorithm, transport, tuple(assignments)
         self.recipe, self.seed, self.exact = recipe, seed, exact
         self.quorum, self.on_stats, self.homes = quorum, on_stats, homes or {}
+        self.at_home = at_home
+        self._sent: dict[int, int] = {}  # bytes that each node with its own model was sent
         self._told = RoundStats(-1)
+
+    @property
+    def remembered(self) -> bool:
+        """Whether nodes keep something between rounds, and are told which answer last counted."""
+        return self.algorithm.memory_at_nodes or self.at_home is not None
 
     @property
     def by_member(self) -> bool:
@@ -164,10 +176,10 @@ class RemoteEngine:
         for (member,), update, upload in answered:
             if update is None:
                 continue
-            if self.algorithm.memory_at_nodes:  # what is remembered stays there; it counted now
+            if self.remembered:  # what is remembered stays there; it counted now
                 last = ClientState(np.asarray(cohort.round, np.int32), None)
                 update = replace(update, client_state=last)
-            yield Arrived(member, update, upload, download)
+            yield Arrived(member, update, upload, self._sent.get(member, download))
 
     def like_of(self, starts: Starts, round: int) -> Update:
         return update_like(self.algorithm, model_like(starts), round)
@@ -209,7 +221,7 @@ class RemoteEngine:
     ) -> tuple[dict[str, TrainRequest], Frames]:
         """Return a request per assignment, and a way to make its frames, one per member."""
         start_of = dict(zip(map(int, cohort.members), starts, strict=True))
-        remembers = self.algorithm.memory_at_nodes
+        remembers = self.remembered
         by_assignment: dict[Assignment, list[int]] = {}
         for number in sorted(start_of, key=lambda n: self.homes[n].first):
             by_assignment.setdefault(self.homes[number].assignment, []).append(number)
@@ -229,14 +241,17 @@ class RemoteEngine:
 
         def frames(names: Sequence[str]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
             for name in names:
-                own = (start_of[n] for n in asked[name].numbers)
-                yield name, tuple(self.encoded(start, cohort.round) for start in own)
+                made = {n: self.encoded(start_of[n], cohort.round) for n in asked[name].numbers}
+                self._sent |= {n: len(frame) for n, frame in made.items()}
+                yield name, tuple(made.values())
 
         return asked, frames
 
     def encoded(self, start: Start, round: int) -> bytes:
-        key = key_for(self.seed, "download", round=round)
-        return self.algorithm.download.encode(start.model, key)
+        key, download = key_for(self.seed, "download", round=round), self.algorithm.download
+        if start.from_above is not None:
+            return leaf_frames.encode(start.from_above, download, self.exact, key)
+        return download.encode(start.model, key)
 
     def _question(self, assignment: Assignment, like: Params, **asked: Any) -> TrainRequest:
         """Return the request to a node, with the longest frame it may answer with; no frame yet."""
@@ -330,7 +345,10 @@ class RemoteEngine:
             codec = self.algorithm.upload
             local = self.algorithm.local_of(question.round)
             keep = own_leaves(local, like, self.seed, question.round, members[0])
-        delta = tree.fill(codec.decode(frame, tree.thin(like, keep)), like, keep)
+        if self.at_home is None:
+            delta = tree.fill(codec.decode(frame, tree.thin(like, keep)), like, keep)
+        else:
+            delta = self.at_home.whole(codec.decode(frame, self.at_home.part(like)), like)
         if not math.isfinite(norm := _norm(delta)):
             raise WireError("update is not finite.")
         if norm > LARGEST_NORM * len(members):

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, PyTree, Starts
+from fedlm.core.types import Arrived, Cohort, Engine, Gathered, Members, PyTree, Starts, Total
 from fedlm.federation.algorithm import Algorithm, update_like
-from fedlm.federation.member import add_member, model_like, total_like
+from fedlm.federation.member import model_like, total_like
 
 Centre = Callable[[np.ndarray], np.ndarray]
+SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 
 
 class RobustEngine:
@@ -49,17 +50,22 @@ class RobustEngine:
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Return a total whose mean is the centre of the updates."""
         like = update_like(self.algorithm, model_like(starts), cohort.round)
-        total, rows, remembered = total_like(like), [], []
-        upload = download = 0
-        for arrived in self.updates(starts, cohort):
-            total = add_member(total, arrived.update)
-            remembered.append(arrived.update.client_state)
-            upload, download = upload + arrived.upload_bytes, download + arrived.download_bytes
-            if float(arrived.update.weight) > 0:
-                rows.append(flattened(arrived.update.delta))
-        if rows:
-            centre = like_model(self.centre(np.stack(rows)) * float(total.weight), total.delta)
-            total = eqx.tree_at(lambda t: t.delta, total, centre)
+        sums, rows, remembered = dict.fromkeys(SUMS, np.float32(0.0)), [], []
+        members = upload = download = 0
+        for arrived in self.inner.updates(starts, cohort):
+            update = jax.device_get(arrived.update)
+            sums = {name: sums[name] + np.float32(getattr(update, name)) for name in SUMS}
+            remembered.append(update.client_state)
+            members, upload = members + 1, upload + arrived.upload_bytes
+            download += arrived.download_bytes
+            if float(update.weight) > 0:
+                rows.append(self.shorten(flattened(update.delta)))
+        flat = self.centre(np.stack(rows)) * float(sums["weight"]) if rows else None
+        total = Total(
+            delta=total_like(like).delta if flat is None else like_model(flat, like.delta),
+            members=jnp.float32(members),
+            **{name: jnp.asarray(value) for name, value in sums.items()},
+        )
         if self.algorithm.remembers and remembered:
             kept = jax.tree.map(lambda *x: np.stack(x), *remembered)
             total = eqx.tree_at(lambda t: t.client_state, total, kept, is_leaf=lambda x: x is None)

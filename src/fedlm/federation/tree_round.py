@@ -20,6 +20,7 @@ sends those down again in the next round, each to the subtree that is most like 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -31,8 +32,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from fedlm.cohort.sampling import draw
-from fedlm.core import tree
-from fedlm.core.keys import cipher_key_for, generator_for
+from fedlm.core.keys import generator_for
 from fedlm.core.types import (
     Cohort,
     Engine,
@@ -58,6 +58,7 @@ from fedlm.federation.layer_attention import (
     length,
     mean_change,
 )
+from fedlm.federation.leaf import LeafRules, LeafStart, leaving
 from fedlm.federation.member import ClientState
 from fedlm.federation.round import (
     NodeState,
@@ -67,9 +68,6 @@ from fedlm.federation.round import (
     start_of_round,
 )
 from fedlm.federation.topology import Topology
-from fedlm.privacy.clip import clip
-from fedlm.privacy.grid import add_on_grid
-from fedlm.privacy.normal import standard_normal
 
 Compare = Literal["start", "root"]
 Order = Literal["levels", "together"]
@@ -99,16 +97,28 @@ class TreeConfig:
     edge_bytes: Callable[[Any], int]
     # Whether what pooled text is sent and sends counts: with codecs it is somewhere else.
     counts_frames: bool = False
+    # Whether nodes with text keep their own models elsewhere: states hold what others know of them.
+    models_at_home: bool = False
+
+    @property
+    def leaf(self) -> LeafRules:
+        """The rules by which a leaf mixes layers and lets a change leave."""
+        return LeafRules(
+            personal_layers=self.personal_layers,
+            temperature=self.temperature,
+            clip_norm=self.clip_norm,
+            noise_multiplier=self.noise_multiplier,
+        )
 
     @property
     def layers_stay(self) -> bool:
         """Whether personal layers never leave their node."""
-        return self.temperature == 0
+        return self.leaf.layers_stay
 
     @property
     def hides(self) -> bool:
         """Whether what leaves a leaf is clipped, and perhaps noisy."""
-        return self.clip_norm > 0
+        return self.leaf.hides
 
     def backbone(self, params: Params) -> Backbone:
         """Return the leaves of a model that a federation shares."""
@@ -286,6 +296,7 @@ class FromAbove(NamedTuple):
     routed: Sequence[Routed] = ()  # residuals that it sends on to its children
     attention: dict[str, np.ndarray] | None = None  # weights of self, parent and residuals
     down_bytes: int = 0
+    at_home: LeafStart | None = None  # what a node mixes with its own layers where these are
 
 
 def down(config: TreeConfig, state: TreeState, node: int, results: Results) -> FromAbove:
@@ -314,18 +325,23 @@ def _take(
     """Return a node with its parent's backbone and a mixture of personal layers."""
     before = state.nodes[node]
     backbone, own = config.backbone(parent.params), config.personal(before.params)
-    down_bytes, attention = config.cost(backbone), None
+    down_bytes, attention, at_home = config.cost(backbone), None, None
     if own and not config.layers_stay:
         # To measure from the root takes its layers too; a child of the root has them already.
         from_root = config.compare == "root" and config.topology.depths[node] > 1
         down_bytes += (2 if from_root else 1) * config.cost(own)
         down_bytes += sum(config.cost(residual.values) for residual in residuals)
-        peers, origin = [_known(config, parent)], _origin(config, state)
-        own, attention = attend(own, peers, origin, config.temperature, residuals)
+        above, origin = _known(config, parent), _origin(config, state)
+        if config.models_at_home and config.topology.clients[node]:
+            told = origin if config.compare == "root" else None  # or those that all began with
+            at_home = LeafStart(backbone, None, above, told, tuple(residuals))
+        else:
+            own, attention = attend(own, [above], origin, config.temperature, residuals)
     params = config.rest(node, config.join(before.params, backbone, own))
     # A leaf's own layers are not public where it hides them.
     public = own if config.hides and not config.topology.clients[node] else before.public_layers
-    return FromAbove(params, public, _route(config, state, node, residuals), attention, down_bytes)
+    routed = _route(config, state, node, residuals)
+    return FromAbove(params, public, routed, attention, down_bytes, at_home)
 
 
 def _route(
@@ -380,7 +396,8 @@ def train_nodes(
     if not nodes:
         return {}
     cohort = Cohort(int(state.round), np.asarray([config.clients + node for node in nodes]))
-    starts, made = [_start(state.nodes[node], received[node]) for node in nodes], {}
+    starts = [_start(config, state.nodes[node], received[node]) for node in nodes]
+    made = {}
     for member, update, upload, download in engine.updates(starts, cohort):
         node = member - config.clients
         trained = _trained(config, state, node, received[node], update)
@@ -390,10 +407,20 @@ def train_nodes(
     return made
 
 
-def _start(before: TreeNodeState, received: FromAbove) -> Start:
+def _start(config: TreeConfig, before: TreeNodeState, received: FromAbove) -> Start:
     memory = before.training_memory
+    client_state = None if memory is None else ClientState(memory, None)
+    if not config.models_at_home:
+        return Start(received.params, client_state=client_state)
+    backbone = config.backbone(received.params)
+    above = received.at_home or LeafStart(backbone)
+    if int(memory) < 0:  # nothing of it has counted yet: what is known of it is the common start
+        above = above._replace(own=config.personal(received.params))
     return Start(
-        received.params, client_state=None if memory is None else ClientState(memory, None)
+        received.params,
+        clip_norm=config.clip_norm if config.hides else math.inf,
+        client_state=client_state,
+        from_above=above._replace(backbone=backbone),
     )
 
 
@@ -402,10 +429,13 @@ def _trained(
 ) -> TrainedNode:
     """Return a node whose pooled text gave an update."""
     backbone, layers = None, start.public_layers
-    if config.hides:
+    params = jax.tree.map(np.add, start.params, update.delta)
+    if config.models_at_home:  # the update is the part that left, and what it starts from is known
+        layers = config.personal(params) if config.hides else None
+    elif config.hides:
         backbone, layers = _hide(config, state, node, start, update)
     return TrainedNode(
-        params=config.rest(node, jax.tree.map(np.add, start.params, update.delta)),
+        params=config.rest(node, params),
         public_layers=layers,
         sums=_without_change(update),
         public_backbone=backbone,
@@ -418,14 +448,9 @@ def _hide(
     config: TreeConfig, state: TreeState, node: int, start: FromAbove, update: Update
 ) -> tuple[Backbone, Layers]:
     """Return both parts of a leaf as others may see them: after a clipped, noisy change."""
-    delta = jax.device_get(clip(update, jnp.float32(config.clip_norm)).delta)
-    if config.noise_multiplier:
-        secret = private_seed(state)  # type: ignore[arg-type]  # it reads the secret alone
-        # The change counts too: the same noise on another one would cancel in the difference.
-        change_is = int(tree.sha256((np.int64(node), delta)), 16)
-        key = cipher_key_for(secret, "noise", round=int(state.round), member=change_is)
-        drawn, stddev = standard_normal(key, delta), config.noise_multiplier
-        delta = jax.device_get(add_on_grid(delta, drawn, stddev, config.clip_norm, key))
+    secret = private_seed(state)  # type: ignore[arg-type]  # it reads the secret alone
+    part = leaving(config.leaf, update, secret, int(state.round), node)
+    delta = config.leaf.whole(part, update.delta)
     backbone = config.backbone(jax.tree.map(np.add, start.params, delta))
     moved = config.personal(delta)
     layers = {layer: values + moved[layer] for layer, values in _known(config, start).items()}

@@ -103,7 +103,7 @@ class TreeRound:
 
     def own_models(self, state: TreeState) -> dict[str, Params]:
         """Return the leaves' own models, without noise, where `models` gives others."""
-        if not own_models_stay(self.plan):
+        if not own_models_stay(self.plan) or self.config.models_at_home:
             return {}
         models, topology = received(self.config, state), self.config.topology
         return {topology.names[n]: models[n] for n in topology.with_text}

@@ -56,7 +56,8 @@ NODE = frozenset(
 )
 # Of a node's reply to the server that adds the noise. The server needs how many updates its sum
 # holds, how many were unusable, and how many were unclipped (an adaptive clip releases that with
-# noise). How much text was trained on and how well it went stays at the node.
+# noise). How much text was trained on and how well it went stays at the node. A leaf that adds its
+# own noise tells none of these.
 REPLY = frozenset({"weight", "refused", "unclipped"})
 # Of who answered a round: which nodes were asked tells who was drawn, even as a number.
 NODES = frozenset({"round"})
@@ -136,6 +137,8 @@ def release(
         facts = {name: value for name, value in facts.items() if name in HISTORY}
     elif kind in ("reply", "nodes") and hides(plan):
         kept = REPLY if kind == "reply" else NODES
+        if kind == "reply" and own_models_stay(plan):  # a leaf tells its noisy change alone
+            kept = frozenset()
         facts = {name: value for name, value in facts.items() if name in kept} | dict(expected())
     return make_releasable(kind, facts)
 

@@ -27,6 +27,7 @@ from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
 from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.leaf import LeafRules
 from fedlm.federation.topology import EVERYBODY, Topology, feed
 from fedlm.federation.tree_evaluation import TreeEvaluation
 from fedlm.federation.tree_round import TreeConfig
@@ -60,7 +61,7 @@ def tree_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm, Topology], Engine] | None = None,
-    text: Callable[[Topology], TextByPlace] | None = None,
+    text: Callable[[Topology, PrivacyPlan | None], TextByPlace] | None = None,
     nothing_held: Callable[[Topology, JsonMapping], str] = lambda topology, held: NOTHING_HELD,
     tokens: Callable[[int], int] | None = None,
 ) -> Run:
@@ -82,7 +83,8 @@ def tree_run(
     )
     counts = tokens or people.population.tokens
     config = tree_config(recipe, store, algorithm, topology, size, counts, out, ledgers)
-    plans = _plans(config, leaf_plan(recipe, topology))
+    config = replace(config, **_at_home(config, people.elsewhere))
+    plans = _plans(config, leaf_plan(recipe, len(topology.with_text)))
     plan = next(iter(plans.values()), None)
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     round = TreeRound(
@@ -91,7 +93,8 @@ def tree_run(
         algorithm=algorithm,
         model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
         secret=lambda: privacy_plan.new_secret(recipe.privacy),
-        leaf_secret=lambda: _leaf_secret(settings),
+        # Nodes that keep their own models draw their own noise: its secret is theirs alone.
+        leaf_secret=lambda: bytes(16) if config.models_at_home else _leaf_secret(settings),
         plan=plan,
     )
     return Run(
@@ -296,8 +299,26 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
     )
 
 
+def _at_home(config: TreeConfig, elsewhere: bool) -> dict[str, Any]:
+    """Return what changes where nodes keep models that nobody else may know."""
+    if not elsewhere or not config.leaf.keeps:
+        return {}
+    return {"models_at_home": True, "init_memory": _never}
+
+
+def leaf_rules(recipe: Recipe, shapes: Params) -> LeafRules:
+    """Return what a leaf of a recipe's tree mixes into its layers, and what may leave it."""
+    settings = settings_of(recipe)
+    return LeafRules(
+        personal_layers=personal_layers(list(tree.named_leaves(shapes)), settings.personal_layers),
+        temperature=settings.temperature,
+        clip_norm=settings.clip_norm,
+        noise_multiplier=settings.noise_multiplier,
+    )
+
+
 def _never(params: Params) -> np.ndarray:
-    """Return the round of the last turn of a node that keeps its optimiser itself: none yet."""
+    """Return the round of the last turn of a node that keeps its memory itself: none yet."""
     return np.asarray(-1, np.int32)
 
 
@@ -383,9 +404,9 @@ def _leaf_secret(settings: FederationTable) -> bytes:
     return os.urandom(16) if seed is None else seed.to_bytes(16, "little")
 
 
-def leaf_plan(recipe: Recipe, topology: Topology) -> PrivacyPlan | None:
-    """Return what noise at the leaves promises to each leaf; None without such noise."""
-    settings, leaves = settings_of(recipe), len(topology.with_text)
+def leaf_plan(recipe: Recipe, leaves: int) -> PrivacyPlan | None:
+    """Return what noise at so many leaves promises to each leaf; None without such noise."""
+    settings = settings_of(recipe)
     if not settings.noise_multiplier:
         return None
     return PrivacyPlan(
@@ -407,7 +428,7 @@ def _evaluation(
     rows: ClientRows,
     config: TreeConfig,
     plan: PrivacyPlan | None,
-    elsewhere: Callable[[Topology], TextByPlace] | None,
+    elsewhere: Callable[[Topology, PrivacyPlan | None], TextByPlace] | None,
     nothing_held: Callable[[Topology, JsonMapping], str],
 ) -> TreeEvaluation:
     """Return the evaluation of a tree.
@@ -415,7 +436,7 @@ def _evaluation(
     It uses the first split that the plan allows and in which every node with text holds some out.
     """
     topology = config.topology
-    text = _text_here(recipe, rows, topology) if elsewhere is None else elsewhere(topology)
+    text = _text_here(recipe, rows, topology) if elsewhere is None else elsewhere(topology, plan)
     told = release.splits(plan, list(text.survey))
     whole = [split for split in told if set(topology.with_text) <= set(text.survey[split])]
     if not whole and not release.hides(plan):
