@@ -73,3 +73,38 @@ def test_where_members_were_is_read_from_the_run(tmp_path):
 
 def test_a_simulation_hides_nothing_from_who_runs_it():
     assert row("whoever runs", NOISY, network=False).update.startswith("yes")
+
+
+@pytest.mark.parametrize(
+    "tree, change, models",
+    [
+        ({"temperature": 0.1}, "of its whole text", "as they are"),
+        ({"clip_norm": 1.0}, "of its whole text, clipped", "made of clipped changes"),
+        (
+            {"clip_norm": 1.0, "noise_multiplier": 2.0},
+            "of its whole text, clipped and with noise",
+            "the models of all places, made of noisy changes",
+        ),
+        (
+            {"temperature": 0},
+            "of its whole text, without its personal layers",
+            "the backbones of all places",
+        ),
+        (
+            {"temperature": 0, "clip_norm": 1.0, "noise_multiplier": 2.0},
+            "clipped and with noise, without its personal layers",
+            "the backbones of all places, made of noisy changes",
+        ),
+    ],
+)
+def test_what_the_root_of_a_tree_sees(tree, change, models):
+    found = row("the server", {"federation": tree})
+    assert found.update == "no"
+    assert found.node_sum.endswith(change) and found.round_sum.endswith(models)
+    own = row("the client's own node", {"federation": tree}).round_sum
+    kept = tree.get("temperature") == 0 or "noise_multiplier" in tree
+    assert ("stays there" in own) == kept
+    below = row("a relay", {"federation": tree}, relays=True)
+    assert below.node_sum == found.node_sum
+    noisy = "noise_multiplier" in tree
+    assert ("only with noise" in row("readers of the run", {"federation": tree}).round_sum) == noisy

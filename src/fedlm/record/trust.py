@@ -58,6 +58,8 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
     >>> trust_rows({}, network=True)[1].node_sum
     'yes'
     """
+    if recipe.get("federation"):
+        return _tree_rows(recipe, network, relays)
     wire, privacy = recipe.get("wire", {}), recipe.get("privacy", {})
     secure, mechanism = int(wire.get("secure_nodes", 0) or 0), privacy.get("mechanism")
     at_nodes = mechanism == "distributed"
@@ -104,6 +106,42 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
         TrustRow("readers of the network", "no (TLS)", "no (TLS)", "no (TLS)"),
         _readers(mechanism),
     ]
+    return tuple(rows)
+
+
+def _tree_rows(recipe: Mapping[str, Any], network: bool, relays: bool) -> tuple[TrustRow, ...]:
+    """Return who sees what of a tree, whose leaves are nodes with all their text as one member.
+
+    A simulation of leaves that keep something holds all of it, its noise too.
+    """
+    tree = recipe["federation"]
+    noisy = bool(tree.get("noise_multiplier", 0))
+    stay = tree.get("temperature") == 0
+    inner = recipe.get("privacy", {}).get("mechanism")
+    readers = _readers(noisy or inner)
+    if not network:
+        whole = "yes: all text is in one place"
+        return (TrustRow("whoever runs the simulation", whole, "yes", "yes"), readers)
+    change = "of its whole text, clipped and with noise" if noisy else "of its whole text"
+    if not noisy and tree.get("clip_norm", 0):
+        change += ", clipped"
+    if stay:
+        change += ", without its personal layers"
+    above = "the models of all places, " + ("made of noisy changes" if noisy else "as they are")
+    if stay:
+        above = "the backbones of all places" + (", made of noisy changes" if noisy else "")
+    elif not noisy and tree.get("clip_norm", 0):
+        above = "the models of all places, made of clipped changes"
+    own = "its own model, which stays there" if noisy or stay else "its own model"
+    rows = [
+        TrustRow("the client's own node", "yes", "its own", own),
+        TrustRow("the server", "no", f"the change of each leaf: {change}", above),
+        TrustRow("other nodes", "no", "no", "what the server sends them of its models"),
+        TrustRow("readers of the network", "no (TLS)", "no (TLS)", "no (TLS)"),
+        readers,
+    ]
+    if relays:
+        rows.insert(1, TrustRow("a relay, of the leaves below it", *rows[1][1:3], "what they get"))
     return tuple(rows)
 
 
