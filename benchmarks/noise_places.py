@@ -22,6 +22,7 @@ is the same for five nodes that add noise for themselves because nobody masks th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -41,7 +42,7 @@ from fedlm.record.facts import facts_of
 from fedlm.search.sweep import markdown
 
 NODES, STAY, HONEST = 5, 4, 3
-RATES, CLIPS = (0.01, 0.03, 0.1), (0.3, 1.0)
+RATES, CLIPS = (0.03, 0.01, 0.1), (0.3, 1.0)
 TUNED_WITH = 1000  # the seed of the search; no seed of the table
 SIDES = ("none", "server", "nodes", "node sums", "clients")
 SIDES_SHOWN = ["none", "server", "nodes", "clients"]
@@ -163,10 +164,12 @@ def result(
     if not file.is_file():
         began = time.monotonic()
         made = tables(asked, store, side, rate, clip, seed)
+        found: dict[str, Any]
         try:
             run = fedlm.train(made, out, resume=out.exists())
         except fedlm.DivergenceError:
-            found: dict[str, Any] = {"tuning": math.inf, "perplexity": math.inf}
+            found = dict.fromkeys(("tuning", "perplexity"), math.inf)
+            found |= dict.fromkeys(("noise", "noise_to_signal"), math.nan)
         else:
             if run is None:
                 raise SystemExit("stopped; the same command goes on.")
@@ -226,15 +229,19 @@ def main() -> None:
     began = time.monotonic()
     asked.out.mkdir(parents=True, exist_ok=True)
     store, rows = store_at(asked), []
-    for side in asked.sides:
-        tried = {
-            (rate, clip): result(asked, store, side, rate, clip, TUNED_WITH)["tuning"]
-            for rate in RATES
-            for clip in CLIPS
-        }
-        rate, clip = min(tried, key=lambda pair: tried[pair])
-        runs = [result(asked, store, side, rate, clip, seed) for seed in range(asked.seeds)]
-        rows.append([WORDS[side], *cells(asked, side, runs, rate, clip)])
+    # All sides in turn, so that a command that is stopped has tried as much of each.
+    tried: dict[str, dict[tuple[float, float], float]] = {side: {} for side in asked.sides}
+    for rate, clip in itertools.product(RATES, CLIPS):
+        for side in asked.sides:
+            found = result(asked, store, side, rate, clip, TUNED_WITH)
+            tried[side][rate, clip] = found["tuning"]
+    best = {side: min(of, key=lambda pair: of[pair]) for side, of in tried.items()}  # noqa: B023
+    done: dict[str, list[dict[str, Any]]] = {side: [] for side in asked.sides}
+    for seed in range(asked.seeds):
+        for side in asked.sides:
+            done[side].append(result(asked, store, side, *best[side], seed))
+    for side, runs in done.items():
+        rows.append([WORDS[side], *cells(asked, side, runs, *best[side])])
     one = runs[0]
     print(
         f"{len(store.training_clients)} users, cohorts of {one.get('cohort')}, {asked.rounds} "
@@ -250,13 +257,14 @@ def cells(
 ) -> list[Any]:
     """Return the figures of a row."""
     found = [run["perplexity"] for run in runs]
-    spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
+    lost = not all(map(math.isfinite, found))
+    spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 and not lost else ""
     return [
         "none" if side == "none" else f"{asked.epsilon:g}",
         f"{runs[0]['noise']:.2f}",
         f"{runs[0]['noise_to_signal']:.2f}",
         f"{rate:g}, {clip:g}",
-        f"{statistics.mean(found):.1f}{spread}",
+        "lost" if lost else f"{statistics.mean(found):.1f}{spread}",
         len(found),
     ]
 

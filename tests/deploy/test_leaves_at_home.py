@@ -19,7 +19,7 @@ from fedlm.engine import leaf_frames
 from fedlm.engine.messages import Payload
 from fedlm.federation.layer_attention import Residual
 from fedlm.federation.leaf import LeafRules, LeafStart
-from fedlm.federation.tree_round import shown
+from fedlm.federation.tree_round import shown_models
 from fedlm.training import train
 from fedlm.wire.dense import dense
 from tests.deploy import test_places
@@ -116,7 +116,7 @@ def test_noisy_leaves_over_a_network_are_their_simulation_to_the_bit(
     if "noise" in name:  # otherwise the simulation also tells of the leaves' own models
         assert said == told
     config = over.round.config
-    assert same(shown(config, there), shown(simulation.round.config, here))
+    assert same(shown_models(config, there), shown_models(simulation.round.config, here))
     assert same(there.waiting, here.waiting)
     for node, (a, b) in enumerate(zip(there.nodes, here.nodes, strict=True)):
         assert same(a.public_layers, b.public_layers)

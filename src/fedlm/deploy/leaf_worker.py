@@ -92,7 +92,7 @@ def with_own_layers(rules: LeafRules, model: Params, own: Params | None) -> Para
         return model
     backbone = layer_attention.backbone_of(rules.personal_layers, model)
     personal = layer_attention.personal_of(rules.personal_layers, own)
-    return layer_attention.join(rules.personal_layers, model, backbone, personal)
+    return layer_attention.join_layers(rules.personal_layers, model, backbone, personal)
 
 
 def _before(
@@ -105,7 +105,7 @@ def _before(
         raise WireError("the start of a leaf has the layers that all began with, or lacks them.")
     first = _blank(work)
     if above.own is not None:
-        model = layer_attention.join(
+        model = layer_attention.join_layers(
             rules.personal_layers, first.model, above.backbone, dict(above.own)
         )
         first = first._replace(model=model, origin=dict(above.own))
@@ -125,7 +125,7 @@ def _start(work: NodeWork, rules: LeafRules, before: Kept, above: LeafStart) -> 
             raise WireError("the start of a leaf does not fit federation.compare.")
         origin = above.origin if above.origin is not None else before.origin
         own, _ = attend(own, [above.parent], origin, rules.temperature, above.residuals)
-    return layer_attention.join(rules.personal_layers, before.model, above.backbone, own)
+    return layer_attention.join_layers(rules.personal_layers, before.model, above.backbone, own)
 
 
 def _blank(work: NodeWork) -> Kept:
