@@ -235,7 +235,7 @@ def main() -> None:
         for side in asked.sides:
             found = result(asked, store, side, rate, clip, TUNED_WITH)
             tried[side][rate, clip] = found["tuning"]
-    best = {side: min(of, key=lambda pair: of[pair]) for side, of in tried.items()}  # noqa: B023
+    best = {side: min(of, key=lambda pair: of[pair]) for side, of in tried.items()}
     done: dict[str, list[dict[str, Any]]] = {side: [] for side in asked.sides}
     for seed in range(asked.seeds):
         for side in asked.sides:

@@ -241,9 +241,7 @@ def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None
     if noise is not None:
         # Nodes learn that a seed is fixed, so that a policy can refuse it, but not its value.
         fixed = None if privacy.seed is None else 0
-        privacy = privacy.model_copy(
-            update={"noise_multiplier": noise, "seed": fixed}
-        )
+        privacy = privacy.model_copy(update={"noise_multiplier": noise, "seed": fixed})
     return dump(
         recipe.model_copy(
             update={
