@@ -33,7 +33,7 @@ from typing import Any
 import fedlm
 from fedlm.core.durable import write_atomically
 from fedlm.corpus.store import Store
-from fedlm.evaluate.perplexity import total
+from fedlm.evaluate.perplexity import total_sums
 from fedlm.privacy import account
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.parts import resolve
@@ -187,7 +187,7 @@ def figures_of(run: Any) -> dict[str, Any]:
     model = run._models()[""]
     halves = {}
     for name, half in (("tuning", 0), ("perplexity", 1)):
-        sums = total(scores.evaluator(model, rows[owners % 2 == half]))
+        sums = total_sums(scores.evaluator(model, rows[owners % 2 == half]))
         halves[name] = math.exp(min(sums.nats / sums.tokens, 700.0))
     plan, size = run.run.plan, run.summary["params"]
     rounds = facts_of(run.path).rounds
