@@ -493,7 +493,7 @@ def _start(
     port = free_port()
     made = workspace.init(folder / "fed", "fed", ["127.0.0.1"], port, names, bind="127.0.0.1")
     started.append(Child(["federation", "serve", str(made.path)], folder / "serve.log"))
-    wait_for_port(port, started[0])
+    wait_for_port(port, started[0], seconds=600.0)
     write_row(folder, {})
     more = ["--seed", str(asked.seed), "--nap", str(asked.nap)]
     for number in range(asked.processes):
