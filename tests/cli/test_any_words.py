@@ -8,6 +8,7 @@ with the contents of files (`fuzz/targets.py`).
 import contextlib
 import io
 import itertools
+import json
 import random
 import shutil
 import signal
@@ -43,9 +44,9 @@ FILES = {
     "null.jsonl": b"null\n[]\n{}\n3\n",
     "bom.jsonl": b"\xff\xfe\x00{",
 }
-# Without these nothing would be refused, and the command would go on for long or for ever.
-ALONE = {"watch": "absent", "federation demo": "absent", "train": "absent", "pretrain": "absent"}
-ALONE |= {"tune": "absent", "sweep": "absent", "personalize": "absent"}
+# Commands that would go on for long or for ever if nothing were refused: what they want is absent.
+ENDLESS = {"watch", "federation demo"}
+TEXTS = {"prepare", "new", "node words"}
 RUNS = {"evaluate", "predict", "report", "export", "privacy epsilon", "privacy audit"}
 RUNS |= {"privacy statement"}
 
@@ -58,22 +59,31 @@ def leaves(found, path=()):
         yield " ".join(path), found
 
 
-COMMANDS = dict(leaves(typer.main.get_command(app)))
+TREE = typer.main.get_command(app)  # made once: for each of some thousands it would take longest
+COMMANDS = dict(leaves(TREE))
 
 
 def cases(path, command, run):
     """Yield the words of every case of a command."""
-    right = str(run) if path in RUNS else ALONE.get(path, "absent")
+    right = str(run) if path in RUNS else "text.jsonl" if path in TEXTS else "absent"
     places = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option"]
     options = [param for param in options if not getattr(param, "is_flag", False)]
-    plain = [right for param in places if param.required or path in ALONE]
+    needed = {
+        param.opts[0]: f"{param.opts[0]}={1 if param.type.name in ('integer', 'float') else 'made'}"
+        for param in options
+        if param.required
+    }
+    plain = [right for param in places if param.required or path in ENDLESS]
     for place in range(len(places)):
         for value in (*NASTY, *FILES, "folder", "loop"):
+            if path in ENDLESS and value in ("", ".", "folder"):
+                continue
             filled = [*plain[:place], value, *plain[place + 1 :]]
-            yield [*path.split(), "--", *filled]
-    for option, value in itertools.product(options, (*NASTY, "noise", "folder")):
-        yield [*path.split(), f"{option.opts[0]}={value}", "--", *plain]
+            yield [*path.split(), *needed.values(), "--", *filled]
+    for option, value in itertools.product(options, (*NASTY, "noise", "folder", "loop")):
+        name = option.opts[0]
+        yield [*path.split(), *{**needed, name: f"{name}={value}"}.values(), "--", *plain]
     yield [*path.split(), "--nonsense"]
     yield [*path.split(), *["absent"] * 9]
 
@@ -91,6 +101,7 @@ def ended(folder, words):
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
             patch.setattr(sys, "argv", ["fedlm", *words])
+            patch.setattr("fedlm.cli.main.app", TREE)
             patch.setattr(sys, "stdin", io.StringIO(""))
             streams = contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr)
             with streams[0], streams[1], pytest.raises(SystemExit) as left:
@@ -107,6 +118,8 @@ def ended(folder, words):
 def folder(tmp_path):
     for name, raw in FILES.items():
         (tmp_path / name).write_bytes(raw)
+    rows = [{"client": f"c{n}", "text": f"the cat {n} sat\non the mat\nand ran"} for n in range(9)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "journal.jsonl").write_bytes(FILES["null.jsonl"])
     (tmp_path / "folder" / "recipe.toml").write_bytes(FILES["types.toml"])
@@ -115,7 +128,7 @@ def folder(tmp_path):
 
 
 def check(path, folder, run, chosen):
-    wrong = []
+    wrong, before = [], {entry.name for entry in folder.iterdir()}
     for words in chosen:
         copy = shutil.copytree(run, folder / "run") if path in RUNS else run
         words = [str(copy) if word == str(run) else word for word in words]
@@ -126,7 +139,9 @@ def check(path, folder, run, chosen):
         else:
             if code not in (0, 1, 2) or "Traceback" in said or (code == 2 and not said.strip()):
                 wrong.append((words, code, said[-300:]))
-        shutil.rmtree(folder / "run", ignore_errors=True)
+        for entry in folder.iterdir():
+            if entry.name not in before:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     shown = "\n".join(str([str(part)[:200] for part in case]) for case in wrong[:20])
     assert not wrong, f"{len(wrong)} of {len(chosen)}:\n{shown}"
 

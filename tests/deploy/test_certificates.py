@@ -20,9 +20,16 @@ def test_another_authority_did_not_sign():
     assert not certificates.signed_by(made, other.certificate)
 
 
-def test_a_name_that_is_none_is_refused():
+@pytest.mark.parametrize("name", ["köln.example", ""])
+def test_a_name_that_is_none_is_refused(name):
     with pytest.raises(ConfigError, match="--host"):
-        certificates.server(certificates.authority("a"), ["köln.example"])
+        certificates.server(certificates.authority("a"), [name])
+
+
+def test_a_long_name_is_cut_where_the_standard_wants_it():
+    """It was cut to 64 letters, which may be more than 64 bytes."""
+    made = certificates.authority("é" * 300)
+    assert certificates.signed_by(made.certificate, made.certificate)
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def command(folder, *words, before=()):
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=900,  # a busy machine; alone each takes half a minute at most
     )
     assert done.returncode == 0, f"{words}: {done.stdout[-500:]}{done.stderr[-2000:]}"
     return json.loads(done.stdout)

@@ -88,6 +88,10 @@ def main() -> None:
         where = "" if error.filename is None else f"{error.filename}: "
         note(f"fedlm: {where}{error.strerror or error}.")
         sys.exit(FedlmError.exit_code)
+    except UnicodeEncodeError as error:  # of a name: text that is read is checked where it is read
+        near = str(error.object)[max(0, error.start - 20) : error.end + 20]
+        note(f"fedlm: {near!a}: expected a name in UTF-8. Choose another.")
+        sys.exit(FedlmError.exit_code)
     except MemoryError:
         note("fedlm: there is not enough memory for this here: lower the sizes, or free some.")
         sys.exit(FedlmError.exit_code)

@@ -27,6 +27,7 @@ from fedlm.deploy.signing import key_id
 from fedlm.deploy.word_counts import count_words
 from fedlm.deploy.workspace import Kit
 from fedlm.engine.devices import use_devices
+from fedlm.recipe.settings import parse
 
 app = typer.Typer(
     help="An organisation's side of a federation.", no_args_is_help=True, rich_markup_mode=None
@@ -183,16 +184,17 @@ def words(
 
     Example: fedlm node words letters/ --out words --epsilon 2
     """
-
+    splits = {"test_clients": test_clients, "validation": validation, "split_seed": split_seed}
+    held_out = parse({"data": splits}).data  # within the bounds of a recipe
     settings = StoreSettings(
         tokenizer=tokenizer,
         vocabulary_epsilon=epsilon,
         vocabulary_delta=delta,
         vocabulary_words=most,
         lowercase=lowercase,
-        test_clients=test_clients,
-        validation=validation,
-        split_seed=split_seed,
+        test_clients=held_out.test_clients,
+        validation=held_out.validation,
+        split_seed=held_out.split_seed,
         user_field=user_field,
     )
     told = count_words(sources.read(source, user_field), folder, settings)

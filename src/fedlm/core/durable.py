@@ -25,6 +25,8 @@ def write_atomically(path: Path, data: bytes, *, private: bool = False, sync: bo
     that is made for it. The new file is made under a name that nobody can foresee, so that no link
     of that name is followed. Without `sync` nothing is waited for: a power cut may lose the file.
     """
+    if not path.name:
+        raise RecordError(f"{path} could not be written: it is a folder.")
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -53,6 +53,7 @@ def authority(federation: str) -> Signed:
 def server(issuer: Signed, names: Sequence[str]) -> Signed:
     """Return a server certificate for the names and addresses by which nodes reach the server."""
     require(len(names) > 0, "--host", list(names), "at least one name or address")
+    require(all(names), "--host", list(names), "names or addresses, none of them empty")
     above = x509.load_pem_x509_certificate(issuer.certificate)
     signer = load_private(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -230,7 +231,9 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _name(common: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+    # At most 64 bytes, by the standard; what a certificate is good for stands in its other names.
+    short = common.encode()[:64].decode(errors="ignore")
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, short)])
 
 
 def _general(name: str) -> x509.GeneralName:
