@@ -10,7 +10,9 @@ from fedlm.core.errors import ConfigError
 from fedlm.models import catalog
 from fedlm.models.interop import huggingface as hf
 from fedlm.recipe.build import build
+from fedlm.recipe.parts import tokenizer_store
 from fedlm.recipe.settings import load
+from fedlm.recipe.tables import Data
 from tests.conftest import WORDS
 from tests.models.interop.test_huggingface import write
 
@@ -86,3 +88,12 @@ def test_a_folder_that_says_too_much_is_refused(made, base):
     (base / "config.json").write_text(json.dumps({**config, "attn_logit_cap": 3}))
     with pytest.raises(ConfigError, match="attn_logit_cap"):
         made()
+
+
+def test_a_server_without_text_looks_at_no_files_of_its_folder(base, tmp_path, monkeypatch):
+    """The empty path is the current folder: all that lay there was part of the store's name."""
+    monkeypatch.chdir(tmp_path)
+    data = Data(tokenizer=str(base / "tokenizer.json"))
+    first = tokenizer_store(data, tmp_path / "cache")
+    (tmp_path / "another").write_text("file")
+    assert tokenizer_store(data, tmp_path / "cache").path == first.path

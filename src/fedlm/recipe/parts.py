@@ -195,7 +195,8 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
     if given is not None:
         digest.update(f"{given.library.to_str()}{given.special}".encode())
     path = Path(source)
-    if source not in sources.CORPORA and os.path.exists(path):
+    # Without a source the path would be the current folder.
+    if source and source not in sources.CORPORA and os.path.exists(path):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             facts = file.stat()
             digest.update(f"{file}|{facts.st_size}|{facts.st_mtime_ns}".encode())
