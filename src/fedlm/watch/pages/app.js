@@ -221,7 +221,8 @@ function runView(id) {
       show(title, id); show(now, el("p", { class: "problem" }, rows.size ? "This run is not in the folder." : "Reading the run."));
       return;
     }
-    show(title, swatch(row.number), row.id);
+    title.title = row.id;
+    show(title, swatch(row.number), labelOf(row.id));
     const said = [el("p", {}, el("span", { class: stateClass(row) }, row.state), row.doing ? `: ${row.doing}` : "")];
     if (row.live && row.follows) said.push(el("p", { class: "quiet" }, `Then: ${row.follows}`));
     const problem = row.problem || (found && found.problem);
