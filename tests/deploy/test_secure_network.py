@@ -18,7 +18,7 @@ from fedlm.deploy.node import work
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.secure_worker import node_sum, vector_of
-from fedlm.deploy.tallies import read_rounds
+from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.secure_messages import read_secure_request
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
@@ -165,10 +165,10 @@ class World:
     def ended(self, rounds):
         """Wait for the end of the run; return its summary, and how many rounds were lost."""
         assert self.roles["train"].process.wait(LONGEST) == 0, self.roles["train"].tail()
-        told = read_rounds(self.folder / "run" / "nodes.jsonl")
+        told = rounds_of(self.folder / "run")
         assert [entry["round"] for entry in told] == list(range(rounds))
         summary = json.loads((self.folder / "run" / "summary.json").read_text())
-        return summary, sum(bool(entry.get("lost")) for entry in told)
+        return summary, sum(bool(entry["lost"]) for entry in told)
 
     def simulated(self):
         """Return the summary of the same recipe in simulation."""
@@ -274,7 +274,7 @@ def test_a_node_that_is_gone_for_good_at_a_step_is_left_out_and_the_run_goes_on(
     made.until(1, "share")  # shares of its masks are out: the others open them, or its own
     made.roles["north"].kill()
     _, lost = made.ended(3)
-    told = read_rounds(made.folder / "run" / "nodes.jsonl")
+    told = rounds_of(made.folder / "run")
     assert lost == 0
     assert [len(entry["answered"]) for entry in told] in ([4, 3, 3], [4, 4, 3])
     assert "north" not in told[2]["answered"] and told[2]["away"] == ["north"]
