@@ -360,8 +360,8 @@ def test_a_vector_that_does_not_fit_the_terms_is_refused(vector, said):
         ({"size": 0}, "secure.size = 0"),
         ({"neighbors": 3}, "an even number"),
         ({"neighbors": 6}, "secure.neighbors = 6"),
-        ({"neighbors": 2}, "0 (all), or more than 2: with 2 nodes absent"),
-        ({"neighbors": 2, "threshold": 5, "colluders": 2}, "more than 3"),
+        ({"neighbors": 2}, "0 (all), or at least 3: with 2 nodes absent"),
+        ({"neighbors": 2, "threshold": 5, "colluders": 2}, "or at least 4"),
         ({"colluders": -1}, "secure.colluders"),
     ],
 )

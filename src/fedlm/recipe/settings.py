@@ -165,7 +165,8 @@ def _sentence(error: Any) -> str:
         near = nearest(value, options)
         hint = f" {near}" if near.startswith("Did") else ""
     wanted = "a table" if error["type"] == "model_type" else wanted
-    wanted = "text that is not empty" if error["type"] == "string_too_short" else wanted
+    if error["type"] == "string_too_short":
+        wanted, hint = "text that is not empty", " Leave the setting out to have none."
     if error["type"] == "string_pattern_mismatch":
         wanted = f"text of the form {error['ctx']['pattern']}"
     return f"{'.'.join(place[:2])} = {shown(value)}: expected {wanted}.{hint}"
