@@ -153,8 +153,7 @@ def test_no_words_end_in_a_traceback(path, folder, trained):
     check(path, folder, run, list(cases(path, COMMANDS[path], run)))
 
 
-def test_a_few_words_of_every_command_end_in_no_traceback(folder, trained):
+def test_a_few_words_of_some_commands_end_in_no_traceback(folder, trained):
     run, rng = trained / "runs" / "tiny", random.Random(0)
-    for path, command in COMMANDS.items():
-        if path not in RUNS:
-            check(path, folder, run, rng.sample(list(cases(path, command, run)), 2))
+    for path in rng.sample([path for path in COMMANDS if path not in RUNS], 12):
+        check(path, folder, run, rng.sample(list(cases(path, COMMANDS[path], run)), 2))

@@ -147,6 +147,7 @@ def test_a_link_is_not_followed(tmp_path):
     assert aim.read_bytes() == b"mine" and not file.is_symlink()
 
 
+@pytest.mark.slow
 def test_held_out_rows_are_kept_too(tmp_path):
     rows = ROWS[2].astype(np.int32)
     first, again = features(tmp_path), features(tmp_path)

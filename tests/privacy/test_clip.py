@@ -148,7 +148,7 @@ def test_a_limit_stays_a_number():
     """Even if all updates vanish, or none is unclipped, for ever."""
     key = cipher_key_for(0, "noise")
     for first, unclipped in ((SHORTEST, 10), (LONGEST, 0)):
-        after = next_limit(EXACT, jnp.int32(0), start(first), total(unclipped, 10), key)
+        after = step(EXACT, jnp.int32(0), start(first), total(unclipped, 10), key)
         assert float(after.clip_norm) == np.float32(first)
 
 

@@ -53,6 +53,7 @@ def llama(tmp_path_factory):
     return adapted(tmp_path_factory.mktemp("llama"), "llama")
 
 
+@pytest.mark.slow
 def test_a_folder_holds_the_merged_model_and_its_card(llama, tmp_path):
     file = write_export(llama, "huggingface", tmp_path)
     assert file == tmp_path / "model.safetensors"

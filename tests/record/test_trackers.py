@@ -127,6 +127,7 @@ def test_wandb_writes_into_the_run_directory_and_keeps_its_id(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a run"]
 
 
+@pytest.mark.slow
 @needs("wandb")
 def test_wandb_mode_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")

@@ -162,6 +162,7 @@ def search(tiny_recipe):
     return plan_search(tiny_recipe, ("server.rounds=4",), over=RATES, keep_one_in=2)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_goes_on_to_the_same_end(search, tmp_path):
     asked = iter([False] * 5 + [True] * 99)
     with pytest.raises(KeyboardInterrupt):
