@@ -50,7 +50,7 @@ MAY_IMPORT = {
     # `personal` makes models of single members from a finished run.
     "personal": {"inference", "recipe", "run", "training", "personal"} | BELOW,
     # `search` makes and trains many runs.
-    "search": {"inference", "lineage", "recipe", "run", "training", "search"} | BELOW,
+    "search": {"inference", "lineage", "personal", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"inference", "lineage", "publish", "recipe", "run", "training"} | BELOW,
     "__init__.py": {"api", "models", "run", "recipe"} | BELOW,
     # The live page: it reads what runs leave, asks their models, and starts `fedlm ... --resume`.

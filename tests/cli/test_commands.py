@@ -17,7 +17,10 @@ from fedlm.privacy.release import release
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 
-COMMANDS = ("prepare", "train", "evaluate", "predict", "report", "sweep", "models")
+COMMANDS = (
+    *("prepare", "train", "evaluate", "predict", "report", "sweep", "models"),
+    *("advise", "bench-quality"),
+)
 SUMMARY = {
     *("run", "rounds", "perplexity", "accuracy", "tokens", "upload_bytes", "download_bytes"),
     *("epsilon", "delta", "params", "params_sha256", "seconds", "clients_per_second"),

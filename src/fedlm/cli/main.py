@@ -15,6 +15,8 @@ from typing import Annotated
 import typer
 
 from fedlm.cli import (
+    advise,
+    bench_quality,
     convert,
     evaluate,
     export,
@@ -71,6 +73,8 @@ app.command()(export.export)
 app.command()(convert.convert)
 app.command()(sweep.sweep)
 app.command()(tune.tune)
+app.command()(advise.advise)
+app.command()(bench_quality.bench_quality)
 app.command()(models.models)
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(federation.app, name="federation")

@@ -64,7 +64,7 @@ def tune(
         recipe,
         tuple(changes or ()),
         over=axes or None,
-        seeds=None if seeds is None else _seeds(seeds),
+        seeds=None if seeds is None else seeds_of(seeds),
         points=points,
         keep_one_in=keep_one_in,
         rounds=rounds,
@@ -88,7 +88,8 @@ def tune(
     _print(search, found, folder)
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Read seeds with commas, or raise `ConfigError`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and part.isascii() and len(part) < 19 for part in parts):
         raise ConfigError(f"--seeds = {text!r}: expected whole numbers with commas, as in 0,1,2.")

@@ -10,6 +10,7 @@ Not here: whose text that is (`members.py`), which way a member takes (`choose.p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,16 +52,26 @@ class Workshop:
     passes: int = 10  # the most, over a member's own text
     patience: int = 2  # passes without a better score, after which a member stops
     seed: int = 0
+    scale: float = 1.0  # of every step: workshops that differ in it alone share a program
     scorer: Scorer = field(default_factory=Scorer)
 
     @cached_property
     def _step(self) -> Callable[..., Any]:
-        def step(params: Params, memory: PyTree, batch: Any) -> tuple[Params, Any]:
+        optimizer = self.optimizer
+
+        def step(params: Params, memory: PyTree, batch: Any, scale: Any) -> tuple[Params, Any]:
             change, _, _ = gradient(catalog.loss, params, batch)
-            change, memory = self.optimizer.update(change, memory, params)
-            return jax.tree.map(jnp.add, params, change), memory
+            change, memory = optimizer.update(change, memory, params)
+            return jax.tree.map(lambda a, b: a + scale * b, params, change), memory
 
         return jax.jit(step)
+
+    def at_scale(self, scale: float) -> Workshop:
+        """Return the workshop with steps of another size, and the same programs."""
+        _ = self._step  # compiled programs are copied only if they are there
+        other = copy.copy(self)
+        other.scale = scale
+        return other
 
     def train(self, start: Params, own: Rows, choose: Rows, member: int) -> TrainedModel:
         """Train on a member's own rows until the rows to choose by get no better.
@@ -74,7 +85,7 @@ class Workshop:
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
         for number in range(1, self.passes + 1):
             for batch in _batches(own, self.batch_size, self.seed, number, member):
-                params, memory = self._step(params, memory, batch)
+                params, memory = self._step(params, memory, batch, self.scale)
             found = self.perplexity(params, choose)
             if watch.hear({"round": number, "perplexity": found}):
                 best = TrainedModel(params, number)

@@ -196,6 +196,7 @@ def lines(
     *,
     x: str,
     y: str,
+    log_x: bool = False,
     log_y: bool = False,
     marks: Mapping[str, float] | None = None,
     height: float = 330,
@@ -204,7 +205,7 @@ def lines(
     series = [_thinned(one) for one in series if len(one.x)]
     heights = [v for one in series for v in (*one.y, *one.low, *one.high)]
     heights += [v for mark in (marks or {}).values() for v in (mark, 0.93 * mark)]  # room for names
-    across = axis((v for one in series for v in one.x), LEFT, WIDTH - RIGHT)
+    across = axis((v for one in series for v in one.x), LEFT, WIDTH - RIGHT, log=log_x)
     down = axis(heights, height - BOTTOM, TOP, log=log_y)
     body = _frame(across, down, x, y, height)
     for one in series:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fedlm.core.errors import require
 from fedlm.corpus.split import held_out_clients
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText, TextHere
 from fedlm.federation.tree_evaluation import TreeEvaluation
@@ -39,6 +40,54 @@ def for_the_last_figure(run: Run) -> tuple[Evaluation, str] | None:
     last = _parts(run)[1]
     splits = [] if last is None else last.splits()
     return None if last is None or not splits else (last, splits[0])
+
+
+def first_halves(whole: Evaluation) -> Evaluation:
+    """Return an evaluation on the first half of every training client's held-out rows.
+
+    `personal/members.py` reports on the other half.
+    """
+    require(
+        isinstance(whole, HeldOutEvaluation) and "validation" in whole.splits(),
+        "data.validation",
+        0,
+        "held-out text of training clients whose figures may be told",
+        "Prepare the store with a larger --validation.",
+    )
+    assert isinstance(whole, HeldOutEvaluation)
+    text = whole.text["validation"]
+
+    def rows(context: int) -> tuple[np.ndarray, np.ndarray]:
+        found, owners = text.rows(context)
+        _, starts, sizes = np.unique(owners, return_index=True, return_counts=True)
+        ends = dict(zip(owners[starts].tolist(), starts + -(-sizes // 2), strict=True))
+        kept = np.arange(len(owners)) < np.array([ends[n] for n in owners.tolist()], int)
+        return found[kept], owners[kept]
+
+    return replace(whole, text={"validation": replace(text, rows=rows, bytes=None)})
+
+
+def without_last_clients(run: Run) -> Run:
+    """Return the run, scored on all held-out text but that of the last clients."""
+    kept, _ = _halves_of_test(run)
+    return replace(run, evaluation=kept)
+
+
+def last_clients(run: Run) -> HeldOutEvaluation:
+    """Return the evaluation on one half of the test clients, by their names, whatever the plan."""
+    return _halves_of_test(run)[1]
+
+
+def _halves_of_test(run: Run) -> tuple[HeldOutEvaluation, HeldOutEvaluation]:
+    whole = run.evaluation
+    assert isinstance(whole, HeldOutEvaluation)  # of flat runs
+    text, store = whole.text["test"], run.store
+    names = [store.client(int(n)) for n in np.unique(text.rows(1)[1])]
+    require(len(names) > 1, "data.test_clients", run.recipe.data.test_clients, "two test clients")
+    last = held_out_clients(names, 0.5, SPLIT_SEED)
+    first = _only(text, lambda owner: store.client(owner) not in last)
+    second = _only(text, lambda owner: store.client(owner) in last)
+    return replace(whole, text={**whole.text, "test": first}), replace(whole, text={"test": second})
 
 
 def said(run: Run) -> str:
@@ -70,13 +119,9 @@ def _flat(run: Run, whole: HeldOutEvaluation) -> tuple[Evaluation, Evaluation | 
         return kept, None if rest is None else replace(whole, text=rest)
     if "test" not in splits:
         return whole, None
-    text, store = whole.text["test"], run.store
-    names = [store.client(int(n)) for n in np.unique(text.rows(1)[1])]
-    last = held_out_clients(names, 0.5, SPLIT_SEED) if len(names) > 1 else frozenset()
-    first = _only(text, lambda owner: store.client(owner) not in last)
-    second = _only(text, lambda owner: store.client(owner) in last)
-    kept = replace(whole, text={"test": first})
-    return kept, replace(whole, text={"test": second}) if last else None
+    if len(np.unique(whole.text["test"].rows(1)[1])) < 2:
+        return whole, None
+    return _halves_of_test(run)
 
 
 def _only(text: HeldOutText, keep: Callable[[int], bool]) -> HeldOutText:
