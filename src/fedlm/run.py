@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool
 
 from fedlm.core.errors import DivergenceError
 from fedlm.core.releasable import Releasable
-from fedlm.core.types import Engine, Params, ServerState
+from fedlm.core.types import Engine, FederationState, Params
 from fedlm.corpus.population import Population
 from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
@@ -51,25 +51,25 @@ class Round(Protocol):
     def names(self) -> tuple[str, ...]:
         """The names of the models that a state holds; the federation's own is ''."""
 
-    def init(self, params: Params) -> ServerState:
+    def init(self, params: Params) -> FederationState:
         """Return the state before the first round."""
 
-    def play(self, state: ServerState, rounds: range) -> Generator[Played, None, None]:
+    def play(self, state: FederationState, rounds: range) -> Generator[Played, None, None]:
         """Play rounds one after the other, and yield each."""
 
-    def models(self, state: ServerState) -> dict[str, Params]:
+    def models(self, state: FederationState) -> dict[str, Params]:
         """Return the models of a state by name."""
 
-    def own_models(self, state: ServerState) -> dict[str, Params]:
+    def own_models(self, state: FederationState) -> dict[str, Params]:
         """Return models by name that a node keeps to itself, where `models` gives others."""
 
-    def params(self, state: ServerState) -> Params:
+    def params(self, state: FederationState) -> Params:
         """Return all parameters of a state, for fingerprints."""
 
-    def renewed(self, state: ServerState, lines: int) -> ServerState:
+    def renewed(self, state: FederationState, lines: int) -> FederationState:
         """Return a state whose further draws are others, after a ledger of so many lines."""
 
-    def digest(self, state: ServerState) -> bytes:
+    def digest(self, state: FederationState) -> bytes:
         """Return the ledger's digest of the sums that led to a state, 32 bytes."""
 
     def header(self) -> Metrics:
@@ -82,10 +82,10 @@ class Evaluation(Protocol):
     def splits(self) -> list[str]:
         """Return the splits whose figures may be reported, the headline split first."""
 
-    def watch(self, state: ServerState) -> Metrics:
+    def watch(self, state: FederationState) -> Metrics:
         """Return the figures of a state during training."""
 
-    def final(self, state: ServerState, split: str) -> Metrics:
+    def final(self, state: FederationState, split: str) -> Metrics:
         """Return all figures of a state on one split."""
 
     def of_models(self, models: Mapping[str, Params], split: str) -> Metrics:
@@ -168,21 +168,21 @@ class Hooks:
     """The functions that the loop calls after a round."""
 
     # Under a plan: makes the state of a round and its facts safe, before anybody sees either.
-    commit: Callable[[ServerState, Releasable], None]
+    commit: Callable[[FederationState, Releasable], None]
     record: Callable[[Releasable], Releasable]  # returns the written line, with sums over rounds
-    keep: Callable[[ServerState], None]
-    evaluate: Callable[[ServerState], Metrics]
+    keep: Callable[[FederationState], None]
+    evaluate: Callable[[FederationState], Metrics]
     stop: Callable[[], bool] = lambda: False
 
 
-def loop(run: Run, state: ServerState, hooks: Hooks) -> ServerState:
+def loop(run: Run, state: FederationState, hooks: Hooks) -> FederationState:
     """Play rounds from `state` to the end or until asked to stop; return the last state."""
     for played in rounds(run, state, hooks):
         state = played.state
     return state
 
 
-def rounds(run: Run, state: ServerState, hooks: Hooks) -> Iterator[Played]:
+def rounds(run: Run, state: FederationState, hooks: Hooks) -> Iterator[Played]:
     """Play, check, evaluate and record rounds; yield each after it is on record."""
     play: Generator[Played, None, None] = run.round.play(
         state, range(int(state.round), run.cadence.rounds)

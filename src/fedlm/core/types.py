@@ -40,7 +40,7 @@ Tokens = Int[Array, "batch seq_plus_one"]
 OptState = PyTree
 """The state of an optimiser, or what else a server method remembers between rounds."""
 
-ServerState: TypeAlias = PyTree
+FederationState: TypeAlias = PyTree
 """What a federation has come to between two rounds: a node's state, or the states of a tree."""
 
 Message = PyTree

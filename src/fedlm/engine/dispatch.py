@@ -83,15 +83,15 @@ class NodeReply(Protocol):
     def frames(self) -> tuple[bytes, ...]: ...
 
 
-Request = TypeVar("Request", bound=NodeRequest)
-Reply = TypeVar("Reply", bound=NodeReply)
+RequestT = TypeVar("RequestT", bound=NodeRequest)
+ReplyT = TypeVar("ReplyT", bound=NodeReply)
 
 
-class Exchange(NamedTuple, Generic[Request, Reply]):
+class Exchange(NamedTuple, Generic[RequestT, ReplyT]):
     """How a kind of request becomes a payload, and a payload the reply to it."""
 
-    encode: Callable[[Request], Payload]
-    read: Callable[[Payload, Request], Reply]
+    encode: Callable[[RequestT], Payload]
+    read: Callable[[Payload, RequestT], ReplyT]
 
 
 TRAINING = Exchange(encode_request, read_reply)
@@ -142,7 +142,7 @@ class RoundStats:
             self.edges[name] = (before[0] + up, before[1] + down)
 
 
-class Dispatch(Generic[Request, Reply]):
+class Dispatch(Generic[RequestT, ReplyT]):
     """The requests of a round, and their replies in the order of the assignments.
 
     The first pending node is waited for while its lease lasts. A node that is away moves to the
@@ -155,13 +155,13 @@ class Dispatch(Generic[Request, Reply]):
         self,
         transport: Transport,
         quorum: Quorum,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, RequestT],
         stats: RoundStats,
         *,
         in_order: bool = True,
         frames: Frames | None = None,
         say: Callable[[Sequence[str], float], None] = lambda names, seconds: None,
-        exchange: Exchange[Request, Reply],
+        exchange: Exchange[RequestT, ReplyT],
     ) -> None:
         """Take requests by node name; without `frames` the requests hold their own.
 
@@ -170,7 +170,7 @@ class Dispatch(Generic[Request, Reply]):
         self.transport, self.requests, self.exchange = transport, requests, exchange
         self.stats, self.in_order = stats, in_order
         self.frames = frames or (lambda names: ((name, requests[name].frames) for name in names))
-        self.buffered: dict[str, Reply] = {}
+        self.buffered: dict[str, ReplyT] = {}
         self.pending = list(requests)
         self.sent: dict[str, list[str]] = {}  # message ids by node: the first reply counts
         self.since: dict[str, str] = {}  # each node's `Presence.since` when it was last asked
@@ -180,7 +180,7 @@ class Dispatch(Generic[Request, Reply]):
         self._nodes: dict[str, Presence] = {}
         self._looked = -math.inf
 
-    def replies(self) -> Iterator[tuple[str, Reply]]:
+    def replies(self) -> Iterator[tuple[str, ReplyT]]:
         """Yield well-formed replies by node, and count everything else."""
         nap = SHORTEST_NAP
         self._send(self.pending)
@@ -198,7 +198,7 @@ class Dispatch(Generic[Request, Reply]):
             (self.stats.late if self._online(name) else self.stats.away).append(name)
         yield from self._release(over=True)
 
-    def arrived(self) -> Iterator[tuple[str, Reply]]:
+    def arrived(self) -> Iterator[tuple[str, ReplyT]]:
         """Yield the replies that are there by now, without waiting; ask who was not asked yet."""
         for name in list(self.pending):
             if self._read(name):
@@ -206,7 +206,7 @@ class Dispatch(Generic[Request, Reply]):
             if name in self.buffered:
                 yield name, self.buffered.pop(name)
 
-    def _release(self, *, over: bool) -> Iterator[tuple[str, Reply]]:
+    def _release(self, *, over: bool) -> Iterator[tuple[str, ReplyT]]:
         """Yield buffered replies in the order of the assignments, up to the first pending node."""
         for name in self.requests:
             if name in self.buffered:

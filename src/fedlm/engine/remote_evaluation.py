@@ -18,7 +18,7 @@ from functools import cached_property
 
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
-from fedlm.core.types import Codec, Figures, Params, ServerState
+from fedlm.core.types import Codec, FederationState, Figures, Params
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Dispatch, Quorum, RoundStats, Transport
 from fedlm.engine.evaluate_messages import (
@@ -213,14 +213,14 @@ class NodeEvaluation:
     """Evaluation of the model of a flat federation on the held-out text of its nodes."""
 
     held_out: HeldOutAtNodes
-    params: Callable[[ServerState], Params]  # the trained part of a state's model
+    params: Callable[[FederationState], Params]  # the trained part of a state's model
     watch_split: tuple[str, ...]
 
     def splits(self) -> list[str]:
         """Return the splits that hold text, the headline split first."""
         return [split for split in self.held_out.splits if self.held_out.survey.get(split)]
 
-    def watch(self, state: ServerState) -> Figures:
+    def watch(self, state: FederationState) -> Figures:
         """Return perplexity and accuracy on the sample that a simulation would draw."""
         split = next((split for split in self.watch_split if split in self.splits()), None)
         if split is None:
@@ -230,7 +230,7 @@ class NodeEvaluation:
             return {"perplexity": None, "accuracy": None}
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
-    def final(self, state: ServerState, split: str) -> Figures:
+    def final(self, state: FederationState, split: str) -> Figures:
         """Return all figures of a state on one split: overall, and per node as a group."""
         scores, held = self._scores(state, "final", split), self.held_out.survey[split]
         answered = {place: sums for place, sums in scores.items() if sums.tokens}
@@ -241,7 +241,7 @@ class NodeEvaluation:
         }
         return {**whole, "clients": {}, "groups": [by_node]}
 
-    def _scores(self, state: ServerState, phase: Phase, split: str) -> dict[int, Sums]:
+    def _scores(self, state: FederationState, phase: Phase, split: str) -> dict[int, Sums]:
         asks = [Ask(place, 0) for place in self.held_out.survey[split]]
         models = (self.params(state),)
         found = self.held_out.scores(int(state.round), phase, split, models, asks)

@@ -18,7 +18,15 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from fedlm.core.keys import generator_for
-from fedlm.core.types import PAD, Figures, GroupPath, Params, ScoreFn, ServerState, SpecialTokens
+from fedlm.core.types import (
+    PAD,
+    FederationState,
+    Figures,
+    GroupPath,
+    Params,
+    ScoreFn,
+    SpecialTokens,
+)
 from fedlm.evaluate.clients import client_figures, group_figures
 from fedlm.evaluate.ngrams import NGrams
 from fedlm.evaluate.perplexity import (
@@ -106,7 +114,7 @@ class HeldOutEvaluation:
     score: ScoreFn
     special: SpecialTokens
     models: Callable[
-        [ServerState], Mapping[str, Params]
+        [FederationState], Mapping[str, Params]
     ]  # of a state, by name; "" is the federation's
     text: Mapping[str, HeldOutText]  # by split; only splits whose figures may be told
     vocabulary: int
@@ -134,14 +142,14 @@ class HeldOutEvaluation:
             rows = rows[np.sort(rng.choice(len(rows), self.watch_rows, replace=False))]
         return rows
 
-    def watch(self, state: ServerState) -> Figures:
+    def watch(self, state: FederationState) -> Figures:
         """Return perplexity and accuracy on the sample, or None values if no text may be scored."""
         if self.watched is None:
             return {"perplexity": None, "accuracy": None}
         found = figures(self.evaluator(self.models(state)[""], self.watched))
         return {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
 
-    def final(self, state: ServerState, split: str) -> Figures:
+    def final(self, state: FederationState, split: str) -> Figures:
         """Return all figures of a state on one split."""
         return self.of_models(self.models(state), split)
 

@@ -33,6 +33,7 @@ from fedlm.core.releasable import Releasable
 from fedlm.core.types import (
     Cohort,
     Engine,
+    FederationState,
     Gathered,
     History,
     Members,
@@ -40,7 +41,6 @@ from fedlm.core.types import (
     OptState,
     Params,
     PyTree,
-    ServerState,
     Start,
     Total,
     Update,
@@ -348,7 +348,7 @@ def _expected(algorithm: Algorithm, sent: Message) -> Metrics:
 class Played(NamedTuple):
     """A played round: the state after it, its exact metrics, and its releasable facts."""
 
-    state: ServerState
+    state: FederationState
     metrics: Metrics
     told: Releasable
 

@@ -88,7 +88,7 @@ class BallsInBinsEvent:
         return max(turns for turns, _ in self.bins)
 
 
-def bins_event(
+def balls_in_bins_event(
     noise: float,
     rounds: int,
     bins: int,

@@ -25,7 +25,7 @@ from tokenizers.models import WordLevel
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, CorpusError, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import BatchSpec, Engine, Params, Rows, Say, ScoreFn, ServerState
+from fedlm.core.types import BatchSpec, Engine, FederationState, Params, Rows, Say, ScoreFn
 from fedlm.corpus import sources, tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.population import Population, of_store
@@ -592,7 +592,7 @@ def evaluation_of(
     recipe: Recipe,
     rows: ClientRows,
     plan: PrivacyPlan | None,
-    models: Callable[[ServerState], Mapping[str, Params]],
+    models: Callable[[FederationState], Mapping[str, Params]],
     *,
     count: bool,
     score: ScoreFn = catalog.score,

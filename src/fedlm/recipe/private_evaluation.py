@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedlm.core.errors import require
-from fedlm.core.types import Figures, Params, ScoreFn, ServerState
+from fedlm.core.types import FederationState, Figures, Params, ScoreFn
 from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.clients import by_owner
 from fedlm.evaluate.perplexity import Evaluator
@@ -36,7 +36,7 @@ def private_evaluation_of(
     recipe: Recipe,
     rows: ClientRows,
     plan: PrivacyPlan | None,
-    models: Callable[[ServerState], Mapping[str, Params]],
+    models: Callable[[FederationState], Mapping[str, Params]],
     *,
     score: ScoreFn = catalog.score,
     places: Mapping[str, Sequence[int]] | None = None,
@@ -65,7 +65,7 @@ def private_evaluation_of(
         parts = [rows.held(int(number)) for number in clients]
         return np.concatenate(parts), np.repeat(clients, [len(part) for part in parts])
 
-    def figures(state: ServerState) -> Figures:
+    def figures(state: FederationState) -> Figures:
         each: list[Any] = []
         of_places = models(state)
         for place in of:

@@ -25,7 +25,7 @@ from fedlm.core import tree
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.releasable import Releasable
-from fedlm.core.types import Say, ServerState
+from fedlm.core.types import FederationState, Say
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.federation.round import Metrics
 from fedlm.models.adapters import without_adapters
@@ -46,7 +46,7 @@ STORE = ("clients_sha256", "tokenizer_sha256", "special_tokens")  # decide what 
 class Begun(NamedTuple):
     """The state that a run begins or goes on from."""
 
-    state: ServerState
+    state: FederationState
     rounds: int  # to be played in all
     ended: bool = False
     ahead: WriteAhead | None = None  # under a privacy plan
@@ -80,7 +80,7 @@ def begin(run: Run, goes_on: bool, say: Say) -> Begun:
     return Begun(*resumed, ahead, None if ahead is None else ahead.missing(found))
 
 
-def _begin_anew(run: Run, fresh: ServerState, ahead: WriteAhead | None, say: Say) -> Begun:
+def _begin_anew(run: Run, fresh: FederationState, ahead: WriteAhead | None, say: Say) -> Begun:
     """Write what a run has before its first round: ledger, journal and the first checkpoint."""
     directory = run.record
     if ahead is not None:
@@ -178,7 +178,7 @@ def _header_now(run: Run) -> Metrics:
     return {**header, **plans, "recipe": recipe}
 
 
-def check_frozen(run: Run, fresh: ServerState) -> None:
+def check_frozen(run: Run, fresh: FederationState) -> None:
     """Raise `RecordError` if the frozen part, which no checkpoint holds, has changed."""
     if run.algorithm.base is None:
         return
@@ -191,7 +191,7 @@ def check_frozen(run: Run, fresh: ServerState) -> None:
         )
 
 
-def header_of(run: Run, fresh: ServerState) -> Metrics:
+def header_of(run: Run, fresh: FederationState) -> Metrics:
     """Return the facts fixed before the first round: recipe, plan, text, model, versions."""
     return {
         "command": shlex.join(["fedlm", run.command, str(run.record.recipe)]),

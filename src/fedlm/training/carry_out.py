@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 
 from fedlm.core.documents import read_json
 from fedlm.core.errors import RecordError, require
-from fedlm.core.types import ServerState
+from fedlm.core.types import FederationState
 from fedlm.engine import multihost
 from fedlm.federation.round import Played
 from fedlm.privacy.release import hides
@@ -91,7 +91,7 @@ def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
     yield from play_rounds(run.until(begun.rounds), begun, watcher)
 
 
-def finish(run: Run, state: ServerState = None, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
+def finish(run: Run, state: FederationState = None, watcher: Watcher = Watcher()) -> Summary | None:  # noqa: B008
     """Close a run after its last round and return its summary; None if rounds are missing.
 
     If the last `state` is not given, it is read from the newest checkpoint.
@@ -111,7 +111,7 @@ def finish(run: Run, state: ServerState = None, watcher: Watcher = Watcher()) ->
         return close(run.until(last.rounds), last, told.say)
 
 
-def _played(run: Run, state: ServerState) -> Resumed:
+def _played(run: Run, state: FederationState) -> Resumed:
     """Return the state of the round just played, and how many rounds the run has."""
     rounds = run.cadence.rounds
     if run.plan is not None:

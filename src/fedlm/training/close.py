@@ -14,7 +14,7 @@ from typing import Any
 from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.durable import write_atomically
-from fedlm.core.types import Params, Say, ServerState
+from fedlm.core.types import FederationState, Params, Say
 from fedlm.federation.round import Metrics
 from fedlm.inference import predict
 from fedlm.models.adapters import merged
@@ -82,7 +82,9 @@ def close(run: Run, last: Resumed, say: Say) -> Summary:
     return summary
 
 
-def _write_node(run: Run, name: str, params: Params, state: ServerState, splits: Metrics) -> None:
+def _write_node(
+    run: Run, name: str, params: Params, state: FederationState, splits: Metrics
+) -> None:
     """Write the model of a node of a tree, with its figures, as a run of its own."""
     figures = {
         split: next(node for node in found["nodes"] if node["name"] == name)

@@ -17,7 +17,7 @@ from typing import Any
 from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError, require
-from fedlm.core.types import ServerState
+from fedlm.core.types import FederationState
 from fedlm.privacy.catalog import may_grow
 from fedlm.privacy.release import release
 from fedlm.recipe.settings import dump
@@ -57,7 +57,7 @@ def _without_rounds(recipe: JsonMapping) -> JsonObject:
     return {**recipe, "server": kept}
 
 
-def _check(run: Run, before: ServerState, rounds: int) -> None:
+def _check(run: Run, before: FederationState, rounds: int) -> None:
     path, server = run.record.path, run.recipe.server
     require(
         type(before) is int and rounds > before,

@@ -17,7 +17,7 @@ from typing import Any
 from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.releasable import Releasable
-from fedlm.core.types import ServerState
+from fedlm.core.types import FederationState
 from fedlm.engine import multihost
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.adapters import merged
@@ -89,7 +89,7 @@ class RoundRecord:
             stop=lambda: multihost.agree(self.stops() or self.watcher.stop()),
         )
 
-    def complete(self, missing: Releasable, state: ServerState) -> bool:
+    def complete(self, missing: Releasable, state: FederationState) -> bool:
         """Write the facts that a crash kept from the journal; return whether the run ends there."""
         if not self.run.cadence.evaluates(missing["round"]):
             self.record(missing)
@@ -97,13 +97,13 @@ class RoundRecord:
         self.record(extend(self.run.plan, missing, self.evaluate(state)))
         return self.stops()
 
-    def commit(self, state: ServerState, told: Releasable) -> None:
+    def commit(self, state: FederationState, told: Releasable) -> None:
         """Make the state of a private round and its release safe on disk."""
         assert self.ahead is not None
         self.journal.sync()  # rounds before a checkpoint must be in the journal
         self.ahead.commit(state, told)
 
-    def evaluate(self, state: ServerState) -> Metrics:
+    def evaluate(self, state: FederationState) -> Metrics:
         """Return a state's figures on held-out text, and noisy ones where they are due."""
         self.evaluated = state
         self.watcher.evaluating()
@@ -152,7 +152,7 @@ class RoundRecord:
         )
         return True
 
-    def keep(self, state: ServerState) -> None:
+    def keep(self, state: FederationState) -> None:
         """Save a state, after the journal's lines up to it."""
         check_equal(state)
         self.journal.sync()
@@ -161,7 +161,7 @@ class RoundRecord:
             checkpoint.save(self.run.record.checkpoints, int(state.round), state, most)
 
 
-def _save_best(run: Run, state: ServerState) -> None:
+def _save_best(run: Run, state: FederationState) -> None:
     """Write the model of a state as the best so far, and remember whose it is."""
     params = run.round.models(state)[""]
     write_weights(run.record.best, params, run.recipe, run.store.vocabulary)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fedlm import lineage
 from fedlm.core.errors import RecordError, require
 from fedlm.core.releasable import Releasable
-from fedlm.core.types import Say, ServerState
+from fedlm.core.types import FederationState, Say
 from fedlm.privacy import ledger, spending
 from fedlm.privacy.catalog import MECHANISMS, as_begun
 from fedlm.privacy.ledger import Entry, Ledger, begin_entry, gaussian_entry, round_entry
@@ -35,7 +35,7 @@ ANOTHER = "or begin another run with another --out"
 class Resumed(NamedTuple):
     """A state to go on from, and how far."""
 
-    state: ServerState
+    state: FederationState
     rounds: int  # to be played in all
     ended: bool = False  # whether the run must end with this state because later ones are lost
 
@@ -149,7 +149,7 @@ class WriteAhead:
 
     # ---- rounds --------------------------------------------------------------------------
 
-    def commit(self, state: ServerState, told: Releasable) -> None:
+    def commit(self, state: FederationState, told: Releasable) -> None:
         """Write the state of a round, then its line in the ledger, each safe on disk."""
         round = int(state.round)
         facts = {"ledger": len(self.entries), "told": dict(told)}
