@@ -44,7 +44,7 @@ def speaker(
     """
     step = jax.jit(advance)
     # Where the parameters are, or the second token would compile the step again.
-    where = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    where = next((getattr(x, "sharding", None) for x in jax.tree.leaves(params)), None)
 
     def one(state: SpeakerState, token: int) -> tuple[SpeakerState, Array]:
         state, logits = step(params, state, jnp.asarray([token], jnp.int32))
