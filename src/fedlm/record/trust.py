@@ -110,7 +110,7 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
     return tuple(rows)
 
 
-def _tree_rows(recipe: Mapping[str, Any], network: bool, relays: bool) -> tuple[TrustRow, ...]:
+def _tree_rows(recipe: JsonMapping, network: bool, relays: bool) -> tuple[TrustRow, ...]:
     """Return who sees what of a tree, whose leaves are nodes with all their text as one member.
 
     A simulation of leaves that keep something holds all of it, its noise too.
