@@ -8,7 +8,6 @@ Not here: the page that shows them (`report`), why they hold (docs/trust.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
