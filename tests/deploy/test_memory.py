@@ -223,9 +223,9 @@ def test_a_memory_is_kept_as_long_as_a_server_can_go_back(on_disk, tmp_path):
     for round in (1, 4, 5, 9, 12):
         memory.write(RUN, 0, round, jax.tree.map(lambda x, r=round: x + r, first))
     memory.forget(RUN, 0, last=9, round=12, window=6)
-    assert sorted(memory._rounds(RUN, 0)) == [5, 9, 12]
+    assert sorted(memory.rounds(RUN, 0)) == [5, 9, 12]
     memory.forget(RUN, 0, last=5, round=12, window=6)  # round 9 did not count
-    assert sorted(memory._rounds(RUN, 0)) == [5, 12]
+    assert sorted(memory.rounds(RUN, 0)) == [5, 12]
     assert memory.read(RUN, 0, 5, first)["w"].tolist() == [5, 5, 5]
 
 

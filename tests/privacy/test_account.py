@@ -1,6 +1,7 @@
 """Epsilons against published ones and against dp_accounting; noise and rounds for a target."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -111,7 +112,9 @@ EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for n
 def test_more_noise_and_fewer_rounds_cost_less(name):
     chosen = PLANS[name]
     by_rounds = [spent(chosen, r).epsilon for r in (0, 1, 4, ROUNDS)]
-    assert by_rounds == sorted(by_rounds) and by_rounds[0] == 0 < by_rounds[-1]
+    rounding = 1e-9  # with bins, rounds in which a client has no second turn cost nothing more
+    assert all(b >= a - rounding for a, b in itertools.pairwise(by_rounds))
+    assert by_rounds[0] == 0 < by_rounds[-1]
     by_noise = [
         spent(dataclasses.replace(chosen, noise_multiplier=z), ROUNDS).epsilon for z in (1, 2, 4)
     ]
