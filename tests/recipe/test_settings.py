@@ -359,7 +359,7 @@ def values_of(kind, metadata=()):
     return st.text(min_size=1) if shape is None else st.from_regex(shape, fullmatch=True)
 
 
-PATHS = ("source", "store", "stores", "tokenizer", "init_from")  # made absolute when read
+PATHS = ("source", "store", "stores", "tokenizer", "init_from", "frozen_folder")  # made absolute
 
 
 WORDED = {  # text in a form of its own
