@@ -16,9 +16,9 @@ pytest.importorskip("starlette", reason="the page is an extra: pip install 'fedl
 
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.record.directory import RunDirectory
-from fedlm.record.status import Status, StatusFile, process_start, read_status
+from fedlm.record.status import Status, StatusFile, is_alive, process_start, read_status
 from fedlm.watch.board import Board
-from fedlm.watch.control import Control, resume_command
+from fedlm.watch.control import Control, _wait_for_end, resume_command
 from fedlm.watch.guard import Guard
 from fedlm.watch.server import HttpServer, WatchServer, listen
 from tests.watch.runs import lines, make_run, round_line
@@ -229,6 +229,17 @@ def test_stop_is_ctrl_c_for_the_process_of_that_run_alone(at_work):
     pretend()
     assert "stops" in control.stop("one")
     assert process.wait(120) == 7
+
+
+def test_a_run_that_said_its_last_word_is_waited_for(at_work):
+    """Its process takes a while to end, and holds the lock until then."""
+    path, process = at_work
+    status = read_status(path / "status.json").model_copy(update={"state": "stopped"})
+    timer = threading.Timer(0.5, process.kill)
+    timer.start()
+    _wait_for_end(status)
+    assert not is_alive(status)
+    timer.join()
 
 
 def test_a_run_that_ended_cannot_be_stopped(at_work):

@@ -14,15 +14,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from fedlm.core.errors import RecordError
 from fedlm.record.directory import LOCK, RunDirectory
-from fedlm.record.status import LIVE, Status, process_start
+from fedlm.record.status import LIVE, Status, is_alive, process_start
 from fedlm.watch.board import Board
 
 LOG = "resume.log"  # in the run directory: what a resumed run prints
 LAST_WORDS = 2_000  # bytes of that file
+LONGEST_END = 60.0  # seconds from a run's last word to the end of its process
 
 
 class Control:
@@ -45,6 +47,8 @@ class Control:
         directory, status = self.board.find(id), self.board.status_of(id)
         if directory.summary.is_file():
             raise RecordError(f"{id} is complete: nothing is left to train.")
+        if status is not None and status.state not in LIVE:
+            _wait_for_end(status)
         running = self._begun.get(id)
         if running is not None and running.poll() is None:
             raise RecordError(f"{id} is being resumed already.")
@@ -78,6 +82,13 @@ class Control:
                     lines = raw.decode("utf-8", "replace").strip().splitlines()
                     found[id] = lines[-1] if lines else "It could not be resumed."
         return found
+
+
+def _wait_for_end(status: Status) -> None:
+    """Wait for a process that has said its last word: it holds the run's lock until it is gone."""
+    ends = time.monotonic() + LONGEST_END
+    while is_alive(status) and time.monotonic() < ends:
+        time.sleep(0.05)
 
 
 def resume_command(directory: RunDirectory, status: Status | None) -> list[str]:
