@@ -253,7 +253,8 @@ def _answer(
         try:
             received = node.receive()
             if received is None:
-                time.sleep(nap_of(time.monotonic() - asked, world.nap))
+                if not node.held:  # else it has waited at the server
+                    time.sleep(nap_of(time.monotonic() - asked, world.nap))
                 continue
             payload: Payload = received.payload
             if payload.kind == TRAIN_REQUEST:
