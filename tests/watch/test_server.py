@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -237,9 +238,26 @@ def test_a_run_that_said_its_last_word_is_waited_for(at_work):
     status = read_status(path / "status.json").model_copy(update={"state": "stopped"})
     timer = threading.Timer(0.5, process.kill)
     timer.start()
-    _wait_for_end(status)
-    assert not is_alive(status)
+    _wait_for_end(status, process)
+    assert process.poll() is not None and not is_alive(status)
     timer.join()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_a_child_whose_main_thread_is_gone_is_waited_for(at_work):
+    """Such a process counts as gone by its number, and cannot be reaped yet."""
+    path, _ = at_work
+    code = (
+        "import threading, time, ctypes; threading.Thread(target=time.sleep, args=(1,)).start(); "
+    )
+    code += "ctypes.CDLL(None).syscall(60, 0)"  # the main thread ends alone
+    child = subprocess.Popen([sys.executable, "-S", "-c", code])
+    while process_start(child.pid):
+        time.sleep(0.01)
+    gone = read_status(path / "status.json").model_copy(update={"pid": child.pid, "process": "1"})
+    assert child.poll() is None
+    _wait_for_end(gone, child)
+    assert child.poll() is not None
 
 
 def test_a_run_that_ended_cannot_be_stopped(at_work):

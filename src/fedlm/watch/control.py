@@ -47,9 +47,9 @@ class Control:
         directory, status = self.board.find(id), self.board.status_of(id)
         if directory.summary.is_file():
             raise RecordError(f"{id} is complete: nothing is left to train.")
-        if status is not None and status.state not in LIVE:
-            _wait_for_end(status)
         running = self._begun.get(id)
+        if status is not None and status.state not in LIVE:
+            _wait_for_end(status, running)
         if running is not None and running.poll() is None:
             raise RecordError(f"{id} is being resumed already.")
         folder = Path(status.folder) if status is not None else Path.cwd()
@@ -84,11 +84,17 @@ class Control:
         return found
 
 
-def _wait_for_end(status: Status) -> None:
-    """Wait for a process that has said its last word: it holds the run's lock until it is gone."""
+def _wait_for_end(status: Status, running: subprocess.Popen[bytes] | None) -> None:
+    """Wait for a process that has said its last word: it holds the run's lock until it is gone.
+
+    A child of ours may have a dead main thread and others that still end.
+    """
     ends = time.monotonic() + LONGEST_END
     while is_alive(status) and time.monotonic() < ends:
         time.sleep(0.05)
+    if running is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(max(0.0, ends - time.monotonic()))
 
 
 def resume_command(directory: RunDirectory, status: Status | None) -> list[str]:
