@@ -78,8 +78,8 @@ def wait(page, words):
     raise AssertionError(f"{words} is still false: {page.locator('main').inner_text()[:500]}")
 
 
-ROUND = "Number(document.querySelector('.figures dd').textContent.split(' ')[0].replace(',', ''))"
-STATE = "document.querySelector('main .state').textContent"
+ROUND = "Number(document.querySelector('.figures dd')?.textContent.split(' ')[0].replace(',', ''))"
+STATE = "document.querySelector('main .state')?.textContent"
 
 
 # ---- a run at work ---------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_the_page_follows_a_run_stops_it_and_resumes_it(tmp_path, open_page):
             wait(page, f"{STATE} === 'killed'")
             shutil.rmtree(runs / "one")  # and once more from the beginning, with other settings
             process = train(tmp_path, "--set", "server.rounds=99999")
-            again = "document.querySelector('.figures dd').textContent.includes('of 99999')"
+            again = "document.querySelector('.figures dd')?.textContent.includes('of 99999')"
             wait(page, f"{STATE} === 'training' && {again} && {ROUND} > 0")
             wait(page, "document.querySelectorAll('path.curve').length > 0")
         finally:
