@@ -364,7 +364,7 @@ class MeasuredHere:
         store, out = Store(data), self.folder / "runs" / str(number)
         directory = RunDirectory(out)
         say = print if asked.verbose else lambda text: None
-        quorum = Quorum(quorum=0.5, deadline=asked.deadline)
+        quorum = Quorum(quorum=asked.quorum, deadline=asked.deadline)
         accept = lambda name, hello: None  # noqa: E731
         assignments = assign_members(transport, transport.names, accept, say, quorum)
         run = networked_run(
@@ -468,6 +468,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=20, help="nodes that a round asks")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds of a round")
+    parser.add_argument("--quorum", type=float, default=0.25, help="share of answers a round needs")
     parser.add_argument("--nap", type=float, default=0.5, help="seconds between a node's polls")
     parser.add_argument("--called", action="store_true", help="call nodes here, without TLS")
     parser.add_argument("--verbose", action="store_true", help="what the server says")
