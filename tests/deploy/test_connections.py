@@ -1,5 +1,6 @@
 """Strangers take neither all connections nor much memory."""
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -117,3 +118,25 @@ def test_a_body_that_nobody_wants_is_not_taken(server):
                 sent += line.send(b"x" * 65536)
                 time.sleep(0.001)
         assert sent < 16_000_000  # what sockets hold, not what was announced
+
+
+def test_small_answers_are_sent_at_once():
+    """A connection to a node does not wait for its acknowledgements (Nagle)."""
+    seen = []
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport):
+            made = transport.get_extra_info("socket")
+            seen.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def connect():
+        with connections.listen("127.0.0.1", free_port(), per_address=20) as made:
+            server = await asyncio.get_running_loop().create_server(Accepted, sock=made)
+            reader, writer = await asyncio.open_connection(*made.getsockname())
+            await reader.read()
+            writer.close()
+            server.close()
+
+    asyncio.run(connect())
+    assert seen and all(seen)

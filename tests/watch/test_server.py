@@ -1,11 +1,13 @@
 """The page over HTTP: who is let in, what is streamed, which buttons do what."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -175,6 +177,28 @@ def test_the_stream_sends_what_changes(tmp_path):
         (_, board), (_, one) = events(answer, 2)
         assert [row["id"] for row in board["rows"]] == ["one"]  # the other did not change
         assert board["rows"][0]["round"] == 3 and len(one["points"]) == 3
+
+
+def test_small_answers_are_sent_at_once():
+    """A connection of the page does not wait for others' acknowledgements (Nagle)."""
+    seen = []
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport):
+            made = transport.get_extra_info("socket")
+            seen.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def connect():
+        with listen("127.0.0.1", 0) as made:
+            server = await asyncio.get_running_loop().create_server(Accepted, sock=made)
+            reader, writer = await asyncio.open_connection(*made.getsockname())
+            await reader.read()
+            writer.close()
+            server.close()
+
+    asyncio.run(connect())
+    assert seen and all(seen)
 
 
 def test_a_taken_port_gives_a_sentence():
