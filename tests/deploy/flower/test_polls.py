@@ -103,6 +103,31 @@ def test_without_a_message_it_is_answered_in_the_end():
     assert flower.asked == 1 and time.monotonic() - began >= 0.1
 
 
+def test_flower_is_not_asked_again_before_a_message_comes():
+    async def polled():
+        polls, flower = Polls(0.01), Flower()
+        told = [await poll(polls, flower) for _ in range(5)]
+        asked = flower.asked
+        flower.messages = [message_to(NORTH)]  # between two polls
+        polls.wake([NORTH])
+        return told, asked, await poll(polls, flower), await poll(polls, flower), flower.asked
+
+    told, asked, with_message, after, in_all = asyncio.run(polled())
+    assert told == [(200, {HELD_HEADER.encode(): b"1"}, 0)] * 5 and asked == 1
+    assert with_message == (200, {}, 1)
+    assert after[2] == 0 and in_all == 3
+
+
+def test_flower_is_asked_again_after_a_while(monkeypatch):
+    monkeypatch.setattr("fedlm.deploy.flower.polls.FRESH_SECONDS", 0.0)
+
+    async def polled():
+        polls, flower = Polls(0.01), Flower()
+        return [await poll(polls, flower) for _ in range(3)], flower.asked
+
+    assert asyncio.run(polled())[1] == 3
+
+
 def test_a_node_that_hangs_up_takes_no_message_along():
     async def both():
         polls, flower, gone = Polls(LONG), Flower(), asyncio.Event()

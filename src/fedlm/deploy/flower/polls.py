@@ -4,7 +4,8 @@ In:       a poll that found nothing; word that messages for some nodes have come
 Out:      the answer to the poll: at once if there is a message, else when one comes or after a
           few seconds.
 Promise:  no message that comes during a poll waits for the next one; a node that hangs up is not
-          handed a message; a poll asks Flower at most twice.
+          handed a message; a poll asks Flower at most twice, and not at all before a message comes
+          if Flower had none a few seconds ago.
 Not here: who may poll (`superlink.py`), how often nodes do (`supernode.py`).
 
 Flower answers `pull-messages` at once, so a node that naps between two polls adds its nap to every
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
 from flwr.proto.runtime_pb2 import PushAppMessagesRequest
 
 HOLD_SECONDS = 2.0  # a node that is told to stop waits at most so long for its poll
+FRESH_SECONDS = 15.0  # for which an answer without a message is believed, if none was sent since
 HELD_HEADER = "fedlm-held"  # tells a node that it has waited here and need not nap
 POLLED, ASKED = "/v1/fleet/pull-messages", "/v1/runtime/push-messages"
 
@@ -41,6 +44,7 @@ class Polls:
     def __init__(self, seconds: float = HOLD_SECONDS) -> None:
         self.seconds = seconds
         self._waiting: dict[int, set[asyncio.Event]] = {}
+        self._empty: dict[int, tuple[float, bytes, Answer]] = {}  # when Flower had nothing
 
     async def answer(self, app: Any, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         """Answer one poll; `body` is the request, which has been read."""
@@ -48,13 +52,16 @@ class Polls:
         came = asyncio.Event()
         self._waiting.setdefault(node, set()).add(came)  # before Flower is asked: no gap
         try:
-            answer = await _ask(app, scope, body)
+            known = self._known(node, body)
+            answer = known or await _ask(app, scope, body)
             if answer.status == 200 and not _has_message(answer.body):
+                if known is None and not came.is_set():
+                    self._empty[node] = time.monotonic(), body, answer
                 if not await self._wait(came, receive):
                     return
                 if came.is_set():
                     answer = await _ask(app, scope, body)
-                answer.headers.append((HELD_HEADER.encode(), b"1"))
+                answer = answer._replace(headers=[*answer.headers, (HELD_HEADER.encode(), b"1")])
         finally:
             self._waiting[node].discard(came)
             if not self._waiting[node]:
@@ -62,6 +69,13 @@ class Polls:
         start = {"status": answer.status, "headers": answer.headers}
         await send({"type": "http.response.start", **start})
         await send({"type": "http.response.body", "body": answer.body})
+
+    def _known(self, node: int, body: bytes) -> Answer | None:
+        """Return Flower's last answer to a poll, if it had no message and none has come since."""
+        if node not in self._empty:
+            return None
+        since, asked, answer = self._empty[node]
+        return answer if asked == body and time.monotonic() - since < FRESH_SECONDS else None
 
     async def _wait(self, came: asyncio.Event, receive: Any) -> bool:
         """Wait for a message, or until the time is over; return False if the node hung up."""
@@ -79,6 +93,7 @@ class Polls:
     def wake(self, nodes: Iterable[int]) -> None:
         """Answer the polls of these nodes: messages for them have come."""
         for node in nodes:
+            self._empty.pop(node, None)
             for came in self._waiting.get(node, ()):
                 came.set()
 

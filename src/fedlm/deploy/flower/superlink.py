@@ -55,6 +55,7 @@ from fedlm.deploy.doctor import EXPIRING_DAYS
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
 from fedlm.deploy.flower.forget import forget_deleted
+from fedlm.deploy.flower.middlewares import only_where_needed
 from fedlm.deploy.flower.polls import ASKED, POLLED, Polls, addressees
 from fedlm.deploy.membership import Identities
 from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
@@ -404,7 +405,7 @@ def application(
         runtime_dependency_install=False,
     )
     return FrontDoor(
-        create_app(config, SuperLinkLifespan),
+        only_where_needed(create_app(config, SuperLinkLifespan)),
         workspace.control_key.read_text(encoding="ascii"),
         Verifier(Identities(workspace), marks=workspace.signed),
         known=known,
