@@ -68,6 +68,21 @@ def test_an_extended_run_ends_like_one_that_was_never_shorter(copy):
     assert call(copy, "evaluate", "run", "--json").code == 0
 
 
+def test_a_run_whose_version_did_not_know_a_setting_goes_on(copy):
+    recipe, journal = copy / "run" / "recipe.toml", copy / "run" / "journal.jsonl"
+    assert "secure_neighbors = 0" in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace("secure_neighbors = 0\n", ""))
+    header, *others = journal.read_text().splitlines(keepends=True)
+    begun = json.loads(header)
+    del begun["recipe"]["wire"]["secure_neighbors"]
+    journal.write_text("".join([json.dumps(begun) + "\n", *others]))
+    longer = resume(copy, "server.rounds=3")
+    assert longer.code == 0, longer.stderr
+    assert longer.json["rounds"] == 3
+    recipe.write_text(recipe.read_text().replace("keep_best = false\n", ""))
+    refused(resume(copy, "run.keep_best=true"), "another recipe", "keep_best is False there")
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [

@@ -31,7 +31,7 @@ from fedlm.engine.dispatch import Quorum, RoundStats
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
-from fedlm.recipe.settings import Recipe, dump, load
+from fedlm.recipe.settings import Recipe, dump, load, with_defaults
 from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
@@ -68,7 +68,7 @@ def train(
         recipe = with_tokenizer(recipe, home)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
-        goes_on = directory.claim(dump(resolved), resume=resume)
+        goes_on = directory.claim(dump(resolved), resume=resume, complete=with_defaults)
         watcher.claimed()
         counters = Counters(home.counters)
         assignments = (

@@ -214,6 +214,18 @@ def dump(recipe: Recipe) -> str:
     return tomli_w.dumps({k: {n: _toml(v) for n, v in t.items()} for k, t in tables.items()})
 
 
+def with_defaults(tables: JsonObject) -> JsonObject:
+    """Return the tables of a saved recipe with every setting, also those that came after it.
+
+    A setting that a run did not know is as it is where nobody sets it: a run goes on after an
+    upgrade. Tables that are no recipe come back as they are.
+    """
+    try:
+        return tomllib.loads(dump(parse(tables)))
+    except ConfigError:
+        return tables
+
+
 def _toml(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _toml(part) for name, part in value.items()}

@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -244,13 +244,23 @@ class RunDirectory:
                 ) from None
             os.close(file)
 
-    def claim(self, recipe: str, *, resume: bool) -> bool:
-        """Take the directory for this recipe, and return True if it holds a run to resume."""
+    def claim(
+        self,
+        recipe: str,
+        *,
+        resume: bool,
+        complete: Callable[[JsonObject], JsonObject] = lambda tables: tables,
+    ) -> bool:
+        """Take the directory for this recipe, and return True if it holds a run to resume.
+
+        `complete` adds settings that an earlier version, which may have written the recipe there,
+        did not know.
+        """
         if not self.path.exists() or (self.path.is_dir() and self._is_bare()):
             self._begin(recipe)
             return False
         self._check_free()
-        there = self.read_recipe()
+        there = complete(self.read_recipe())
         if there != tomllib.loads(recipe):
             raise RecordError(
                 f"{self.path} holds another recipe ({difference(there, tomllib.loads(recipe))}): "

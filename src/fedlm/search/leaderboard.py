@@ -34,7 +34,7 @@ from fedlm.core.words import number
 from fedlm.inference import load_params
 from fedlm.recipe import shipped
 from fedlm.recipe.build import build
-from fedlm.recipe.settings import Data, Recipe, dump, load
+from fedlm.recipe.settings import Data, Recipe, dump, load, with_defaults
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.journal import dumps
@@ -205,7 +205,8 @@ def play_entry(
         if not train_point(run, said) or not _over(path):
             return None
     else:
-        RunDirectory(path).claim(dump(run.recipe), resume=True)  # raises if the recipe differs
+        # Raises if the recipe differs.
+        RunDirectory(path).claim(dump(run.recipe), resume=True, complete=with_defaults)
     return _result(whole, path, seed)
 
 

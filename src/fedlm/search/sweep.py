@@ -56,7 +56,7 @@ from fedlm.privacy.ledger import Ledger, selection_entry
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import shipped
 from fedlm.recipe.build import build
-from fedlm.recipe.settings import Recipe, dump, load
+from fedlm.recipe.settings import Recipe, dump, load, with_defaults
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import dumps
@@ -203,7 +203,8 @@ def _one(
     directory = RunDirectory(out / name_of(point))
     run = build(recipe_of(sweep, point), stores, out=directory.path)
     if (directory.path / FAILED).is_file() or directory.summary.is_file():
-        directory.claim(dump(run.recipe), resume=True)  # raises if the recipe differs
+        # Raises if the recipe differs.
+        directory.claim(dump(run.recipe), resume=True, complete=with_defaults)
     elif not train_point(run, watcher()):
         raise KeyboardInterrupt
     return result_of(sweep, point, directory.path)

@@ -32,6 +32,7 @@ from fedlm.models.adapters import without_adapters
 from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
+from fedlm.recipe.settings import with_defaults
 from fedlm.record import checkpoint
 from fedlm.record.directory import difference
 from fedlm.record.facts import facts_of
@@ -146,10 +147,11 @@ def check_same(run: Run) -> None:
     header = _header_now(run)
     # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
-    if header["recipe"] != recipe:
+    before = with_defaults(header["recipe"])
+    if before != with_defaults(recipe):
         raise RecordError(
             f"{path} was begun with another recipe "
-            f"({difference(header['recipe'], recipe)}): undo the change, or begin another run."
+            f"({difference(before, with_defaults(recipe))}): undo the change, or begin another run."
         )
     now = json.loads(dumps(promised(run)))
     if any(header.get(name) != now.get(name) for name in ("privacy", "privacy_nodes")):

@@ -20,7 +20,7 @@ from fedlm.core.types import FederationState
 from fedlm.engine import multihost
 from fedlm.federation.round import Played
 from fedlm.privacy.release import hides
-from fedlm.recipe.settings import dump
+from fedlm.recipe.settings import dump, with_defaults
 from fedlm.record import checkpoint
 from fedlm.record.trackers import check_installed
 from fedlm.run import Run
@@ -79,7 +79,7 @@ def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
     directory = run.record
     if resume:
         extend_rounds(run, watcher.say)
-    goes_on = directory.claim(dump(run.recipe), resume=resume)
+    goes_on = directory.claim(dump(run.recipe), resume=resume, complete=with_defaults)
     if goes_on and directory.summary.is_file():
         watcher.say(f"{directory.path} is complete; nothing is left to train.")
         multihost.broadcast()

@@ -20,7 +20,7 @@ from fedlm.core.errors import RecordError, require
 from fedlm.core.types import FederationState
 from fedlm.privacy.catalog import may_grow
 from fedlm.privacy.release import release
-from fedlm.recipe.settings import dump
+from fedlm.recipe.settings import dump, with_defaults
 from fedlm.record import checkpoint
 from fedlm.record.journal import Journal
 from fedlm.run import Run
@@ -31,7 +31,7 @@ def extend_rounds(run: Run, say: Callable[[str], None]) -> None:
     directory = run.record
     if not directory.recipe.is_file():
         return
-    here, there = tomllib.loads(dump(run.recipe)), directory.read_recipe()
+    here, there = tomllib.loads(dump(run.recipe)), with_defaults(directory.read_recipe())
     before, rounds = _rounds(there), _rounds(here)
     if before == rounds or _without_rounds(there) != _without_rounds(here):
         return
