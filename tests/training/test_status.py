@@ -65,7 +65,7 @@ def test_everybody_may_read_the_status_of_a_private_run(tiny_recipe, tmp_path):
         heard.append(text)
         look()
 
-    watcher = Watcher(begin=look, round=look, evaluating=look, say=listen)
+    watcher = Watcher(begin=look, round=look, evaluating=look, scored=look, say=listen)
     assert train(run, watcher=watcher) is not None
     assert heard and len(seen) > 4
     assert set(seen) <= {"", "the first round takes longest", "on held-out text", "at work"}

@@ -8,7 +8,9 @@ Not here: what the figures mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fedlm.core.words import number
+from fedlm.evaluate.progress import listening
 from fedlm.record.journal import dumps
 
 
@@ -37,6 +40,8 @@ class Output(Console):
         command = isinstance(objects[0], str) and objects[0].startswith("  fedlm ")
         super().print(*objects, **{"soft_wrap": command or not self.is_terminal, **options})
 
+
+PLAIN_SECONDS = 10.0  # between two lines of progress in a file
 
 # Names of clients, groups and files are shown as they are, brackets and colons included.
 talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -74,6 +79,28 @@ def note(text: str) -> None:
     """
     for line in text.splitlines():
         talk.print(line, soft_wrap=line.startswith(" ") or not talk.is_terminal)
+
+
+def scored_words(done: int, rows: int) -> str:
+    """Say how far an evaluation has come, in 48 columns."""
+    return f"evaluating: {done:,} of {rows:,} rows"
+
+
+@contextlib.contextmanager
+def evaluating() -> Iterator[None]:
+    """Show on stderr how many rows of held-out text a block of code has scored."""
+    told = time.monotonic()
+    with talk.status("evaluating") as status:
+
+        def tell(done: int, rows: int) -> None:
+            nonlocal told
+            status.update(scored_words(done, rows))
+            if not talk.is_terminal and time.monotonic() - told >= PLAIN_SECONDS:
+                told = time.monotonic()
+                note(scored_words(done, rows))
+
+        with listening(tell):
+            yield
 
 
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

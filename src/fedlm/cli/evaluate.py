@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, show, talk
+from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, evaluating, show, talk
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.documents import JsonObject
@@ -69,7 +69,7 @@ def evaluate(
     directory = RunDirectory.existing(run).of_node(node)
     weights = directory.weights_to_use(best=best)
     check_told(directory)
-    with talk.status("evaluating"):
+    with evaluating():
         made = _same_run(directory)
         split = _allowed(made, split)
         model, size = made.recipe.model, made.store.vocabulary

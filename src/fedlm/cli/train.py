@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import jax
 import typer
 
 from fedlm.cli.console import (
+    PLAIN_SECONDS,
     AsJson,
     Changes,
     OutPath,
@@ -23,6 +25,7 @@ from fedlm.cli.console import (
     emit,
     note,
     out,
+    scored_words,
     show,
     talk,
 )
@@ -43,7 +46,6 @@ from fedlm.training import train as carry_out
 UNSAFE = "is fixed: whoever knows it can subtract the noise. Unsafe for release."
 RUNS, STORES = Path("runs"), Path(".fedlm/stores")
 COMPILING = "compiling, the first round takes longest"
-PLAIN_SECONDS = 10.0  # between two lines of progress in a file
 
 
 def train(
@@ -161,7 +163,8 @@ def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary
     if not talk.is_terminal:
         lines = PlainProgress(rounds)
         with polite_stop() as stop:
-            return train(Watcher(say=note, begin=lines.begin, round=lines.round, stop=stop.is_set))
+            told = Watcher(say=note, begin=lines.begin, round=lines.round, scored=lines.scored)
+            return train(replace(told, stop=stop.is_set))
     progress, said = bar(), RoundWords()
     task = progress.add_task("", total=rounds, said=COMPILING)
 
@@ -172,8 +175,12 @@ def followed(train: Callable[[Watcher], Summary | None], rounds: int) -> Summary
     def on_round(facts: Releasable) -> None:
         progress.update(task, completed=facts["round"] + 1, said=said.after(facts))
 
+    def scored(done: int, rows: int) -> None:
+        progress.update(task, said=scored_words(done, rows))
+
     with polite_stop() as stop, progress:
-        return train(Watcher(say=note, begin=begin, round=on_round, stop=stop.is_set))
+        told = Watcher(say=note, begin=begin, round=on_round, scored=scored)
+        return train(replace(told, stop=stop.is_set))
 
 
 class RoundWords:
@@ -216,6 +223,13 @@ class PlainProgress:
         if last or now - self.told >= self.every:
             self.told = now
             note(f"round {facts['round'] + 1} of {self.rounds}: {said}")
+
+    def scored(self, done: int, rows: int) -> None:
+        """Say how many rows of held-out text were scored, if it is time."""
+        now = time.monotonic()
+        if now - self.told >= self.every:
+            self.told = now
+            note(scored_words(done, rows))
 
 
 def _follow(recipe: Recipe) -> Summary | None:

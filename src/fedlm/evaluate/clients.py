@@ -29,8 +29,10 @@ def client_figures(sums: Sums, owners: Sequence[int] | np.ndarray) -> dict[str, 
 
     Each client counts once.
     """
-    each = by_owner(sums, owners).values()
-    values = np.sort([perplexity_of(s.nats, s.tokens) for s in each if s.tokens > 0])
+    index = np.unique(np.asarray(owners), return_inverse=True)[1]
+    nats, tokens = (np.bincount(index, weights=column) for column in (sums.nats, sums.tokens))
+    some = tokens > 0
+    values = np.sort([perplexity_of(*of) for of in zip(nats[some], tokens[some], strict=True)])
     if len(values) == 0:
         return {}
     out = {f"p{round(100 * q)}": float(np.quantile(values, q)) for q in QUANTILES}

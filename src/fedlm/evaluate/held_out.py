@@ -36,6 +36,7 @@ from fedlm.evaluate.perplexity import (
     figures,
     total_sums,
 )
+from fedlm.evaluate.progress import foreseen
 
 Phase = Literal["survey", "watch", "final", "keep"]
 NO_MODEL = -1
@@ -83,11 +84,10 @@ class TextHere:
         self, round: int, phase: Phase, split: str, models: Sequence[Params], asks: Sequence[Ask]
     ) -> list[Sums]:
         """Score the rows of each ask."""
-        found = []
-        for place, model, most in asks:
-            rows = self.rows[split][place]
-            found.append(total_sums(self.evaluator()(models[model], rows[: most or None])))
-        return found
+        held, score = self.rows[split], self.evaluator()
+        parts = [(models[model], held[place][: most or None]) for place, model, most in asks]
+        with foreseen(sum(len(rows) for _, rows in parts)):
+            return [total_sums(score(params, rows)) for params, rows in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +123,11 @@ class HeldOutEvaluation:
     seed: int = 0
     training: Callable[[], Iterable[np.ndarray]] | None = None  # rows to count n-grams on
     features: Callable[[np.ndarray], np.ndarray] | None = None  # what frozen blocks give for rows
+    any_width: bool = False  # `score` takes rows that are cut where they end
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.score, self.special, features=self.features)
+        return Evaluator(self.score, self.special, features=self.features, any_width=self.any_width)
 
     def splits(self) -> list[str]:
         """Return the splits that hold text, the headline split first."""

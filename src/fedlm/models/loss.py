@@ -18,6 +18,8 @@ from fedlm.models.packing import FEWEST_COLUMNS, dense_zero, enough
 SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
 # The most logits that are held at once, 128 MiB in float32; more rows are taken in several blocks.
 MOST_LOGITS = 1 << 25
+# The logits of a block of `scores`, 4 MiB in float32, which stay in cache; at least of 64 rows.
+SCORED_LOGITS = 1 << 20
 
 
 @jax.custom_vjp
@@ -134,19 +136,35 @@ def scores(
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
 ) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
-    """Return the nats of each target, and whether no other token was more likely."""
+    """Return the nats of each target, and whether no other token was more likely.
 
-    def of(features, targets):  # type: ignore[no-untyped-def]
-        logits = features @ readout.T
+    Real targets are sorted to the front, and a loop takes them in blocks until none is left. Its
+    length is data, so PAD costs nothing and one size is compiled; it has no gradient.
+    """
+    rows, vocab = targets.shape[0], readout.shape[0]
+    block = min(rows, max(1, min(MOST_LOGITS, max(SCORED_LOGITS, 64 * vocab)) // vocab))
+    beyond = -rows % block
+    real = targets != PAD
+    order = jnp.argsort(~real, stable=True)
+    wanted = jnp.pad(targets[order], (0, beyond), constant_values=PAD)
+    order = jnp.pad(order, (0, beyond))
+
+    def step(i, made):  # type: ignore[no-untyped-def]
+        of = jax.lax.dynamic_slice_in_dim(wanted, i * block, block)
+        logits = features[jax.lax.dynamic_slice_in_dim(order, i * block, block)] @ readout.T
         top = jnp.max(logits, axis=1)
-        at_target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        total = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)
-        nats = jnp.log(total) + top - at_target
-        real = targets != PAD
-        return (jnp.where(real, nats, 0.0), real & (at_target >= top)), None
+        at_target = jnp.take_along_axis(logits, of[:, None], axis=1)[:, 0]
+        nats = jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=1)) + top - at_target
+        found = jnp.where(of != PAD, nats, 0.0), (of != PAD) & (at_target >= top)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(whole, part, i * block, axis=0)
+            for whole, part in zip(made, found, strict=True)
+        )
 
-    nats, right = _in_blocks(of, readout.shape[0], features, targets)[0]
-    return nats, right
+    none = jnp.zeros(rows + beyond, features.dtype), jnp.zeros(rows + beyond, bool)
+    nats, right = jax.lax.fori_loop(0, (jnp.sum(real) + block - 1) // block, step, none)
+    back = jnp.argsort(order[:rows])  # where each row's result stands
+    return nats[back], right[back]
 
 
 def token_loss(

@@ -623,6 +623,7 @@ def evaluation_of(
         seed=recipe.run.seed,
         training=training if count and few and release.baselines(plan) else None,
         features=None if frozen is None else frozen.of,
+        any_width=score is catalog.score,  # a module of a user may know one length alone
     )
 
 

@@ -461,7 +461,7 @@ def _text_here(recipe: Recipe, rows: ClientRows, topology: Topology) -> TextHere
             here = sampled_rows(recipe, text.rows(1)[0], node)
             if len(here):
                 found[split][node], survey[split][node] = here, text.size
-    evaluator = cache(lambda: Evaluator(catalog.score, rows.store.special))
+    evaluator = cache(lambda: Evaluator(catalog.score, rows.store.special, any_width=True))
     return TextHere(evaluator=evaluator, rows=found, survey=survey)
 
 

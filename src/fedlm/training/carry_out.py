@@ -18,6 +18,7 @@ from fedlm.core.documents import read_json
 from fedlm.core.errors import RecordError, require
 from fedlm.core.types import FederationState
 from fedlm.engine import multihost
+from fedlm.evaluate.progress import listening
 from fedlm.federation.round import Played
 from fedlm.privacy.release import hides
 from fedlm.recipe.settings import dump, with_defaults
@@ -85,7 +86,8 @@ def _play(run: Run, resume: bool, watcher: Watcher) -> Iterator[Played]:
         multihost.broadcast()
         return
     watcher.claimed()
-    begun = begin(run, goes_on, watcher.say)
+    with listening(watcher.scored):
+        begun = begin(run, goes_on, watcher.say)
     if not multihost.alone():
         multihost.broadcast(checkpoint.to_bytes(begun.state, rounds=begun.rounds))
     yield from play_rounds(run.until(begun.rounds), begun, watcher)
@@ -108,7 +110,7 @@ def finish(run: Run, state: FederationState = None, watcher: Watcher = Watcher()
             return None
         told.claimed()
         told.evaluating()
-        return close(run.until(last.rounds), last, told.say)
+        return close(run.until(last.rounds), last, told)
 
 
 def _played(run: Run, state: FederationState) -> Resumed:

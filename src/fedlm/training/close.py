@@ -14,7 +14,8 @@ from typing import Any
 from fedlm import lineage
 from fedlm.core import tree
 from fedlm.core.durable import write_atomically
-from fedlm.core.types import FederationState, Params, Say
+from fedlm.core.types import FederationState, Params
+from fedlm.evaluate.progress import listening
 from fedlm.federation.round import Metrics
 from fedlm.inference import predict
 from fedlm.models.adapters import merged
@@ -27,16 +28,18 @@ from fedlm.record.journal import Journal, dumps
 from fedlm.run import Run
 from fedlm.training.early_stopping import EarlyStopping
 from fedlm.training.node_runs import write_run, write_weights
+from fedlm.training.watcher import Watcher
 from fedlm.training.write_ahead import Resumed, WriteAhead
 
 Summary = dict[str, Any]
 
 
-def close(run: Run, last: Resumed, say: Say) -> Summary:
+def close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     """Write weights, final figures, report and summary; all can be remade from a checkpoint."""
-    directory, recipe, state = run.record, run.recipe, last.state
+    directory, recipe, state, say = run.record, run.recipe, last.state, watcher.say
     say("evaluating on all held-out text")
-    splits = {split: run.evaluation.final(state, split) for split in run.evaluation.splits()}
+    with listening(watcher.scored):
+        splits = {split: run.evaluation.final(state, split) for split in run.evaluation.splits()}
     counted: Metrics = {}
     if recipe.run.baselines:
         say("counting n-grams on the training tokens")

@@ -19,6 +19,7 @@ from fedlm.core import tree
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import FederationState
 from fedlm.engine import multihost
+from fedlm.evaluate.progress import listening
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.adapters import merged
 from fedlm.privacy.release import extend, release
@@ -107,7 +108,9 @@ class RoundRecord:
         """Return a state's figures on held-out text, and noisy ones where they are due."""
         self.evaluated = state
         self.watcher.evaluating()
-        found, noisy = dict(self.run.evaluation.watch(state)), self.run.private_evaluation
+        with listening(self.watcher.scored):
+            found = dict(self.run.evaluation.watch(state))
+        noisy = self.run.private_evaluation
         if noisy is not None and noisy.due(int(state.round), self.run.cadence.rounds):
             assert self.ahead is not None
             figures = noisy.figures(state)

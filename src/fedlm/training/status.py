@@ -59,6 +59,7 @@ def in_status(
 
 # Of a run that hides who takes part.
 WAITING, WORKING = "waiting for nodes", "at work"
+ON_TEXT = "on held-out text"
 FAILED = "it ended with an error, which its own terminal or resume.log shows"
 
 
@@ -89,8 +90,14 @@ def _kept(status: StatusFile, watcher: Watcher, evaluate_every: int, *, secret: 
         watcher.round(told)
 
     def evaluating() -> None:
-        status.tell(state="evaluating", doing="on held-out text")
+        status.tell(state="evaluating", doing=ON_TEXT)
         watcher.evaluating()
+
+    def scored(done: int, rows: int) -> None:
+        # How much text is held out says something about those who wrote it.
+        words = ON_TEXT if secret else f"{ON_TEXT}, {done:,} of {rows:,} rows"
+        status.tell(state="evaluating", doing=words)
+        watcher.scored(done, rows)
 
     def claimed() -> None:
         status.begin()
@@ -102,6 +109,7 @@ def _kept(status: StatusFile, watcher: Watcher, evaluate_every: int, *, secret: 
         begin=begin,
         round=on_round,
         evaluating=evaluating,
+        scored=scored,
         claimed=claimed,
         status=status,
     )

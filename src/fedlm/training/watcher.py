@@ -25,4 +25,6 @@ class Watcher:
     stop: Callable[[], bool] = lambda: False
     claimed: Callable[[], None] = lambda: None  # the directory is this run's
     evaluating: Callable[[], None] = lambda: None  # a model is being scored
+    # Rows of held-out text: how many were scored, and how many are to score.
+    scored: Callable[[int, int], None] = lambda done, rows: None
     status: StatusFile | None = None  # which is told everything, where one is kept
