@@ -418,6 +418,7 @@ def node_ledger() -> Target:
     book = NodeLedger(made)
     book.begin_run("0" * 32, _gaussian_plan(), "1" * 32)
     book.answer("0" * 32, 0, "2" * 32, ["a", "b"])
+    book.tell_figures("0" * 32, 1, "3" * 32, 2.0)
     book.close()
 
     def read(data: bytes) -> None:
@@ -523,6 +524,14 @@ EVALUATION = evaluate_messages.EvaluateRequest(
     offsets=(0, 4),
     frames=(b"parameters",),
 )
+NOISY_EVALUATION = dataclasses.replace(
+    EVALUATION,
+    phase="noisy",
+    total=0,
+    members=(10, 13),
+    splits=("validation", "validation"),
+    offsets=(0, 0),
+)
 WORDS = {
     "format": 1,
     "kind": "bpe",
@@ -548,15 +557,20 @@ def evaluation_messages() -> Target:
         for reader in (
             evaluate_messages.read_evaluate_request,
             lambda p: evaluate_messages.read_evaluate_reply(p, EVALUATION),
+            lambda p: evaluate_messages.read_evaluate_reply(p, NOISY_EVALUATION),
         ):
             with contextlib.suppress(*EXPECTED):
                 reader(payload)
 
     sums = dict.fromkeys(evaluate_messages.SUMS, 1.0)
     reply = evaluate_messages.EvaluateReply(round=3, phase="final", asks=(0, 1), sums=(sums, sums))
+    numbers = dict.fromkeys(evaluate_messages.NOISY, -1.5)
+    noisy = dataclasses.replace(reply, phase="noisy", sums=(numbers, numbers))
     made = [
         evaluate_messages.encode_evaluate_request(EVALUATION),
         evaluate_messages.encode_evaluate_reply(reply),
+        evaluate_messages.encode_evaluate_request(NOISY_EVALUATION),
+        evaluate_messages.encode_evaluate_reply(noisy),
     ]
     seeds = [
         b"\0".join([json.dumps({"kind": p.kind, "facts": dict(p.facts)}).encode(), *p.frames])

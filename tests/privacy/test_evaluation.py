@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlm.core.errors import ConfigError
-from fedlm.privacy.evaluation import BINS, PrivateEvaluation
+from fedlm.core.errors import ConfigError, WireError
+from fedlm.privacy.cost import compose, gaussian_event
+from fedlm.privacy.evaluation import BINS, PrivateEvaluation, is_due, releases, together
 
 CHOSEN = PrivateEvaluation(noise_multiplier=3.0, tokens=50, most_nats=8.0)
 
@@ -70,6 +71,56 @@ def test_quantiles_are_near_those_of_the_clients():
 def test_figures_that_the_noise_hides_are_not_told():
     few = CHOSEN.release(*(column[:3] for column in people()), b"f" * 16)
     assert few["perplexity"] is None and few["clients"]["p50"] is None
+
+
+def test_the_errors_of_several_noisy_sums_are_those_of_their_total():
+    """Four places with a quarter of the clients each: twice the noise of one, and told so."""
+    columns = [np.array_split(column, 4) for column in people(8000)]
+    exact = CHOSEN.vectors(*people(8000)).sum(axis=0)
+    truth = math.exp(4 * (1 + exact[0] / math.sqrt(0.4) / (exact[1] / math.sqrt(0.2))))
+    one = CHOSEN.release(*people(8000), b"o" * 16)
+    z, ratio = [], []
+    for n in range(60):
+        sums = {
+            str(place): CHOSEN.noisy_sum(*(c[place] for c in columns), bytes([n, place] * 8))
+            for place in range(4)
+        }
+        for noisy in sums.values():
+            CHOSEN.check_noisy(noisy, 2000)
+        told = CHOSEN.figures_of(sums)
+        z.append((told["perplexity"] - truth) / told["perplexity_error"])
+        ratio.append(told["perplexity_error"] / one["perplexity_error"])
+    assert abs(np.mean(z)) < 0.4 and 0.73 < np.std(z) < 1.27  # three standard errors
+    assert np.mean(ratio) == pytest.approx(2, rel=0.05)
+    assert told["nodes"].keys() == sums.keys() and CHOSEN.figures_of({}) is None
+    assert told["nodes"]["0"]["perplexity_error"] > told["perplexity_error"]
+
+
+@pytest.mark.parametrize("place, value", [(0, -2000.0), (1, -30.0), (1, 930.0), (5, np.nan)])
+def test_numbers_that_no_noisy_sum_can_have_are_refused(place, value):
+    noisy = np.zeros(3 + BINS)
+    CHOSEN.check_noisy(noisy, 2000)
+    noisy[place] = value
+    with pytest.raises(WireError, match="2000 clients cannot have"):
+        CHOSEN.check_noisy(noisy, 2000)
+    with pytest.raises(WireError):
+        CHOSEN.check_noisy(np.zeros(3), 2000)
+
+
+def test_several_releases_amount_to_one():
+    """By the accountant, which knows nothing of the formula."""
+    separate = compose([gaussian_event(2.0)] * 3 + [gaussian_event(5.0)], 1e-6)[0]
+    assert compose([gaussian_event(together([2.0] * 3 + [5.0]))], 1e-6)[0] == pytest.approx(
+        separate, rel=1e-3
+    )
+    assert together([1e-200] * 2) < 1e-199
+
+
+def test_releases_are_counted_as_they_fall_due():
+    for rounds in range(1, 12):
+        for every in range(5):
+            due = sum(is_due(every, played, rounds) for played in range(1, rounds + 1))
+            assert releases(rounds, every) == due
 
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, math.inf, math.nan])

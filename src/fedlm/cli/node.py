@@ -324,7 +324,9 @@ def _sentences(told: JsonObject) -> Iterator[str]:
             f"{count(n, 'client')} {count(int(t), 'time')}"
             for t, n in run["participations"].items()
         )
-        yield f"run {run['run'][:8]}: {often}"
+        figures = run["noisy_figures"]
+        told_of = f"noisy figures of all clients {count(figures, 'time')}" if figures else ""
+        yield f"run {run['run'][:8]}: {', '.join(filter(None, (often, told_of)))}"
     if told["delta"] is not None:
         bound = "is" if told["epsilon_is_exact"] else "is at most"
         yield (

@@ -17,17 +17,24 @@ from typing import NamedTuple
 
 from fedlm.core.documents import toml_tables
 from fedlm.core.errors import FedlmError, WireError
-from fedlm.deploy.lifetime import Release, lifetime
+from fedlm.deploy.lifetime import GoingOn, Release, lifetime
 from fedlm.deploy.limits import within
 from fedlm.deploy.node_ledger import NodeLedger, about
 from fedlm.deploy.policy import Policy, Refusal, believed
-from fedlm.deploy.question import Asked, check_evaluation, check_question, most_turns
+from fedlm.deploy.question import (
+    Asked,
+    check_evaluation,
+    check_figures_due,
+    check_question,
+    most_turns,
+)
 from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.messages import TrainRequest
 from fedlm.engine.secure_messages import SecureRequest
 from fedlm.privacy import ledger as run_ledger
 from fedlm.privacy.catalog import with_matrix
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.private_evaluation import PlannedFigures, planned_figures
 from fedlm.recipe.settings import Recipe, parse
 
 
@@ -101,7 +108,7 @@ class Guard:
         run, round = request.run, request.round
         if not self.ledger.check(run, same, round, request.digest, clients, most):
             return None
-        self._check_lifetime(run, known, clients)
+        self._check_lifetime(run, known, clients, planned_figures(recipe, plan))
         return Admission(known)
 
     def admit_evaluation(
@@ -113,10 +120,14 @@ class Guard:
     ) -> None:
         """Raise `Refusal`, or enter the answer to a question about held-out text.
 
-        Under a plan a round has one such answer per phase and text, as it has one update.
+        Under a plan a round has one such answer per phase and text, as it has one update. Noisy
+        figures are a release about all clients here, and are entered with what they cost.
         """
         check_evaluation(self.policy, request, recipe, plan, asked or self.asked)
         same = about(request.recipe, request.first, request.population, request.text)
+        if request.phase == "noisy":
+            self._admit_figures(request, recipe, plan, asked or self.asked, same)
+            return
         self.ledger.evaluate(
             request.run,
             same,
@@ -125,6 +136,31 @@ class Guard:
             request.digest,
             once=plan is not None,
         )
+
+    def _admit_figures(
+        self,
+        request: EvaluateRequest,
+        recipe: Recipe,
+        plan: PrivacyPlan | None,
+        asked: Asked,
+        same: str,
+    ) -> None:
+        """Raise `Refusal`, or enter noisy figures of all clients before they are computed."""
+        run, planned = request.run, planned_figures(recipe, plan)
+        assert planned is not None  # `check_evaluation` has seen to it
+
+        def check() -> PrivacyPlan | None:
+            known = self._known(run, plan, asked)
+            told = () if run not in self.ledger.runs else self.ledger.runs[run].figures
+            check_figures_due(request, recipe, [r for r in told if r != request.round])
+            self._check_lifetime(run, known, None, planned)
+            return known
+
+        if self.ledger.check_figures(run, same, request.round, request.digest):
+            known = within(self.policy.longest_seconds, check)
+            self.ledger.begin_run(run, known, same)  # outside the limit: written whole
+            noise = planned.noise_multiplier
+            self.ledger.tell_figures(run, request.round, request.digest, noise)
 
     def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
         """Return the plan that this node counts by: the one of the run's first question."""
@@ -138,11 +174,18 @@ class Guard:
         self.ledger.begin_run(request.run, plan, same)
         self.ledger.answer(request.run, request.round, request.digest, clients)
 
-    def _check_lifetime(self, run: str, plan: PrivacyPlan | None, clients: Sequence[str]) -> None:
+    def _check_lifetime(
+        self,
+        run: str,
+        plan: PrivacyPlan | None,
+        clients: Sequence[str] | None,
+        figures: PlannedFigures | None,
+    ) -> None:
+        """Raise `Refusal` if some of these clients, or of all, would have spent too much."""
         most = self.policy.largest_lifetime_epsilon
         if most is None or plan is None:
             return
-        spent = lifetime(self.ledger, clients, (run, plan), self.others)
+        spent = lifetime(self.ledger, clients, GoingOn(run, plan, figures), self.others)
         if not spent.epsilon <= most:
             raise Refusal(
                 f"with this run a client would have spent epsilon {spent.epsilon:.3g} over all "

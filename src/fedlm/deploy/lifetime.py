@@ -4,7 +4,9 @@ In:       a node's ledger; a run that is about to begin or to go on.
 Out:      an epsilon for the client who spent most; per run, what it cost.
 Promise:  a run counts with all rounds that it planned, because it may go on without asking this
           node again; or, where noise is independent from round to round and that is less, with the
-          rounds in which the client really took part. A run without noise has no finite epsilon.
+          rounds in which the client really took part. Noisy figures count for all clients, as
+          often as they were told, and of a run that goes on as often as its recipe plans. A run
+          without noise has no finite epsilon.
 Not here: the ledger (`node_ledger.py`), the limit (`policy.py`), accounting (`privacy`).
 
 The two ways to count a run with independent noise. Planned: the draw is secret, so chance counts.
@@ -22,10 +24,13 @@ from typing import Any, NamedTuple
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger, RunEntry
 from fedlm.privacy import account, cost
 from fedlm.privacy.catalog import MECHANISMS
+from fedlm.privacy.evaluation import together
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.private_evaluation import PlannedFigures
 
 SHOWN = 10  # refusals
 MOST_KINDS = 16  # different histories of clients that are accounted one by one
+NEVER_ASKED = ""  # a client that took part in no round; noisy figures are of it too
 
 
 class RunTurns(NamedTuple):
@@ -33,6 +38,14 @@ class RunTurns(NamedTuple):
 
     plan: PrivacyPlan | None  # None: without privacy
     turns: int | None = None  # rounds that it took part in; None: as many as are planned
+
+
+class GoingOn(NamedTuple):
+    """A run that is about to begin or to go on."""
+
+    run: str
+    plan: PrivacyPlan
+    figures: PlannedFigures | None = None
 
 
 class Release(NamedTuple):
@@ -78,28 +91,47 @@ def _run(name: str, run: RunEntry) -> dict[str, Any]:
         "most_participations": most,
         "participations": {str(turns): clients for turns, clients in counts.items()},
         "population_believed": None if plan is None else plan.sampling.population,
+        "noisy_figures": len(run.figures),
         "delta": None if plan is None else plan.delta,
-        "epsilon": math.inf if plan is None else _cheapest(RunTurns(plan, most), plan.delta)[0],
+        "epsilon": math.inf if plan is None else _epsilon(run, RunTurns(plan, most), plan.delta),
     }
+
+
+def _epsilon(run: RunEntry, share: RunTurns, delta: float) -> float:
+    """Return what a run cost the client who took part most."""
+    if not run.figures:
+        return _cheapest(share, delta)[0]
+    return epsilon_of((share,) if share.turns else (), delta, _figures([run]))
+
+
+def _figures(runs: Iterable[RunEntry], now: GoingOn | None = None) -> tuple[Release, ...]:
+    """Return the noisy figures of runs, as the one Gaussian release that they amount to."""
+    noises = [noise for run in runs for _, noise in run.figures.values()]
+    if now is not None and now.figures is not None:
+        noises.append(now.figures.together)
+    return (Release(together(noises), 0.0),) if noises else ()
 
 
 def lifetime(
     ledger: NodeLedger,
     clients: Iterable[str] | None = None,
-    now: tuple[str, PrivacyPlan] | None = None,
+    now: GoingOn | None = None,
     others: Sequence[Release] = (),
 ) -> Lifetime:
     """Return the largest epsilon that one client has spent, among those given or among all.
 
-    `now` is a run that goes on: it counts with all its rounds.
+    `now` is a run that goes on: it counts with all its rounds and noisy figures.
     """
-    runs = [run for name, run in ledger.runs.items() if now is None or name != now[0]]
+    runs = [run for name, run in ledger.runs.items() if now is None or name != now.run]
     known = {client for run in runs for client in run.turns}
+    figures = _figures(runs, now)
+    if figures or now is not None:
+        known.add(NEVER_ASKED)
     kinds = {tuple(_turns(run, c) for run in runs) for c in (known if clients is None else clients)}
     exact = len(kinds) <= MOST_KINDS
     if not exact:  # who took part as often as anybody, in each run, spent as much as anybody
         kinds = {tuple(map(max, zip(*kinds, strict=True)))}
-    more = () if now is None else (RunTurns(now[1]),)
+    more = () if now is None else (RunTurns(now.plan),)
     histories = [
         (
             *(RunTurns(run.plan, turns) for run, turns in zip(runs, kind, strict=True) if turns),
@@ -108,10 +140,11 @@ def lifetime(
         for kind in kinds
     ]
     deltas = [s.plan.delta for shares in histories for s in shares if s.plan is not None]
+    deltas += [run.plan.delta for run in runs if run.figures and run.plan is not None]
     if not deltas:
         return Lifetime(math.inf if any(histories) else 0.0, None)
     delta = min(deltas)
-    most = max(epsilon_of(shares, delta, tuple(others)) for shares in histories)
+    most = max(epsilon_of(shares, delta, (*others, *figures)) for shares in histories)
     return Lifetime(most, delta, exact)
 
 

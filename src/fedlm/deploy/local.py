@@ -56,6 +56,7 @@ class NodeWork:
     held_out: Mapping[str, HeldOutText]  # the node's own, by split
     evaluator: Callable[[], Evaluator]
     seed: int
+    vocabulary: int
     parameters: int
     leaf: bool  # all text of the node is one leaf of a tree
     leaf_plan: PrivacyPlan | None = None  # what noise on all that leaves a leaf promises to it
@@ -94,6 +95,7 @@ def members_work(
         model_like=trained_part(recipe, spec.shapes()),
         **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
+        vocabulary=store.vocabulary,
         parameters=spec.parameters,
         leaf=False,
     )
@@ -137,6 +139,7 @@ def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
         model_like=spec.shapes(),
         **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
+        vocabulary=store.vocabulary,
         parameters=spec.parameters,
         leaf=True,
         leaf_plan=tree_parts.leaf_plan(recipe, population),

@@ -16,12 +16,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedlm.core.errors import ConfigError, nearest
-from fedlm.core.types import Engine
+from fedlm.core.types import Engine, FederationState
 from fedlm.corpus.population import Population, of_paths
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
@@ -40,11 +42,13 @@ from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer
 from fedlm.federation.leaf import LeafRules
 from fedlm.federation.topology import EVERYBODY, Topology
+from fedlm.privacy.evaluation import PrivateEvaluation, ScheduledEvaluation
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides
 from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
+from fedlm.recipe.private_evaluation import private_evaluation_at_nodes
 from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import leaf_rules, settings_of, tree_run
@@ -204,6 +208,17 @@ def _flat(nodes: _Nodes) -> Run:
             watch_split=("validation", "test"),
         )
 
+    def private_evaluation(algorithm: Algorithm) -> ScheduledEvaluation | None:
+        @cache
+        def text() -> HeldOutAtNodes:
+            return nodes.held_out(dict(enumerate(nodes.leaves)), members.size, algorithm)
+
+        def ask(state: FederationState, made: PrivateEvaluation) -> dict[str, np.ndarray]:
+            return text().noisy_sums(int(state.round), state.params, made.check_noisy)
+
+        vocabulary = nodes.store.vocabulary
+        return private_evaluation_at_nodes(recipe, vocabulary, algorithm.plan, ask)
+
     return flat_run(
         recipe,
         nodes.store,
@@ -212,6 +227,7 @@ def _flat(nodes: _Nodes) -> Run:
         engine=nodes.engine,
         evaluation=evaluation if nodes.score_models else None,
         waiting=waiting,
+        private_evaluation=private_evaluation,
     )
 
 

@@ -1,11 +1,12 @@
 """How well models predict a node's own held-out text, as sums.
 
 In:       the work of a run at this node, an `EvaluateRequest` that was admitted.
-Out:      sums for each ask.
+Out:      sums for each ask; or one noisy sum over the node's training clients.
 Promise:  the rows are those that a simulation would score: of a flat federation the node's part of
           one sample over all nodes' text, of a tree the node's own sample; text of fewer clients
           than the node's policy wants behind a figure counts as if it were not there; nats count
-          up to the bound that the server checks.
+          up to the bound that the server checks. Of training clients under a plan nothing leaves
+          but a sum of bounded vectors with noise, whose secret is used for no other sum.
 Not here: whether the question may be answered (`guard.py`), figures
           (`engine/remote_evaluation.py`).
 """
@@ -21,11 +22,15 @@ from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.keys import generator_for
 from fedlm.deploy.local import NodeWork
-from fedlm.engine.evaluate_messages import SUMS, EvaluateRequest
+from fedlm.engine.evaluate_messages import NOISY, SUMS, EvaluateRequest
+from fedlm.evaluate.clients import by_owner
 from fedlm.evaluate.held_out import NO_MODEL
 from fedlm.evaluate.perplexity import MOST_NATS, Sums, total_sums
+from fedlm.recipe.private_evaluation import noisy_figures
 from fedlm.recipe.tree import sampled_rows
 from fedlm.wire.dense import dense
+
+NOTHING = Sums(*(0.0 for _ in Sums._fields))
 
 
 def node_sums(
@@ -59,6 +64,25 @@ def node_sums(
             kept = _rows(work, request, split, number, offset)[: most or None]
             found.append(_scored(work, models[model], split, kept, least))
     return tuple(found)
+
+
+def noisy_sums(
+    work: NodeWork, request: EvaluateRequest, secret: bytes, *, whole: bool
+) -> tuple[Mapping[str, float], ...]:
+    """Return the noisy sum over all training clients, which a request asks for once.
+
+    If the `whole` store is one member, the plan promises that member: all its text counts as that
+    of one client. A node without validation text answers too, with noise alone.
+    """
+    _check_kind(work, request)
+    rows, owners = work.held_out["validation"].rows(1)
+    each = [NOTHING]
+    if len(rows):
+        scored = work.evaluator()(whole_model(work, request.frames[0]), rows)
+        each = list(by_owner(scored, np.zeros_like(owners) if whole else owners).values())
+    nats, tokens, right = np.array([(s.nats, s.tokens, s.correct) for s in each], np.float64).T
+    made = noisy_figures(work.recipe, work.vocabulary)
+    return (dict(zip(NOISY, made.noisy_sum(nats, tokens, right, secret).tolist(), strict=True)),)
 
 
 def _check_kind(work: NodeWork, request: EvaluateRequest) -> None:

@@ -5,8 +5,9 @@ Out:      `KIT/ledger.jsonl`; whether a question may be answered; what took part
 Promise:  a line is on the disk before the answer leaves, and no line is ever changed or removed;
           only the owner can read the file, and one process at a time writes it; a run has one
           answer per round: the same question may be answered again, another one may not; a client
-          keeps to the separation and the participations of the run's plan; the counter grows with
-          every line, so that an older copy of the file is noticed by who remembers the counter.
+          keeps to the separation and the participations of the run's plan; noisy figures of all
+          clients are one line per round, with their noise; the counter grows with every line, so
+          that an older copy of the file is noticed by who remembers the counter.
 Not here: what the policy allows (`policy.py`), what it all cost (`lifetime.py`).
 
 Clients are named by salted hashes of their names, so that a store that is prepared again has the
@@ -19,6 +20,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import math
 import os
 import re
 import secrets
@@ -45,6 +47,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "run": {"run": str, "plan": (dict, type(None)), "about": str},
     "answer": {"run": str, "round": int, "clients": list, "question": str},
     "evaluation": {"run": str, "about": str, "round": int, "what": str, "question": str},
+    "figures": {"run": str, "round": int, "question": str, "noise_multiplier": float},
     "refusal": {"run": str, "round": int, "reason": str},
     "lost": {"since": int},
 }
@@ -58,6 +61,8 @@ class RunEntry:
     about: str  # a fingerprint of what must not change within a run
     questions: dict[int, str] = field(default_factory=dict)  # fingerprints by round
     turns: dict[str, list[int]] = field(default_factory=dict)  # rounds by client
+    # Noisy figures of all clients, by round: the fingerprint of the question, the noise multiplier.
+    figures: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def participations(self) -> dict[int, int]:
         """Return the number of clients by how often they took part."""
@@ -119,6 +124,15 @@ class NodeLedger:
         """
         digest = hmac.digest(bytes.fromhex(self.salt), b"noise of this node", "sha256")
         return int.from_bytes(digest[:16], "little")
+
+    def figures_secret(self, run: str, round: int, question: str) -> bytes:
+        """Return the secret of the noise of one answer with noisy figures: 16 bytes.
+
+        It depends on all that is asked, so that the same question has the same noise after a kill
+        too, and no two different questions ever share it: their difference would be exact.
+        """
+        address = f"noise of figures|{run}|{round}|{question}".encode()
+        return hmac.digest(bytes.fromhex(self.salt), address, "sha256")[:16]
 
     # ---- what may be answered ----------------------------------------------------------
 
@@ -195,6 +209,25 @@ class NodeLedger:
             facts = {"about": about, "round": round, "what": what, "question": question}
             self._append({"kind": "evaluation", "run": run, **facts})
 
+    def check_figures(self, run: str, about: str, round: int, question: str) -> bool:
+        """Raise `Refusal` if noisy figures were told of a round; return whether they are new.
+
+        The same question is answered again, with the same noise.
+        """
+        self._check_about(run, about)
+        known = self.runs[run].figures.get(round) if run in self.runs else None
+        if known is not None and known[0] != question:
+            raise Refusal(
+                f"noisy figures after round {round} of run {run[:8]} were asked for in another "
+                "question: they are told once. Begin another run."
+            )
+        return known is None
+
+    def tell_figures(self, run: str, round: int, question: str, noise_multiplier: float) -> None:
+        """Enter noisy figures of all clients, in a run that began here, before they leave."""
+        facts = {"round": round, "question": question, "noise_multiplier": float(noise_multiplier)}
+        self._append({"kind": "figures", "run": run, **facts})
+
     def _check_about(self, run: str, about: str) -> None:
         """Raise `Refusal` if a run has another recipe, population or place than before."""
         entry = self.runs.get(run)
@@ -240,9 +273,12 @@ class NodeLedger:
         elif kind == "run":
             plan = None if entry["plan"] is None else plan_from(entry["plan"])
             self.runs[entry["run"]] = RunEntry(plan, entry["about"])
+        elif kind in ("answer", "figures") and entry["run"] not in self.runs:
+            raise RecordError(f"{self.path}: an answer in a run that did not begin.")
+        elif kind == "figures":
+            told = (entry["question"], entry["noise_multiplier"])
+            self.runs[entry["run"]].figures[entry["round"]] = told
         elif kind == "answer":
-            if entry["run"] not in self.runs:
-                raise RecordError(f"{self.path}: an answer in a run that did not begin.")
             run = self.runs[entry["run"]]
             run.questions[entry["round"]] = entry["question"]
             for client in entry["clients"]:
@@ -339,6 +375,8 @@ def _checked(line: bytes, where: str) -> dict[str, Any]:
         good = isinstance(value, kind) and not isinstance(value, bool)
         if kind is int:
             good = good and value >= 0
+        if kind is float:
+            good = good and 0 < value < math.inf
         if name in ("run", "salt", "question", "about"):
             good = good and _HEX.fullmatch(value) is not None
         if not good or (kind is list and not all(isinstance(v, str) for v in value)):

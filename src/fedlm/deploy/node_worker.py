@@ -35,7 +35,7 @@ from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.leaf_worker import own_model, train_at_home, with_own_layers
 from fedlm.deploy.limits import within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
-from fedlm.deploy.node_evaluation import node_sums
+from fedlm.deploy.node_evaluation import node_sums, noisy_sums
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy, Refusal
@@ -219,7 +219,7 @@ class Worker:
             )
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Score models on this node's held-out text, and reply with sums."""
+        """Score models on this node's held-out text, and reply with sums, or with noisy ones."""
         if request.text != self.text:
             raise WireError("the text of this node is not the one that the run began with.")
         if set(request.members) != {request.first}:
@@ -230,9 +230,13 @@ class Worker:
         if request.phase == "keep":
             return self._keep(work, request)
         self.say(f"evaluation after round {request.round}")
-        least = self.policy.least_evaluated
-        own = self._own_layers(work, request)
-        sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least, own))
+        seconds = self.policy.longest_seconds
+        if request.phase == "noisy":
+            secret = self.ledger.figures_secret(request.run, request.round, request.digest)
+            sums = within(seconds, lambda: noisy_sums(work, request, secret, whole=self.whole))
+        else:
+            least, own = self.policy.least_evaluated, self._own_layers(work, request)
+            sums = within(seconds, lambda: node_sums(work, request, least, own))
         return EvaluateReply(
             round=request.round,
             phase=request.phase,

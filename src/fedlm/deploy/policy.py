@@ -20,7 +20,9 @@ from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import ConfigError, FedlmError
 from fedlm.deploy.tables import read_table
 from fedlm.privacy import account
+from fedlm.privacy.cost import compose, gaussian_event
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.private_evaluation import PlannedFigures, planned_figures
 from fedlm.recipe.settings import Recipe, Table
 
 POLICY = """\
@@ -31,8 +33,8 @@ POLICY = """\
 # smallest_cohort = 10           # members of a round, over the whole federation
 # single_updates = false         # may the update of one client leave this node by itself? Left out:
 #                                # only if smallest_cohort is left out or 1
-# smallest_evaluation = 5        # held-out clients behind a figure of this node's text; left out:
-#                                # as many as smallest_cohort
+# smallest_evaluation = 5        # clients behind a figure of this node's text; left out: as many as
+#                                # smallest_cohort
 # require_secure_sums = true     # sums under masks: no server sees this node's own
 # smallest_sum = 5               # nodes that stay in a secure sum: the least threshold of a recipe
 # smallest_part = 2              # clients of this node in a secure sum, or none; left out: 2 where
@@ -183,19 +185,27 @@ def _check_privacy(policy: Policy, recipe: Recipe, plan: PrivacyPlan | None, cli
     if most is not None and plan.delta > most:
         raise Refusal(f"privacy.delta = {plan.delta:g}: this node allows {most:.3g}.")
     if policy.largest_epsilon is not None:
-        _check_epsilon(policy.largest_epsilon, plan, believed(policy, plan, clients))
+        figures = planned_figures(recipe, plan)
+        _check_epsilon(policy.largest_epsilon, plan, believed(policy, plan, clients), figures)
 
 
-def _check_epsilon(most: float, plan: PrivacyPlan, known: PrivacyPlan) -> None:
+def _check_epsilon(
+    most: float, plan: PrivacyPlan, known: PrivacyPlan, figures: PlannedFigures | None
+) -> None:
     try:
         spent = account.spent(known, known.rounds).epsilon
+        if figures is not None and spent <= most:
+            events = [account.event_of(known, known.rounds), gaussian_event(figures.together)]
+            spent = compose(events, known.delta)[0]
     except ConfigError as error:
         raise Refusal(
             f"no epsilon for the population that this node believes in: {error}"
         ) from None
     if not spent <= most:
         raise Refusal(
-            f"the run would spend epsilon {spent:.3g} on a client: this node allows {most:g}."
+            f"the run would spend epsilon {spent:.3g} on a client"
+            + (", with its noisy figures" if figures is not None else "")
+            + f": this node allows {most:g}."
             + _doubt(plan, known)
         )
 

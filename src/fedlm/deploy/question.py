@@ -12,6 +12,7 @@ Not here: the form of a request (`engine/messages.py`), what the policy says of 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from fedlm.cohort.sampling import LAWS
@@ -25,7 +26,9 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.privacy import release
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.clip import LONGEST, SHORTEST
+from fedlm.privacy.evaluation import is_due, releases
 from fedlm.privacy.plan import PrivacyPlan
+from fedlm.recipe.private_evaluation import has_noisy_figures
 from fedlm.recipe.settings import Recipe
 from fedlm.wire.catalog import named
 from fedlm.wire.dense import dense
@@ -73,11 +76,66 @@ def check_evaluation(
     _check_population(policy, request, asked)
     if request.phase == "keep":
         return  # nothing is told: the node gets a model
+    if request.phase == "noisy":
+        _check_figures(policy, request, recipe, plan, asked)
+        return
     told = release.splits(plan, request.splits)
     if set(told) != set(request.splits):
         raise Refusal(
             "figures of training clients are asked for: under a privacy plan without "
             "privacy.reveal this node tells those of held-out clients only."
+        )
+
+
+def _check_figures(
+    policy: Policy,
+    request: EvaluateRequest,
+    recipe: Recipe,
+    plan: PrivacyPlan | None,
+    asked: Asked,
+) -> None:
+    """Raise `Refusal` for noisy figures that no recipe, or no policy, has."""
+    if not has_noisy_figures(recipe, plan) or plan is None or plan.unit != "client":
+        raise Refusal(
+            "noisy figures of training clients are asked for: the recipe has none "
+            "(privacy.evaluation_noise beside a privacy plan without privacy.reveal)."
+        )
+    if request.round < 1:
+        raise Refusal("noisy figures before the first round are asked for: the recipe has none.")
+    clients = asked.members * asked.clients_per_member  # as the node says when it joins
+    if clients < policy.least_evaluated:
+        raise Refusal(
+            f"noisy figures of {words.count(clients, 'client')}: this node wants at least "
+            f"{policy.least_evaluated} behind a figure (smallest_evaluation in its policy)."
+        )
+
+
+def check_figures_due(request: EvaluateRequest, recipe: Recipe, told: Collection[int]) -> None:
+    """Raise `Refusal` if noisy figures after a round are more than a recipe leads to.
+
+    A run that ends early, because its budget holds fewer rounds, tells its last figures after a
+    round of its own: one such round is answered, in place of the last one of the recipe. However
+    a server asks, a run tells no more figures than its recipe plans.
+
+    Args:
+      request: the question.
+      recipe: its recipe.
+      told: the other rounds after which noisy figures were told in this run.
+    """
+    rounds, every = recipe.server.rounds, recipe.privacy.evaluation_every
+    most = releases(rounds, every)
+    if len(told) >= most:
+        raise Refusal(
+            f"noisy figures after round {request.round}: the recipe leads to "
+            f"{words.count(most, 'such answer')} in a run, and so many were given."
+        )
+    early = [round for round in (*told, request.round) if not is_due(every, round, rounds)]
+    if request.round in early and len(early) > 1:
+        raise Refusal(
+            f"noisy figures after round {request.round}: the recipe has them "
+            + (f"every {every} rounds and " if every else "")
+            + f"after the last round, and this run told some after round {early[0]}, with which a "
+            "run ends early."
         )
 
 

@@ -2,17 +2,20 @@
 
 In:       an `EvaluateRequest` or an `EvaluateReply`; a payload from anywhere.
 Out:      a payload; a request or a reply that was checked.
-Promise:  a reply holds sums over rows of text and nothing else; a payload without exactly the
-          expected kind, names, types and sizes is a `WireError`, and so are sums that contradict
-          each other or exceed what the node announced.
+Promise:  a reply holds sums over rows of text and nothing else, to a question for noisy figures
+          noisy sums and nothing else; a payload without exactly the expected kind, names, types
+          and sizes is a `WireError`, and so are sums that contradict each other or exceed what the
+          node announced.
 Not here: whom to ask (`remote_evaluation.py`), scoring (`deploy/node_worker.py`).
 
 A request is a list of asks. Each names a node by its first member, a split, one of the models that
 the request carries, and how many rows count. Without a model an ask is a survey: the reply says how
 much text there is. A request of the phase `keep` asks for nothing: it carries models for nodes to
-keep, and names in place of a split whether a model is the shared one or the node's own. Over a
-network the splits of different nodes are scored as if they were one
-text: `offset` and `total` say where the rows of a node lie in it.
+keep, and names in place of a split whether a model is the shared one or the node's own. A request
+of the phase `noisy` asks each node once, for one model, on the validation text of all its clients:
+the answer is the noisy sum of `privacy/evaluation.py`, whose numbers may be below zero. Over a
+network the splits of different nodes are scored as if they were one text: `offset` and `total` say
+where the rows of a node lie in it.
 """
 
 from __future__ import annotations
@@ -47,13 +50,15 @@ from fedlm.evaluate.perplexity import MOST_NATS, Sums
 EVALUATE_REQUEST, EVALUATE_REPLY = "evaluate_request", "evaluate_reply"
 SPLITS = ("test", "validation")
 ROLES = ("shared", "own")  # of a model that a node is to keep
-PHASES = ("survey", "watch", "final", "keep")
+PHASES = ("survey", "watch", "final", "keep", "noisy")
 MOST_ASKS = 1 << 14
 MOST_ROWS = 1 << 40
 ASK_BYTES = 1 << 9  # of a reply, for the numbers of one ask
 COUNTS = ("tokens", "correct", "words", "correct_words", "known")
 TEXT = ("rows", "bytes", "clients")
 SUMS = (*Sums._fields, *TEXT)
+NOISY = tuple(f"noisy_{place:02d}" for place in range(27))  # the numbers of a noisy sum
+MOST_NOISY = 1e15  # what any of them may be; how many clients there are says more
 
 # Beside the facts of all requests, of which each ask has one.
 _BY_ASK: dict[str, type] = {
@@ -70,13 +75,7 @@ _REQUEST_FACTS: dict[str, type] = {
     "total": int,
     **dict.fromkeys(_BY_ASK, list),
 }
-_REPLY_FACTS: dict[str, type] = {
-    "round": int,
-    "phase": str,
-    "asks": list,
-    "counter": int,
-    **dict.fromkeys(SUMS, list),
-}
+_REPLY_FACTS: dict[str, type] = {"round": int, "phase": str, "asks": list, "counter": int}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class EvaluateReply:
     round: int
     phase: Phase
     asks: tuple[int, ...]  # by their places in the request: all, or those that a relay reached
-    sums: tuple[Mapping[str, float], ...]  # names as in SUMS
+    sums: tuple[Mapping[str, float], ...]  # names as in SUMS, of the phase `noisy` as in NOISY
     counter: int = 0
     frames: tuple[bytes, ...] = ()  # always none: a reply is sums
 
@@ -129,6 +128,8 @@ def read_evaluate_request(payload: Payload) -> EvaluateRequest:
     if request.phase not in PHASES or not set(request.splits) <= set(texts):
         raise WireError("request asks for another text than fedlm holds out.")
     _check_asks(request)
+    if request.phase == "noisy":
+        _check_noisy_asks(request)
     return request
 
 
@@ -150,6 +151,21 @@ def _check_asks(request: EvaluateRequest) -> None:
         raise WireError("request asks for the same twice.")
 
 
+def _check_noisy_asks(request: EvaluateRequest) -> None:
+    """Raise `WireError` unless each node is asked for one sum over all its clients."""
+    nodes = len(set(request.members))
+    whole = not any((request.total, *request.numbers, *request.rows, *request.offsets))
+    if len(request.members) != nodes or len(request.frames) != 1 or not whole:
+        raise WireError("request asks a node for more than one noisy sum, or for one of a part.")
+    if set(request.splits) != {"validation"}:
+        raise WireError("request asks for noisy sums of another text than validation text.")
+
+
+def sums_in(phase: Phase) -> tuple[str, ...]:
+    """Return the names of the numbers in an answer."""
+    return NOISY if phase == "noisy" else SUMS
+
+
 def _keys(request: EvaluateRequest) -> list[Any]:
     asks = (request.members, request.numbers, request.splits, request.models, request.rows)
     return list(zip(*asks, strict=True))
@@ -158,23 +174,26 @@ def _keys(request: EvaluateRequest) -> list[Any]:
 def encode_evaluate_reply(reply: EvaluateReply) -> Payload:
     """Convert a reply to a payload."""
     told = ("round", "phase", "asks", "counter")
-    return payload_of(EVALUATE_REPLY, reply, told, **columns_of(reply.sums, SUMS))
+    columns = columns_of(reply.sums, sums_in(reply.phase))
+    return payload_of(EVALUATE_REPLY, reply, told, **columns)
 
 
 def read_evaluate_reply(payload: Payload, request: EvaluateRequest) -> EvaluateReply:
     """Convert a payload to the reply to a request, or raise `Refused` or `WireError`."""
     check_refusal(payload)
-    facts = check_facts(payload, EVALUATE_REPLY, _REPLY_FACTS)
+    names = sums_in(request.phase)
+    expected = {**_REPLY_FACTS, **dict.fromkeys(names, list)}
+    facts = check_facts(payload, EVALUATE_REPLY, expected)
     check_frames(payload, 0)
     asks = check_integers(facts["asks"], "asks", rising=True)
     known = asks and asks[0] >= 0 and asks[-1] < len(request.members)
     if facts["round"] != request.round or facts["phase"] != request.phase or not known:
         raise WireError("reply is to another request.")
     check_counter(facts["counter"])
-    for name in SUMS:
-        check_sizes(facts[name], name, len(asks))
-    sums = sums_by_row(facts, SUMS, len(asks))
-    for part in sums:
+    for name in names:
+        (_check_noisy if names is NOISY else check_sizes)(facts[name], name, len(asks))
+    sums = sums_by_row(facts, names, len(asks))
+    for part in sums if names is SUMS else ():
         _check_sums(part, scored=request.phase in ("watch", "final"))
     return EvaluateReply(
         round=request.round,
@@ -183,6 +202,13 @@ def read_evaluate_reply(payload: Payload, request: EvaluateRequest) -> EvaluateR
         sums=sums,
         counter=facts["counter"],
     )
+
+
+def _check_noisy(values: list[Any], name: str, wanted: int) -> None:
+    if len(values) != wanted:
+        raise WireError(f"message does not hold {wanted} values of {name!r}.")
+    if not all(type(v) is float and abs(v) <= MOST_NOISY for v in values):
+        raise WireError(f"message holds a {name!r} that is no number of a noisy sum.")
 
 
 def _check_sums(part: Mapping[str, float], *, scored: bool) -> None:

@@ -1,13 +1,13 @@
 """Models scored at the nodes that hold the text, and their figures made here.
 
 In:       models, a transport, the nodes of a run.
-Out:      sums per node and model; the figures of a flat federation.
+Out:      sums per node and model; noisy sums per node; the figures of a flat federation.
 Promise:  no text is needed here; the figures are those of one text that consists of all nodes'
           held-out text in the order of the assignments; sums count only up to what the recipe and
           the node's own announcement make possible; a node that does not answer, or answers
           nonsense, is left out and named, and never ends the run.
 Not here: scoring (`deploy/node_worker.py`), the figures of a tree
-          (`federation/tree_evaluation.py`).
+          (`federation/tree_evaluation.py`), what noisy sums mean (`privacy/evaluation.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from fedlm.core.errors import ConfigError, WireError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Codec, FederationState, Figures, Params
@@ -23,6 +25,7 @@ from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Dispatch, Quorum, RoundStats, Transport
 from fedlm.engine.evaluate_messages import (
     EVALUATION,
+    NOISY,
     SPLITS,
     EvaluateReply,
     EvaluateRequest,
@@ -85,7 +88,12 @@ class HeldOutAtNodes:
         """Return the sums of models on the text of places; zeros for a place that said nothing."""
         held = self.survey[split]
         wanted = [ask for ask in asks if ask.place in held]
-        found = self._ask(round, phase, split, models, wanted) if wanted else []
+        all_rows = phase == "final" and not self.in_tree
+
+        def announced(ask: Ask, part: Mapping[str, float]) -> None:
+            check_announced(part, held[ask.place], all_rows=all_rows)
+
+        found = self._ask(round, phase, split, models, wanted, announced) if wanted else []
         known = dict(zip(wanted, found, strict=True))
         parts = (known.get(ask) for ask in asks)
         return [NOTHING if part is None else sums_of(part) for part in parts]
@@ -97,12 +105,38 @@ class HeldOutAtNodes:
         found = self._ask(round, "keep", role, models, asks) if asks else []
         return [ask.place for ask, part in zip(asks, found, strict=True) if part is not None]
 
+    def noisy_sums(
+        self, round: int, model: Params, check: Callable[[np.ndarray, int], None]
+    ) -> dict[str, np.ndarray]:
+        """Return the noisy sums over the training clients of each node that gave one, by its path.
+
+        All nodes are asked, so that who answers tells of no draw. `check` raises `WireError` for a
+        sum that so many clients cannot have: its node is left out and named.
+        """
+        asks = [Ask(place, 0) for place in self.places]
+
+        def take(ask: Ask, part: Mapping[str, float]) -> None:
+            check(np.array([part[name] for name in NOISY]), self.places[ask.place].clients)
+
+        found = self._ask(round, "noisy", "validation", (model,), asks, take)
+        return {
+            "/".join(self.places[ask.place].path): np.array([part[name] for name in NOISY])
+            for ask, part in zip(asks, found, strict=True)
+            if part is not None
+        }
+
     # ---- one question ------------------------------------------------------------------
 
     def _ask(
-        self, round: int, phase: Phase, split: str, models: Sequence[Params], asks: Sequence[Ask]
+        self,
+        round: int,
+        phase: Phase,
+        split: str,
+        models: Sequence[Params],
+        asks: Sequence[Ask],
+        check: Callable[[Ask, Mapping[str, float]], None] = lambda ask, part: None,
     ) -> list[Mapping[str, float] | None]:
-        """Return what was answered to each ask, in their order."""
+        """Return what was answered to each ask, in their order, if `check` does not object."""
         if self.transport is None:
             raise ConfigError(ELSEWHERE)
         requests = dict(self._requests(round, phase, split, asks))
@@ -126,7 +160,7 @@ class HeldOutAtNodes:
         for name, reply in dispatch.replies():
             stats.answered.append(name)
             self.counters.hear(name, reply.counter)
-            self._take(name, reply, requests[name][1], phase, split, found, stats)
+            self._take(name, reply, requests[name][1], check, found, stats)
         self._tell(phase, stats)
         return found
 
@@ -173,18 +207,15 @@ class HeldOutAtNodes:
         name: str,
         reply: EvaluateReply,
         own: list[tuple[int, Ask]],
-        phase: Phase,
-        split: str,
+        check: Callable[[Ask, Mapping[str, float]], None],
         found: list[Mapping[str, float] | None],
         stats: RoundStats,
     ) -> None:
-        """Keep the sums of a reply that agree with what their places announced."""
+        """Keep the sums of a reply that pass a check."""
         for at, part in zip(reply.asks, reply.sums, strict=True):
             place, ask = own[at]
             try:
-                if phase in ("watch", "final"):
-                    all_rows = phase == "final" and not self.in_tree
-                    check_announced(part, self.survey[split][ask.place], all_rows=all_rows)
+                check(ask, part)
                 found[place] = part
             except WireError as error:
                 stats.garbage[name] = str(error)

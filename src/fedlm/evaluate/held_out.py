@@ -38,7 +38,7 @@ from fedlm.evaluate.perplexity import (
 )
 from fedlm.evaluate.progress import foreseen
 
-Phase = Literal["survey", "watch", "final", "keep"]
+Phase = Literal["survey", "watch", "final", "keep", "noisy"]
 NO_MODEL = -1
 
 

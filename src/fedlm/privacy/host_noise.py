@@ -20,6 +20,7 @@ from fedlm.core import chacha
 from fedlm.core.keys import Purpose, cipher_key_for
 
 STEPS = 1 << 10  # per unit of a released number
+LARGEST = 8.7  # no drawn number is larger
 AT_ONCE = 1 << 10  # blocks of the cipher, so that one compiled program serves all
 
 

@@ -22,6 +22,7 @@ from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
+from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import algorithm_of, check_settings, pooled_algorithm
 from fedlm.recipe.memory import check_memory
@@ -76,12 +77,14 @@ def flat_run(
     engine: Callable[[Algorithm], Engine] | None = None,
     waiting: Callable[[Engine, Buffer], Waiting] | None = None,
     evaluation: Callable[[Algorithm], Evaluation] | None = None,
+    private_evaluation: Callable[[Algorithm], ScheduledEvaluation | None] | None = None,
 ) -> Run:
     """Return the run of a flat federation.
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
     `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
-    held-out text, or by `evaluation` of its algorithm.
+    held-out text, or by `evaluation` of its algorithm. Noisy figures are of the training clients
+    here, or those of `private_evaluation`; where members are elsewhere there are no others.
     """
     check_settings(recipe)
     people = people_of(recipe, store, members)
@@ -105,6 +108,9 @@ def flat_run(
     )
     count = engine is None and recipe.run.baselines
     round = round_of(recipe, algorithm, made, waiting)
+    noisy = private_evaluation(algorithm) if private_evaluation else None
+    if not people.elsewhere:
+        noisy = private_evaluation_of(recipe, rows, algorithm.plan, round.models)
     return Run(
         population=people.population,
         algorithm=algorithm,
@@ -122,7 +128,7 @@ def flat_run(
             frozen=None if directory.summary.is_file() else frozen,
         ),
         start=start,
-        private_evaluation=private_evaluation_of(recipe, rows, algorithm.plan, round.models),
+        private_evaluation=noisy,
         **shared_parts(recipe, store, algorithm.plans, out),
     )
 

@@ -514,7 +514,8 @@ class Privacy(Table):
         default=None,
         description="Report figures of training clients' held-out text with noise of this standard "
         "deviation, in multiples of what one client can change; every report is paid in the "
-        "ledger. Not set: no figures of training clients.",
+        "ledger. Over a network each node adds this noise to its own sums. Not set: no figures "
+        "of training clients.",
     )
     evaluation_every: Natural = Field(
         default=0,

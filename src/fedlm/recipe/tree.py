@@ -42,12 +42,16 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe.assemble import algorithm_of, check_settings, inner_of
 from fedlm.recipe.federation import FederationTable, topology_of
-from fedlm.recipe.private_evaluation import private_evaluation_of
+from fedlm.recipe.private_evaluation import private_evaluation_of, refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
 from fedlm.run import Run
 from fedlm.wire.dense import dense
 
+IN_A_NETWORKED_TREE = (
+    "in a tree over a network, where a place is a node with all its text as one member, and the "
+    "noise hides one client: leave [federation] out, and let relays make the tree"
+)
 NOTHING_HELD = (
     "data.validation: expected held-out text at every leaf of the tree; raise it, or "
     "data.test_clients."
@@ -73,6 +77,8 @@ def tree_run(
     """
     check_settings(recipe)
     settings, people = settings_of(recipe), parts.people_of(recipe, store, members)
+    if people.elsewhere:
+        refuse_private_evaluation(recipe, IN_A_NETWORKED_TREE)
     rows, ledgers, size = people.rows, people.ledgers, people.population.size
     topology = topology_of(settings, people.population.group_paths())
     algorithm = people.work(tree_algorithm(recipe, store, topology, out, ledgers))

@@ -22,6 +22,7 @@ from fedlm.engine import multihost
 from fedlm.evaluate.progress import listening
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.adapters import merged
+from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.privacy.release import extend, release
 from fedlm.record import checkpoint
 from fedlm.record.facts import facts_of
@@ -112,11 +113,18 @@ class RoundRecord:
             found = dict(self.run.evaluation.watch(state))
         noisy = self.run.private_evaluation
         if noisy is not None and noisy.due(int(state.round), self.run.cadence.rounds):
-            assert self.ahead is not None
-            figures = noisy.figures(state)
-            self.ahead.pay("evaluation", noisy.noise_multiplier)
-            found["private_validation"] = figures
+            found["private_validation"] = self._noisy(noisy, state)
         return found
+
+    def _noisy(self, noisy: ScheduledEvaluation, state: FederationState) -> Metrics | None:
+        """Return noisy figures that are on record before anybody sees them."""
+        assert self.ahead is not None
+        if noisy.at_nodes:  # what a node answers has left it, whatever becomes of this process
+            self.ahead.pay_once(int(state.round), "evaluation", noisy.noise_multiplier)
+            return noisy.figures(state)
+        figures = noisy.figures(state)
+        self.ahead.pay("evaluation", noisy.noise_multiplier)
+        return figures
 
     def record(self, told: Releasable) -> Releasable:
         """Write the facts of a round into the journal and tell them; return the written line."""
