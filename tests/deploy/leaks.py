@@ -134,6 +134,11 @@ def views(data, kind):
             yield offset, np.frombuffer(data, kind, count, offset)
 
 
+def _says_something(run):
+    """Runs of one or two values, such as zeros, are in every file."""
+    return len(np.unique(run)) > 2
+
+
 def _over_a_blank(run):
     return ord(" ") in run[2:-2]
 
@@ -169,11 +174,17 @@ class Search:
 
     def numbers(self, tokens, what):
         tokens = np.asarray(tokens, np.uint64)
-        self.tokens.add(tokens, what)
+        self.tokens.add(tokens, what, _says_something)
         for joint in (",", ", ", " ", "\n"):
             said = joint.join(map(str, tokens.tolist())).encode()
-            self._as_bytes(said, f"{what} as decimals", 24)
-        self._as_bytes(b"".join(map(varint, tokens.tolist())), f"{what} as varints", 10)
+            several = lambda run: len({*run.tobytes()} - {*joint.encode()}) > 2  # noqa: B023, E731
+            self._as_bytes(said, f"{what} as decimals", 24, several)
+        coded = b"".join(map(varint, tokens.tolist()))
+        self._as_bytes(coded, f"{what} as varints", 10, _says_something)
+
+    def packed(self, data, what):
+        """Looks for numbers in the form in which a codec packs them."""
+        self._as_bytes(data, f"{what}, packed", 24, _says_something)
 
     def row(self, values, what):
         values = np.asarray(values, np.float32)

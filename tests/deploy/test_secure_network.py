@@ -217,7 +217,7 @@ def search_for_updates(world, vectors, bits):
     for name, words in vectors.items():
         if words.any():
             search.numbers(words[:400].astype(np.uint64), f"the vector of {name}")
-            search._as_bytes(pack(words[:400], bits), f"the vector of {name}, packed", 24)
+            search.packed(pack(words[:400], bits), f"the vector of {name}")
     for name in world.leaves:
         store = Store(world.folder / "stores" / name)
         for number in store.training_clients:
@@ -235,7 +235,7 @@ def check_disks(world, vectors, bits, sums):
     for what, names in sums.items():
         total = sum(vectors[name].astype(np.uint64) for name in names) % 2**bits
         search.numbers(total[:400], what)
-        search._as_bytes(pack(total[:400].astype(np.uint32), bits), f"{what}, packed", 24)
+        search.packed(pack(total[:400].astype(np.uint32), bits), what)
     folders = [home.path / "server" for home in world.homes.values()]
     for folder in (*folders, world.folder / "run"):
         assert search.leaks(folder) == []
