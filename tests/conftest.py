@@ -1,6 +1,7 @@
 """A tiny real corpus, a recipe for it, and a way to run commands on them in this process."""
 
 import contextlib
+import gc
 import hashlib
 import io
 import json
@@ -37,14 +38,19 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 jax.config.update("jax_num_cpu_devices", 2)
 assert jax.device_count() == 2  # and it stays so: a command run in here cannot change it
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# The same tiny programs are compiled again and again: five seconds a run, one from the cache.
+# The same programs are compiled again and again, here and by the other worker.
 # The process that starts the others makes it; they, and commands that tests start, keep to it.
 # Whoever runs single tests all day names a folder of their own, and it stays.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+    # To write a program of one operation takes as long as to compile it once more.
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+kept_from = float(os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", kept_from)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+# Which line of Python made an operation is written into every program, and nobody reads it here.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 # How many examples a property is tried on, where it does not say itself; `make test-all` takes the
@@ -52,6 +58,25 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 hypothesis.settings.register_profile("default run", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("all", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("default run")
+
+
+def _sync(file):
+    """Check that a file is open, and do not wait for the disk.
+
+    Processes are killed here, and never the machine: what was written stays. Tests of when
+    something is synced put their own function in this place.
+    """
+    os.fstat(file)
+
+
+os.fsync = _sync
+
+
+def pytest_collection_finish():
+    """Let the collector of garbage pass over modules and tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,9 +15,8 @@ import signal
 import sys
 
 import pytest
-import typer.main
 
-from fedlm.cli.main import app, main
+from fedlm.cli.main import commands, main
 
 SECONDS = 120  # that one command may take, on a busy machine
 NASTY = ["", " ", "-", "--", "absent", "a\nb", "\udcff\udcfe", "\x1b[31m", "é" * 300, "a" * 5000]
@@ -59,8 +58,7 @@ def leaves(found, path=()):
         yield " ".join(path), found
 
 
-TREE = typer.main.get_command(app)  # made once: for each of some thousands it would take longest
-COMMANDS = dict(leaves(TREE))
+COMMANDS = dict(leaves(commands()))
 
 
 def cases(path, command, run):
@@ -101,7 +99,6 @@ def ended(folder, words):
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
             patch.setattr(sys, "argv", ["fedlm", *words])
-            patch.setattr("fedlm.cli.main.app", TREE)
             patch.setattr(sys, "stdin", io.StringIO(""))
             streams = contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr)
             with streams[0], streams[1], pytest.raises(SystemExit) as left:

@@ -3,10 +3,9 @@
 import re
 
 import pytest
-import typer.main
 
 from fedlm.cli import console
-from fedlm.cli.main import app
+from fedlm.cli.main import commands
 from tests.conftest import call
 
 WIDE = 80
@@ -32,15 +31,14 @@ def terminal(monkeypatch):
         monkeypatch.setattr(each, "_width", WIDE)
 
 
-def commands(found=None, path=()):
-    found = found or typer.main.get_command(app)
+def paths(found, path=()):
     yield path
     for name, below in getattr(found, "commands", {}).items():
-        yield from commands(below, (*path, name))
+        yield from paths(below, (*path, name))
 
 
 @pytest.mark.sample(10)
-@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
+@pytest.mark.parametrize("path", list(paths(commands())), ids=" ".join)
 def test_the_help_of_every_command(path, terminal, tmp_path):
     told = call(tmp_path, *path, "--help")
     assert told.code == 0 and told.stdout.startswith("Usage: ")

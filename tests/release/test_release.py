@@ -11,9 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import typer.main
 
-from fedlm.cli.main import app
+from fedlm.cli.main import commands
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "release"
@@ -24,7 +23,7 @@ INSTRUCTIONS |= {"STOPSIGNAL", "ENTRYPOINT", "CMD"}
 
 def is_command(words):
     """Whether `fedlm WORDS` is a command with options that it has."""
-    found = typer.main.get_command(app)
+    found = commands()
     words = list(words)
     while words and hasattr(found, "commands"):
         assert words[0] in found.commands, words
