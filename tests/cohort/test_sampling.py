@@ -348,3 +348,71 @@ def test_bins_of_two_clients_are_independent():
         where = [next(n for n, m in enumerate(met) if client in m) for client in (1, 4)]
         both[tuple(where)] += 1
     assert scipy.stats.chi2_contingency(both).pvalue > 0.001
+
+
+# ---- large populations: the same laws, without a pass over everybody -----------------------------
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """Every population is a large one."""
+    monkeypatch.setattr(sampling, "MANY", 0)
+
+
+def test_rests_and_turns_are_kept_by_those_who_took_part_alone(many):
+    for seed, (cohort, apart, third) in enumerate([(1, 0, 1), (3, 4, 5), (6, 7, 0), (5, 2, 6)]):
+        test_every_rest_is_long_enough_and_no_cohort_stays_short.hypothesis.inner_test(
+            cohort, apart, third, seed
+        )
+        test_nobody_comes_more_often_than_allowed_and_all_come_equally_often.hypothesis.inner_test(
+            cohort, apart, third or 1, seed
+        )
+    test_who_just_came_goes_last_of_many()
+    test_a_long_run_keeps_to_the_law()
+
+
+def test_who_just_came_goes_last_of_many():
+    """A short cohort is everybody who may come, in a large population as in a small one."""
+    law, rng = separated(6, 4, 1, 2), np.random.default_rng(0)
+    history = joined(joined(no_history(law), np.array([0, 1]), 0), np.array([2, 3]), 1)
+    assert sampling.draw(law, rng, 2, history).tolist() == [0, 1, 4, 5]
+
+
+def test_laws_of_large_populations_are_those_of_small_ones(many):
+    assert 0.001 < free_p_value(sampling.draw) < 0.999
+    for claimed, fits in ((0.2, True), (0.19, False), (0.21, False)):
+        test_poisson_sizes_follow_the_binomial_law_of_their_rate(claimed, fits)
+    test_poisson_members_join_independently()
+    law = poisson(30, 7)
+    assert 0.001 < uniform_p_value(lambda rng: draw(law, rng), 30, 7, ROUNDS) < 0.999
+
+
+def test_bins_of_large_populations_are_those_of_small_ones(many):
+    inner = test_a_client_joins_every_round_of_its_bin_and_no_other.hypothesis.inner_test
+    for population, apart, seed in ((1, 0, 0), (14, 6, 1), (200, 3, 2), (99, 2, 3)):
+        inner(population, apart, seed)
+    test_bins_are_equally_likely_and_so_is_none((1, 1, 1, 1), True)
+    test_bins_of_two_clients_are_independent()
+
+
+def test_a_history_of_many_has_an_entry_per_client_who_came():
+    law = separated(10_000_000, 1000, 30)
+    met, history = cohorts(law, 50)
+    assert rests_of(met) >= 30
+    assert history.members.tolist() == sorted(set(np.concatenate(met).tolist()))
+    assert history.times.sum() == 50_000 and history.last.max() == 49
+    assert all(part.dtype == np.int32 for part in history)
+    assert sum(part.nbytes for part in history) <= 12 * 50_000
+    assert sampling._dealt(1000).tolist() == (
+        sampling.generator_for(0, "deal", member=1000).permutation(1000).tolist()
+    )
+
+
+def rests_of(met):
+    """The shortest rest, without an entry per client."""
+    last, least = {}, len(met)
+    for r, members in enumerate(met):
+        for member in members.tolist():
+            least = min(least, r - last.get(member, -len(met)) - 1)
+            last[member] = r
+    return least

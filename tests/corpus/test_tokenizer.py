@@ -1,3 +1,4 @@
+import json
 import unicodedata
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fedlm.core.errors import CorpusError
+from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.tokenizer import (
     OWN,
     SPECIALS,
@@ -161,3 +163,53 @@ def test_a_tokenizer_of_all_counted_words_is_the_one_fitted_to_the_text(kind):
         assert encode(made, line, np.int64).tolist() == encode(fitted, line, np.int64).tolist()
         if kind == "bpe":
             assert decode(made, encode_prompt(made, line)).strip() == line.lower()
+
+
+# ---- words by pieces between blanks: what the library gives, in a third of its time --------------
+
+ODD = " \t\r\n\u00a0\u0301\u0308\u200d\u212b\u1e9e\u0130\u03a3\u03c3\u2028<>'\u2019-_.aAzZ09e\u00e9"
+ANY_TEXT = st.one_of(
+    st.text(st.sampled_from(ODD)), st.text(st.characters(exclude_categories=("Cs",)))
+)
+
+
+def by_library(texts, lowercase):
+    tokenizer, trainer = tok._words(30)
+    tokenizer.normalizer = tok._normalizer(lowercase)
+    tokenizer.train_from_iterator(([*text.split("\n")] for text in texts), trainer)
+    return tokenizer
+
+
+@given(st.lists(ANY_TEXT, min_size=1, max_size=5), st.booleans())
+def test_a_vocabulary_is_the_one_that_the_library_trains(texts, lowercase):
+    texts = [*texts, "the cat <pad> sat"]
+    fitted = fit(texts, "words", 30, lowercase)
+    assert fitted.library.to_str() == by_library(texts, lowercase).to_str()
+
+
+@given(ANY_TEXT, st.booleans())
+def test_lines_have_the_tokens_that_the_library_gives(text, lowercase):
+    made = fit(["the cat <pad> sat", text], "words", 12, lowercase)
+    assert made.pieces is not None
+    plain = TextTokenizer(made.library, OWN)
+    plain.__dict__["pieces"] = None  # as for a tokenizer whose tokens may reach over a blank
+    wanted = encode(plain, text, np.int64)
+    assert encode(made, text, np.int64).tolist() == wanted.tolist()
+    assert encode(made, text, np.int64).tolist() == wanted.tolist()  # of pieces that are known
+
+
+def test_pieces_that_are_forgotten_are_met_again(monkeypatch):
+    monkeypatch.setattr(tok, "MOST_PIECES", 3)
+    made = fit(["a b c d e f g"], "words", 12, True)
+    first = [encode(made, text, np.int64).tolist() for text in ("a b c d", "e f\ng a", "b")]
+    assert len(made.pieces) <= 3
+    assert first == [encode(made, text, np.int64).tolist() for text in ("a b c d", "e f\ng a", "b")]
+
+
+def test_other_tokenizers_are_asked_for_whole_lines():
+    assert FITTED["bpe"].pieces is None and FITTED["bytes"].pieces is None
+    spaced = fit(["the cat sat"], "words", 12, True)
+    changed = json.loads(spaced.library.to_str())
+    changed["pre_tokenizer"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always",
+                                "split": False}  # fmt: skip
+    assert TextTokenizer(Tokenizer.from_str(json.dumps(changed)), OWN).pieces is None

@@ -11,6 +11,8 @@ import time
 import numpy as np
 import pytest
 
+from fedlm.cohort import sampling
+from fedlm.federation.round import _server_step
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
@@ -223,3 +225,28 @@ def test_a_killed_process_ends_the_same(run_cli, tiny_recipe, tmp_path):
     same(tmp_path / "killed", tmp_path / "whole")
     found = [entry["perplexity"] for entry in facts(journal.parent) if "perplexity" in entry]
     assert len(found) == ROUNDS // 20 and np.all(np.isfinite(found))
+
+
+def test_a_run_of_a_large_population_ends_the_same(tiny_recipe, tmp_path, monkeypatch):
+    """Its history grows from round to round; it is read back as it was, and compiles nothing."""
+    monkeypatch.setattr(sampling, "MANY", 0)
+    plan = ("privacy.mechanism=tree", "privacy.noise_multiplier=0.5", "privacy.delta=1e-3",
+            "privacy.clip_norm=0.3", "privacy.seed=3", "privacy.min_separation=2",
+            "server.sampling=spaced", "server.cohort=2", "server.rounds=6", "client.weight=uniform",
+            "data.test_clients=0.3", "run.baselines=false")  # fmt: skip
+
+    def run(name):
+        return build(load(tiny_recipe, plan), tmp_path / "stores", out=tmp_path / name)
+
+    seen = []
+    first = run("halved")
+    stop = Watcher(round=seen.append, stop=lambda: len(seen) == 3)
+    assert train(first, watcher=stop) is None
+    compiled = _server_step._cached._cache_size()
+    halved, whole = train(run("halved"), resume=True), train(run("whole"))
+    assert halved["params_sha256"] == whole["params_sha256"]
+    assert _server_step._cached._cache_size() == compiled
+    state = checkpoint.load_newest(
+        tmp_path / "whole/checkpoints", first.round.init(first.start()), print
+    ).state
+    assert state.history.times.sum() == 12 and len(state.history.members) <= 12

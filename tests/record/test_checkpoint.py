@@ -297,3 +297,17 @@ def test_facts_come_back_with_the_state(tmp_path):
     checkpoint.save(tmp_path, 3, state_of(3), facts={"told": {"loss": math.inf}})
     found = checkpoint.load_newest(tmp_path, state_of(), print)
     assert found is not None and found.facts == {"told": {"loss": math.inf}, "round": 3}
+
+
+def test_a_leaf_that_is_empty_at_first_may_have_grown():
+    """Such as the history of a large population, which has an entry per client who came."""
+    like = {"members": np.zeros(0, np.int32), "weights": np.zeros(2, np.float32)}
+    grown = {**like, "members": np.array([3, 5], np.int32)}
+    found = checkpoint.from_bytes(checkpoint.to_bytes(grown), like, "it")
+    assert found["members"].tolist() == [3, 5]
+    for wrong in (np.zeros((2, 2), np.int32), np.array([3, 5], np.int64)):
+        with pytest.raises(RecordError, match="members"):
+            checkpoint.from_bytes(checkpoint.to_bytes({**like, "members": wrong}), like, "it")
+    with pytest.raises(RecordError, match="weights"):
+        longer = {**like, "weights": np.zeros(3, np.float32)}
+        checkpoint.from_bytes(checkpoint.to_bytes(longer), like, "it")

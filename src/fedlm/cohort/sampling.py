@@ -2,8 +2,9 @@
 
 In:       a `Sampling`, the generator of one round, the history of participations.
 Out:      member numbers in ascending order.
-Promise:  drawn by the declared law from that generator and that history alone; never more than
-          a few passes over the population, and for a fixed size not even one.
+Promise:  drawn by the declared law from that generator and that history alone. Of a population of
+          more than `MANY` clients a draw reads none but those who took part before: time and memory
+          grow with the cohort and with past cohorts.
 Not here: which clients exist (`corpus/store.py`), which members answered (an engine reports it).
 """
 
@@ -14,27 +15,65 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
 from fedlm.core.keys import generator_for
 from fedlm.core.types import History, Members, Sampling
 
 NEVER = -(1 << 30)
+# Of more clients a history holds only those who took part, and a draw is by rank. Of fewer, a pass
+# over all takes milliseconds, and what a seed draws is what it has always drawn.
+MANY = 1 << 20
 
 
 def no_history(sampling: Sampling) -> History:
     """Return the history before the first round; empty for laws that do not look back."""
-    size = sampling.population if LAWS[sampling.law].looks_back else 0
-    return History(np.full(size, NEVER, np.int32), np.zeros(size, np.int32))
+    looks_back, many = LAWS[sampling.law].looks_back, sampling.population > MANY
+    size = sampling.population if looks_back and not many else 0
+    members = np.zeros(0, np.int32) if looks_back and many else None
+    return History(np.full(size, NEVER, np.int32), np.zeros(size, np.int32), members)
 
 
 def joined(history: History, members: Members, round: int) -> History:
     """Return the history after a round."""
+    if history.members is not None:
+        return _joined_sparse(history, np.asarray(members, np.int32), round)
     if len(history.last) == 0:
         return history
     last, times = history.last.copy(), history.times.copy()
     last[members] = round
     times[members] += 1
     return History(last, times)
+
+
+def _joined_sparse(history: History, members: Members, round: int) -> History:
+    known = np.asarray(history.members)
+    new = np.setdiff1d(members, known, assume_unique=True)
+    at = np.searchsorted(known, new)
+    known = np.insert(known, at, new)
+    last, times = (np.insert(np.asarray(part), at, 0) for part in history[:2])
+    here = np.searchsorted(known, members)
+    last[here] = round
+    times[here] += 1
+    return History(last, times, known)
+
+
+def _others(
+    population: int, out: Members, count: int, rng: np.random.Generator
+) -> Integer[np.ndarray, " members"]:
+    """Draw `count` clients, or all if they are fewer, of those who are not in `out`, which rises.
+
+    The client of rank r among the others is r plus the number of those in `out` before it.
+
+    >>> _others(6, np.array([0, 3]), 4, generator_for(0, "cohort")).tolist()
+    [1, 2, 4, 5]
+    """
+    left = population - len(out)
+    if count >= left:
+        ranks = np.arange(left)
+    else:
+        ranks = np.sort(rng.choice(left, count, replace=False, shuffle=False))
+    return ranks + np.searchsorted(out - np.arange(len(out)), ranks, side="right")
 
 
 def draw(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
@@ -50,8 +89,10 @@ def _fixed(sampling: Sampling, rng: np.random.Generator, round: int, history: Hi
 
 def _poisson(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
     """Draw each client independently, `cohort` clients in expectation."""
-    rate = sampling.cohort / sampling.population
-    return np.flatnonzero(rng.random(sampling.population) < rate)
+    size, rate = sampling.population, sampling.cohort / sampling.population
+    if size > MANY:  # the same law: how many they are, and then who
+        return _others(size, np.zeros(0, int), int(rng.binomial(size, rate)), rng)
+    return np.flatnonzero(rng.random(size) < rate)
 
 
 def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: History) -> Members:
@@ -63,6 +104,8 @@ def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: H
     rested = round - history.last.astype(np.int64) > sampling.min_separation
     if sampling.max_participations:
         rested &= history.times < sampling.max_participations
+    if history.members is not None:
+        return _spaced_of_many(sampling, rng, history, np.asarray(rested))
     free = np.flatnonzero(rested)
     if len(free) <= sampling.cohort:
         return free
@@ -70,6 +113,22 @@ def _spaced(sampling: Sampling, rng: np.random.Generator, round: int, history: H
     if sampling.max_participations:
         order += history.times[free]
     return np.sort(free[np.argpartition(order, sampling.cohort - 1)[: sampling.cohort]])
+
+
+def _spaced_of_many(
+    sampling: Sampling, rng: np.random.Generator, history: History, rested: np.ndarray
+) -> Members:
+    """Draw by the law of `_spaced` from a history of those who took part."""
+    known, size, cohort = np.asarray(history.members), sampling.population, sampling.cohort
+    if not sampling.max_participations:
+        return _others(size, known[~rested], cohort, rng)
+    new = _others(size, known, cohort, rng)  # they took part least often
+    if len(new) == cohort:
+        return new
+    free = np.flatnonzero(rested)
+    order = rng.random(len(free)) + history.times[free]
+    again = known[free[np.argsort(order)[: cohort - len(new)]]]
+    return np.sort(np.concatenate([new, again]))
 
 
 def _cyclic_poisson(
@@ -89,7 +148,11 @@ def _cyclic_poisson(
 @functools.lru_cache(maxsize=8)
 def _dealt(population: int) -> np.ndarray:
     """Return the clients in the order in which they are dealt, the same in every round and run."""
-    return generator_for(0, "deal", member=population).permutation(population).astype(np.int32)
+    order = np.arange(
+        population, dtype=np.int32
+    )  # half the memory of `permutation`, the same order
+    generator_for(0, "deal", member=population).shuffle(order)
+    return order
 
 
 def _balls_in_bins(
@@ -103,7 +166,12 @@ def _balls_in_bins(
     """
     bins, rate = sampling.min_separation + 1, sampling.cohort / sampling.population
     if round >= bins:
-        return np.flatnonzero(history.last == round - bins)
+        again = np.flatnonzero(history.last == round - bins)
+        return again if history.members is None else np.asarray(history.members)[again]
+    if history.members is not None:
+        left = sampling.population - len(history.members)
+        count = int(rng.binomial(left, min(1.0, rate / (1 - round * rate))))
+        return _others(sampling.population, np.asarray(history.members), count, rng)
     free = np.flatnonzero(history.times == 0)
     return free[rng.random(len(free)) * (1 - round * rate) < rate]
 

@@ -168,10 +168,14 @@ class Total(eqx.Module):
 
 
 class History(NamedTuple):
-    """The last round and the participations of each client; empty if the law does not need it."""
+    """The last round and the participations of each client; empty if the law does not need it.
 
-    last: Integer[np.ndarray | Array, " population"]
-    times: Integer[np.ndarray | Array, " population"]
+    In a large population it has only the clients that took part, whose numbers are `members`.
+    """
+
+    last: Integer[np.ndarray | Array, " clients"]
+    times: Integer[np.ndarray | Array, " clients"]
+    members: Integer[np.ndarray | Array, " clients"] | None = None  # rising; None: everybody
 
 
 class OnBase(NamedTuple):

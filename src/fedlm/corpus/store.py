@@ -340,11 +340,17 @@ def _record_batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBat
         values = [row[field.name] for row in rows]
         if field.name in ("train", "held"):
             ends = np.cumsum([0, *(len(v) for v in values)], dtype=np.int32)
-            flat = pa.array(np.concatenate(values), type=field.type.value_type)
-            columns.append(pa.ListArray.from_arrays(pa.array(ends), flat))
+            flat = _array(np.concatenate(values), field.type.value_type)
+            columns.append(pa.ListArray.from_arrays(_array(ends, pa.int32()), flat))
         else:
             columns.append(pa.array(values, type=field.type))
     return pa.record_batch(columns, schema=schema)
+
+
+def _array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """Return numbers as an array of Arrow; `pa.array` would import pandas for them."""
+    values = np.ascontiguousarray(values, kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
 
 def _special_tokens(manifest: JsonObject) -> SpecialTokens:
@@ -522,7 +528,11 @@ class Store:
         return self._tokens(number, "held")
 
     def _tokens(self, number: int, column: str) -> np.ndarray:
-        values: np.ndarray = self._column(number, column).values.to_numpy(zero_copy_only=True)
+        batch = bisect.bisect_right(self._starts, number) - 1
+        found, place = self._batches[batch], number - self._starts[batch]
+        first, stop = _offsets(found, column)[place : place + 2]
+        flat = found.column(column).values.buffers()[1]
+        values = np.frombuffer(flat, tok.token_dtype(self.vocabulary), stop)[first:]
         if len(values) and values.max() >= self.vocabulary:
             raise CorpusError(
                 f"store {self.path}: client {self.client(number)!r} has a token that is not in the "
@@ -543,23 +553,20 @@ class Store:
     @cached_property
     def training_clients(self) -> np.ndarray:
         """The numbers of the clients that have training text."""
-        return np.flatnonzero(self._lengths("train") > 0)
+        return self._numbers(lambda batch: np.diff(_offsets(batch, "train")) > 0)
 
     @cached_property
     def test_clients(self) -> np.ndarray:
         """The numbers of the clients whose whole text is held out."""
-        flags = [b.column("test").to_numpy(zero_copy_only=False) for b in self._batches]
-        return np.flatnonzero(np.concatenate([np.zeros(0, bool), *flags]))
+        return self._numbers(_test_flags)
 
-    def _lengths(self, column: str) -> np.ndarray:
-        """Count the tokens per client from the offsets alone."""
-        # Read from the buffer: the first `to_numpy` of a process imports pandas, which costs a
-        # third of a second and 50 MB.
-        offsets = [
-            np.frombuffer(b.column(column).buffers()[1], np.int32, b.num_rows + 1)
-            for b in self._batches
+    def _numbers(self, chosen: Callable[[pa.RecordBatch], np.ndarray]) -> np.ndarray:
+        """Return the numbers of the clients that are chosen, in half the memory of int64."""
+        parts = [
+            (np.flatnonzero(chosen(batch)) + first).astype(np.int32)
+            for first, batch in zip(self._starts, self._batches, strict=False)
         ]
-        return np.concatenate([np.zeros(0, np.int32), *(np.diff(ends) for ends in offsets)])
+        return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def verify(self) -> None:
         """Compare the clients with the hash in the manifest, which reads the whole file.
@@ -572,6 +579,21 @@ class Store:
                 f"store {self.path}: clients.arrow is not what was written; it is damaged or was "
                 "changed. Prepare the store again."
             )
+
+
+# Read from buffers: the first `to_numpy` of a process imports pandas, which costs a third of a
+# second and 50 MB.
+
+
+def _offsets(batch: pa.RecordBatch, column: str) -> np.ndarray:
+    """Return where the tokens of each client begin in a batch, and where those of the last end."""
+    return np.frombuffer(batch.column(column).buffers()[1], np.int32, batch.num_rows + 1)
+
+
+def _test_flags(batch: pa.RecordBatch) -> np.ndarray:
+    """Return for each client of a batch whether its whole text is held out."""
+    bits = np.frombuffer(batch.column("test").buffers()[1], np.uint8)
+    return np.unpackbits(bits, count=batch.num_rows, bitorder="little")
 
 
 def same_vocabulary(store: Store) -> Vocabulary:

@@ -11,7 +11,10 @@ Not here: the choice of training text (`split.py`); tokenizers made elsewhere
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from fedlm.core.errors import CorpusError, library_errors
 from fedlm.core.types import SpecialTokens
-from fedlm.corpus.split import LINE_END
+from fedlm.corpus.split import lines_of
 
 # The first entries of every vocabulary that is fitted here. No text and no row holds <pad>, which
 # stays so that words keep their numbers.
@@ -34,6 +37,10 @@ OWN = SpecialTokens(bos=1, eos=2, oov=3, reserved=(0, 1, 2, 3))
 
 # A word, which may have inner apostrophes or hyphens, or one other mark.
 WORD = r"[\p{L}\p{M}\p{N}_]+(?:['’\-][\p{L}\p{M}\p{N}_]+)*|[^\s\p{L}\p{M}\p{N}_]"
+# The same in text of ASCII alone, for Python, which cuts many short pieces faster.
+ASCII_WORD = re.compile(r"[A-Za-z0-9_]+(?:['\-][A-Za-z0-9_]+)*|[^\sA-Za-z0-9_]", re.ASCII)
+MOST_PIECES = 1 << 18  # that are known at a time: about 50 MB
+OOV = SPECIALS.index("<oov>")
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,46 @@ class TextTokenizer:
     def vocabulary(self) -> int:
         """The largest token number plus one; the numbers may have gaps."""
         return max(self.library.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The tokens of pieces between blanks; None if a token may reach over a blank.
+
+        Words as they are found here never do, and case and composition of a letter do not depend
+        on what is beyond a blank. So the tokens of a line are those of its pieces.
+        """
+        told, found = json.loads(self.library.to_str()), None
+        for lowercase in (True, False):
+            own = _words(len(SPECIALS))[0]
+            own.add_special_tokens(list(SPECIALS))
+            own.normalizer = _normalizer(lowercase)
+            if _without_words(told) == _without_words(json.loads(own.to_str())):
+                found = Pieces(self.library, lowercase)
+        return found
+
+
+def _without_words(told: dict[str, Any]) -> dict[str, Any]:
+    """Return the file of a tokenizer without the words of its vocabulary."""
+    return {**told, "model": {k: v for k, v in told["model"].items() if k != "vocab"}}
+
+
+class Pieces(dict[str, tuple[int, ...]]):
+    """The tokens of pieces of text without a blank, found when a piece is first met."""
+
+    def __init__(self, library: Tokenizer, lowercase: bool) -> None:
+        self._library, self._lowercase = library, lowercase
+        self._number = library.get_vocab()
+
+    def __missing__(self, piece: str) -> tuple[int, ...]:
+        if len(self) >= MOST_PIECES:
+            self.clear()
+        if piece.isascii():
+            words = ASCII_WORD.findall(piece.lower() if self._lowercase else piece)
+            ids = [self._number.get(word, OOV) for word in words]
+        else:
+            ids = self._library.encode(piece, add_special_tokens=False).ids
+        self[piece] = made = tuple(ids)
+        return made
 
 
 def kind_of(setting: str) -> str:
@@ -69,6 +116,12 @@ def token_dtype(vocabulary: int) -> Any:
 
 def fit(texts: Iterable[str], kind: str, vocabulary: int, lowercase: bool) -> TextTokenizer:
     """Fit a `words`, `bpe` or `bytes` tokenizer of at most `vocabulary` entries with specials."""
+    if kind == "words":
+        counts = word_counts(texts, lowercase)
+        ordered = sorted(counts, key=lambda word: (-counts[word], word.encode()))
+        if not ordered:
+            raise CorpusError("no word was found in the training text: the vocabulary is empty.")
+        return from_words(ordered[: vocabulary - len(SPECIALS)], lowercase)
     tokenizer, trainer = _MAKERS[kind](vocabulary)
     tokenizer.normalizer = _normalizer(lowercase)
     if trainer is not None:
@@ -76,6 +129,28 @@ def fit(texts: Iterable[str], kind: str, vocabulary: int, lowercase: bool) -> Te
     if tokenizer.get_vocab_size() <= len(SPECIALS):
         raise CorpusError("no word was found in the training text: the vocabulary is empty.")
     return TextTokenizer(tokenizer, OWN)
+
+
+def word_counts(texts: Iterable[str], lowercase: bool) -> Counter[str]:
+    """Count the words of texts: pieces between blanks first, then the words of each piece once.
+
+    >>> sorted(word_counts(["The cat, the mat"], True).items())
+    [(',', 1), ('cat', 1), ('mat', 1), ('the', 2)]
+    """
+    pieces: Counter[str] = Counter()
+    for text in texts:
+        pieces.update(text.replace("\n", " ").split(" "))
+    tokenizer, normalizer = _words(len(SPECIALS))[0], _normalizer(lowercase)
+    cut = tokenizer.pre_tokenizer
+    words: Counter[str] = Counter()
+    for piece, times in pieces.items():
+        if piece.isascii():
+            found = ASCII_WORD.findall(piece.lower() if lowercase else piece)
+        else:
+            found = [word for word, _ in cut.pre_tokenize_str(normalizer.normalize_str(piece))]
+        for word in found:
+            words[word] += times
+    return words
 
 
 def from_words(words: Sequence[str], lowercase: bool) -> TextTokenizer:
@@ -191,17 +266,23 @@ def encode(tokenizer: TextTokenizer, text: str, dtype: DTypeLike) -> np.ndarray:
     # token of them, that token is left out.
     library.encode_special_tokens = True
     barred = frozenset(special.reserved) - {special.oov}
-    lines = [line for line in LINE_END.split(text) if line.strip()]
+    lines = lines_of(text)
+    found: Iterable[list[int]]
     with library_errors("the tokenizer cannot encode this text", "Take another tokenizer."):
-        coded_lines = library.encode_batch_fast(lines, add_special_tokens=False)
-    parts: list[list[int]] = []
-    for coded in coded_lines:
-        ids = coded.ids
+        if tokenizer.pieces is not None:
+            get, chain = tokenizer.pieces.__getitem__, itertools.chain.from_iterable
+            found = [list(chain(map(get, line.split(" ")))) for line in lines]
+        else:
+            coded = library.encode_batch_fast(lines, add_special_tokens=False)
+            found = (line.ids for line in coded)
+    out: list[int] = []
+    for ids in found:
         if not barred.isdisjoint(ids):
             ids = [token for token in ids if token not in barred]
         if ids:
-            parts += [ids, [special.eos]]
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+            out += ids
+            out.append(special.eos)
+    return np.array(out, dtype)
 
 
 def encode_prompt(tokenizer: TextTokenizer, text: str) -> list[int]:

@@ -90,7 +90,7 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
         params,
         memory,
         algorithm.noise.init(tree.zeros_like(released)),
-        History(*(jnp.asarray(part) for part in history)),
+        jax.tree.map(jnp.asarray, history),
         jnp.float32(math.inf if plan is None else plan.clip_norm),
         jnp.float32(math.nan),
         jnp.float32(0.0),
@@ -177,7 +177,7 @@ class CohortSampler:
     def __init__(self, algorithm: Algorithm, seed: int, state: NodeState) -> None:
         self.sampling = algorithm.sampling
         self.seed = seed if algorithm.plan is None else private_seed(state)
-        self.history = History(*(np.asarray(part) for part in state.history))
+        self.history = jax.tree.map(np.asarray, state.history)
 
     def __call__(self, round: int) -> Members:
         rng = generator_for(self.seed, "cohort", round=round)
@@ -224,13 +224,14 @@ def server_half(
     """Return the state after the server's step with the sum of a cohort."""
     total = _add_canaries(algorithm, state, total, members)
     key, digest = _noise_key(algorithm, state, total), _digest(algorithm, state, total)
-    history = joined(History(*(np.asarray(h) for h in state.history)), members, int(state.round))
+    history = joined(jax.tree.map(np.asarray, state.history), members, int(state.round))
     round = int(state.round)
     turn = round % len(algorithm.turns) if algorithm.turns else 0
-    # Client state stays on the host: it grows with the number of clients.
+    # Client state and history stay on the host: they grow with the number of clients, and a history
+    # whose length changes would compile the step again in every round.
     rows, brief = (
         total.client_state,
-        eqx.tree_at(lambda s: s.client_state, state, None, is_leaf=_is_none),
+        eqx.tree_at(lambda s: (s.client_state, s.history), state, (None, None), is_leaf=_is_none),
     )
     total = eqx.tree_at(lambda t: t.client_state, total, None, is_leaf=_is_none)
     # A fresh state is bound to no device, and the next one to that of the sum: without this the
@@ -239,8 +240,9 @@ def server_half(
     keys = (key, round_key(algorithm, round))
     after = _server_step(algorithm.without_values, turn, brief, total, keys)
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
-    client_state = History(*(jnp.asarray(part) for part in history))
-    after = eqx.tree_at(lambda s: tuple(s.history), after, tuple(client_state))
+    after = eqx.tree_at(
+        lambda s: s.history, after, jax.tree.map(jnp.asarray, history), is_leaf=_is_none
+    )
     after = eqx.tree_at(lambda s: s.digest, after, digest, is_leaf=_is_none)
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
 

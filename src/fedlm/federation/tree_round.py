@@ -36,7 +36,6 @@ from fedlm.core.keys import generator_for
 from fedlm.core.types import (
     Cohort,
     Engine,
-    History,
     OptState,
     Params,
     PyTree,
@@ -468,7 +467,7 @@ def _train_clients(
     # Numbered among the nodes with text: the only one draws as a flat federation does.
     round, number = int(state.round), config.topology.with_text.index(node)
     rng = generator_for(seed, "cohort", round=round, member=number)
-    history = History(*(np.asarray(part) for part in before.history))
+    history = jax.tree.map(np.asarray, before.history)
     members = draw(algorithm.sampling, rng, round, history)
     cohort = engine.prepare(round, np.asarray(config.topology.clients[node])[members])
     gathered = engine.total(start_of_round(algorithm, before, members), cohort)

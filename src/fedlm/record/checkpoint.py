@@ -105,7 +105,8 @@ def _fit(arrays: dict[str, np.ndarray], like: PyTree, where: str) -> PyTree:
         raise _OtherTree(f"{where} {side} leaf {name!r}: it belongs to another recipe.")
     for name, leaf in wanted.items():
         found = arrays[name]
-        if found.shape != tuple(leaf.shape) or found.dtype != np.dtype(leaf.dtype):
+        grown = tuple(leaf.shape) == (0,) and found.ndim == 1  # empty at first: it grows in a run
+        if not (grown or found.shape == tuple(leaf.shape)) or found.dtype != np.dtype(leaf.dtype):
             raise _OtherTree(
                 f"{where}: leaf {name!r} is {found.dtype}{list(found.shape)}, this recipe wants "
                 f"{np.dtype(leaf.dtype)}{list(leaf.shape)}."
