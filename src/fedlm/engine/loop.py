@@ -145,7 +145,7 @@ class LoopEngine:
             return arrived
 
         compiled = local._replace(finish=partial(self._finish, local))
-        return member_half(algorithm, compiled, done, send), sizes[0]
+        return member_half(algorithm.client_half, compiled, done, send), sizes[0]
 
     # One program each; operation by operation there would be several for each shape of a leaf.
 

@@ -72,7 +72,14 @@ from fedlm.core.types import (
 )
 from fedlm.engine import multihost, payload_size
 from fedlm.engine.frozen_features import FrozenFeatures
-from fedlm.federation.algorithm import Algorithm, lifted, on_base, round_key, summed_like
+from fedlm.federation.algorithm import (
+    Algorithm,
+    ClientHalf,
+    lifted,
+    on_base,
+    round_key,
+    summed_like,
+)
 from fedlm.federation.member import (
     Finished,
     add_member,
@@ -136,14 +143,14 @@ class Lanes(NamedTuple):
 
 
 class Programs:
-    """The compiled programs of all engines with one algorithm on the same devices.
+    """The compiled programs of all engines whose members do the same on the same devices.
 
-    They hold no parameters and no text: both are arguments. So engines of equal algorithms share
-    them, and the second run of a process traces and compiles nothing (`programs_of`).
+    They hold no parameters and no text: both are arguments. So engines share them whose algorithms
+    differ in the server alone, and the second run of a process compiles nothing (`programs_of`).
     """
 
-    def __init__(self, algorithm: Algorithm, devices: tuple[jax.Device, ...]) -> None:
-        self.algorithm, self.mesh = algorithm, Mesh(np.array(devices), ("lanes",))
+    def __init__(self, half: ClientHalf, devices: tuple[jax.Device, ...]) -> None:
+        self.half, self.mesh = half, Mesh(np.array(devices), ("lanes",))
         per_lane, replicated = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
         self.per_lane, self.replicated = per_lane, replicated
         self.traces = 0  # of the largest program
@@ -158,7 +165,7 @@ class Programs:
         self, local: ClientMethod, model: Message, keys: tuple[PRNGKeyArray, PRNGKeyArray]
     ) -> Shared:
         download, round_key = keys
-        return local.shared(self.algorithm.download.apply(model, download), round_key)
+        return local.shared(self.half.download.apply(model, download), round_key)
 
     def _start_lanes(self, local: ClientMethod, shared: Shared, base: Params | None) -> LaneState:
         one = _start_lane(local, on_base(base, shared))
@@ -181,7 +188,7 @@ class Programs:
 
     def _change_to_send(self, local: ClientMethod, base: Params | None, done: Finished) -> PyTree:
         whole = done._replace(shared=on_base(base, done.shared))
-        return payload_size.to_send(self.algorithm, local, whole)
+        return payload_size.to_send(self.half, local, whole)
 
     def _run_chunk(
         self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput
@@ -204,7 +211,7 @@ class Programs:
         rest, clip_norm = jax.tree.map(lambda x: x[0] if own else x, given.begun)
         shared = on_base(given.base, rest)
         state, stream = jax.tree.map(lambda x: x[0], (state, given.stream))
-        codec = self.algorithm.upload
+        codec = self.half.upload
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
@@ -224,9 +231,9 @@ class Programs:
                 lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
             )
             done = Finished(shared, carry, stream.examples[i], clip_norm, client_state)
-            update = member_half(self.algorithm, local, done, lambda d: codec.apply(d, key))
+            update = member_half(self.half, local, done, lambda d: codec.apply(d, key))
             # A member that goes on in the next chunk counts nothing yet: a branch would copy.
-            if self.algorithm.remembers:
+            if self.half.remembers:
                 client_state = tree.where(stream.closes[i], update.client_state, client_state)
             return LaneState(carry, add_member(total, update, stream.closes[i]), client_state)
 
@@ -235,9 +242,9 @@ class Programs:
 
 
 @kept_programs
-def programs_of(algorithm: Algorithm, devices: tuple[jax.Device, ...]) -> Programs:
-    """Return the programs of an algorithm without base or seed, shared by all who ask."""
-    return Programs(algorithm, devices)
+def programs_of(half: ClientHalf, devices: tuple[jax.Device, ...]) -> Programs:
+    """Return the programs of what members do, shared by all who ask."""
+    return Programs(half, devices)
 
 
 class MeshEngine:
@@ -261,7 +268,7 @@ class MeshEngine:
             capacity = min(capacity, max(1, MOST_FEATURES // batch))
         self.capacity = capacity
         devices = tuple(devices or jax.devices())
-        self._programs = programs_of(algorithm.without_values, devices)
+        self._programs = programs_of(algorithm.client_half, devices)
         self.lanes = len(devices)
         here = jax.process_index()
         self._mine = [lane for lane, d in enumerate(devices) if d.process_index == here]

@@ -21,7 +21,7 @@ from jaxtyping import PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import ClientMethod, Codec, Cohort, Message, PyTree
-from fedlm.federation.algorithm import Algorithm, update_like
+from fedlm.federation.algorithm import Algorithm, ClientHalf, update_like
 from fedlm.federation.member import Finished, member_half
 
 
@@ -40,7 +40,7 @@ def through_bytes(
     return tree.fill(arrived, delta, keep), len(payload)
 
 
-def to_send(algorithm: Algorithm, local: ClientMethod, done: Finished) -> PyTree:
+def to_send(half: ClientHalf, local: ClientMethod, done: Finished) -> PyTree:
     """Return the change that a member gives to its codec."""
     given = []
 
@@ -48,7 +48,7 @@ def to_send(algorithm: Algorithm, local: ClientMethod, done: Finished) -> PyTree
         given.append(delta)
         return delta
 
-    member_half(algorithm, local, done, send)
+    member_half(half, local, done, send)
     return given[0]
 
 

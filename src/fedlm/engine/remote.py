@@ -362,7 +362,7 @@ class RemoteEngine:
     def _bounded(self, update: Update, question: TrainRequest, members: tuple[int, ...]) -> Update:
         """Refuse an update longer than the plan's clip norm for each member it stands for."""
         if question.each:
-            update = clip_again(self.algorithm, update, jnp.float32(question.clip_norm))
+            update = clip_again(self.algorithm.client_half, update, jnp.float32(question.clip_norm))
         longest = question.clip_norm * len(members) * SLACK
         norm = _norm(update.delta)
         if norm > longest or update.weight > len(members):

@@ -37,6 +37,23 @@ from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
 
 
+@dataclass(frozen=True)
+class ClientHalf:
+    """What members do: all that their compiled programs depend on, and nothing of the server."""
+
+    local: ClientMethod
+    turns: tuple[ClientMethod, ...]
+    upload: Codec
+    download: Codec
+    clips: bool  # an update is cut to a length, which programs take as an argument
+    feedback: bool
+
+    @property
+    def remembers(self) -> bool:
+        """Whether members keep anything between their turns."""
+        return self.feedback or self.local.init_memory is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """Every choice that a round needs; engines and the loop read it and add nothing.
@@ -106,6 +123,15 @@ class Algorithm:
         """
         return replace(self, make_base=None, seed=0)
 
+    @cached_property
+    def client_half(self) -> ClientHalf:
+        """The part that members carry out.
+
+        Algorithms of which it is the same share the programs that train, whatever the server does.
+        """
+        clips = self.plan is not None
+        return ClientHalf(self.local, self.turns, self.upload, self.download, clips, self.feedback)
+
     def local_of(self, round: int) -> ClientMethod:
         """Return the client method of a round."""
         return self.turns[round % len(self.turns)] if self.turns else self.local
@@ -113,7 +139,7 @@ class Algorithm:
     @property
     def remembers(self) -> bool:
         """Whether members keep anything between their turns."""
-        return self.feedback or self.local.init_memory is not None
+        return self.client_half.remembers
 
     @property
     def expands_first(self) -> bool:

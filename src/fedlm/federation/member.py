@@ -29,7 +29,7 @@ from fedlm.core.types import (
     Total,
     Update,
 )
-from fedlm.federation.algorithm import Algorithm, lifted
+from fedlm.federation.algorithm import ClientHalf, lifted
 from fedlm.local.train import masked
 from fedlm.privacy.clip import clip
 
@@ -93,30 +93,30 @@ class Finished(NamedTuple):
 
 
 def member_half(
-    algorithm: Algorithm,
+    half: ClientHalf,
     local: ClientMethod,
     done: Finished,
     send: Callable[[Params], Params],
 ) -> Update:
     """Return a member's update as it arrives; `send` carries its change over the wire."""
     update = local.finish(done.shared, done.carry, done.examples)
-    if algorithm.plan is not None:
+    if half.clips:
         update = clip(update, done.clip_norm)
     wanted = update.delta
-    if algorithm.feedback:
+    if half.feedback:
         assert done.client_state is not None
         wanted = tree.add(wanted, done.client_state.residual)
     arrived = masked(send(wanted), update.mask)
     there = eqx.tree_at(lambda u: u.delta, update, arrived)
-    bounded = clip_again(algorithm, there, done.clip_norm)
+    bounded = clip_again(half, there, done.clip_norm)
     if local.lift is not None:  # under no plan, and nothing is remembered
         return lifted(local, done.shared, bounded)
-    return _remember(algorithm, bounded, wanted, done.client_state)
+    return _remember(half, bounded, wanted, done.client_state)
 
 
-def clip_again(algorithm: Algorithm, arrived: Update, clip_norm: Array) -> Update:
+def clip_again(half: ClientHalf, arrived: Update, clip_norm: Array) -> Update:
     """Clip an arrived update again if, under a plan, its codec may have made it longer."""
-    if algorithm.plan is None or algorithm.upload.norm_gain == 1.0:
+    if not half.clips or half.upload.norm_gain == 1.0:
         return arrived
     return eqx.tree_at(lambda u: u.unclipped, clip(arrived, clip_norm), arrived.unclipped)
 
@@ -128,11 +128,11 @@ def left_out(sent: Update, arrived: Params, before: Params) -> Params:
     return tree.where(sent.refused > 0, before, left)
 
 
-def _remember(algorithm: Algorithm, update: Update, wanted: Params, client_state: PyTree) -> Update:
-    if not algorithm.remembers:
+def _remember(half: ClientHalf, update: Update, wanted: Params, client_state: PyTree) -> Update:
+    if not half.remembers:
         return update
     residual = None
-    if algorithm.feedback:
+    if half.feedback:
         sent = eqx.tree_at(lambda u: u.delta, update, wanted)
         residual = left_out(sent, update.delta, client_state.residual)
     return eqx.tree_at(

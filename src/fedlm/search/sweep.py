@@ -70,6 +70,7 @@ PLANNED = "sweep.json"  # all points, written before the first run
 # Laws whose Renyi divergence, by which a selection is accounted, is not at hand.
 NO_RENYI = ("fixed", "balls-in-bins")
 KEYS = ("recipe", "target", "axes", "cases", "selection")
+POINTS_KEPT = 8  # a point's programs take 25 MB and more
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,17 @@ def train_point(run: Run, watcher: Watcher) -> bool:
         write_atomically(run.record.path / FAILED, told)
         return True
     finally:
-        jax.clear_caches()  # programs of finished points would only fill memory
+        _let_go()
+
+
+_finished = itertools.count(1)  # points of this process
+
+
+def _let_go() -> None:
+    """Free the programs of finished points now and then: points that differ in the server alone,
+    or come back to a setting, share them, and all of a long search would fill the memory."""
+    if next(_finished) % POINTS_KEPT == 0:
+        jax.clear_caches()
 
 
 # ---- private selection -----------------------------------------------------------------------
@@ -355,7 +366,7 @@ def _score(
     except DivergenceError:
         return point, math.inf
     finally:
-        jax.clear_caches()  # programs of finished points would only fill memory
+        _let_go()
     return point, float(done["perplexity"])
 
 
