@@ -76,8 +76,9 @@ fuzz: $(VENV)/.fuzz  ## a million damaged inputs over all parsers, guided by cov
 bench-adapters: $(VENV)/.installed .bench/peft/.installed  ## a step of adapters beside Transformers and PEFT (about 15 minutes)
 	$(BIN)/python -m benchmarks.adapters --peer .bench/peft/bin/python $(OPTIONS)
 
-bench: $(VENV)/.installed  ## speed of the engines, side by side
-	$(BIN)/python -m benchmarks.engines
+bench: $(VENV)/.installed  ## speed of the engines, side by side, and beside the ratios in benchmarks/baseline.json
+	$(BIN)/python -m benchmarks.engines $(OPTIONS)
+	$(BIN)/python -m benchmarks.baseline
 
 # Peers live in throw-away environments of their own; one that cannot be installed is left out.
 PEERS := fedjax pfl flower torch

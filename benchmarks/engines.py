@@ -5,7 +5,7 @@ lognormal client sizes up to 256 rows; `large` has a vocabulary of 10,000, `smal
 is a leaf of a tree of federations: few members, long rows, many steps. Results are compared before
 they are timed; the loop engine, which is slow, trains `--loop` members only. *Doubt* is how far the
 loop engine's own result moves when every weight is one unit in its last place larger: engines can
-agree no better than that.
+agree no better than that. Ratios go to `runs/bench/ratios.json`, for `baseline.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 jax.config.update("jax_num_cpu_devices", 2)
 
+from benchmarks import baseline  # noqa: E402
 from benchmarks.fedavg import fedavg  # noqa: E402
 from benchmarks.probe import in_turns, machine, spread  # noqa: E402
 from fedlm.core import tree  # noqa: E402
@@ -84,8 +85,16 @@ def flops(params: object, size: catalog.Dimensions, length: int) -> float:
     return 6.0 * weights + 3.0 * attention
 
 
-def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -> list[str]:
-    """One row of the table; the loop engine runs on the first few members."""
+class Compared(NamedTuple):
+    """A row of the table, and its two ratios for the baseline."""
+
+    cells: list[str]
+    loop_over_mesh: float
+    share: float
+
+
+def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -> Compared:
+    """Measure a workload; the loop engine runs on the first few members."""
     name, label, vocab, sizes, shape = workload
     size = catalog.Dimensions(vocab=vocab, **sizes)
     rows = workload.rows(clients)
@@ -111,17 +120,19 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
     tokens = float(jnp.asarray(mesh.total(Start(params), cohorts["mesh"][1]).total.tokens))
     work = flops(params, size, shape.sequence_length) * tokens / 1e9
     share = [work / m / r for m, r in zip(times["mesh"], rates, strict=True)]
-    return [
+    ratio = [a / b for a, b in zip(times["loop"], times["few"], strict=True)]
+    cells = [
         f"{name}, {label}",
         f"{tree.size(params):,}",
         spread([clients / m for m in times["mesh"]]),
-        spread([a / b for a, b in zip(times["loop"], times["few"], strict=True)]),
+        spread(ratio),
         f"{statistics.median(work / m for m in times['mesh']):.0f}",
         f"{statistics.median(rates):.0f}",
         f"{statistics.median(share):.0%}",
         f"{apart:.0e}",
         f"{doubt:.0e}",
     ]
+    return Compared(cells, statistics.median(ratio), statistics.median(share))
 
 
 def main() -> None:
@@ -134,14 +145,20 @@ def main() -> None:
     asked = parser.parse_args()
     head = ["architecture", "parameters", "mesh clients/s", "loop time / mesh time"]
     head += ["mesh GFLOP/s", "matmul GFLOP/s", "share", "relative difference", "doubt"]
-    rows = []
+    rows: list[list[str]] = []
+    ratios: dict[str, float] = {}
     for workload in (w for w in WORKLOADS if not asked.only or f"{w.name}-{w.label}" in asked.only):
-        rows.append(compare(workload, asked.clients, asked.repeats, asked.loop))
+        found = compare(workload, asked.clients, asked.repeats, asked.loop)
+        rows.append(found.cells)
+        name = f"{workload.name}, {workload.label}"
+        ratios |= {f"{name}, loop time / mesh time": found.loop_over_mesh}
+        ratios |= {f"{name}, share of the probe": found.share}
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
         jax.clear_caches()
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     facts = f"{machine()}; medians (lowest-highest) of {asked.repeats} turns"
+    baseline.keep("engines", facts, ratios)
     text = f"{facts}\n\n{table}\n"
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(text, encoding="utf-8")
