@@ -26,6 +26,7 @@ from fedlm.deploy.processes import Child, children, free_port, wait_for_port
 from fedlm.deploy.workspace import Kit
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
+from fedlm.record.facts import facts_of
 from fedlm.training import Watcher
 from fedlm.training import train as simulate
 from tests.conftest import write_tiny
@@ -211,7 +212,8 @@ PRIVATE = (
 def test_a_private_run_tells_nobody_who_answered(place):
     folder, made = place
     with joined(folder, made):
-        networked, said = over_the_network(folder, made, "private", *PRIVATE)
+        figures = ("privacy.evaluation_noise=0.05", "privacy.evaluation_tokens=8")
+        networked, said = over_the_network(folder, made, "private", *PRIVATE, *figures)
         lines = {n["name"]: n for n in status.nodes_of(made, folder / "private")}
     assert networked["params_sha256"] == in_simulation(folder, "alone", *PRIVATE)["params_sha256"]
     tallies = folder / "private" / "private/nodes.jsonl"
@@ -223,4 +225,7 @@ def test_a_private_run_tells_nobody_who_answered(place):
     for name in NODES:
         ledger = NodeLedger(made.kit(name).ledger, read_only=True)
         assert len(ledger.runs[run].questions) == lines[name]["answered"]
+        assert [told.noise_multiplier for told in ledger.runs[run].figures.values()] == [0.05]
+    told = facts_of(folder / "private").rounds[-1]["private_validation"]
+    assert set(told["nodes"]) == set(NODES) and told["perplexity"] > 1  # all were asked
     assert sum(lines[name]["answered"] for name in NODES) > 0

@@ -26,7 +26,7 @@ from fedlm.evaluate.clients import by_owner
 from fedlm.privacy import account
 from fedlm.privacy.cost import compose, gaussian_event
 from fedlm.privacy.evaluation import BINS
-from fedlm.privacy.ledger import Ledger
+from fedlm.privacy.ledger import Ledger, round_entry
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.parts import resolve
 from fedlm.recipe.private_evaluation import noisy_figures, planned_figures
@@ -34,6 +34,7 @@ from fedlm.recipe.settings import load
 from fedlm.record.facts import facts_of
 from fedlm.record.journal import Journal
 from fedlm.training import train
+from fedlm.training.write_ahead import WriteAhead
 from tests.deploy.local import LocalTransport, prepared, store_in
 from tests.deploy.secure import federation
 
@@ -188,7 +189,7 @@ def test_through_a_relay_they_are_the_same_bytes(network, parts, tmp_path):
     assert same == {name: value for name, value in again.items() if name != "nodes"}
     assert list(told["nodes"].values()) == list(again["nodes"].values())
     entry = below.ledger.runs["a" * 32]
-    assert [noise for _, noise in entry.figures.values()] == [NOISE]
+    assert [told.noise_multiplier for told in entry.figures.values()] == [NOISE]
 
 
 def test_the_noise_of_a_node_is_that_of_the_recipe(asked):
@@ -258,16 +259,20 @@ def test_the_same_question_has_the_same_bytes_and_one_line_after_a_kill_too(aske
     again.ledger.close()
 
 
-def test_the_line_is_there_before_anything_is_computed(asked, monkeypatch):
+def test_an_answer_that_was_told_leaves_again_as_it_was(asked, tmp_path, monkeypatch):
+    """Also at a node that would add up other numbers by now; no noise is used for two sums."""
     worker, request = asked()
+    first = answer(worker, request)
+    monkeypatch.setattr("fedlm.deploy.node_worker.noisy_sum", lambda *args, **more: [1.0] * 27)
+    assert answer(worker, request) == first
+    assert answer(worker, replace(request, round=4)).facts["noisy_03"] == [1.0]
 
-    def killed(*args, **more):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedlm.deploy.node_worker.noisy_sums", killed)
-    with pytest.raises(KeyboardInterrupt):
-        answer(worker, request)
-    assert list(worker.ledger.runs[request.run].figures) == [request.round]
+def test_an_answer_that_cannot_be_written_down_does_not_leave(asked, tmp_path):
+    worker, request = asked(ledger=NodeLedger(tmp_path / "ledger.jsonl"))
+    worker.ledger.close()  # its disk is gone
+    assert answer(worker, request).kind == REFUSAL
+    assert not worker.ledger.runs
 
 
 def test_different_questions_never_share_noise(asked):
@@ -357,13 +362,17 @@ def test_a_damaged_line_of_figures_is_refused(asked, tmp_path):
     vector(worker, request)
     worker.ledger.close()
     good = file.read_text()
-    for change in (
-        (str(NOISE), "0.0"),
-        (str(NOISE), "-1.0"),
-        (str(NOISE), "NaN"),
+    noise = f'"noise_multiplier": {NOISE}'
+    assert noise in good
+    for before, after in (
+        (noise, '"noise_multiplier": 0.0'),
+        (noise, '"noise_multiplier": -1.0'),
+        (noise, '"noise_multiplier": NaN'),
         ('"round": 2', '"round": "2"'),
+        ('"numbers": [', '"numbers": ["a", '),
+        ('"numbers": [', '"numbers": [Infinity, '),
     ):
-        file.write_text(good.replace(*change))
+        file.write_text(good.replace(before, after))
         with pytest.raises(RecordError, match="makes no sense"):
             NodeLedger(file, read_only=True)
     lines = good.splitlines(keepends=True)
@@ -381,6 +390,23 @@ def paid(out):
     return [line for line in lines if line["kind"] == "gaussian"]
 
 
+def test_a_server_pays_once_per_round(network, tmp_path):
+    ahead = WriteAhead(network(out=tmp_path))
+    ahead.begin()
+    for entry in (round_entry(0, "a" * 64), round_entry(1, "b" * 64)):
+        ahead._append(entry)
+        for _ in range(2):
+            ahead.pay_once(entry["round"] + 1, "evaluation", NOISE)
+    ahead.pay_once(1, "evaluation", NOISE)  # its line is there, though others follow
+    assert len(paid(tmp_path)) == 2
+    ahead._append(round_entry(2, "c" * 64))
+    ahead.pay_once(3, "evaluation", NOISE)
+    ahead._append(round_entry(1, "d" * 64))  # released again, and no figures since
+    ahead.pay_once(2, "evaluation", NOISE)
+    assert len(paid(tmp_path)) == 4
+
+
+@pytest.mark.slow
 def test_a_server_pays_before_it_asks_and_once_however_often_it_dies(
     network, parts, tmp_path, monkeypatch
 ):

@@ -304,7 +304,7 @@ def test_a_relay_killed_at_every_step_changes_no_bit_and_keeps_no_sum_on_its_dis
 
 @pytest.mark.parametrize("network", [FLAT, RELAYED], ids=["flat", "relayed"])
 def test_noise_of_nodes_over_tls_is_in_every_ledger_and_no_sum_without_it_on_a_disk(world, network):
-    made = world(network, *DISTRIBUTED)
+    made = world(network, *DISTRIBUTED, "privacy.evaluation_noise=0.05")
     made.recipe("server.rounds=2")
     made.begin()
     made.until(0, "mask")
@@ -314,13 +314,15 @@ def test_noise_of_nodes_over_tls_is_in_every_ledger_and_no_sum_without_it_on_a_d
     journal = (made.folder / "run" / "journal.jsonl").read_text().splitlines()
     rounds = [json.loads(line) for line in journal if '"noise_excess"' in line]
     assert [entry["noise_excess"] for entry in rounds] == [len(made.leaves) / 2] * 2
+    nodes = {leaf.replace("-", "/") for leaf in made.leaves}
+    assert set(rounds[-1]["private_validation"]["nodes"]) == nodes
     made.end()  # its ledgers are read
     asked = 0
     for leaf in made.leaves:
         ledger = NodeLedger(made.kit(leaf).ledger, read_only=True)
         (entry,) = ledger.runs.values()
         assert entry.plan.mechanism == "distributed" and entry.plan.honest_nodes == 2
-        assert sorted(entry.questions) == [0, 1]
+        assert sorted(entry.questions) == [0, 1] and list(entry.figures) == [2]
         asked += sum(map(len, entry.turns.values()))
     assert asked == 2 * load(made.folder / "at.toml").server.cohort
     check_disks(made, plain_vectors(made), 18, {"the sum without noise": made.leaves})

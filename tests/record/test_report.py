@@ -195,13 +195,15 @@ def test_noisy_figures_stand_beside_their_errors(tmp_path):
         "clients": {**clients, "p90": None, "p90_error": None},
         "noise_multiplier": 5.0,
         "tokens_per_client": 50,
+        "nodes": {"north": {**dict.fromkeys(figures, 66.5), "accuracy_error": None}},
     }
     line = {"round": 4, "members": 4, "seconds": 0.25, "upload_bytes": 1, "download_bytes": 1}
     made = make_releasable("round", {**line, "private_validation": told})
     Journal(folder / "journal.jsonl").append(made)
     page = page_of(folder)
     assert "Held-out text of training clients, with noise" in page
-    for value in ("77.25", "1.5", "80.5", "2.5"):
+    assert "<td>north</td>" in page  # from the same release
+    for value in ("77.25", "1.5", "80.5", "2.5", "66.5"):
         assert f"<td class='n'>{value}</td>" in page
     assert "at most 50 tokens, with noise of 5 times" in page
     assert "with noise" not in page_of(write(tmp_path / "other"))

@@ -33,6 +33,34 @@ def test_what_the_server_sees(recipe, update, node_sum, round_sum):
     assert (found.node_sum, found.round_sum) == (node_sum, round_sum)
 
 
+HIDDEN = {"mechanism": "gaussian"}
+WITH_NOISE = "of held-out clients; of training clients only with noise"
+
+
+@pytest.mark.parametrize(
+    "recipe, figures",
+    [
+        ({}, "yes"),
+        ({"data": {"store": "held-out"}}, "no: the server has held-out text of its own"),
+        ({"privacy": HIDDEN}, "of held-out clients"),
+        ({"privacy": {**HIDDEN, "reveal": True, "evaluation_noise": 2.0}}, "yes"),
+        ({"privacy": {**HIDDEN, "evaluation_noise": 2.0}}, WITH_NOISE),
+        ({**SECURE, "privacy": {**HIDDEN, "evaluation_noise": 2.0}}, WITH_NOISE),
+        (
+            {"data": {"store": "x"}, "privacy": {**HIDDEN, "evaluation_noise": 2.0}},
+            "of training clients only with noise",
+        ),
+        ({"federation": {"noise_multiplier": 2.0, "clip_norm": 1.0}}, "of held-out clients"),
+    ],
+)
+def test_which_figures_leave_a_node(recipe, figures):
+    """Without masks, also beside secure sums: a relay and the server see those of each node."""
+    assert row("the server", recipe).figures == figures
+    assert row("a relay", recipe, relays=True).figures == figures
+    assert row("the client's own node", recipe).figures == "its own"
+    assert row("readers of the network", recipe).figures == "no (TLS)"
+
+
 def test_how_many_nodes_may_work_together_with_the_server():
     assert row("the server and 1 nodes together", NOISY).round_sum == "only with noise"
     assert row("the server and 0 nodes together", SECURE).round_sum == "yes"

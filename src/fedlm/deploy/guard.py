@@ -9,7 +9,7 @@ Not here: each check (`question.py`, `policy.py`, `node_ledger.py`, `lifetime.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from fedlm.core.documents import toml_tables
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.deploy.lifetime import GoingOn, Release, lifetime
 from fedlm.deploy.limits import within
-from fedlm.deploy.node_ledger import NodeLedger, about
+from fedlm.deploy.node_ledger import Figures, NodeLedger, about
 from fedlm.deploy.policy import Policy, Refusal, believed
 from fedlm.deploy.question import (
     Asked,
@@ -120,14 +120,10 @@ class Guard:
     ) -> None:
         """Raise `Refusal`, or enter the answer to a question about held-out text.
 
-        Under a plan a round has one such answer per phase and text, as it has one update. Noisy
-        figures are a release about all clients here, and are entered with what they cost.
+        Under a plan a round has one such answer per phase and text, as it has one update.
         """
         check_evaluation(self.policy, request, recipe, plan, asked or self.asked)
         same = about(request.recipe, request.first, request.population, request.text)
-        if request.phase == "noisy":
-            self._admit_figures(request, recipe, plan, asked or self.asked, same)
-            return
         self.ledger.evaluate(
             request.run,
             same,
@@ -137,30 +133,41 @@ class Guard:
             once=plan is not None,
         )
 
-    def _admit_figures(
+    def noisy_figures(
         self,
         request: EvaluateRequest,
         recipe: Recipe,
         plan: PrivacyPlan | None,
-        asked: Asked,
-        same: str,
-    ) -> None:
-        """Raise `Refusal`, or enter noisy figures of all clients before they are computed."""
-        run, planned = request.run, planned_figures(recipe, plan)
+        make: Callable[[], Sequence[float]] = tuple,
+        asked: Asked | None = None,
+    ) -> tuple[float, ...]:
+        """Raise `Refusal`, or return noisy figures of all clients here, entered with their cost.
+
+        They are made once: whoever asks the same again gets the numbers of the ledger, also where
+        another version or machine would add up others. A relay, which has none, makes nothing.
+        """
+        asked, run, round = asked or self.asked, request.run, request.round
+        check_evaluation(self.policy, request, recipe, plan, asked)
+        same = about(request.recipe, request.first, request.population, request.text)
+        known = self.ledger.figures_told(run, same, round, request.digest)
+        if known is not None:
+            return known.numbers
+        planned = planned_figures(recipe, plan)
         assert planned is not None  # `check_evaluation` has seen to it
+        told = self.ledger.runs[run].figures if run in self.ledger.runs else ()
+        check_figures_due(request, recipe, told)
 
         def check() -> PrivacyPlan | None:
             known = self._known(run, plan, asked)
-            told = () if run not in self.ledger.runs else self.ledger.runs[run].figures
-            check_figures_due(request, recipe, [r for r in told if r != request.round])
             self._check_lifetime(run, known, None, planned)
             return known
 
-        if self.ledger.check_figures(run, same, request.round, request.digest):
-            known = within(self.policy.longest_seconds, check)
-            self.ledger.begin_run(run, known, same)  # outside the limit: written whole
-            noise = planned.noise_multiplier
-            self.ledger.tell_figures(run, request.round, request.digest, noise)
+        seconds = self.policy.longest_seconds
+        entered, numbers = within(seconds, check), tuple(within(seconds, make))
+        self.ledger.begin_run(run, entered, same)  # outside the limit: it is written whole
+        noisy = Figures(request.digest, planned.noise_multiplier, numbers)
+        self.ledger.tell_figures(run, round, noisy)
+        return numbers
 
     def _known(self, run: str, plan: PrivacyPlan | None, asked: Asked) -> PrivacyPlan | None:
         """Return the plan that this node counts by: the one of the run's first question."""

@@ -106,7 +106,7 @@ def _epsilon(run: RunEntry, share: RunTurns, delta: float) -> float:
 
 def _figures(runs: Iterable[RunEntry], now: GoingOn | None = None) -> tuple[Release, ...]:
     """Return the noisy figures of runs, as the one Gaussian release that they amount to."""
-    noises = [noise for run in runs for _, noise in run.figures.values()]
+    noises = [told.noise_multiplier for run in runs for told in run.figures.values()]
     if now is not None and now.figures is not None:
         noises.append(now.figures.together)
     return (Release(together(noises), 0.0),) if noises else ()

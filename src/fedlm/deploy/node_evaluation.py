@@ -22,7 +22,7 @@ from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.keys import generator_for
 from fedlm.deploy.local import NodeWork
-from fedlm.engine.evaluate_messages import NOISY, SUMS, EvaluateRequest
+from fedlm.engine.evaluate_messages import SUMS, EvaluateRequest
 from fedlm.evaluate.clients import by_owner
 from fedlm.evaluate.held_out import NO_MODEL
 from fedlm.evaluate.perplexity import MOST_NATS, Sums, total_sums
@@ -66,10 +66,10 @@ def node_sums(
     return tuple(found)
 
 
-def noisy_sums(
+def noisy_sum(
     work: NodeWork, request: EvaluateRequest, secret: bytes, *, whole: bool
-) -> tuple[Mapping[str, float], ...]:
-    """Return the noisy sum over all training clients, which a request asks for once.
+) -> list[float]:
+    """Return the noisy sum over all training clients.
 
     If the `whole` store is one member, the plan promises that member: all its text counts as that
     of one client. A node without validation text answers too, with noise alone.
@@ -82,7 +82,8 @@ def noisy_sums(
         each = list(by_owner(scored, np.zeros_like(owners) if whole else owners).values())
     nats, tokens, right = np.array([(s.nats, s.tokens, s.correct) for s in each], np.float64).T
     made = noisy_figures(work.recipe, work.vocabulary)
-    return (dict(zip(NOISY, made.noisy_sum(nats, tokens, right, secret).tolist(), strict=True)),)
+    numbers: list[float] = made.noisy_sum(nats, tokens, right, secret).tolist()
+    return numbers
 
 
 def _check_kind(work: NodeWork, request: EvaluateRequest) -> None:

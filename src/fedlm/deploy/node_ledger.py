@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedlm.core.durable import CUT, append_bytes, ends_whole, sync_path
 from fedlm.core.errors import RecordError
@@ -47,10 +47,24 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "run": {"run": str, "plan": (dict, type(None)), "about": str},
     "answer": {"run": str, "round": int, "clients": list, "question": str},
     "evaluation": {"run": str, "about": str, "round": int, "what": str, "question": str},
-    "figures": {"run": str, "round": int, "question": str, "noise_multiplier": float},
+    "figures": {
+        "run": str,
+        "round": int,
+        "question": str,
+        "noise_multiplier": float,
+        "numbers": list,
+    },
     "refusal": {"run": str, "round": int, "reason": str},
     "lost": {"since": int},
 }
+
+
+class Figures(NamedTuple):
+    """Noisy figures of all clients that a node told after a round."""
+
+    question: str  # a fingerprint
+    noise_multiplier: float
+    numbers: tuple[float, ...]  # as they left; of a relay none, which passes on those of its nodes
 
 
 @dataclass
@@ -61,8 +75,7 @@ class RunEntry:
     about: str  # a fingerprint of what must not change within a run
     questions: dict[int, str] = field(default_factory=dict)  # fingerprints by round
     turns: dict[str, list[int]] = field(default_factory=dict)  # rounds by client
-    # Noisy figures of all clients, by round: the fingerprint of the question, the noise multiplier.
-    figures: dict[int, tuple[str, float]] = field(default_factory=dict)
+    figures: dict[int, Figures] = field(default_factory=dict)  # by round
 
     def participations(self) -> dict[int, int]:
         """Return the number of clients by how often they took part."""
@@ -128,8 +141,9 @@ class NodeLedger:
     def figures_secret(self, run: str, round: int, question: str) -> bytes:
         """Return the secret of the noise of one answer with noisy figures: 16 bytes.
 
-        It depends on all that is asked, so that the same question has the same noise after a kill
-        too, and no two different questions ever share it: their difference would be exact.
+        It depends on all that is asked, so that no two different questions ever share it: their
+        difference would be exact. An answer that was told is in this ledger, and leaves again as
+        it was; one that a kill kept from it has left nobody, and is made again with this noise.
         """
         address = f"noise of figures|{run}|{round}|{question}".encode()
         return hmac.digest(bytes.fromhex(self.salt), address, "sha256")[:16]
@@ -209,24 +223,24 @@ class NodeLedger:
             facts = {"about": about, "round": round, "what": what, "question": question}
             self._append({"kind": "evaluation", "run": run, **facts})
 
-    def check_figures(self, run: str, about: str, round: int, question: str) -> bool:
-        """Raise `Refusal` if noisy figures were told of a round; return whether they are new.
+    def figures_told(self, run: str, about: str, round: int, question: str) -> Figures | None:
+        """Return the noisy figures that were told to a question; None if it is a new one.
 
-        The same question is answered again, with the same noise.
+        Raises `Refusal` if others were told after the round.
         """
         self._check_about(run, about)
         known = self.runs[run].figures.get(round) if run in self.runs else None
-        if known is not None and known[0] != question:
+        if known is not None and known.question != question:
             raise Refusal(
                 f"noisy figures after round {round} of run {run[:8]} were asked for in another "
                 "question: they are told once. Begin another run."
             )
-        return known is None
+        return known
 
-    def tell_figures(self, run: str, round: int, question: str, noise_multiplier: float) -> None:
+    def tell_figures(self, run: str, round: int, told: Figures) -> None:
         """Enter noisy figures of all clients, in a run that began here, before they leave."""
-        facts = {"round": round, "question": question, "noise_multiplier": float(noise_multiplier)}
-        self._append({"kind": "figures", "run": run, **facts})
+        facts = {**told._asdict(), "numbers": list(told.numbers)}
+        self._append({"kind": "figures", "run": run, "round": round, **facts})
 
     def _check_about(self, run: str, about: str) -> None:
         """Raise `Refusal` if a run has another recipe, population or place than before."""
@@ -276,8 +290,9 @@ class NodeLedger:
         elif kind in ("answer", "figures") and entry["run"] not in self.runs:
             raise RecordError(f"{self.path}: an answer in a run that did not begin.")
         elif kind == "figures":
-            told = (entry["question"], entry["noise_multiplier"])
-            self.runs[entry["run"]].figures[entry["round"]] = told
+            told = {name: entry[name] for name in Figures._fields}
+            told["numbers"] = tuple(told["numbers"])
+            self.runs[entry["run"]].figures[entry["round"]] = Figures(**told)
         elif kind == "answer":
             run = self.runs[entry["run"]]
             run.questions[entry["round"]] = entry["question"]
@@ -379,6 +394,15 @@ def _checked(line: bytes, where: str) -> dict[str, Any]:
             good = good and 0 < value < math.inf
         if name in ("run", "salt", "question", "about"):
             good = good and _HEX.fullmatch(value) is not None
-        if not good or (kind is list and not all(isinstance(v, str) for v in value)):
+        fine = _is_number if name == "numbers" else _is_text
+        if not good or (kind is list and not all(map(fine, value))):
             raise RecordError(f"{where}: {name} = {str(value)[:80]!r} makes no sense.")
     return dict(entry)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -35,7 +35,7 @@ from fedlm.deploy.guard import Guard, parse_recipe, store_releases
 from fedlm.deploy.leaf_worker import own_model, train_at_home, with_own_layers
 from fedlm.deploy.limits import within
 from fedlm.deploy.local import NodeWork, check_deployable, leaf_work, members_work
-from fedlm.deploy.node_evaluation import node_sums, noisy_sums
+from fedlm.deploy.node_evaluation import node_sums, noisy_sum
 from fedlm.deploy.node_ledger import WHOLE, NodeLedger
 from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.policy import Policy, Refusal
@@ -43,6 +43,7 @@ from fedlm.deploy.question import Asked, check_part
 from fedlm.deploy.secure_worker import SecureAnswers, node_sum, vector_of
 from fedlm.engine.evaluate_messages import (
     EVALUATE_REQUEST,
+    NOISY,
     EvaluateReply,
     EvaluateRequest,
     encode_evaluate_reply,
@@ -226,17 +227,16 @@ class Worker:
             raise WireError("this node was asked for the text of others.")
         with self.guard.recording(request):
             work = within(self.policy.longest_seconds, lambda: self._work(request))
-            self.guard.admit_evaluation(request, work.recipe, work.plan)
+            if request.phase == "noisy":
+                sums = self._noisy(work, request)
+            else:
+                self.guard.admit_evaluation(request, work.recipe, work.plan)
         if request.phase == "keep":
             return self._keep(work, request)
         self.say(f"evaluation after round {request.round}")
-        seconds = self.policy.longest_seconds
-        if request.phase == "noisy":
-            secret = self.ledger.figures_secret(request.run, request.round, request.digest)
-            sums = within(seconds, lambda: noisy_sums(work, request, secret, whole=self.whole))
-        else:
+        if request.phase != "noisy":
             least, own = self.policy.least_evaluated, self._own_layers(work, request)
-            sums = within(seconds, lambda: node_sums(work, request, least, own))
+            sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least, own))
         return EvaluateReply(
             round=request.round,
             phase=request.phase,
@@ -244,6 +244,13 @@ class Worker:
             sums=sums,
             counter=self.ledger.counter,
         )
+
+    def _noisy(self, work: NodeWork, request: EvaluateRequest) -> tuple[Mapping[str, float], ...]:
+        """Return the noisy sum over all clients here, which is in the ledger."""
+        secret = self.ledger.figures_secret(request.run, request.round, request.digest)
+        make = partial(noisy_sum, work, request, secret, whole=self.whole)
+        numbers = self.guard.noisy_figures(request, work.recipe, work.plan, make)
+        return (dict(zip(NOISY, numbers, strict=True)),)
 
     def _own_layers(self, work: NodeWork, request: EvaluateRequest) -> Callable[[Any], Any] | None:
         """Return how models to score get this node's own layers; None if they are taken as sent.

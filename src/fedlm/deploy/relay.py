@@ -293,7 +293,10 @@ class Relay:
             if not below:
                 raise WireError("none of the nodes asked for is here.")
             recipe, plan, members = self._allowed(request)
-            self.guard.admit_evaluation(request, recipe, plan, Asked(members))
+            if request.phase == "noisy":  # a release about the clients below, who are at nodes
+                self.guard.noisy_figures(request, recipe, plan, asked=Asked(members))
+            else:
+                self.guard.admit_evaluation(request, recipe, plan, Asked(members))
         requests = {name: asked for name, (asked, _) in below.items()}
         kept = handover(self.folder / "evaluations", request)
         missing = {name: asked for name, asked in requests.items() if name not in kept}

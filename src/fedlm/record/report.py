@@ -327,6 +327,19 @@ def _noisy_figures(run: Facts) -> list[str]:
             "Errors are standard errors of the noise. Every line is a release that epsilon counts."
         ),
         table(head, rows),
+        *_noisy_nodes(last.get("nodes")),
+    ]
+
+
+def _noisy_nodes(nodes: JsonMapping | None) -> list[str]:
+    """Show the last noisy figures of each node, which are computed from the same release."""
+    if not nodes:
+        return []
+    names = ("perplexity", "perplexity_error", "accuracy", "accuracy_error")
+    rows = [[node, *(of[name] for name in names)] for node, of in nodes.items()]
+    return [
+        paragraph("The last of them by node, where the noise leaves a figure:"),
+        table(["node", "perplexity", "error", "accuracy", "error"], rows),
     ]
 
 

@@ -9,13 +9,13 @@ Not here: the page that shows them (`report`), why they hold (docs/trust.md).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedlm.core.documents import JsonMapping, read_json
 from fedlm.core.errors import RecordError
 
 SEATS = "seats.json"  # of a run whose members were at nodes: which node has which
-HEAD = ("who", "one client's update", "a node's sum", "the round's sum")
+HEAD = ("who", "one client's update", "a node's sum", "the round's sum", "a node's figures")
 NOT_DEFENDED = (
     "poisoning: masks hide a bad update as well as a good one",
     "denial of service: nodes that stay away lose rounds",
@@ -31,6 +31,10 @@ class TrustRow(NamedTuple):
     update: str
     node_sum: str
     round_sum: str
+    figures: str  # sums over the held-out text of a node, which it tells without masks
+
+
+NETWORK = TrustRow("readers of the network", *["no (TLS)"] * 4)
 
 
 class Whereabouts(NamedTuple):
@@ -67,14 +71,17 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
     if not network:
         whole = "yes: all text is in one place"
         sums = "simulated" if secure else "yes"
-        return (TrustRow("whoever runs the simulation", whole, sums, "yes"), _readers(mechanism))
+        row = TrustRow("whoever runs the simulation", whole, sums, "yes", "yes")
+        return (row, _readers(recipe))
+    figures = _figures(recipe)
     server = TrustRow(
         "the server",
         "no" if secure else "yes, one by one" if lossy else "only where a node sends one alone",
         "no" if secure else "yes",
         "only with noise" if at_nodes else "yes, before noise" if mechanism else "yes",
+        figures,
     )
-    others = TrustRow("other nodes", "no", "no", "no: the model of each round")
+    others = TrustRow("other nodes", "no", "no", "no: the model of each round", "no")
     if secure:
         threshold = int(wire.get("secure_threshold", 0) or 0) or max(
             secure // 2 + 1, -(-2 * secure // 3)
@@ -91,20 +98,24 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
             "no",
             f"no: {stay} stay in a sum",
             "only with noise" if at_nodes else "yes",
+            figures,
         )
     relay = TrustRow(
         "a relay, of the nodes below it",
         server.update,
         server.node_sum,
         "their sum" + (", only with noise" if at_nodes else ", before noise" if mechanism else ""),
+        figures,
     )
     rows = [
-        TrustRow("the client's own node", "yes", "its own", "no: the model of each round"),
+        TrustRow(
+            "the client's own node", "yes", "its own", "no: the model of each round", "its own"
+        ),
         *([relay] if relays else []),
         server,
         others,
-        TrustRow("readers of the network", "no (TLS)", "no (TLS)", "no (TLS)"),
-        _readers(mechanism),
+        NETWORK,
+        _readers(recipe),
     ]
     return tuple(rows)
 
@@ -117,11 +128,10 @@ def _tree_rows(recipe: JsonMapping, network: bool, relays: bool) -> tuple[TrustR
     tree = recipe["federation"]
     noisy = bool(tree.get("noise_multiplier", 0))
     stay = tree.get("temperature") == 0
-    inner = recipe.get("privacy", {}).get("mechanism")
-    readers = _readers(noisy or inner)
+    readers, figures = _readers(recipe), _figures(recipe)
     if not network:
         whole = "yes: all text is in one place"
-        return (TrustRow("whoever runs the simulation", whole, "yes", "yes"), readers)
+        return (TrustRow("whoever runs the simulation", whole, "yes", "yes", "yes"), readers)
     change = "of its whole text, clipped and with noise" if noisy else "of its whole text"
     if not noisy and tree.get("clip_norm", 0):
         change += ", clipped"
@@ -134,17 +144,40 @@ def _tree_rows(recipe: JsonMapping, network: bool, relays: bool) -> tuple[TrustR
         above = "the models of all places, made of clipped changes"
     own = "its own model, which stays there" if noisy or stay else "its own model"
     rows = [
-        TrustRow("the client's own node", "yes", "its own", own),
-        TrustRow("the server", "no", f"the change of each leaf: {change}", above),
-        TrustRow("other nodes", "no", "no", "what the server sends them of its models"),
-        TrustRow("readers of the network", "no (TLS)", "no (TLS)", "no (TLS)"),
+        TrustRow("the client's own node", "yes", "its own", own, "its own"),
+        TrustRow("the server", "no", f"the change of each leaf: {change}", above, figures),
+        TrustRow("other nodes", "no", "no", "what the server sends them of its models", "no"),
+        NETWORK,
         readers,
     ]
     if relays:
-        rows.insert(1, TrustRow("a relay, of the leaves below it", *rows[1][1:3], "what they get"))
+        who = "a relay, of the leaves below it"
+        rows.insert(1, TrustRow(who, *rows[1][1:3], "what they get", figures))
     return tuple(rows)
 
 
-def _readers(mechanism: Any) -> TrustRow:
-    told = "only with noise" if mechanism else "what models and figures tell"
-    return TrustRow("readers of the run", "no", "no", told)
+def _readers(recipe: JsonMapping) -> TrustRow:
+    told = "only with noise" if _protected(recipe) else "what models and figures tell"
+    figures = _figures(recipe, told=True)
+    return TrustRow("readers of the run", "no", "no", told, figures)
+
+
+def _protected(recipe: JsonMapping) -> bool:
+    """Return whether noise protects clients, or the leaves of a tree."""
+    tree, privacy = recipe.get("federation") or {}, recipe.get("privacy", {})
+    return bool(tree.get("noise_multiplier", 0) or privacy.get("mechanism"))
+
+
+def _figures(recipe: JsonMapping, *, told: bool = False) -> str:
+    """Say which figures of a node's held-out text leave it, or are `told` of all text.
+
+    Nodes score models unless the recipe names held-out text of the server.
+    """
+    data, privacy = recipe.get("data", {}), recipe.get("privacy", {})
+    hidden = _protected(recipe) and not privacy.get("reveal")
+    here = any(data.get(name) for name in ("source", "store", "stores"))
+    exact = "of held-out clients" if hidden else "yes"
+    parts = [exact] if told or not here else []
+    if hidden and privacy.get("evaluation_noise"):
+        parts.append("of training clients only with noise")
+    return "; ".join(parts) or "no: the server has held-out text of its own"
