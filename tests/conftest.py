@@ -79,6 +79,12 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_sessionfinish():
+    """Look through the garbage once: pytest does it five times for errors that were not raised."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Keep a few cases of each grid marked `sample(n)` for the default run; the rest are slow.

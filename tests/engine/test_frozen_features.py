@@ -49,7 +49,8 @@ def test_rows_are_computed_once_and_read_again(tmp_path):
     first = features(tmp_path)
     found = first.batches([(1, order)])[0]
     assert model().frozen_depth == 2 and first.computed == 3
-    wanted = model().frozen.features(ROWS[1][[0, 3, 4], :-1].astype(np.int32))
+    whole = jax.jit(lambda frozen, tokens: frozen.features(tokens))
+    wanted = whole(model().frozen, ROWS[1][[0, 3, 4], :-1].astype(np.int32))
     np.testing.assert_allclose(found.reshape(4, 6, 8)[:3], wanted, rtol=1e-4, atol=1e-5)
     assert not found[1, 1].any()
     again = features(tmp_path)

@@ -39,6 +39,15 @@ def add_scaled(a: PyTree, b: PyTree, factor: float | Float[Array, ""]) -> PyTree
     return jax.tree.map(lambda x, y: x + factor * y, a, b)
 
 
+def from_host(a: PyTree) -> PyTree:
+    """Return a tree with copies of its host arrays as arrays of JAX.
+
+    `jnp.asarray` would compile a program for every shape, and a lone `device_put` may go on to
+    read the memory that it was given.
+    """
+    return jax.device_put(jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), a))
+
+
 def zeros_like(a: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, a)
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.cohort.packing import batch_order, batches_of
+from fedlm.core import tree
 from fedlm.core.errors import EngineError
 from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import (
@@ -80,12 +81,12 @@ class LoopEngine:
     def _steps(self, member: int, order: Any) -> Iterator[Batch]:
         """Yield a member's batches, with the features of frozen blocks if they are kept."""
         for numbers, tokens in zip(order, batches_of(self.rows_of(member), order), strict=True):
-            batch = jnp.asarray(tokens, jnp.int32)
+            batch = tree.from_host(tokens.astype(np.int32))
             if self.frozen is None:
                 yield batch
             else:
                 (features,) = self.frozen.batches([(member, numbers)])
-                yield Precomputed(batch, jnp.asarray(features))
+                yield Precomputed(batch, tree.from_host(features))
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort."""
@@ -131,7 +132,7 @@ class LoopEngine:
         local = algorithm.local_of(round)
         rows, order = cohort.batches[place] if cohort.batches else self._batches(round, member)
         key = key_for(self.seed, "upload", round=round, member=member)
-        client_state = jax.tree.map(jnp.asarray, start.client_state)
+        client_state = tree.from_host(start.client_state)
         carry = self._begin(local, shared, key, None if client_state is None else client_state.own)
         for batch in self._steps(member, order):
             carry = self._step(local, shared, carry, batch)

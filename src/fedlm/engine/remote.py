@@ -395,9 +395,8 @@ class Sum:
             self.sums[name] += np.float32(getattr(update, name))
 
     def result(self) -> Total:
-        delta = jax.tree.unflatten(self.structure, [jnp.asarray(leaf) for leaf in self.leaves])
-        shares = None if self.shares is None else jnp.asarray(self.shares)
-        return Total(delta=delta, shares=shares, **jax.tree.map(jnp.asarray, self.sums))
+        delta = jax.tree.unflatten(self.structure, self.leaves)
+        return Total(**tree.from_host({"delta": delta, "shares": self.shares, **self.sums}))
 
 
 def _last_turn(start: Start) -> int:

@@ -229,7 +229,7 @@ class BufferedRound:
             model: Any = outgoing(self.flat.algorithm, state)
             if began != round:
                 slot = began % self.buffer.largest_staleness
-                model = jax.tree.map(lambda x, slot=slot: jnp.asarray(x[slot]), flight.models)
+                model = tree.from_host(tree.take(flight.models, slot))
             members = flight.members[here].astype(np.int64)
             found.append(Flying(began, members, flight.due[here], Start(model)))
         return found

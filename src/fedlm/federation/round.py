@@ -90,7 +90,7 @@ def init_node(algorithm: Algorithm, params: Params, secret: bytes = bytes(16)) -
         params,
         memory,
         algorithm.noise.init(tree.zeros_like(released)),
-        jax.tree.map(jnp.asarray, history),
+        tree.from_host(history),
         jnp.float32(math.inf if plan is None else plan.clip_norm),
         jnp.float32(math.nan),
         jnp.float32(0.0),
@@ -240,9 +240,7 @@ def server_half(
     keys = (key, round_key(algorithm, round))
     after = _server_step(algorithm.without_values, turn, brief, total, keys)
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
-    after = eqx.tree_at(
-        lambda s: s.history, after, jax.tree.map(jnp.asarray, history), is_leaf=_is_none
-    )
+    after = eqx.tree_at(lambda s: s.history, after, tree.from_host(history), is_leaf=_is_none)
     after = eqx.tree_at(lambda s: s.digest, after, digest, is_leaf=_is_none)
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
 

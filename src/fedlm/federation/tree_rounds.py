@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from fedlm.core import tree
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Engine, Params, Total, Update
 from fedlm.federation.algorithm import Algorithm
@@ -95,7 +94,7 @@ class TreeRound:
         Under noise at the leaves, a leaf's model is the one that others know of it.
         """
         found = self._view(state)
-        models = [jax.tree.map(jnp.asarray, model) for model in found]
+        models = [tree.from_host(model) for model in found]
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
 
     def _view(self, state: TreeState) -> list[Params]:

@@ -16,7 +16,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
@@ -111,7 +110,7 @@ def _fit(arrays: dict[str, np.ndarray], like: PyTree, where: str) -> PyTree:
                 f"{where}: leaf {name!r} is {found.dtype}{list(found.shape)}, this recipe wants "
                 f"{np.dtype(leaf.dtype)}{list(leaf.shape)}."
             )
-    return tree.with_leaves(like, {name: jnp.asarray(array) for name, array in arrays.items()})
+    return tree.with_leaves(like, tree.from_host(arrays))
 
 
 def save(

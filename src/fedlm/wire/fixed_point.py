@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedlm.core import tree
 from fedlm.core.errors import WireError, require
 from fedlm.core.types import Codec, Params
 from fedlm.wire.bitwise import unit
@@ -144,10 +145,10 @@ class FixedPoint:
         if flat.size != (ends[-1] if len(ends) else 0):
             raise WireError(f"a sum of {flat.size} values: this model has {ends[-1:]}.")
         made = [
-            jnp.asarray(flat[end - leaf.size : end].reshape(leaf.shape), leaf.dtype)
+            flat[end - leaf.size : end].reshape(leaf.shape).astype(leaf.dtype)
             for leaf, end in zip(leaves, ends, strict=True)
         ]
-        return jax.tree.unflatten(structure, made)
+        return tree.from_host(jax.tree.unflatten(structure, made))
 
 
 def _at_most(clip: float, most: int, step: float) -> bool:
