@@ -42,6 +42,7 @@ from fedlm.corpus.tokenizer import fit
 from fedlm.corpus.tokenizer_file import load_tokenizer
 from fedlm.deploy import certificates as pem
 from fedlm.deploy import doctor, history, membership, registration, signing
+from fedlm.deploy.flower import parcels as many_parts
 from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import Figures, NodeLedger
 from fedlm.deploy.policy import POLICY, load_policy
@@ -717,6 +718,19 @@ def server_answer() -> Target:
     return Target(read, seeds)
 
 
+def parcels() -> Target:
+    """Read any bytes as the table of a body of many parts, of any length."""
+    entries = [many_parts.entry_of(b"one"), many_parts.Entry(5, b"x" * 32)]
+    seeds = [many_parts.write_table(entries[:1]), many_parts.write_table(entries)]
+
+    def read(data: bytes) -> None:
+        with contextlib.suppress(FedlmError):
+            many_parts.read_table(data)
+        many_parts.read_table(data, 90)
+
+    return Target(read, seeds)
+
+
 def kept_replies() -> Target:
     """Read any facts of a reply that a relay or a buffered round has kept on disk."""
     files = Files()
@@ -1085,6 +1099,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "history": actions,
     "signatures": signatures,
     "server-answer": server_answer,
+    "parcels": parcels,
     "kept-replies": kept_replies,
     "taken-answers": taken_answers,
     "flower-message": flower_message,

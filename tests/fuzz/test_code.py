@@ -95,6 +95,7 @@ def test_every_target_reaches_its_parser_and_no_command():
         "hdf5": "corpus.hdf5_worker",
         "gguf": "models.interop.gguf",
         "flower-message": "deploy.flower.pull",
+        "parcels": "deploy.flower.parcels",
         "secure-sums": "secure.shamir",
         "frames": "wire.frame",
         "signatures": "deploy.signing",

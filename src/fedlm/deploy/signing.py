@@ -2,10 +2,10 @@
 
 In:       a node's private key and a request; at the server, the keys that are registered.
 Out:      headers; the name of the node that signed, or the reason why not.
-Promise:  a signature covers method, path, time, nonce, process, length and hash of the body, so
-          that no part of a request can be changed or used again; it is checked from the headers
-          alone, before any of the body is read; a key that is removed from the workspace counts no
-          more.
+Promise:  a signature covers method, path, time, nonce, process, length and hash of the body (or of
+          its table, which has the hash of each of its parts), so that no part of a request can be
+          changed or used again; it is checked from the headers alone, before any of the body is
+          read; a key that is removed from the workspace counts no more.
 Not here: what a request may ask (`flower/superlink.py`), keys and certificates (`certificates.py`).
 
 Nonces are kept in memory for as long as a signature's time is accepted. A file has, per key, a time
@@ -98,8 +98,13 @@ def sign(
     path: str,
     body: bytes,
     process: str,
+    length: int | None = None,
 ) -> dict[str, str]:
-    """Return the headers that sign a request."""
+    """Return the headers that sign a request.
+
+    `length` is that of a body which only begins with `body`: a table that has the hashes of all
+    that follows.
+    """
     facts = {
         "scheme": SCHEME,
         "key": key_id(public),
@@ -108,7 +113,7 @@ def sign(
         "process": process,
         "body": hashlib.sha256(body).hexdigest(),
     }
-    text = _signed(facts, method, path, len(body))
+    text = _signed(facts, method, path, len(body) if length is None else length)
     made = private.sign(text, ec.ECDSA(hashes.SHA256()))
     facts["signature"] = base64.b64encode(made).decode("ascii")
     return {HEADERS[name]: value for name, value in facts.items()}

@@ -13,9 +13,10 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 
 from fedlm.deploy import certificates, signing
-from fedlm.deploy.flower import superlink
+from fedlm.deploy.flower import bodies, superlink
+from fedlm.deploy.flower.bodies import LARGEST_REQUEST
 from fedlm.deploy.flower.client import CONTROL_HEADER
-from fedlm.deploy.flower.superlink import LARGEST_REQUEST, FrontDoor
+from fedlm.deploy.flower.superlink import FrontDoor
 from fedlm.deploy.signing import WHO_AM_I, Identity, Verifier, key_id
 
 KEY = {CONTROL_HEADER: "secret"}
@@ -230,7 +231,7 @@ def test_an_expired_certificate_is_turned_away():
 
 
 def test_a_body_that_never_comes_is_given_up(monkeypatch):
-    monkeypatch.setattr(superlink, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "PART_SECONDS", 0.05)
 
     async def silent():
         await asyncio.sleep(30)
@@ -273,7 +274,7 @@ def test_a_node_answers_for_itself_alone(body, wanted):
 
 
 def test_a_node_leaves_no_more_than_its_quota():
-    guard, answer, chunk = guard_of(quota=1000), pushed(7, (7, "question")), b"x" * 400
+    guard, answer, chunk = guard_of(quota=1190), pushed(7, (7, "question")), b"x" * 400
     assert ask(guard, PUSH, signed(PUSH, answer), answer)[0] == 200
     push = lambda: ask(guard, OBJECT, signed(OBJECT, chunk), chunk)[0]  # noqa: E731
     assert [push() for _ in range(3)] == [200, 200, 507]

@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
@@ -40,7 +40,7 @@ from flwr.proto.runtime_pb2 import (
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
 )
-from flwr.supercore.constant import TaskType
+from flwr.supercore.constant import TASK_TOKEN_HEADER, TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
@@ -49,8 +49,11 @@ from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from fedlm.core.errors import EngineError
+from fedlm.deploy.flower.line import Answer, Line
+from fedlm.deploy.flower.parcels import OF_RUNS
 from fedlm.deploy.flower.records import Sender
 from fedlm.deploy.flower.transport import LastingTransport, RunTransport, presence_of
+from fedlm.deploy.flower.whole import Post
 from fedlm.deploy.versions import VersionedTransport
 from fedlm.deploy.workspace import Workspace, address
 from fedlm.engine.dispatch import Presence
@@ -100,8 +103,8 @@ class SuperLinkClient:
         self.workspace = workspace
         settings = workspace.settings
         local = settings.bind in ("0.0.0.0", "::", "127.0.0.1")
-        host = "127.0.0.1" if local else settings.host
-        self.address = address(host, settings.port)
+        self.host = "127.0.0.1" if local else settings.host
+        self.address = address(self.host, settings.port)
         self.control = self._client(ControlHttpClient, timeout=timeout)
 
     def _client(self, kind: Any, *more: Any, timeout: float = LOST_TIMEOUT) -> Any:
@@ -190,11 +193,20 @@ class SuperLinkClient:
             status = SubStatus.FAILED
             try:
                 sender = Sender(given.run.run_id, given.context.node_id, given.task_id)
-                yield RunTransport(client, sender)
+                with closing(self._line(token)) as line:
+                    yield RunTransport(client, sender, _poster(line))
                 status = SubStatus.COMPLETED
             finally:
                 heartbeat.stop()
                 self._end_run(status, shows_token)
+
+    def _line(self, token: str) -> Line:
+        """Return a connection for requests of many parts."""
+        secret = self.workspace.control_key.read_text(encoding="ascii")
+        shown = {CONTROL_HEADER: secret, TASK_TOKEN_HEADER: token}
+        authority = self.workspace.authority.read_bytes()
+        port = self.workspace.settings.port
+        return Line(self.host, port, authority, lambda *request: shown)
 
     def _end_run(self, status: str, shows_token: Any) -> None:
         """Report the outcome of a run, without waiting for a server that is gone."""
@@ -279,6 +291,17 @@ def _heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
         return True
 
     return send
+
+
+def _poster(line: Line) -> Post:
+    """Return a function that makes requests of many parts, until the server is back."""
+
+    def post(verb: str, parts: Sequence[bytes], names: Sequence[str]) -> Answer:
+        made = lambda: line.call(OF_RUNS + verb, parts, names)  # noqa: E731
+        answer: Answer = _retries(LOST_TIMEOUT).invoke(made)
+        return answer
+
+    return post
 
 
 def _retries(timeout: float) -> RetryInvoker:

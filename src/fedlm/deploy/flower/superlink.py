@@ -42,7 +42,7 @@ from typing import Any
 
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, TASK_TOKEN_HEADER
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
@@ -52,39 +52,32 @@ from fedlm.core.durable import write_atomically
 from fedlm.core.errors import EngineError
 from fedlm.deploy import certificates, connections, history
 from fedlm.deploy.doctor import EXPIRING_DAYS
+from fedlm.deploy.flower.bodies import Parcel, Turned, length_of, read
 from fedlm.deploy.flower.client import CONTROL_HEADER, SuperLinkClient
 from fedlm.deploy.flower.database import make_ready
+from fedlm.deploy.flower.exchange import Caller, Exchange
 from fedlm.deploy.flower.forget import forget_deleted
 from fedlm.deploy.flower.middlewares import only_where_needed
+from fedlm.deploy.flower.parcels import OF_NODES, OF_RUNS
 from fedlm.deploy.flower.polls import ASKED, POLLED, Polls, addressees
+from fedlm.deploy.flower.store import with_files
 from fedlm.deploy.membership import Identities
-from fedlm.deploy.signing import WHO_AM_I, Identity, Unsigned, Verifier
+from fedlm.deploy.signing import WHO_AM_I, Identity, Signer, Unsigned, Verifier
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.messages import VERSION
 
-# Flower cuts objects into chunks of 5 MB; nodes send nothing much larger.
-LARGEST_REQUEST = 48 << 20
 FLEET, REPLIES, OBJECTS = "/v1/fleet/", "/v1/fleet/push-messages", "/v1/fleet/push-object"
 CONFIRMED = "/v1/runtime/confirm-message-received"
 RUNS = ("/v1/control/start-run", "/v1/control/stop-run")
 START_TIMEOUT = 120.0  # seconds until the server listens
 MOST_AT_ONCE = 4  # requests of one node: it makes one, and beats beside it
-PART_SECONDS = 30.0  # until the next part of a body is there
-SLOWEST = 16 << 10  # bytes a second, over a whole body
 REQUEST_SECONDS = 600.0  # for Flower to answer, and for a node to read it
+ANNOUNCED = 8  # bytes of memory for a byte of a tree: a name of 66 takes 400 in `FileStore`
 LEAST_FREE = 1 << 30  # bytes of disk that nodes leave to the server
 MESSAGE_SECONDS = 43_200.0  # Flower forgets a message after so long
 REGISTER_SECONDS = 1.0  # between two looks at the nodes of the workspace
 TOLD_SECONDS = 60.0  # between two lines about the same refusal
 MOST_TOLD = 1000
-
-
-class Turned(Exception):
-    """A request that is turned away, with a status and a reason for who sent it."""
-
-    def __init__(self, status: int, reason: str = "") -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 class FrontDoor:
@@ -99,6 +92,7 @@ class FrontDoor:
         quota: float = math.inf,
         folder: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
+        exchange: Callable[[Polls], Exchange] | None = None,
         sightings: Path | None = None,
         known: Callable[[str], None] = lambda address: None,
     ) -> None:
@@ -111,12 +105,14 @@ class FrontDoor:
           quota: bytes that a node may leave lying, until the server has fetched them.
           folder: where they lie; nodes leave it some room.
           say: is told who was turned away, and why.
+          exchange: makes what answers requests for whole messages; without it there are none.
           sightings: a file about the processes that use each node's key.
           known: is told the addresses from which nodes, or the operator, have come.
         """
         self.app, self.secret, self.verifier = app, secret.encode(), verifier
         self.stored, self.folder, self.say = Stored(quota), folder, say
         self.polls = Polls()
+        self.exchange = exchange(self.polls) if exchange else None
         self.known = known
         self.seen = Sightings(sightings, say)
         self._at_once: Counter[str] = Counter()
@@ -129,7 +125,7 @@ class FrontDoor:
             return
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
-            length = _length(headers)
+            length = length_of(headers)
             if scope["path"].startswith(FLEET) or scope["path"] == WHO_AM_I:
                 await self._of_node(scope, headers, length, receive, send)
             else:
@@ -156,12 +152,16 @@ class FrontDoor:
             raise Turned(429, "the node makes too many requests at once")
         self._at_once[name] += 1
         try:
-            body = await _read(receive, length)
+            if self.exchange is not None and scope["path"].startswith(OF_NODES):
+                await self._parcel_of_node(scope, headers, length, signer, receive, send)
+                return
+            body = await read(receive, length)
             if hashlib.sha256(body).hexdigest() != signer.body:
                 raise Turned(401, "the body is not the one that was signed")
             self.seen.see(name, signer.process)
             if scope["path"] == WHO_AM_I:
-                await _answer(send, {"name": name, **_about(), "until": signer.identity.until})
+                about = {"name": name, **_about(), "until": signer.identity.until}
+                await _answer(send, {**about, "parcels": self.exchange is not None})
                 return
             self._check(scope["path"], headers, signer.identity, body)
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -169,24 +169,59 @@ class FrontDoor:
                     await self.polls.answer(self.app, scope, body, receive, send)
                 else:
                     await self.app(scope, _replay(body, receive), send)
+            if self.exchange is not None and scope["path"].rstrip("/") in (REPLIES, OBJECTS):
+                self.exchange.wake_all()
         finally:
             self._at_once[name] -= 1
 
+    async def _parcel_of_node(
+        self,
+        scope: Any,
+        headers: dict[bytes, bytes],
+        length: int,
+        signer: Signer,
+        receive: Any,
+        send: Any,
+    ) -> None:
+        """Answer a request of many parts; a signature covers their table."""
+        assert self.exchange is not None
+        parcel, identity = Parcel(receive, length), signer.identity
+        await parcel.open(signer.body)
+        self.seen.see(identity.name, signer.process)
+        _check_key(headers, identity)
+
+        def admit(size: int) -> None:
+            self._admit(identity, size)
+
+        def announce(head: bytes) -> None:
+            self._announce(identity, head)
+
+        caller = Caller(key=identity.public, announce=announce, admit=admit)
+        async with asyncio.timeout(REQUEST_SECONDS):
+            await self.exchange.answer(scope["path"], caller, parcel, receive, send)
+
     def _check(self, path: str, headers: Any, identity: Identity, body: bytes) -> None:
         """Raise unless a node speaks for itself alone and leaves no more than it may."""
-        shown = headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode(), b"")
-        if shown != base64.b64encode(identity.public):
-            raise Turned(401, "the request shows another key than the one that signed it")
+        _check_key(headers, identity)
         path = path.rstrip("/")
         if path == REPLIES:
-            replies = own_replies(body)
-            if not replies:
-                raise Turned(403, "a node answers questions, and for itself alone")
-            self.stored.announce(identity.name, replies)
+            self._announce(identity, body)
         elif path == OBJECTS:
-            if self.folder is not None and shutil.disk_usage(self.folder).free < LEAST_FREE:
-                raise Turned(507, "the server's disk is full")
-            self.stored.add(identity.name, len(body))
+            self._admit(identity, len(body))
+
+    def _announce(self, identity: Identity, body: bytes) -> None:
+        """Raise unless a node announces replies of its own."""
+        replies = own_replies(body)
+        if not replies:
+            raise Turned(403, "a node answers questions, and for itself alone")
+        self.stored.announce(identity.name, replies)
+        self.stored.add(identity.name, ANNOUNCED * len(body))
+
+    def _admit(self, identity: Identity, size: int) -> None:
+        """Count bytes that a node is about to leave, or raise."""
+        if self.folder is not None and shutil.disk_usage(self.folder).free < LEAST_FREE:
+            raise Turned(507, "the server's disk is full")
+        self.stored.add(identity.name, size)
 
     # ---- the operator ------------------------------------------------------------------
 
@@ -198,15 +233,22 @@ class FrontDoor:
             raise Turned(403, "the control key of the federation is wanted")
         self.known(_address(scope))
         path = scope["path"].rstrip("/")
+        if self.exchange is not None and path.startswith(OF_RUNS):
+            parcel = Parcel(receive, length_of(headers))
+            await parcel.open(None)
+            token = headers.get(TASK_TOKEN_HEADER.encode(), b"").decode("latin-1")
+            caller = Caller(token=token, fetched=self.stored.fetched)
+            await self.exchange.answer(path, caller, parcel, receive, send)
+            return
         if path == CONFIRMED:
-            body = await _read(receive, _length(headers))
+            body = await read(receive, length_of(headers))
             receive = _replay(body, receive)
             with contextlib.suppress(Exception):  # Flower says what is wrong with it
                 self.stored.fetched(
                     ConfirmMessageReceivedRequest.FromString(body).message_object_id
                 )
         elif path == ASKED:
-            body = await _read(receive, _length(headers))
+            body = await read(receive, length_of(headers))
             await self.app(scope, _replay(body, receive), send)
             self.polls.wake(addressees(body))
             return
@@ -234,7 +276,7 @@ class Stored:
     >>> stored.add("north", 90)
     >>> stored.add("north", 90)
     Traceback (most recent call last):
-    fedlm.deploy.flower.superlink.Turned: the node leaves more than its quota of 0 MB
+    fedlm.deploy.flower.bodies.Turned: the node leaves more than its quota of 0 MB
     """
 
     def __init__(self, quota: float) -> None:
@@ -313,36 +355,16 @@ def own_replies(body: bytes) -> list[str]:
     return [head.message_id for head in heads]
 
 
+def _check_key(headers: dict[bytes, bytes], identity: Identity) -> None:
+    """Raise unless a request shows Flower the key that signed it."""
+    shown = headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode(), b"")
+    if shown != base64.b64encode(identity.public):
+        raise Turned(401, "the request shows another key than the one that signed it")
+
+
 def _address(scope: Any) -> str:
     """Return the address from which a request came."""
     return str((scope.get("client") or ("somebody",))[0])
-
-
-def _length(headers: dict[bytes, bytes]) -> int:
-    """Return the announced length of a body, or raise `Turned`."""
-    size = headers.get(b"content-length", b"")
-    if b"transfer-encoding" in headers or not (size == b"" or (size.isdigit() and len(size) < 12)):
-        raise Turned(411, "the length of the body is not told")
-    if int(size or 0) > LARGEST_REQUEST:
-        raise Turned(413, "the body is too long")
-    return int(size or 0)
-
-
-async def _read(receive: Any, length: int) -> bytes:
-    """Read a body of announced length, part by part and not too slowly."""
-    body, more = bytearray(), True
-    try:
-        async with asyncio.timeout(PART_SECONDS + length / SLOWEST):
-            while more:
-                async with asyncio.timeout(PART_SECONDS):
-                    part = await receive()
-                if part["type"] != "http.request" or len(body) > length:
-                    raise Turned(400)
-                body += part.get("body", b"")
-                more = part.get("more_body", False)
-    except TimeoutError:
-        raise Turned(408, "the body comes too slowly") from None
-    return bytes(body)
 
 
 def _replay(body: bytes, receive: Any) -> Any:
@@ -404,14 +426,18 @@ def application(
         isolation="process",
         runtime_dependency_install=False,
     )
+    app = create_app(config, SuperLinkLifespan)
+    store = with_files(app, workspace.database)
+    state = app.state.linkstate_factory.state()
     return FrontDoor(
-        only_where_needed(create_app(config, SuperLinkLifespan)),
+        only_where_needed(app),
         workspace.control_key.read_text(encoding="ascii"),
         Verifier(Identities(workspace), marks=workspace.signed),
         known=known,
         quota=settings.quota_gigabytes * 1e9,
         folder=workspace.database.parent,
         say=say,
+        exchange=lambda polls: Exchange(state, store, polls),
         sightings=workspace.sightings,
     )
 

@@ -16,35 +16,44 @@ can call a function in its own process.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
-from flwr.app import Metadata
+from flwr.app import Message, Metadata
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
     PullMessagesRequest,
+    PullMessagesResponse,
     PushMessagesRequest,
+    PushMessagesResponse,
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+from google.protobuf.message import DecodeError
 
+from fedlm.core.documents import json_value
 from fedlm.core.errors import EngineError, WireError
 from fedlm.core.types import Say
 from fedlm.deploy import certificates, signing
+from fedlm.deploy.flower.line import Answer, Line
+from fedlm.deploy.flower.parcels import OF_NODES, in_order
 from fedlm.deploy.flower.polls import HELD_HEADER, POLLED
-from fedlm.deploy.flower.pull import Missing, assemble, object_puller
+from fedlm.deploy.flower.pull import Missing, PullObject, assemble, object_puller
 from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
 from fedlm.deploy.flower.records import from_records, reply_message, with_message_id
+from fedlm.deploy.flower.whole import Puller, Pushed, given, push_whole
 from fedlm.deploy.workspace import Kit, address
 from fedlm.engine.messages import LONGEST_FRAME, Payload, encode_refusal, printable
 
@@ -55,6 +64,7 @@ BUSY_NAP, IDLE_NAP = 0.2, 2.0
 IDLE_SECONDS = 60.0  # without a request, after which a node is idle
 NAP_PER_POLL = 4.0  # a nap is at least so many times as long as the poll before it took
 Stop = Callable[[], bool]
+T = TypeVar("T")
 
 
 class Rejected(Exception):
@@ -145,6 +155,12 @@ class _Signature:
             self.held = HELD_HEADER in response.headers
         return response
 
+    def headers(self, method: str, path: str, table: bytes, length: int) -> dict[str, str]:
+        """Return the headers of a request of many parts."""
+        shown = base64.b64encode(self.public).decode("ascii")
+        signed = signing.sign(self.private, self.public, method, path, table, self.process, length)
+        return {**signed, FLEET_HTTP_PUBLIC_KEY_HEADER: shown}
+
 
 class SuperNode:
     """A node's connection to the SuperLink, made again whenever it breaks."""
@@ -165,6 +181,10 @@ class SuperNode:
                 self._signature,
             ],
         )
+        at = (self.settings.host, self.settings.port)
+        self._line = Line(*at, kit.authority, self._signature.headers)
+        self._parcels = False  # whether the server knows requests of many parts
+        self._pushed = Pushed()
         self._file = kit.path / "node.id"
         self._node = Node(node_id=_read_id(self._file))  # 0 until it has joined for the first time
         self._lock = threading.Lock()
@@ -219,6 +239,7 @@ class SuperNode:
         try:
             self._deactivate()  # a killed process that had joined under this name
             self._node = Node(node_id=self._client.ActivateNode(request).node_id)
+            self._parcels = takes_parcels(self._line.get(signing.WHO_AM_I))
             with contextlib.suppress(OSError):  # a kit may be read-only
                 self._file.write_text(str(self.node_id), encoding="ascii")
         except httpx.HTTPStatusError as error:
@@ -247,6 +268,7 @@ class SuperNode:
             with contextlib.suppress(httpx.HTTPError):
                 self._deactivate()
             self._client.close()
+            self._line.close()
 
     def _deactivate(self) -> None:
         if self.node_id:
@@ -257,21 +279,28 @@ class SuperNode:
 
     def receive(self) -> Received | None:
         """Return the next request, or None; a message that is no payload is refused."""
-        found = self.call("PullMessages", PullMessagesRequest(node=self._node))
-        if not found.messages_list:
-            return None
-        run_id = found.messages_list[0].metadata.run_id
-        tree = found.message_object_trees[0]
+        asked, with_it = PullMessagesRequest(node=self._node), dict[str, bytes]()
         try:
-            pull = object_puller(self._verb("PullObject"), self._node, run_id)
-            message = assemble(tree, pull, LONGEST_FRAME)
-        except (WireError, Missing) as error:  # the run ended meanwhile, or it is no message
+            if self._parcels:
+                answer = self._post("poll", [asked.SerializeToString()], ())
+                self._signature.held = HELD_HEADER in answer.headers
+                found = PullMessagesResponse.FromString(answer.part())
+                with_it = given(answer)
+            else:
+                found = self.call("PullMessages", asked)
+            if not found.messages_list:
+                return None
+            run_id, tree = found.messages_list[0].metadata.run_id, found.message_object_trees[0]
+            message = assemble(tree, self._puller(run_id, tree, with_it), LONGEST_FRAME)
+        except (WireError, Missing, DecodeError, IndexError) as error:
+            # The run ended meanwhile, or it is no message.
             self.say(f"a message could not be fetched: {error}")
             return None
-        confirmed = ConfirmMessageReceivedRequest(
-            node=self._node, run_id=run_id, message_object_id=tree.object_id
-        )
-        self.call("ConfirmMessageReceived", confirmed)
+        if not set(in_order([tree])) <= with_it.keys():  # else the server has confirmed it
+            confirmed = ConfirmMessageReceivedRequest(
+                node=self._node, run_id=run_id, message_object_id=tree.object_id
+            )
+            self.call("ConfirmMessageReceived", confirmed)
         head = with_message_id(message.metadata, tree.object_id)
         try:
             return Received(from_records(message.content), head)
@@ -280,33 +309,62 @@ class SuperNode:
             self.reply(head, encode_refusal(str(error)))
             return None
 
+    def _puller(self, run_id: int, tree: Any, with_it: dict[str, bytes]) -> PullObject:
+        if self._parcels:
+            return Puller(self._post, self._node, run_id, tree, with_it)
+        return object_puller(self._verb("PullObject"), self._node, run_id)
+
     def reply(self, request: Metadata, payload: Payload) -> None:
         """Send the reply to a request; drop a reply that the server no longer waits for."""
-
-        def announce(head: Any, tree: Any) -> tuple[list[str], PushObject]:
-            announced = PushMessagesRequest(
-                node=self._node,
-                messages_list=[head],
-                message_object_trees=[tree],
-                clientapp_runtime_list=[0.0],
-            )
-            said = self.call("PushMessages", announced)
-            verb, session = self._verb("PushObject"), said.session_id
-            return said.objects_to_push, object_pusher(verb, self._node, request.run_id, session)
-
+        message = reply_message(payload, request)
         try:
-            push(reply_message(payload, request), announce)
+            if self._parcels:
+                self._reply_whole(request.run_id, message)
+            else:
+                self._reply_objects(request.run_id, message)
         except (Stale, NotTaken):
             self.say("the reply came too late: nobody waits for it.")
+
+    def _reply_whole(self, run_id: int, message: Message) -> None:
+        def announce(head: Any, tree: Any) -> bytes:
+            return self._announced(head, tree).SerializeToString()
+
+        def of_session(session: str) -> PushObjectRequest:
+            return PushObjectRequest(node=self._node, run_id=run_id, session_id=session)
+
+        read = PushMessagesResponse.FromString
+        push_whole(message, self._post, announce, read, of_session, self._pushed)
+
+    def _reply_objects(self, run_id: int, message: Message) -> None:
+        def announce(head: Any, tree: Any) -> tuple[list[str], PushObject]:
+            said = self.call("PushMessages", self._announced(head, tree))
+            verb, session = self._verb("PushObject"), said.session_id
+            return said.objects_to_push, object_pusher(verb, self._node, run_id, session)
+
+        push(message, announce)
+
+    def _announced(self, head: Any, tree: Any) -> PushMessagesRequest:
+        return PushMessagesRequest(
+            node=self._node,
+            messages_list=[head],
+            message_object_trees=[tree],
+            clientapp_runtime_list=[0.0],
+        )
+
+    def _post(self, verb: str, parts: Sequence[bytes], names: Sequence[str]) -> Answer:
+        return self._again(verb, lambda: self._line.call(OF_NODES + verb, parts, names))
 
     def _verb(self, name: str) -> Callable[[Any], Any]:
         return lambda request: self.call(name, request)
 
     def call(self, verb: str, request: Any) -> Any:
         """Make a request, and repeat it while the connection is briefly interrupted."""
+        return self._again(verb, lambda: getattr(self._client, verb)(request))
+
+    def _again(self, verb: str, call: Callable[[], T]) -> T:
         for wait in (0.2, 0.5, 1.0, None):
             try:
-                return getattr(self._client, verb)(request)
+                return call()
             except httpx.TransportError as error:
                 if wait is None:
                     raise Lost(f"lost the connection to {self.address}: {error}.") from None
@@ -319,6 +377,18 @@ class SuperNode:
                     raise Lost(f"the server at {self.address} does not know this node.") from None
                 raise Stale(f"{verb}: {error.response.status_code}") from None
         raise AssertionError("unreachable")
+
+
+def takes_parcels(told: bytes) -> bool:
+    """Read whether a server knows requests of many parts from what it tells a node.
+
+    >>> takes_parcels(b'{"name": "north", "parcels": true}'), takes_parcels(b'{"name": "north"}')
+    (True, False)
+    """
+    try:
+        return json_value(told, "the answer", WireError)["parcels"] is True
+    except (WireError, KeyError, TypeError):
+        return False
 
 
 def _read_id(file: Path) -> int:

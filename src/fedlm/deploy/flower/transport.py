@@ -21,19 +21,23 @@ from typing import Any, TypeVar
 import httpx
 from flwr.app import Message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import (
     GetNodesRequest,
     PullAppMessagesRequest,
+    PullAppMessagesResponse,
     PushAppMessagesRequest,
+    PushAppMessagesResponse,
 )
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from fedlm.core.errors import WireError
-from fedlm.deploy.flower.pull import Missing, assemble, object_puller
+from fedlm.deploy.flower.parcels import HOLD, in_order
+from fedlm.deploy.flower.pull import Missing, PullObject, assemble, object_puller
 from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
 from fedlm.deploy.flower.records import Sender, from_records, request_message
+from fedlm.deploy.flower.whole import Post, Puller, Pushed, given, push_whole
 from fedlm.engine.dispatch import Presence, Undelivered
 from fedlm.engine.messages import Payload
 
@@ -49,12 +53,45 @@ T = TypeVar("T")
 class RunTransport:
     """Sends and fetches the messages of one run on the SuperLink."""
 
-    def __init__(self, client: RuntimeHttpClient, sender: Sender) -> None:
-        self.client, self.sender = client, sender
+    def __init__(self, client: RuntimeHttpClient, sender: Sender, post: Post | None = None) -> None:
+        """Take a client for single requests, and `post` for those of many parts, if there are."""
+        self.client, self.sender, self.post = client, sender, post
+        self._pushed, self._awaited = Pushed(), ""
         self.node = Node(node_id=sender.node_id)
         self._asked: dict[str, int] = {}  # message id to the id of the node that may reply
 
     def send(self, node_id: int, payload: Payload, round: int) -> str:
+        message = request_message(payload, node_id, round, self.sender)
+        try:
+            message_id = self._send_whole(message) if self.post else self._send_objects(message)
+        except NotTaken:
+            return ""
+        if message_id:
+            self._asked[message_id] = node_id
+        return message_id
+
+    def _send_whole(self, message: Message) -> str:
+        assert self.post is not None
+
+        def announce(head: Any, tree: Any) -> bytes:
+            request = PushAppMessagesRequest(messages_list=[head], message_object_trees=[tree])
+            return request.SerializeToString()
+
+        def of_session(session: str) -> PushObjectRequest:
+            run_id = self.sender.run_id
+            return PushObjectRequest(node=self.node, run_id=run_id, session_id=session)
+
+        read = PushAppMessagesResponse.FromString
+        try:
+            said = push_whole(message, self.post, announce, read, of_session, self._pushed)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 404:
+                raise
+            self.post = None  # the server is older
+            return self._send_objects(message)
+        return said.message_ids[0] if said.message_ids else ""
+
+    def _send_objects(self, message: Message) -> str:
         message_id = ""
 
         def announce(head: Any, tree: Any) -> tuple[list[str], PushObject]:
@@ -66,42 +103,53 @@ class RunTransport:
             pusher = object_pusher(self.client.PushObject, self.node, run_id, session)
             return said.objects_to_push, pusher
 
-        try:
-            push(request_message(payload, node_id, round, self.sender), announce)
-        except NotTaken:
-            return ""
-        if message_id:
-            self._asked[message_id] = node_id
+        push(message, announce)
         return message_id
 
     def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
-        found = self.client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+        request, with_it = PullAppMessagesRequest(message_ids=[message_id]), dict[str, bytes]()
+        if self.post:
+            # Who asks twice for the same has nothing else to do: the server may hold the request.
+            hold = HOLD if message_id == self._awaited else b""
+            answer = self.post("poll", [request.SerializeToString(), hold], ())
+            found = PullAppMessagesResponse.FromString(answer.part())
+            with_it = given(answer)
+            self._awaited = message_id
+        else:
+            found = self.client.PullMessages(request)
         for head, tree in zip(found.messages_list, found.message_object_trees, strict=True):
             if head.metadata.reply_to_message_id == message_id:
-                return self._read(head.metadata, tree, max_bytes)
+                return self._read(head.metadata, tree, max_bytes, with_it)
         return None
 
-    def _read(self, head: Any, tree: Any, max_bytes: int) -> Payload:
+    def _read(self, head: Any, tree: Any, max_bytes: int, with_it: dict[str, bytes]) -> Payload:
         """Pull, check and confirm a reply; the SuperLink then deletes it."""
-        asked = self._asked[head.reply_to_message_id]
+        asked, run_id = self._asked[head.reply_to_message_id], self.sender.run_id
+        pull: PullObject
+        if self.post:
+            pull = Puller(self.post, self.node, run_id, tree, with_it)
+        else:
+            pull = object_puller(self.client.PullObject, self.node, run_id)
+        whole = set(in_order([tree])) <= with_it.keys()  # then the server has confirmed it
         try:
             if head.src_node_id not in (asked, SUPERLINK_NODE_ID):
                 raise WireError("the reply is from a node that was not asked.")
-            pull = object_puller(self.client.PullObject, self.node, self.sender.run_id)
             message = assemble(tree, pull, max_bytes)
             _check_sender(message, head)
             payload = from_records(message.content)
         except Missing as error:
             raise Undelivered(str(error)) from None  # the sender may still be asked again
         except (WireError, Undelivered):
-            self._confirm(head)
+            self._confirm(head, whole)
             raise
-        self._confirm(head)
+        self._confirm(head, whole)
         return payload
 
-    def _confirm(self, head: Any) -> None:
-        """Tell the SuperLink that a reply is no longer needed."""
+    def _confirm(self, head: Any, whole: bool) -> None:
+        """Tell the SuperLink that a reply is no longer needed, unless it came whole."""
         del self._asked[head.reply_to_message_id]
+        if whole:
+            return
         self.client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(
                 node=self.node, run_id=self.sender.run_id, message_object_id=head.message_id
