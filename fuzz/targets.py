@@ -44,7 +44,7 @@ from fedlm.deploy import certificates as pem
 from fedlm.deploy import doctor, history, membership, registration, signing
 from fedlm.deploy.flower import parcels as many_parts
 from fedlm.deploy.guard import parse_recipe
-from fedlm.deploy.node_ledger import Figures, NodeLedger
+from fedlm.deploy.node_ledger import NodeLedger, ToldFigures
 from fedlm.deploy.policy import POLICY, load_policy
 from fedlm.deploy.replies import Answers, Replies
 from fedlm.deploy.tables import read_table, write_table
@@ -419,7 +419,7 @@ def node_ledger() -> Target:
     book = NodeLedger(made)
     book.begin_run("0" * 32, _gaussian_plan(), "1" * 32)
     book.answer("0" * 32, 0, "2" * 32, ["a", "b"])
-    book.tell_figures("0" * 32, 1, Figures("3" * 32, 2.0, (0.5, -1.0)))
+    book.tell_figures("0" * 32, 1, ToldFigures("3" * 32, 2.0, (0.5, -1.0)))
     book.close()
 
     def read(data: bytes) -> None:

@@ -19,7 +19,7 @@ from fedlm.core.documents import toml_tables
 from fedlm.core.errors import FedlmError, WireError
 from fedlm.deploy.lifetime import GoingOn, Release, lifetime
 from fedlm.deploy.limits import within
-from fedlm.deploy.node_ledger import Figures, NodeLedger, about
+from fedlm.deploy.node_ledger import NodeLedger, ToldFigures, about
 from fedlm.deploy.policy import Policy, Refusal, believed
 from fedlm.deploy.question import (
     Asked,
@@ -165,7 +165,7 @@ class Guard:
         seconds = self.policy.longest_seconds
         entered, numbers = within(seconds, check), tuple(within(seconds, make))
         self.ledger.begin_run(run, entered, same)  # outside the limit: it is written whole
-        noisy = Figures(request.digest, planned.noise_multiplier, numbers)
+        noisy = ToldFigures(request.digest, planned.noise_multiplier, numbers)
         self.ledger.tell_figures(run, round, noisy)
         return numbers
 

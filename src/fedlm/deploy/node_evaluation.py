@@ -30,8 +30,6 @@ from fedlm.recipe.private_evaluation import noisy_figures
 from fedlm.recipe.tree import sampled_rows
 from fedlm.wire.dense import dense
 
-NOTHING = Sums(*(0.0 for _ in Sums._fields))
-
 
 def node_sums(
     work: NodeWork,
@@ -76,7 +74,7 @@ def noisy_sum(
     """
     _check_kind(work, request)
     rows, owners = work.held_out["validation"].rows(1)
-    each = [NOTHING]
+    each = [Sums(**_zeros())]
     if len(rows):
         scored = work.evaluator()(whole_model(work, request.frames[0]), rows)
         each = list(by_owner(scored, np.zeros_like(owners) if whole else owners).values())

@@ -59,7 +59,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Figures(NamedTuple):
+class ToldFigures(NamedTuple):
     """Noisy figures of all clients that a node told after a round."""
 
     question: str  # a fingerprint
@@ -75,7 +75,7 @@ class RunEntry:
     about: str  # a fingerprint of what must not change within a run
     questions: dict[int, str] = field(default_factory=dict)  # fingerprints by round
     turns: dict[str, list[int]] = field(default_factory=dict)  # rounds by client
-    figures: dict[int, Figures] = field(default_factory=dict)  # by round
+    figures: dict[int, ToldFigures] = field(default_factory=dict)  # by round
 
     def participations(self) -> dict[int, int]:
         """Return the number of clients by how often they took part."""
@@ -223,7 +223,7 @@ class NodeLedger:
             facts = {"about": about, "round": round, "what": what, "question": question}
             self._append({"kind": "evaluation", "run": run, **facts})
 
-    def figures_told(self, run: str, about: str, round: int, question: str) -> Figures | None:
+    def figures_told(self, run: str, about: str, round: int, question: str) -> ToldFigures | None:
         """Return the noisy figures that were told to a question; None if it is a new one.
 
         Raises `Refusal` if others were told after the round.
@@ -237,7 +237,7 @@ class NodeLedger:
             )
         return known
 
-    def tell_figures(self, run: str, round: int, told: Figures) -> None:
+    def tell_figures(self, run: str, round: int, told: ToldFigures) -> None:
         """Enter noisy figures of all clients, in a run that began here, before they leave."""
         facts = {**told._asdict(), "numbers": list(told.numbers)}
         self._append({"kind": "figures", "run": run, "round": round, **facts})
@@ -290,9 +290,9 @@ class NodeLedger:
         elif kind in ("answer", "figures") and entry["run"] not in self.runs:
             raise RecordError(f"{self.path}: an answer in a run that did not begin.")
         elif kind == "figures":
-            told = {name: entry[name] for name in Figures._fields}
+            told = {name: entry[name] for name in ToldFigures._fields}
             told["numbers"] = tuple(told["numbers"])
-            self.runs[entry["run"]].figures[entry["round"]] = Figures(**told)
+            self.runs[entry["run"]].figures[entry["round"]] = ToldFigures(**told)
         elif kind == "answer":
             run = self.runs[entry["run"]]
             run.questions[entry["round"]] = entry["question"]
