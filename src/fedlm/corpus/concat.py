@@ -49,6 +49,7 @@ class JoinedStore(Store):
             "tokenizer_from": weakest([part.manifest["tokenizer_from"] for part in self.parts]),
             "clients_sha256": whole.hexdigest(),
         }
+        self._files = [file for part in self.parts for file in part._files]
         self._batches = [batch for part in self.parts for batch in part._batches]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         self._ends = np.cumsum([len(part) for part in self.parts]).tolist()

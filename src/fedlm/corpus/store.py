@@ -22,6 +22,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -367,6 +368,12 @@ def _origin(manifest: JsonObject) -> JsonObject:
     return check_origin(manifest["tokenizer_from"])
 
 
+def _map(path: Path) -> mmap.mmap:
+    """Map a file into memory, to be read and not to be changed."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -397,7 +404,9 @@ class Store:
         self.path = Path(path)
         self.manifest = self._read_manifest()
         try:
-            self._reader = pa.ipc.open_file(pa.memory_map(str(self.path / "clients.arrow")))
+            mapped = _map(self.path / "clients.arrow")
+            self._files = [mapped]
+            self._reader = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped)))
             self._batches = [
                 self._reader.get_batch(i) for i in range(self._reader.num_record_batches)
             ]
@@ -562,11 +571,14 @@ class Store:
 
     def _numbers(self, chosen: Callable[[pa.RecordBatch], np.ndarray]) -> np.ndarray:
         """Return the numbers of the clients that are chosen, in half the memory of int64."""
-        parts = [
-            (np.flatnonzero(chosen(batch)) + first).astype(np.int32)
-            for first, batch in zip(self._starts, self._batches, strict=False)
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *parts])
+        numbers, count = np.empty(len(self), np.int32), 0  # memory is taken when it is written
+        for first, batch in zip(self._starts, self._batches, strict=False):
+            found = np.flatnonzero(chosen(batch))
+            numbers[count : count + len(found)] = found + first
+            count += len(found)
+        for file in self._files:  # every client was looked at: pages that are wanted come back
+            file.madvise(mmap.MADV_DONTNEED)
+        return numbers[:count]
 
     def verify(self) -> None:
         """Compare the clients with the hash in the manifest, which reads the whole file.
