@@ -70,6 +70,7 @@ def claim(folder, promised=PLAN, rounds=3, **more):
 
 
 @functools.cache
+@functools.cache
 def poisson(rounds, noise=2.0, rate=0.5, delta=PLAN.delta):
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))

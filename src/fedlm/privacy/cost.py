@@ -208,6 +208,7 @@ def _noise_of(event: DpEvent) -> float | None:
     return float(bare.noise_multiplier) if good else None
 
 
+@functools.lru_cache(maxsize=16)  # of a run alone, then with its vocabulary, start model, store
 def _loss_of(event: DpEvent, count: int, step: float) -> Any:
     """Return the privacy loss distribution of a release that happened `count` times."""
     if isinstance(event, dp_accounting.GaussianDpEvent):
