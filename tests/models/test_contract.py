@@ -70,6 +70,30 @@ def test_a_fresh_model_guesses(name, size):
     assert abs(nats / count - np.log(size.vocab)) < 0.8
 
 
+def _above_guessing(architecture, size):
+    """How many nats per token a fresh model costs above guessing, on words without an order."""
+    model = catalog.make(architecture, size, key_for(0, "init"))
+    tokens = np.random.default_rng(0).integers(4, size.vocab, (32, 21)).astype(np.int32)
+    nats, _ = jax.jit(catalog.score)(model, jnp.asarray(tokens))
+    return float(nats.mean() - np.log(size.vocab))
+
+
+@pytest.mark.parametrize("name", ["transformer", "conformer"])
+def test_a_fresh_model_can_begin_at_guessing(name):
+    size = replace(catalog.NAMED[name].size, vocab=500, embedding_size=64, guessing=True)
+    assert abs(_above_guessing(name, size)) < 0.1
+    assert _above_guessing(name, replace(size, guessing=False)) > 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n, named in catalog.PUBLISHED.items() if named.size.vocab < 30_000]
+)
+def test_a_fresh_model_of_a_published_size_begins_at_guessing(name):
+    named = catalog.PUBLISHED[name]
+    assert abs(_above_guessing(named.architecture, named.size)) < 0.1
+
+
 @pytest.mark.slow
 def test_a_head_of_ones_own_is_trained_apart_from_the_embedding():
     model = fresh("llama", replace(SIZE, tied=False))

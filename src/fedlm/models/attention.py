@@ -157,8 +157,9 @@ def attention(
     key_heads: int | None = None,
     head_size: int | None = None,
     rotary: Rotary | None = None,
+    out_scale: float = 1.0,
 ) -> Attention:
-    """Make a fresh layer.
+    """Make a fresh layer, whose second product begins with weights times `out_scale`.
 
     An invariant layer has a `row_floor`, and no bias after its second product. `out_bias`
     says whether there is one there, if not as everywhere.
@@ -170,7 +171,7 @@ def attention(
         linear(q, embed, heads * width, bias=bias),
         linear(k, embed, groups * width, bias=bias),
         linear(v, embed, groups * width, bias=bias),
-        linear(o, heads * width, embed, bias=out_bias),
+        linear(o, heads * width, embed, bias=out_bias, scale=out_scale),
         heads,
         row_floor,
         alibi,

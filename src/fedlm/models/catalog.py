@@ -63,6 +63,7 @@ class Dimensions:
     out_bias: bool = False  # of attention's second product, in Llama
     mlp_bias: bool = False
     tied: bool = True  # the embedding is the output matrix
+    guessing: bool = False  # a fresh Transformer or Conformer begins at the cost of guessing
     remat: bool = False  # a decoder computes its blocks again for their gradients
 
 
@@ -138,9 +139,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
     "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
     "si-cifg": from_cell(_si_cifg),
-    "transformer": decoder(transformer, *_PLACED, "activation"),
+    "transformer": decoder(transformer, *_PLACED, "activation", "guessing"),
     "si-transformer": invariant(transformer, *_PLACED),
-    "conformer": decoder(conformer, *_PLACED, "kernel_size"),
+    "conformer": decoder(conformer, *_PLACED, "kernel_size", "guessing"),
     "si-conformer": invariant(conformer, *_PLACED, "kernel_size"),
     "mpt": decoder(transformer, "activation", "norm_epsilon", positions="alibi", bias=False),
     "gpt2": decoder(transformer, "length", "activation", "norm_epsilon", positions="learned"),
@@ -165,22 +166,17 @@ def _named(architecture: str, published: Any = None, **size: Any) -> Named:
 
 
 _GBOARD = {"embedding_size": 96, "hidden_size": 670}
+_DECODER = {"vocab": 4000, "hidden_size": 2048, "heads": 8, "guessing": True}
 _MPT75 = {"embedding_size": 896, "hidden_size": 3584, "layers": 3, "heads": 16}
 PUBLISHED: dict[str, Named] = {
     "gboard-cifg-10k": _named("cifg", "1.4M", vocab=10_000, **_GBOARD),
     "gboard-cifg-20k": _named("cifg", "2.4M", vocab=20_000, **_GBOARD),
     "gboard-cifg-30k": _named("cifg", "3.3M", vocab=30_000, **_GBOARD),
     "small-lstm": _named("cifg", "4.7M", vocab=4000, embedding_size=256, hidden_size=2048),
-    "small-transformer": _named(
-        "transformer", "4.1M", vocab=4000, embedding_size=128, hidden_size=2048, layers=6, heads=8
-    ),
+    "small-transformer": _named("transformer", "4.1M", embedding_size=128, layers=6, **_DECODER),
     "large-lstm": _named("cifg", "18.8M", vocab=4000, embedding_size=1024, hidden_size=2048),
-    "large-transformer": _named(
-        "transformer", "21.0M", vocab=4000, embedding_size=512, hidden_size=2048, layers=6, heads=8
-    ),
-    "large-conformer": _named(
-        "conformer", "20.2M", vocab=4000, embedding_size=512, hidden_size=2048, layers=3, heads=8
-    ),
+    "large-transformer": _named("transformer", "21.0M", embedding_size=512, layers=6, **_DECODER),
+    "large-conformer": _named("conformer", "20.2M", embedding_size=512, layers=3, **_DECODER),
     "mpt-75m": _named("mpt", "75M", vocab=50_368, **_MPT75),
     "mpt-125m": _named(
         "mpt", "125M", vocab=50_368, embedding_size=768, hidden_size=3072, layers=12, heads=12

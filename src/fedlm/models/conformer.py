@@ -21,7 +21,16 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedlm.core.types import PyTree
 from fedlm.models.attention import Attention, attention
 from fedlm.models.embedding import Positions, stem
-from fedlm.models.layers import INVARIANT_FLOOR, Linear, Norm, bare_norm, linear, norm
+from fedlm.models.layers import (
+    INVARIANT_FLOOR,
+    Linear,
+    Norm,
+    bare_norm,
+    last_norm,
+    linear,
+    norm,
+    residual_scale,
+)
 from fedlm.models.packed_layout import Layout, Whole
 from fedlm.models.transformer import Decoder, Feedforward, feedforward
 
@@ -109,8 +118,10 @@ class Block(eqx.Module):
         return (x if self.last is None else self.last(x)), (cache, past)
 
 
-def convolution(key: PRNGKeyArray, embed: int, kernel_size: int, *, invariant: bool) -> Convolution:
-    """Make a fresh convolution module."""
+def convolution(
+    key: PRNGKeyArray, embed: int, kernel_size: int, *, invariant: bool, out_scale: float
+) -> Convolution:
+    """Make a fresh convolution module, whose last product begins with weights times `out_scale`."""
     k_enter, k_taps, k_leave = jr.split(key, 3)
     spread = (3.0 / kernel_size) ** 0.5
     inner = norm(embed)
@@ -119,7 +130,7 @@ def convolution(key: PRNGKeyArray, embed: int, kernel_size: int, *, invariant: b
         jr.uniform(k_taps, (kernel_size, embed), minval=-spread, maxval=spread),
         None if invariant else jnp.zeros(embed),
         Norm(inner.gain, inner.shift, INVARIANT_FLOOR) if invariant else inner,
-        linear(k_leave, embed, embed, bias=not invariant),
+        linear(k_leave, embed, embed, bias=not invariant, scale=out_scale),
         invariant,
     )
 
@@ -137,26 +148,52 @@ def conformer(
     length: int = 1024,
     invariant: bool = False,
     row_floor: float = 0.1,
+    guessing: bool = False,
 ) -> Decoder:
-    """Make a fresh decoder.
+    """Make a fresh decoder; `guessing` lets one begin at the cost of guessing.
 
     Every block of a plain model ends in a norm; an invariant model has a single norm, at its end.
     """
     k_stem, *keys = jr.split(key, 1 + layers)
-    made = []
-    for k_block in keys:
+    made, out_scale = [], residual_scale(layers) if guessing else 1.0
+    for number, k_block in enumerate(keys):
         k_before, k_attention, k_convolution, k_after = jr.split(k_block, 4)
         feeds = [
-            feedforward(k, embed, units, bias=True, invariant=invariant, activation="gelu")
+            feedforward(
+                k,
+                embed,
+                units,
+                bias=True,
+                invariant=invariant,
+                activation="gelu",
+                out_scale=out_scale,
+            )
             for k in (k_before, k_after)
         ]
         floor = row_floor if invariant else None
         attend = attention(
-            k_attention, embed, heads, bias=True, row_floor=floor, alibi=positions == "alibi"
+            k_attention,
+            embed,
+            heads,
+            bias=True,
+            row_floor=floor,
+            alibi=positions == "alibi",
+            out_scale=out_scale,
         )
-        mix = convolution(k_convolution, embed, kernel_size, invariant=invariant)
+        mix = convolution(
+            k_convolution, embed, kernel_size, invariant=invariant, out_scale=out_scale
+        )
         n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))
-        end = None if invariant else norm(embed)
+        end = last_norm(embed) if guessing and number + 1 == layers else norm(embed)
+        end = None if invariant else end
         made.append(Block((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))
-    first = stem(k_stem, vocab, embed, positions=positions, length=length, invariant=invariant)
+    first = stem(
+        k_stem,
+        vocab,
+        embed,
+        positions=positions,
+        length=length,
+        invariant=invariant,
+        guessing=guessing,
+    )
     return Decoder(first, tuple(made), bare_norm() if invariant else None)

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedlm.models.layers import Linear, Norm, linear, norm, sinusoids
+from fedlm.models.layers import (
+    Linear,
+    Norm,
+    embedding_length,
+    last_gain,
+    linear,
+    norm,
+    sinusoids,
+)
 
 Positions = Literal["learned", "sinusoidal", "alibi", "none"]
 
@@ -63,8 +71,8 @@ class Stem(eqx.Module):
     def _after(self, x: Array, added: Array) -> Array:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a frozen embedding may be shorter
         if self.positions == "sinusoidal":
-            # Embeddings have unit length, but the squared length of a sinusoid is embed / 2:
-            # embeddings are scaled up, as in the original.
+            # Embeddings are at most of unit length, but the squared length of a sinusoid is
+            # embed / 2: embeddings are scaled up, as in the original.
             x = x * x.shape[-1] ** 0.5
         if self.positions in ("sinusoidal", "learned"):
             x = x + added
@@ -74,15 +82,28 @@ class Stem(eqx.Module):
 
 
 def stem(
-    key: PRNGKeyArray, vocab: int, embed: int, *, positions: Positions, length: int, invariant: bool
+    key: PRNGKeyArray,
+    vocab: int,
+    embed: int,
+    *,
+    positions: Positions,
+    length: int,
+    invariant: bool,
+    guessing: bool = False,
 ) -> Stem:
-    """Make a fresh stem, with embeddings of unit expected length."""
+    """Make a fresh stem, with embeddings of unit expected length.
+
+    With `guessing` they have mean zero and are so short that a fresh model, whose output matrix
+    they are, guesses.
+    """
+    expected = embedding_length(embed, last_gain(embed) * embed**0.5) if guessing else 1.0
     k_embed, k_place, k_lift = jr.split(key, 3)
     places = None
     if positions == "learned":
         places = 0.02 * jr.normal(k_place, (length, embed))
+    drawn = jr.normal(k_embed, (vocab, embed)) * expected * embed**-0.5
     return Stem(
-        jr.normal(k_embed, (vocab, embed)) * embed**-0.5,
+        drawn - jnp.mean(drawn, axis=1, keepdims=True) if guessing else drawn,
         places,
         norm(embed) if invariant else None,
         linear(k_lift, embed, embed, bias=False) if invariant else None,

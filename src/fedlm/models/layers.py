@@ -70,9 +70,11 @@ def has_adapters(part: PyTree) -> bool:
     return any(isinstance(x, Adapted) for x in found)
 
 
-def linear(key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
-    """Make a linear layer with Glorot weights and zero bias."""
-    spread = (6.0 / (inputs + outputs)) ** 0.5
+def linear(
+    key: PRNGKeyArray, inputs: int, outputs: int, *, bias: bool = True, scale: float = 1.0
+) -> Linear:
+    """Make a linear layer with Glorot weights, times `scale`, and zero bias."""
+    spread = scale * (6.0 / (inputs + outputs)) ** 0.5
     weight = jr.uniform(key, (outputs, inputs), minval=-spread, maxval=spread)
     return Linear(weight, jnp.zeros(outputs) if bias else None)
 
@@ -95,6 +97,55 @@ class Norm(eqx.Module):
 def norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR) -> Norm:
     """Make the usual layer norm, with a gain and perhaps a shift."""
     return Norm(jnp.ones(embed), jnp.zeros(embed) if shift else None, floor)
+
+
+# Of fresh features before an output matrix: their largest length, the length of what they have in
+# common, and the spread of the logits that they may give.
+LAST_LENGTH, COMMON_LENGTH, FIRST_LOGITS = 4.0, 5.0, 0.3
+
+
+def last_norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR) -> Norm:
+    """Make the norm before a tied output matrix, such that a fresh model guesses and learns fast.
+
+    A norm of gain one gives features of length sqrt(embed). Their product with the embedding of
+    the input word, of which they are mostly made, is then so large that the model repeats its
+    input; and since a step of SGD moves a logit by the rate times the squared length, large models
+    run away at the usual rates. Shorter features alone would learn slowly, and first of all how
+    frequent words are, which is learned through what all features have in common. So the shift
+    begins with a constant. Norms take the mean away, so that no block sees that direction of the
+    stream; in embeddings it serves as a bias of each word's logit.
+    """
+    common = jnp.full(embed, COMMON_LENGTH * embed**-0.5) if shift else None
+    return Norm(jnp.full(embed, last_gain(embed)), common, floor)
+
+
+def last_gain(embed: int) -> float:
+    """Return the first gain of a norm before the output matrix.
+
+    >>> [round(last_gain(size) * size**0.5, 2) for size in (16, 64, 512)]
+    [2.0, 4.0, 4.0]
+    """
+    return min(LAST_LENGTH, embed**0.5 / 2) * embed**-0.5
+
+
+def embedding_length(embed: int, features: float) -> float:
+    """Return the first length of embeddings that are also the output matrix.
+
+    The logits of a fresh model have a spread of `features` / sqrt(embed) times that length, which
+    costs half of its square.
+
+    >>> [round(embedding_length(size, last_gain(size) * size**0.5), 2) for size in (16, 128, 512)]
+    [0.6, 0.85, 1.0]
+    """
+    return min(1.0, FIRST_LOGITS * embed**0.5 / features)
+
+
+def residual_scale(layers: int) -> float:
+    """Return the first scale of what a sub-block adds to the stream, of two in each layer.
+
+    The stream then keeps its size however deep the model is (Radford et al. 2019).
+    """
+    return float((2 * layers) ** -0.5)
 
 
 def bare_norm() -> Norm:

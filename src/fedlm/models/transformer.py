@@ -37,8 +37,10 @@ from fedlm.models.layers import (
     Rotary,
     bare_norm,
     has_adapters,
+    last_norm,
     linear,
     norm,
+    residual_scale,
     tied,
 )
 from fedlm.models.packed_layout import Layout, Packed, Whole
@@ -65,13 +67,23 @@ class Feedforward(eqx.Module):
 
 
 def feedforward(
-    key: PRNGKeyArray, embed: int, units: int, *, bias: bool, invariant: bool, activation: str
+    key: PRNGKeyArray,
+    embed: int,
+    units: int,
+    *,
+    bias: bool,
+    invariant: bool,
+    activation: str,
+    out_scale: float,
 ) -> Feedforward:
-    """Make a fresh layer; an invariant layer has no bias after its second product."""
+    """Make a fresh layer, whose second product begins with weights times `out_scale`.
+
+    An invariant layer has no bias after that product.
+    """
     k_up, k_down = jr.split(key)
     return Feedforward(
         linear(k_up, embed, units, bias=bias),
-        linear(k_down, units, embed, bias=bias and not invariant),
+        linear(k_down, units, embed, bias=bias and not invariant, scale=out_scale),
         "relu" if invariant else activation,
     )
 
@@ -254,15 +266,16 @@ def transformer(
     rope_theta: float = 10_000.0,
     rope_scaling: str | None = None,
     tied: bool = True,
+    guessing: bool = False,
 ) -> Decoder:
-    """Make a fresh decoder.
+    """Make a fresh decoder; `guessing` lets one with a tied output matrix begin at guessing.
 
     `bias=False` with ALiBi is the MPT style, learned positions are GPT-2's. GPT-NeoX turns a
     fraction of each head by rotary positions, in parallel blocks.
     """
     k_stem, *keys = jr.split(key, 1 + 2 * layers)
     width = int(rotary_fraction * (embed // heads)) // 2 * 2  # pairs are turned
-    made = []
+    made, out_scale = [], residual_scale(layers) if guessing else 1.0
     for k_attention, k_feedforward in zip(keys[0::2], keys[1::2], strict=True):
         attend = attention(
             k_attention,
@@ -272,14 +285,31 @@ def transformer(
             row_floor=row_floor if invariant else None,
             alibi=positions == "alibi",
             rotary=Rotary(width, rope_theta, rope_scaling) if width else None,
+            out_scale=out_scale,
         )
         feed = feedforward(
-            k_feedforward, embed, units, bias=bias, invariant=invariant, activation=activation
+            k_feedforward,
+            embed,
+            units,
+            bias=bias,
+            invariant=invariant,
+            activation=activation,
+            out_scale=out_scale,
         )
         norms = [_norm(embed, bias, norm_epsilon, invariant) for _ in range(2)]
         made.append(Block(norms[0], attend, norms[1], feed, parallel))
-    first = stem(k_stem, vocab, embed, positions=positions, length=length, invariant=invariant)
+    first = stem(
+        k_stem,
+        vocab,
+        embed,
+        positions=positions,
+        length=length,
+        invariant=invariant,
+        guessing=guessing,
+    )
     last = _norm(embed, bias, norm_epsilon, invariant)
+    if guessing and not invariant:
+        last = last_norm(embed, shift=bias, floor=norm_epsilon)
     return Decoder(first, tuple(made), last, head(k_stem, vocab, embed, tied=tied))
 
 

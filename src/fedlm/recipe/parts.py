@@ -262,6 +262,12 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
         if model.init_from
         else "",
     )
+    require(
+        not size.guessing or named.architecture in ("transformer", "conformer"),
+        "model.guessing",
+        size.guessing,
+        f"false with model.name = {model.name!r}: a transformer or a conformer can begin so",
+    )
     if catalog.ARCHITECTURES[named.architecture].attends:
         _check_heads(size)
     return size

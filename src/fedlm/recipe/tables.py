@@ -247,6 +247,12 @@ class Model(Table):
         default=None,
         description="Llama, GPT-NeoX: whether the embedding is also the output matrix.",
     )
+    guessing: bool | None = Field(
+        default=None,
+        description="Whether a fresh `transformer` or `conformer` begins at the cost of guessing. "
+        "Left out: if it has a published size (`small-transformer`, `large-transformer`, "
+        "`large-conformer`).",
+    )
     cell_layer_norm: bool | None = Field(
         default=None, description="Whether a recurrent cell applies layer norm to each gate."
     )
