@@ -187,9 +187,11 @@ def test_a_vocabulary_is_the_one_that_the_library_trains(texts, lowercase):
     assert fitted.library.to_str() == by_library(texts, lowercase).to_str()
 
 
+@pytest.mark.parametrize(("kind", "vocabulary"), [("words", 12), ("bpe", 280)])
 @given(ANY_TEXT, st.booleans())
-def test_lines_have_the_tokens_that_the_library_gives(text, lowercase):
-    made = fit(["the cat <pad> sat", text], "words", 12, lowercase)
+@example("two  blanks\tand a tab \n  the cat ", True)
+def test_lines_have_the_tokens_that_the_library_gives(kind, vocabulary, text, lowercase):
+    made = fit(["the cat <pad> sat", text], kind, vocabulary, lowercase)
     assert made.pieces is not None
     plain = TextTokenizer(made.library, OWN)
     plain.__dict__["pieces"] = None  # as for a tokenizer whose tokens may reach over a blank
@@ -207,7 +209,7 @@ def test_pieces_that_are_forgotten_are_met_again(monkeypatch):
 
 
 def test_other_tokenizers_are_asked_for_whole_lines():
-    assert FITTED["bpe"].pieces is None and FITTED["bytes"].pieces is None
+    assert FITTED["bytes"].pieces is None
     spaced = fit(["the cat sat"], "words", 12, True)
     changed = json.loads(spaced.library.to_str())
     changed["pre_tokenizer"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always",

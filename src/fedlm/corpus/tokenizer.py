@@ -59,41 +59,51 @@ class TextTokenizer:
     def pieces(self) -> Pieces | None:
         """The tokens of pieces between blanks; None if a token may reach over a blank.
 
-        Words as they are found here never do, and case and composition of a letter do not depend
-        on what is beyond a blank. So the tokens of a line are those of its pieces.
+        Words and BPE as they are fitted here never do, and case and composition of a letter do not
+        depend on what is beyond a blank. So the tokens of a line are those of its pieces.
         """
         told, found = json.loads(self.library.to_str()), None
-        for lowercase in (True, False):
-            own = _words(len(SPECIALS))[0]
+        for kind, lowercase in itertools.product(("words", "bpe"), (True, False)):
+            own = _MAKERS[kind](len(SPECIALS))[0]
             own.add_special_tokens(list(SPECIALS))
             own.normalizer = _normalizer(lowercase)
             if _without_words(told) == _without_words(json.loads(own.to_str())):
-                found = Pieces(self.library, lowercase)
+                found = Pieces(self.library, kind, lowercase)
         return found
 
 
 def _without_words(told: dict[str, Any]) -> dict[str, Any]:
     """Return the file of a tokenizer without the words of its vocabulary."""
-    return {**told, "model": {k: v for k, v in told["model"].items() if k != "vocab"}}
+    model = {k: v for k, v in told["model"].items() if k not in ("vocab", "merges")}
+    return {**told, "model": model, "added_tokens": [t["content"] for t in told["added_tokens"]]}
 
 
 class Pieces(dict[str, tuple[int, ...]]):
     """The tokens of pieces of text without a blank, found when a piece is first met."""
 
-    def __init__(self, library: Tokenizer, lowercase: bool) -> None:
-        self._library, self._lowercase = library, lowercase
+    def __init__(self, library: Tokenizer, kind: str, lowercase: bool) -> None:
+        self._library, self._kind, self._lowercase = library, kind, lowercase
         self._number = library.get_vocab()
 
     def __missing__(self, piece: str) -> tuple[int, ...]:
         if len(self) >= MOST_PIECES:
             self.clear()
-        if piece.isascii():
+        if self._kind == "words" and piece.isascii():
             words = ASCII_WORD.findall(piece.lower() if self._lowercase else piece)
             ids = [self._number.get(word, OOV) for word in words]
         else:
             ids = self._library.encode(piece, add_special_tokens=False).ids
         self[piece] = made = tuple(ids)
         return made
+
+    def tokens(self, line: str) -> list[int]:
+        """Return the tokens of a line."""
+        parts = line.split(" ")
+        # BPE puts one blank before each piece, and makes tokens of any others.
+        if self._kind == "bpe" and parts != line.split():
+            ids: list[int] = self._library.encode(line, add_special_tokens=False).ids
+            return ids
+        return list(itertools.chain.from_iterable(map(self.__getitem__, parts)))
 
 
 def kind_of(setting: str) -> str:
@@ -270,8 +280,7 @@ def encode(tokenizer: TextTokenizer, text: str, dtype: DTypeLike) -> np.ndarray:
     found: Iterable[list[int]]
     with library_errors("the tokenizer cannot encode this text", "Take another tokenizer."):
         if tokenizer.pieces is not None:
-            get, chain = tokenizer.pieces.__getitem__, itertools.chain.from_iterable
-            found = [list(chain(map(get, line.split(" ")))) for line in lines]
+            found = list(map(tokenizer.pieces.tokens, lines))
         else:
             coded = library.encode_batch_fast(lines, add_special_tokens=False)
             found = (line.ids for line in coded)
