@@ -53,6 +53,16 @@ def test_nothing_costs_nothing_and_no_noise_has_no_epsilon():
     assert compose([sampled_event(0.0, 0.1, 3)], 1e-6)[0] == math.inf
 
 
+def test_next_to_no_noise_has_no_finite_epsilon():
+    """A recipe may ask for it; losses beyond the largest number ended in a traceback."""
+    for events in (
+        [gaussian_event(1e-200)],
+        [sampled_event(1.0, 0.1, 4), gaussian_event(1e-9)],
+        [sampled_event(1e-200, 0.1, 4)],
+    ):
+        assert compose(events, 1e-6)[0] == math.inf
+
+
 def test_a_chance_of_failure_is_taken_off_delta():
     assert compose([GAUSSIAN(2.0)], 2e-6, 1e-6)[0] == compose([GAUSSIAN(2.0)], 1e-6)[0]
     assert compose([GAUSSIAN(2.0)], 1e-6, 1e-6)[0] == math.inf

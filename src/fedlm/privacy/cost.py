@@ -137,10 +137,15 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
         return 0.0, "nothing was released"
     if left <= 0 or any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e, _ in leaves):
         return math.inf, "no finite epsilon"
-    bounds = [
-        _by_profile(leaves, left) or _by_pld(leaves, left) or _by_rdp(_known_bins(leaves), left),
-        _by_profile(_without_draws(leaves), left),
-    ]
+    try:
+        bounds = [
+            _by_profile(leaves, left)
+            or _by_pld(leaves, left)
+            or _by_rdp(_known_bins(leaves), left),
+            _by_profile(_without_draws(leaves), left),
+        ]
+    except (OverflowError, ZeroDivisionError):  # so little noise that its loss is no number
+        return math.inf, "no finite epsilon"
     return min(bound for bound in bounds if bound)
 
 
