@@ -134,9 +134,9 @@ def views(data, kind):
             yield offset, np.frombuffer(data, kind, count, offset)
 
 
-def _says_something(run):
-    """Runs of one or two values, such as zeros, are in every file."""
-    return len(np.unique(run)) > 2
+def several(distinct):
+    """Runs of more values than this: such as zeros, or the numbers of pages, are in every file."""
+    return lambda run: len(np.unique(run)) > distinct
 
 
 def _over_a_blank(run):
@@ -172,19 +172,18 @@ class Search:
             for coded in (form.encode(), form.encode("utf-16-le"), json.dumps(form)[1:-1].encode()):
                 self.words[coded] = f"the word {word!r}"
 
-    def numbers(self, tokens, what):
+    def numbers(self, tokens, what, distinct=2):
         tokens = np.asarray(tokens, np.uint64)
-        self.tokens.add(tokens, what, _says_something)
+        self.tokens.add(tokens, what, several(distinct))
         for joint in (",", ", ", " ", "\n"):
             said = joint.join(map(str, tokens.tolist())).encode()
-            several = lambda run: len({*run.tobytes()} - {*joint.encode()}) > 2  # noqa: B023, E731
-            self._as_bytes(said, f"{what} as decimals", 24, several)
+            self._as_bytes(said, f"{what} as decimals", 24, several(distinct + len(joint)))
         coded = b"".join(map(varint, tokens.tolist()))
-        self._as_bytes(coded, f"{what} as varints", 10, _says_something)
+        self._as_bytes(coded, f"{what} as varints", 10, several(distinct))
 
-    def packed(self, data, what):
+    def packed(self, data, what, distinct=4):
         """Looks for numbers in the form in which a codec packs them."""
-        self._as_bytes(data, f"{what}, packed", 24, _says_something)
+        self._as_bytes(data, f"{what}, packed", 24, several(distinct))
 
     def row(self, values, what):
         values = np.asarray(values, np.float32)

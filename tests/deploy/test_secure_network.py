@@ -216,7 +216,7 @@ def search_for_updates(world, vectors, bits):
     search = Search()
     for name, words in vectors.items():
         if words.any():
-            search.numbers(words[:400].astype(np.uint64), f"the vector of {name}")
+            search.numbers(words[:400].astype(np.uint64), f"the vector of {name}", distinct=4)
             search.packed(pack(words[:400], bits), f"the vector of {name}")
     for name in world.leaves:
         store = Store(world.folder / "stores" / name)
@@ -234,7 +234,7 @@ def check_disks(world, vectors, bits, sums):
     search = search_for_updates(world, vectors, bits)
     for what, names in sums.items():
         total = sum(vectors[name].astype(np.uint64) for name in names) % 2**bits
-        search.numbers(total[:400], what)
+        search.numbers(total[:400], what, distinct=4)
         search.packed(pack(total[:400].astype(np.uint32), bits), what)
     folders = [home.path / "server" for home in world.homes.values()]
     for folder in (*folders, world.folder / "run"):

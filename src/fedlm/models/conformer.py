@@ -184,8 +184,8 @@ def conformer(
             k_convolution, embed, kernel_size, invariant=invariant, out_scale=out_scale
         )
         n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))
-        end = last_norm(embed) if guessing and number + 1 == layers else norm(embed)
-        end = None if invariant else end
+        last = last_norm(embed) if guessing and number + 1 == layers else norm(embed)
+        end = None if invariant else last
         made.append(Block((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))
     first = stem(
         k_stem,

@@ -250,8 +250,7 @@ class Model(Table):
     guessing: bool | None = Field(
         default=None,
         description="Whether a fresh `transformer` or `conformer` begins at the cost of guessing. "
-        "Left out: if it has a published size (`small-transformer`, `large-transformer`, "
-        "`large-conformer`).",
+        "Left out: those of published sizes do.",
     )
     cell_layer_norm: bool | None = Field(
         default=None, description="Whether a recurrent cell applies layer norm to each gate."
