@@ -251,3 +251,11 @@ def test_the_progress_bar_fits_into_eighty_columns():
     console.print(progress.get_renderable())
     printed = console.file.getvalue()
     assert printed.count("\n") == 1 and "perplexity 1234.5" in printed and "…" not in printed
+
+
+def test_a_long_evaluation_says_how_far_it_has_come_where_output_is_a_file(capsys):
+    lines = PlainProgress(4, seconds=0.0)
+    lines.scored(1500, 20_000)
+    quiet = PlainProgress(4)
+    quiet.scored(1500, 20_000)  # too soon
+    assert capsys.readouterr().err == "evaluating: 1,500 of 20,000 rows\n"

@@ -102,3 +102,26 @@ def test_whom_a_round_waits_for_is_told_until_the_next_round(tmp_path):
         watcher.round({"round": 0})
         found = read_status(tmp_path / "status.json")
         assert (found.state, found.doing) == ("training", "")
+
+
+def test_an_evaluation_says_how_far_it_has_come(tiny_recipe, tmp_path):
+    """On the way and at the end, in the file and to the watcher."""
+    run = build(load(tiny_recipe, QUICK), tmp_path / "stores", out=tmp_path / "run")
+    heard, seen = [], []
+
+    def scored(done, rows):
+        heard.append((done, rows))
+        seen.append(read_status(run.record.status))
+
+    assert train(run, watcher=Watcher(scored=scored)) is not None
+    assert all(0 < done <= rows for done, rows in heard) and heard[-1][0] == heard[-1][1]
+    assert len([1 for done, rows in heard if done == rows]) > 2
+    with in_status(RunDirectory(tmp_path), Watcher(), 1) as watcher:
+        watcher.claimed()
+        watcher.status._wrote = -1.0
+        watcher.scored(1500, 20_000)
+        found = read_status(tmp_path / "status.json")
+        assert (found.state, found.doing) == (
+            "evaluating",
+            "on held-out text, 1,500 of 20,000 rows",
+        )
