@@ -15,6 +15,7 @@ from fedlm.privacy.cost import (
     compose,
     epsilon_of_rho,
     epsilon_of_shift,
+    fixed_size_event,
     gaussian_event,
     poisson_by_rdp,
     sampled_event,
@@ -61,6 +62,9 @@ def test_next_to_no_noise_has_no_finite_epsilon():
         [sampled_event(1e-200, 0.1, 4)],
     ):
         assert compose(events, 1e-6)[0] == math.inf
+    # Of cohorts of fixed size another bound holds, as if everybody joined each.
+    drawn, joined = fixed_size_event(1e-3, 10, 100, 4), compose([gaussian_event(5e-4)], 1e-6)
+    assert compose([drawn], 1e-6) == joined
 
 
 def test_a_chance_of_failure_is_taken_off_delta():

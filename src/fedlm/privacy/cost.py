@@ -137,16 +137,17 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
         return 0.0, "nothing was released"
     if left <= 0 or any(isinstance(e, dp_accounting.NonPrivateDpEvent) for e, _ in leaves):
         return math.inf, "no finite epsilon"
-    try:
-        bounds = [
-            _by_profile(leaves, left)
-            or _by_pld(leaves, left)
-            or _by_rdp(_known_bins(leaves), left),
-            _by_profile(_without_draws(leaves), left),
-        ]
-    except (OverflowError, ZeroDivisionError):  # so little noise that its loss is no number
-        return math.inf, "no finite epsilon"
-    return min(bound for bound in bounds if bound)
+
+    def tightest() -> tuple[float, str] | None:
+        exact = _by_profile(leaves, left) or _by_pld(leaves, left)
+        return exact or _by_rdp(_known_bins(leaves), left)
+
+    found = [(math.inf, "no finite epsilon")]
+    for bound in (tightest, lambda: _by_profile(_without_draws(leaves), left)):
+        # There may be so little noise that its loss is no number.
+        with contextlib.suppress(OverflowError, ZeroDivisionError):
+            found += [each for each in [bound()] if each]
+    return min(found)
 
 
 def _leaves(events: Iterable[DpEvent]) -> Leaves:

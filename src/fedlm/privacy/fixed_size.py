@@ -134,8 +134,15 @@ def backward(epsilons: Vector, noise_multiplier: float, rate: float) -> Vector:
 
 
 def _on_grid(profile: Callable[[Vector], Vector], step: float) -> Vector:
-    """Return a profile at 0, step, 2 step, ..., until it is below `TAIL`."""
+    """Return a profile at 0, step, 2 step, ..., until it is below `TAIL`.
+
+    Raises `OverflowError` if that is beyond the largest number: with very little noise.
+    """
     last = 1.0
-    while profile(np.array([last]))[0] > TAIL:
-        last *= 1.2
-    return profile(np.arange(math.ceil(last / step) + 1) * step)
+    with np.errstate(over="ignore", invalid="ignore"):
+        while profile(np.array([last]))[0] > TAIL:
+            last *= 1.2
+        found = profile(np.arange(math.ceil(last / step) + 1) * step)
+    if not np.all(np.isfinite(found)):
+        raise OverflowError("privacy losses beyond the largest number")
+    return found
