@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from fedlm.deploy import registration
-from fedlm.engine.dispatch import Presence
+from fedlm.deploy.networked_run import networked_run
+from fedlm.engine.dispatch import Assignment, Presence
 from fedlm.engine.messages import Hello, encode_hello
+from fedlm.recipe.parts import open_store, resolve
+from fedlm.recipe.settings import dump, load, parse
+from tests.conftest import write_tiny
 
 NAMES = [f"n{number:02d}" for number in range(30)]
 
@@ -46,3 +50,29 @@ def test_many_nodes_are_heard_through_a_slow_server(lost, monkeypatch):
     found = registration.assign_members(transport, NAMES, lambda name, hello: None, lambda s: None)
     assert [a.name for a in found] == NAMES and [a.first for a in found] == list(range(0, 60, 2))
     assert len(transport.asked) < 3 * len(NAMES), "a node is not asked again at every look"
+
+
+def test_nodes_of_a_run_are_told_the_same_recipe_after_an_upgrade(tmp_path):
+    text = dump(parse({"client": {"learning_rate": 0.5}}))
+    assert registration.as_told(tmp_path, text) == text
+    before = text.replace("secure_neighbors = 0\n", "")  # as a version without it would write it
+    assert before != text
+    registration.keep_told(tmp_path, before)
+    registration.keep_told(tmp_path, text)  # it is kept once
+    assert registration.as_told(tmp_path, text) == before
+    other = dump(parse({"client": {"learning_rate": 0.25}}))
+    assert registration.as_told(tmp_path, other) == other
+
+
+def test_questions_carry_the_recipe_that_was_kept(tmp_path):
+    write_tiny(tmp_path)
+    recipe = load(tmp_path / "tiny.toml")
+    store = open_store(recipe.data, tmp_path / "text")
+    resolved = resolve(recipe, store)
+    nodes = (Assignment("north", 0, 4), Assignment("south", 4, 4))
+    text = networked_run(resolved, store, nodes, tmp_path / "run").engine.recipe
+    before = text.replace("secure_neighbors = 0\n", "")
+    assert before != text
+    (tmp_path / "run").mkdir()
+    registration.keep_told(tmp_path / "run", before)
+    assert networked_run(resolved, store, nodes, tmp_path / "run").engine.recipe == before

@@ -23,6 +23,7 @@ from fedlm.deploy.local import NodeWork, told_to_nodes, trained_part
 from fedlm.deploy.networked_run import homes_of
 from fedlm.deploy.node_evaluation import whole_model
 from fedlm.deploy.policy import Refusal
+from fedlm.deploy.registration import as_told
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, Transport
 from fedlm.engine.evaluate_messages import EvaluateRequest
@@ -81,7 +82,7 @@ def deliver(
         places=places,
         in_tree=in_tree,
         run=run_id,
-        recipe=told_to_nodes(run.recipe, run.algorithm),
+        recipe=as_told(run.record.path, told_to_nodes(run.recipe, run.algorithm)),
         population=run.population.size,
         exact=dense(),
         quorum=Quorum(quorum=1e-6, deadline=deadline),  # one answer is enough

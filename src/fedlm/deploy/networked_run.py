@@ -115,6 +115,10 @@ class _Nodes:
         """Whether nodes score models, because the server has no held-out text."""
         return not len(self.store)
 
+    def told(self, algorithm: Algorithm | None) -> str:
+        """Return the recipe as every question carries it."""
+        return registration.as_told(self.path, told_to_nodes(self.recipe, algorithm))
+
     def engine(
         self,
         algorithm: Algorithm,
@@ -126,7 +130,7 @@ class _Nodes:
         In a tree `homes` tells whose text a leaf has, `at_home` what leaves it if it keeps its own
         model.
         """
-        told = told_to_nodes(self.recipe, algorithm)
+        told = self.told(algorithm)
         if self.recipe.wire.secure_nodes and self.transport is not None:
             return self._secure_engine(algorithm, told)
         return RemoteEngine(
@@ -181,7 +185,7 @@ class _Nodes:
             transport=self.transport,
             places=places,
             in_tree=self.recipe.federation is not None,
-            recipe=told_to_nodes(self.recipe, algorithm),
+            recipe=self.told(algorithm),
             population=population,
             splits=release_splits(plan, SPLITS),
             **kept,

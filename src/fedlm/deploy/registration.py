@@ -1,9 +1,11 @@
 """Who takes part in a run, and which members each node answers for.
 
 In:       the nodes that are there, and what they say of themselves.
-Out:      assignments: a node's name, the number of its first member, how many it has.
+Out:      assignments: a node's name, the number of its first member, how many it has; the recipe
+          as nodes were told it.
 Promise:  members are assigned once, in the order of node names, and the assignments are kept with
-          the run, so that a member has the same number in every round and after every restart.
+          the run, so that a member has the same number in every round and after every restart;
+          nodes are told the same recipe, to the letter, also after an upgrade of the server.
 Not here: rounds (`engine/remote.py`).
 """
 
@@ -12,12 +14,13 @@ from __future__ import annotations
 import json
 import math
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedlm.core.documents import read_json
+from fedlm.core.documents import read_json, read_toml
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, EngineError, FedlmError, RecordError, WireError
 from fedlm.engine.counters import Counters
@@ -32,7 +35,9 @@ from fedlm.engine.messages import (
 )
 from fedlm.engine.remote_evaluation import Survey
 from fedlm.evaluate.held_out import Held
+from fedlm.recipe.settings import with_defaults
 
+TOLD = "told.toml"  # the recipe of a run as its nodes know it
 HELLO_TIMEOUT = 20.0  # seconds until a node that did not reply is asked again
 NAP = 0.2
 
@@ -228,6 +233,24 @@ def _assignment(
 def save_survey(file: Path, survey: Survey) -> None:
     """Write how much held-out text nodes announced to a file."""
     write_atomically(file, json.dumps(survey).encode())
+
+
+def as_told(path: Path, text: str) -> str:
+    """Return the recipe as the nodes of a run know it; `text` is how this version would tell it.
+
+    A later version has more settings, and nodes take another text for another run.
+    """
+    file = path / TOLD
+    if not file.is_file():
+        return text
+    before, now = read_toml(file, str(file), RecordError), tomllib.loads(text)
+    return file.read_text() if with_defaults(before) == with_defaults(now) else text
+
+
+def keep_told(path: Path, text: str) -> None:
+    """Keep with a run what its nodes are told, once."""
+    if not (path / TOLD).is_file():
+        write_atomically(path / TOLD, text.encode())
 
 
 def load_survey(file: Path) -> Survey | None:

@@ -23,7 +23,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import history, member_list, registration
 from fedlm.deploy.delivery import deliver
 from fedlm.deploy.flower.client import open_transport
-from fedlm.deploy.local import check_deployable
+from fedlm.deploy.local import check_deployable, told_to_nodes
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
@@ -100,6 +100,7 @@ def train(
             say=watcher.say,
             secure_members=members,
         )
+        registration.keep_told(directory.path, told_to_nodes(resolved, run.algorithm))
         if hides(run.plan):
             watcher.say(
                 f"Which nodes are asked stays secret under the plan: it is in {PRIVATE_TALLIES} of "
