@@ -50,7 +50,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 
 from fedlm.core.errors import EngineError
 from fedlm.deploy.flower.line import Answer, Line
-from fedlm.deploy.flower.parcels import OF_RUNS
+from fedlm.deploy.flower.parcels import OF_RUNS, Part
 from fedlm.deploy.flower.records import Sender
 from fedlm.deploy.flower.transport import LastingTransport, RunTransport, presence_of
 from fedlm.deploy.flower.whole import Post
@@ -296,7 +296,7 @@ def _heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
 def _poster(line: Line) -> Post:
     """Return a function that makes requests of many parts, until the server is back."""
 
-    def post(verb: str, parts: Sequence[bytes], names: Sequence[str]) -> Answer:
+    def post(verb: str, parts: Sequence[Part], names: Sequence[str]) -> Answer:
         made = lambda: line.call(OF_RUNS + verb, parts, names)  # noqa: E731
         answer: Answer = _retries(LOST_TIMEOUT).invoke(made)
         return answer

@@ -25,7 +25,9 @@ from fedlm.core.errors import WireError
 from fedlm.deploy.flower.parcels import (
     COUNT,
     Entry,
+    Part,
     entry_of,
+    pieces_of,
     read_table,
     table_size,
     total,
@@ -87,7 +89,7 @@ class Line:
         self._made: http.client.HTTPSConnection | None = None
         self._answer: Answer | None = None
 
-    def call(self, path: str, parts: Sequence[bytes], names: Sequence[str] = ()) -> Answer:
+    def call(self, path: str, parts: Sequence[Part], names: Sequence[str] = ()) -> Answer:
         """Send a request and return its answer; `names` are the parts' hashes where known.
 
         Raises `httpx.TransportError` or `httpx.HTTPStatusError`.
@@ -121,7 +123,7 @@ class Line:
         finally:
             self.close()
 
-    def _try(self, path: str, table: bytes, length: int, parts: Sequence[bytes]) -> Answer:
+    def _try(self, path: str, table: bytes, length: int, parts: Sequence[Part]) -> Answer:
         try:
             line = self._connected()
             line.putrequest("POST", path, skip_accept_encoding=True)
@@ -130,8 +132,10 @@ class Line:
                 line.putheader(name, value)
             line.endheaders()
             with suppress(BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
-                for part in (table, *parts):  # a server that refuses closes before it has read
-                    line.send(part)
+                line.send(table)  # a server that refuses closes before it has read
+                for part in parts:
+                    for piece in pieces_of(part):
+                        line.send(piece)
             response = line.getresponse()
             if response.status != 200:
                 raise self._refused(path, response)

@@ -33,9 +33,21 @@ class Entry(NamedTuple):
     sha256: bytes
 
 
-def entry_of(part: bytes, object_id: str = "") -> Entry:
+Part = bytes | tuple[bytes | memoryview, ...]
+"""A part of a body, or pieces that follow each other there."""
+
+
+def pieces_of(part: Part) -> tuple[bytes | memoryview, ...]:
+    """Return the pieces of a part."""
+    return part if isinstance(part, tuple) else (part,)
+
+
+def entry_of(part: Part, object_id: str = "") -> Entry:
     """Return the entry of a part; `object_id` is its hash, if somebody has computed it."""
-    return Entry(len(part), bytes.fromhex(object_id) or hashlib.sha256(part).digest())
+    pieces = pieces_of(part)
+    if object_id:
+        return Entry(sum(map(len, pieces)), bytes.fromhex(object_id))
+    return Entry(sum(map(len, pieces)), hashlib.sha256(b"".join(pieces)).digest())
 
 
 def write_table(entries: Sequence[Entry]) -> bytes:

@@ -8,17 +8,22 @@ Not here: which facts a payload must have (`engine/messages.py`), sending (`push
 
 A new Flower `Message` takes its run and its sender from globals of the process. A relay is a server
 and a node in one process, so heads are made here, with `make_message`. Written for flwr 1.41; can
-go once a `Message` takes its `Metadata` in public.
+go once a `Message` takes its `Metadata` in public. A chunk of Flower's own is copied twice for its
+name, and again when it is sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any, NamedTuple
 
 from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.common.serde_utils import metadata_from_proto, metadata_to_proto
+from flwr.supercore.constant import HEAD_BODY_DIVIDER
 
 from fedlm.core.errors import WireError
 from fedlm.engine.evaluate_messages import EVALUATE_REQUEST
@@ -34,6 +39,25 @@ MESSAGE_TYPES = {
 FRAMES = "frames"
 FRAME_TYPE = "fedlm.frame"
 SCALARS = (str, int, float, bool)
+
+
+class Chunk(ArrayChunk):
+    """A chunk of a frame that is named and sent without a copy of its bytes."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__(data)
+        self.head = f"{CHUNK}  {len(data)}".encode() + HEAD_BODY_DIVIDER
+        named = hashlib.sha256(self.head)
+        named.update(data)
+        self._name = named.hexdigest()
+
+    @property
+    def object_id(self) -> str:
+        """The hash that names the chunk; its bytes do not change."""
+        return self._name
+
+
+Chunk.__qualname__ = CHUNK = ArrayChunk.__qualname__  # what it is called where it is read
 
 
 class Sender(NamedTuple):
@@ -76,12 +100,17 @@ def with_message_id(head: Metadata, message_id: str) -> Metadata:
 def to_records(payload: Payload) -> RecordDict:
     """Convert a payload to Flower records: its facts under its kind, and its frames."""
     # As arrays of bytes: chunks are sent one by one, and a frame for all nodes only once.
-    arrays = {
-        str(i): Array("uint8", (len(frame),), FRAME_TYPE, bytes(frame))
-        for i, frame in enumerate(payload.frames)
-    }
+    arrays = {str(i): _array(bytes(frame)) for i, frame in enumerate(payload.frames)}
     facts = ConfigRecord(dict(payload.facts))
     return RecordDict({payload.kind: facts, FRAMES: ArrayRecord(arrays)})
+
+
+def _array(frame: bytes) -> Array:
+    made, data = Array("uint8", (len(frame),), FRAME_TYPE, frame), memoryview(frame)
+    cuts = range(0, len(frame), FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
+    chunks = [Chunk(data[at : at + FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE]) for at in cuts]
+    made.__dict__["_chunks"] = [(chunk.object_id, chunk) for chunk in chunks]
+    return made
 
 
 def from_records(records: RecordDict) -> Payload:

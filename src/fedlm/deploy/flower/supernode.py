@@ -48,7 +48,7 @@ from fedlm.core.errors import EngineError, WireError
 from fedlm.core.types import Say
 from fedlm.deploy import certificates, signing
 from fedlm.deploy.flower.line import Answer, Line
-from fedlm.deploy.flower.parcels import OF_NODES, in_order
+from fedlm.deploy.flower.parcels import OF_NODES, Part, in_order
 from fedlm.deploy.flower.polls import HELD_HEADER, POLLED
 from fedlm.deploy.flower.pull import Missing, PullObject, assemble, object_puller
 from fedlm.deploy.flower.push import NotTaken, PushObject, object_pusher, push
@@ -351,7 +351,7 @@ class SuperNode:
             clientapp_runtime_list=[0.0],
         )
 
-    def _post(self, verb: str, parts: Sequence[bytes], names: Sequence[str]) -> Answer:
+    def _post(self, verb: str, parts: Sequence[Part], names: Sequence[str]) -> Answer:
         return self._again(verb, lambda: self._line.call(OF_NODES + verb, parts, names))
 
     def _verb(self, name: str) -> Callable[[Any], Any]:

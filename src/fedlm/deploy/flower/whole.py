@@ -2,8 +2,9 @@
 
 In:       a message and who announces it; the tree of a message and what came with it.
 Out:      what the server says of it; a function that pulls its objects.
-Promise:  beside the message itself, memory holds `BATCH` bytes of it and a chunk; large objects
-          that the server has already are not sent again; an answer is refused before more of it is
+Promise:  a message is sent from the memory that holds it, without a copy; when one is received,
+          memory holds a chunk beside it; large objects that the server has already are not sent
+          again; an answer is refused before more of it is
           read than was allowed.
 Not here: the connection (`line.py`), what the server does (`exchange.py`), requests for single
           objects, for servers that do not know these (`push.py`, `pull.py`).
@@ -29,14 +30,15 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUn
 
 from fedlm.core.errors import WireError
 from fedlm.deploy.flower.line import Answer
-from fedlm.deploy.flower.parcels import GONE, INLINE, in_order
+from fedlm.deploy.flower.parcels import GONE, INLINE, Part, in_order
 from fedlm.deploy.flower.push import NotTaken
+from fedlm.deploy.flower.records import Chunk
 
-BATCH = 8 << 20  # bytes of objects that are made ready for one request
+BATCH = 16 << 20  # bytes of objects with which a request is full
 ALWAYS = 1 << 16  # bytes up to which an object is sent though the server may have it
 MOST_NAMES = 256  # objects that a request asks for
 
-Post = Callable[[str, Sequence[bytes], Sequence[str]], Answer]
+Post = Callable[[str, Sequence[Part], Sequence[str]], Answer]
 """A function of verb, parts and the hashes of parts that makes a request, and repeats it if the
 connection is lost."""
 
@@ -90,30 +92,36 @@ def push_whole(
     return answer
 
 
-def _inline(objects: dict[str, Any], pushed: Pushed) -> Iterator[tuple[str, bytes]]:
+def _inline(objects: dict[str, Any], pushed: Pushed) -> Iterator[tuple[str, Part]]:
     """Yield objects that travel with their message: heads first, while they are small."""
     left = INLINE
     for name in reversed(objects):
-        content = objects[name].deflate()
-        if len(content) > left:
+        content = _content(objects[name])
+        size = sum(map(len, content))
+        if size > left:
             return
-        if len(content) <= ALWAYS or name not in pushed:
-            left -= len(content)
+        if size <= ALWAYS or name not in pushed:
+            left -= size
             yield name, content
 
 
-def _batches(objects: dict[str, Any], names: Sequence[str]) -> Iterator[dict[str, bytes]]:
-    batch, size = dict[str, bytes](), 0
+def _batches(objects: dict[str, Any], names: Sequence[str]) -> Iterator[dict[str, Part]]:
+    batch, size = dict[str, Part](), 0
     for name in names:
         if name not in objects:
             raise NotTaken(name)  # not for us to send
-        batch[name] = objects[name].deflate()
-        size += len(batch[name])
+        content = _content(objects[name])
+        batch[name], size = content, size + sum(map(len, content))
         if size >= BATCH:
             yield batch
             batch, size = {}, 0
     if batch:
         yield batch
+
+
+def _content(thing: Any) -> tuple[bytes | memoryview, ...]:
+    """Return the pieces of an object as it is sent, without a copy of a chunk."""
+    return (thing.head, thing.data) if isinstance(thing, Chunk) else (thing.deflate(),)
 
 
 def given(answer: Answer) -> dict[str, bytes]:
