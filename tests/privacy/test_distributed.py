@@ -10,7 +10,8 @@ from scipy import special, stats
 
 from fedlm.core.errors import ConfigError, EngineError
 from fedlm.privacy.discrete_gaussian import _Coins, discrete_gaussian
-from fedlm.privacy.distributed import DistributedNoise, check_honest, shares_for
+from fedlm.privacy.distributed import DistributedNoise, shares_for
+from fedlm.recipe.sum_rules import check_honest_nodes
 
 SEED = bytes(range(32))
 
@@ -217,8 +218,9 @@ def test_the_reserve_holds_the_noise_of_all_nodes():
     assert 1000 * p[near].sum() > 2.0**-40
 
 
-@pytest.mark.parametrize("honest, threshold, colluders", [(0, 4, 0), (4, 4, 1), (5, 4, 0)])
-def test_more_honest_nodes_than_the_threshold_guarantees_are_refused(honest, threshold, colluders):
-    with pytest.raises(ConfigError, match=r"secure\.honest"):
-        check_honest(honest, threshold, colluders)
-    check_honest(3, 4, 1)
+@pytest.mark.parametrize("honest, words", [(0, "1 to 4"), (5, "1 to 4"), (1, "at least 2")])
+def test_a_number_of_honest_nodes_that_nobody_can_promise_is_refused(honest, words):
+    """Of five nodes, four stay: with one honest node the others could sign two lists."""
+    with pytest.raises(ConfigError, match=rf"privacy\.honest_nodes.*{words}"):
+        check_honest_nodes(5, 4, honest)
+    check_honest_nodes(5, 4, 2)

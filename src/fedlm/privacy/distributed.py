@@ -166,15 +166,3 @@ def shares_for(*, clip: float, size: int, noise_multiplier: float, honest: int) 
     bound = DistributedNoise(clip=clip, size=size, variance=1, honest=honest).squared_bound
     wanted = math.ceil(noise_multiplier**2 * bound / honest)
     return DistributedNoise(clip=clip, size=size, variance=max(1, wanted), honest=honest)
-
-
-def check_honest(honest: int, threshold: int, colluders: int) -> None:
-    """Refuse a number of honest survivors that the threshold does not guarantee."""
-    require(
-        1 <= honest <= threshold - colluders,
-        "secure.honest",
-        honest,
-        f"1 to {threshold - colluders}, because {threshold} nodes survive at least and {colluders} "
-        "of them may work together with the server",
-        "Raise secure.threshold, or lower secure.honest or secure.colluders.",
-    )
