@@ -94,7 +94,7 @@ HERE = [
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "name", sorted({n for n in shipped.recipe_names() if "/" not in n} - {*HERE})
+    "name", sorted({n for n in shipped.recipe_names() if "/" not in n} - {"advise", *HERE})
 )
 def test_a_recipe_without_its_text_says_which_text_it_wants(name, tmp_path):
     (tmp_path / "clone" / "recipes").mkdir(parents=True)
@@ -103,6 +103,11 @@ def test_a_recipe_without_its_text_says_which_text_it_wants(name, tmp_path):
     wanted = Path(load(Path(name)).data.source).name
     assert f"put {wanted} there, or set data.source to a file of yours" in told.stderr
     assert told.code == 2 and "Traceback" not in told.stderr
+
+
+def test_a_recipe_for_any_store_asks_for_one(tmp_path):
+    told = call(tmp_path, "train", "advise", "--set", "run.devices=2")
+    assert told.code == 2 and "data.store = None" in told.stderr and "expected" in told.stderr
 
 
 @pytest.fixture(scope="module")
