@@ -100,17 +100,22 @@ def with_message_id(head: Metadata, message_id: str) -> Metadata:
 def to_records(payload: Payload) -> RecordDict:
     """Convert a payload to Flower records: its facts under its kind, and its frames."""
     # As arrays of bytes: chunks are sent one by one, and a frame for all nodes only once.
-    arrays = {str(i): _array(bytes(frame)) for i, frame in enumerate(payload.frames)}
+    arrays = ArrayRecord(
+        {
+            str(i): Array("uint8", (len(frame),), FRAME_TYPE, bytes(frame))
+            for i, frame in enumerate(payload.frames)
+        }
+    )
+    for array in arrays.values():  # the record's own, which it has made anew
+        array.__dict__["_chunks"] = _chunks(array.data)
     facts = ConfigRecord(dict(payload.facts))
-    return RecordDict({payload.kind: facts, FRAMES: ArrayRecord(arrays)})
+    return RecordDict({payload.kind: facts, FRAMES: arrays})
 
 
-def _array(frame: bytes) -> Array:
-    made, data = Array("uint8", (len(frame),), FRAME_TYPE, frame), memoryview(frame)
-    cuts = range(0, len(frame), FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
-    chunks = [Chunk(data[at : at + FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE]) for at in cuts]
-    made.__dict__["_chunks"] = [(chunk.object_id, chunk) for chunk in chunks]
-    return made
+def _chunks(frame: bytes) -> list[tuple[str, Chunk]]:
+    size, data = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, memoryview(frame)
+    made = [Chunk(data[at : at + size]) for at in range(0, len(frame), size)]
+    return [(chunk.object_id, chunk) for chunk in made]
 
 
 def from_records(records: RecordDict) -> Payload:
