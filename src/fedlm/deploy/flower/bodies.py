@@ -103,12 +103,13 @@ class Parcel:
 
     async def _take(self, size: int) -> bytearray:
         made, at = bytearray(size), 0
-        while at < size:
-            if not self._rest:
-                self._rest = memoryview(await self._come())
-            piece = self._rest[: size - at]
-            made[at : at + len(piece)] = piece
-            at, self._rest = at + len(piece), self._rest[len(piece) :]
+        with memoryview(made) as view:  # a bytearray would copy a piece before it takes it
+            while at < size:
+                if not self._rest:
+                    self._rest = memoryview(await self._come())
+                piece = self._rest[: size - at]
+                view[at : at + len(piece)] = piece
+                at, self._rest = at + len(piece), self._rest[len(piece) :]
         return made
 
     async def _come(self) -> bytes:
