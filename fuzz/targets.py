@@ -725,8 +725,8 @@ def parcels() -> Target:
 
     def read(data: bytes) -> None:
         with contextlib.suppress(FedlmError):
-            many_parts.read_table(data)
-        many_parts.read_table(data, 90)
+            many_parts.read_table(data, 90)
+        many_parts.read_table(data)
 
     return Target(read, seeds)
 
