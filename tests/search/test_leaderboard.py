@@ -152,6 +152,19 @@ def test_a_board_tells_spread_limits_and_what_diverged():
     assert "class='front'" in drawing([*board.ranked(), {**found["sotu-si-cifg"], "perplexity": 9}])
 
 
+def test_the_terminal_has_a_table_that_fits():
+    board = Board()
+    for entry in shipped_entries():
+        board.add(
+            entry,
+            [played(1234.5, epsilon=7.99, delta=4e-4), played(1300.5, epsilon=7.99, delta=4e-4)],
+        )
+    head, rows = boards.short_table(board.ranked())
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    assert sum(widths) + 3 * len(widths) + 1 <= 80
+    assert {row[0] for row in rows} == {f"{e.track}/{e.name}" for e in shipped_entries()}
+
+
 def test_options_that_do_not_fit_are_refused(run_cli):
     for args, said in (
         (("--only", "fast"), "--only"),

@@ -73,7 +73,7 @@ def bench_quality(
     if as_json:
         emit({"board": str(out_path), **board.facts()})
     elif board.rows:
-        show(str(out_path), *boards.board_table(board.ranked()))
+        show(str(out_path), *boards.short_table(board.ranked()))
         out.print(f"table: {out_path / boards.TABLE}; drawing: {out_path / boards.PICTURE}")
     if board.missing:
         note(f"Not finished: {', '.join(board.missing)}. Go on with the same command:")

@@ -352,6 +352,18 @@ def board_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[st
     ]
 
 
+def short_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return what fits into eighty columns: the table without what a reader asks last."""
+    head, whole = board_table(rows)
+    kept = [head.index(name) for name in ("perplexity", "epsilon", "MB up per client", "seconds")]
+    names = (f"{row['track']}/{row['entry']}" for row in rows)
+    fronts = ("limit" if row["fault"] else "yes" if row["front"] else "no" for row in rows)
+    return ["entry", "perplexity", "epsilon", "MB up", "seconds", "front"], [
+        [name, *(of[place] for place in kept), front]
+        for name, of, front in zip(names, whole, fronts, strict=True)
+    ]
+
+
 def _figure(row: dict[str, Any]) -> str:
     if row["perplexity"] is None:
         return "-"
