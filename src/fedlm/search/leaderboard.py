@@ -358,7 +358,7 @@ def short_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[st
     kept = [head.index(name) for name in ("perplexity", "epsilon", "MB up per client", "seconds")]
     names = (f"{row['track']}/{row['entry']}" for row in rows)
     fronts = ("limit" if row["fault"] else "yes" if row["front"] else "no" for row in rows)
-    return ["entry", "perplexity", "epsilon", "MB up", "seconds", "front"], [
+    return ["entry", "perplexity", "epsilon", "MB up", "s", "front"], [
         [name, *(of[place] for place in kept), front]
         for name, of, front in zip(names, whole, fronts, strict=True)
     ]
