@@ -268,7 +268,7 @@ def resident_megabytes():
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_opening_does_not_read_the_tokens_of_342_477_clients(tmp_path):
     clients = 342_477  # as many as Stack Overflow has
-    tokens = np.arange(4, 132, dtype=np.uint16)
+    tokens = np.resize(np.array([4, 5, 6], np.uint16), 128)
     rows = (row(n, train=tokens) for n in range(clients))
     started = time.perf_counter()
     write_tokens(rows, tmp_path / "s", TOKENIZER, SETTINGS, np.uint16)
