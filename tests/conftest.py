@@ -1,11 +1,13 @@
 """A tiny real corpus, a recipe for it, and a way to run commands on them in this process."""
 
+import asyncio
 import contextlib
 import gc
 import hashlib
 import io
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections import defaultdict
@@ -214,3 +216,25 @@ def trained(tmp_path_factory):
     assert done.code == 0, done.stderr
     (folder / "stdout.txt").write_text(done.stdout, encoding="utf-8")
     return folder
+
+
+def sends_at_once(listener):
+    """Tell whether connections that asyncio accepts at a socket send small answers at once."""
+    seen = []
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport):
+            made = transport.get_extra_info("socket")
+            seen.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def connect():
+        with listener as made:
+            server = await asyncio.get_running_loop().create_server(Accepted, sock=made)
+            reader, writer = await asyncio.open_connection(*made.getsockname())
+            await reader.read()
+            writer.close()
+            server.close()
+
+    asyncio.run(connect())
+    return bool(seen) and all(seen)

@@ -1,6 +1,5 @@
 """Strangers take neither all connections nor much memory."""
 
-import asyncio
 import contextlib
 import socket
 import ssl
@@ -11,6 +10,7 @@ import pytest
 
 from fedlm.deploy import certificates, connections
 from fedlm.deploy.processes import free_port
+from tests.conftest import sends_at_once
 
 pytestmark = [
     pytest.mark.network,
@@ -122,21 +122,4 @@ def test_a_body_that_nobody_wants_is_not_taken(server):
 
 def test_small_answers_are_sent_at_once():
     """A connection to a node does not wait for its acknowledgements (Nagle)."""
-    seen = []
-
-    class Accepted(asyncio.Protocol):
-        def connection_made(self, transport):
-            made = transport.get_extra_info("socket")
-            seen.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            transport.close()
-
-    async def connect():
-        with connections.listen("127.0.0.1", free_port(), per_address=20) as made:
-            server = await asyncio.get_running_loop().create_server(Accepted, sock=made)
-            reader, writer = await asyncio.open_connection(*made.getsockname())
-            await reader.read()
-            writer.close()
-            server.close()
-
-    asyncio.run(connect())
-    assert seen and all(seen)
+    assert sends_at_once(connections.listen("127.0.0.1", free_port(), per_address=20))

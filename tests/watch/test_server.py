@@ -1,13 +1,11 @@
 """The page over HTTP: who is let in, what is streamed, which buttons do what."""
 
-import asyncio
 import contextlib
 import http.client
 import json
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +22,7 @@ from fedlm.watch.board import Board
 from fedlm.watch.control import Control, _wait_for_end, resume_command
 from fedlm.watch.guard import Guard
 from fedlm.watch.server import HttpServer, WatchServer, listen
+from tests.conftest import sends_at_once
 from tests.watch.runs import lines, make_run, round_line
 
 
@@ -181,24 +180,7 @@ def test_the_stream_sends_what_changes(tmp_path):
 
 def test_small_answers_are_sent_at_once():
     """A connection of the page does not wait for others' acknowledgements (Nagle)."""
-    seen = []
-
-    class Accepted(asyncio.Protocol):
-        def connection_made(self, transport):
-            made = transport.get_extra_info("socket")
-            seen.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            transport.close()
-
-    async def connect():
-        with listen("127.0.0.1", 0) as made:
-            server = await asyncio.get_running_loop().create_server(Accepted, sock=made)
-            reader, writer = await asyncio.open_connection(*made.getsockname())
-            await reader.read()
-            writer.close()
-            server.close()
-
-    asyncio.run(connect())
-    assert seen and all(seen)
+    assert sends_at_once(listen("127.0.0.1", 0))
 
 
 def test_a_taken_port_gives_a_sentence():

@@ -77,6 +77,7 @@ class Architecture:
     make: Maker
     size: Dimensions = Dimensions()
     attends: bool = False  # it has heads, whose number must divide the embedding
+    can_guess: bool = False  # a fresh model can begin at the cost of guessing
 
 
 def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
@@ -119,7 +120,7 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
         )
         return replace(made, remat=size.remat)
 
-    return Architecture(make, SMALL_DECODER, attends=True)
+    return Architecture(make, SMALL_DECODER, attends=True, can_guess="guessing" in options)
 
 
 def invariant(family: Callable[..., Params], *options: str) -> Architecture:

@@ -263,7 +263,7 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
         else "",
     )
     require(
-        not size.guessing or named.architecture in ("transformer", "conformer"),
+        not size.guessing or catalog.ARCHITECTURES[named.architecture].can_guess,
         "model.guessing",
         size.guessing,
         f"false with model.name = {model.name!r}: a transformer or a conformer can begin so",

@@ -147,11 +147,11 @@ def check_same(run: Run) -> None:
     header = _header_now(run)
     # Written and read as in a journal, because JSON has no infinity.
     recipe = json.loads(dumps(run.recipe.model_dump(mode="json", exclude_none=True)))
-    before = with_defaults(header["recipe"])
-    if before != with_defaults(recipe):
+    before, here = with_defaults(header["recipe"]), with_defaults(recipe)
+    if before != here:
         raise RecordError(
             f"{path} was begun with another recipe "
-            f"({difference(before, with_defaults(recipe))}): undo the change, or begin another run."
+            f"({difference(before, here)}): undo the change, or begin another run."
         )
     now = json.loads(dumps(promised(run)))
     if any(header.get(name) != now.get(name) for name in ("privacy", "privacy_nodes")):

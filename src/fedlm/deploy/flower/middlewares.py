@@ -7,7 +7,7 @@ Promise:  a middleware that is left out for a path does nothing there, by its ow
 Not here: what the application answers (`flwr.superlink`), who may ask it (`superlink.py`).
 
 Flower wraps its application in nine of Starlette's `BaseHTTPMiddleware`s, each of which starts a
-task and a stream for every request, and a round of two nodes has sixty requests. Written for flwr
+task and a stream for every request; for most requests most of them do nothing. Written for flwr
 1.41; can go once its middlewares are plain ASGI, or belong to their routers.
 """
 
