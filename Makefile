@@ -14,7 +14,7 @@ train: $(VENV)/.installed  ## train a federated language model on real text, in 
 train-long: $(VENV)/.installed  ## the same with more rounds, for a lower perplexity
 	$(BIN)/fedlm train recipes/sotu-long.toml
 
-demo-llm: $(VENV)/.llm  ## federate adapters on a small language model, without and with privacy (about 30 minutes)
+demo-llm: $(VENV)/.llm  ## federate adapters on a small language model, without and with privacy (about 15 minutes)
 	$(BIN)/python examples/pretrained.py runs/demo-llm
 
 test: lint  ## format, lint, types, the default tests and a small federation on loopback

@@ -2,8 +2,9 @@
 
 The cohort has the shape of the Stack Overflow benchmark: full rows of 20 tokens, batches of 16,
 lognormal client sizes up to 256 rows; `large` has a vocabulary of 10,000, `small` of 2,000. `leaf`
-is a leaf of a tree of federations: few members, long rows, many steps. Results are compared before
-they are timed; the loop engine, which is slow, trains `--loop` members only. *Doubt* is how far the
+is a leaf of a tree of federations: few members, long rows, many steps; `published` is a published
+size of 19 to 75 million parameters with few members. Results are compared before they are timed;
+the loop engine, which is slow, trains `--loop` members only. *Doubt* is how far the
 loop engine's own result moves when every weight is one unit in its last place larger: engines can
 agree no better than that. Ratios go to `runs/bench/ratios.json`, for `baseline.py`.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +47,28 @@ class Workload(NamedTuple):
     name: str
     label: str
     vocab: int
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     shape: BatchSpec = BatchSpec(batch_size=16, sequence_length=20)
 
     def rows(self, clients: int) -> list[np.ndarray]:
-        """Uniform tokens, the worst case for caches; lognormal client sizes, or a leaf's text."""
+        """Return uniform tokens, the worst case for caches.
+
+        Client sizes are lognormal; leaves and published sizes have few members of equal size.
+        """
         rng = np.random.default_rng(0)
         sizes = np.minimum(256, rng.lognormal(4.2, 0.9, clients)).astype(int) + 1
         if self.label == "leaf":
             sizes = np.full(2, 4 * self.shape.batch_size)
+        if self.label == "published":
+            sizes = np.full(4, 3 * self.shape.batch_size)
         width = self.shape.sequence_length + 1
-        return [rng.integers(4, self.vocab, (n, width)).astype(np.int16) for n in sizes]
+        return [rng.integers(4, self.vocab, (n, width)).astype(np.int32) for n in sizes]
+
+
+def _published(name: str) -> Workload:
+    known = catalog.NAMED[name]
+    sizes = {each.name: getattr(known.size, each.name) for each in fields(known.size)}
+    return Workload(name, "published", sizes.pop("vocab"), sizes)
 
 
 WORKLOADS = [
@@ -71,6 +84,8 @@ WORKLOADS = [
     ),
     *(Workload(name, "small", 2_000, SMALL) for name in ("transformer", "si-transformer")),
     Workload("mpt", "leaf", 4_000, LEAF, BatchSpec(batch_size=8, sequence_length=128)),
+    *(_published(name) for name in ("large-lstm", "large-transformer", "large-conformer")),
+    _published("mpt-75m"),
 ]
 
 
@@ -100,7 +115,7 @@ def compare(workload: Workload, clients: int, repeats: int, loop_clients: int) -
     rows = workload.rows(clients)
     clients = len(rows)
     algorithm = fedavg(clients)
-    params = catalog.make(name, size, key_for(0, "init"))
+    params = catalog.make(catalog.NAMED[name].architecture, size, key_for(0, "init"))
     loop, mesh = (E(algorithm, rows.__getitem__, shape, 0) for E in (LoopEngine, MeshEngine))
     few, all_of_them = np.arange(min(loop_clients, clients)), np.arange(clients)
     cohorts = {
