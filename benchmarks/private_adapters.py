@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/private-adapters"))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[4.0, 10.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--plain-seeds", nargs="+", type=int, default=[0], help="without noise")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--rank", type=int, default=2)
@@ -152,7 +153,8 @@ def main() -> None:
     rows = []
     for epsilon in (*asked.epsilons, math.inf):
         # What is without noise comes last: a table that is stopped has its private rows.
-        found = [summary_of(asked, epsilon, seed) for seed in asked.seeds]
+        seeds = asked.seeds if math.isfinite(epsilon) else asked.plain_seeds
+        found = [summary_of(asked, epsilon, seed) for seed in seeds]
         before += [one["start_perplexity"] for one in found]
         after = [one["perplexity"] for one in found]
         told = f"{found[0]['epsilon']:.2f}" if math.isfinite(epsilon) else "no noise"
