@@ -27,6 +27,19 @@ CASES = {
     "lstm": SIZE,
     "cifg": SIZE,
     "si-cifg": SIZE,
+    **{
+        f"si-cifg, {label}": replace(SIZE, **options)
+        for label, options in {
+            "by L2": {"si_measure": "l2"},
+            "by RMS": {"si_measure": "rms"},
+            "by p-norm 16": {"si_measure": "p16"},
+            "by p-norm 8": {"si_measure": "p8"},
+            "scaled floor 0.1": {"si_scaled_floor": 0.1},
+            "soft rectifier": {"si_rectifier": "soft"},
+            "p-norm 16, soft": {"si_measure": "p16", "si_rectifier": "soft"},
+            "p-norm 8, soft": {"si_measure": "p8", "si_rectifier": "soft"},
+        }.items()
+    },
     "transformer": SIZE,
     "conformer": SIZE,
     "si-transformer": SIZE,

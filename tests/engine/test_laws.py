@@ -20,7 +20,7 @@ from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
-from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, client_optimizer
+from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, client_optimizer, schedule
 from fedlm.models import catalog
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.wire.dense import dense
@@ -100,6 +100,22 @@ def test_mesh_equals_loop(optimizer, weight):
     fast = mesh.total(Start(params), mesh.prepare(3, MEMBERS))
     assert_same(fast.total, slow.total)
     assert (fast.upload_bytes, fast.download_bytes) == (slow.upload_bytes, slow.download_bytes)
+
+
+def test_mesh_equals_loop_where_the_clients_rate_changes_over_rounds():
+    rate = schedule("cosine", 1.0, rounds=8, warmup=2, end=0.1)
+    inner = client_optimizer("muon", 0.1)
+    local = local_training(catalog.loss, inner, WEIGHTS["examples"], schedule=rate)
+    chosen = dataclasses.replace(algorithm(), local=local)
+    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    moved = []
+    for round in (0, 6):
+        slow, fast = (total(e, model(), round) for e in (loop, mesh))
+        # Newton-Schulz steps lengthen what two orders of summing differ in.
+        assert_same(fast, slow, rtol=1e-3)
+        moved.append(float(tree.norm(fast.delta)))
+    assert mesh.traces <= 1, "a round's rate is data"
+    assert moved[0] > 1.3 * moved[1] > 0, "0.5 of the rate in the first round, 0.33 in the seventh"
 
 
 def test_mesh_equals_loop_under_a_plan_whose_clip_binds(own_programs):

@@ -23,7 +23,7 @@ from fedlm.federation.round import (
     start_of_round,
 )
 from fedlm.local.train import ALL, WEIGHTS, local_training
-from fedlm.methods import feddyn, mimelite, scaffold
+from fedlm.methods import fedadamw, feddyn, mimelite, scaffold
 from fedlm.methods.optimizers import client_optimizer, server_optimizer
 from fedlm.models import catalog
 from fedlm.models.partial import ON_BASE, drawn_subset, leaves_by_fraction, low_rank, own_subset
@@ -90,6 +90,10 @@ ALGORITHMS = {
     "mimelite": lambda: changed(
         local=mimelite.mimelite_client(catalog.loss, BASE, RATE),
         server=mimelite.mimelite_server(BASE, 1.0),
+    ),
+    "fedadamw": lambda: changed(
+        local=fedadamw.fedadamw_client(catalog.loss, 0.01, alpha=0.5, weight_decay=0.1, clip=1.0),
+        server=fedadamw.fedadamw_server(optax.sgd(1.0), 0.01),
     ),
     "scaffold": lambda: changed(
         local=scaffold.scaffold_client(catalog.loss, RATE),

@@ -4,12 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Loss, TrainablePart
+from fedlm.methods import fedadamw
 from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings, method_names
 from fedlm.methods.method import MethodOptions
 
@@ -30,6 +32,8 @@ PLAIN = RelatedSettings(
     proximal=0.0,
     schedule="constant",
     warmup_rounds=0,
+    client_schedule="constant",
+    client_warmup_rounds=0,
     trainable="all",
     error_feedback=False,
     private=False,
@@ -39,7 +43,8 @@ PLAIN = RelatedSettings(
 def related(name, **changes):
     """Settings that go with a method, changed."""
     proximal = 0.5 if METHODS[name].needs_proximal else 0.0
-    return dataclasses.replace(PLAIN, **({"proximal": proximal} | changes))
+    usual = {"proximal": proximal, "optimizer": METHODS[name].needs_optimizer or "sgd"}
+    return dataclasses.replace(PLAIN, **(usual | changes))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -50,7 +55,7 @@ def test_one_client_takes_the_server_downhill(name):
     memory, key = server.init(PARAMS), key_for(0, "partial")
     shared = client.shared(server.send(PARAMS, memory), key)
     kept = None if client.init_memory is None else client.init_memory(shared)
-    carry = client.step(shared, client.init(shared, key, kept), jnp.ones((2, 3)))
+    carry = client.step(shared, client.init(shared, key, kept, jnp.int32(0)), jnp.ones((2, 3)))
     update = client.finish(shared, carry, jnp.float32(2.0))
     after, _ = server.step(PARAMS, memory, client.expand(PARAMS, key, update.delta))
     assert jax.tree.structure(after) == jax.tree.structure(PARAMS)
@@ -73,10 +78,12 @@ def test_what_a_method_says_of_itself_is_what_is_refused(name):
         (method.trains_parts, {"error_feedback": True}, "client.method"),
         (bool(method.proximal), {"proximal": 0.1}, "client.proximal"),
         (not method.needs_proximal, {"proximal": 0.0}, "client.proximal"),
-        (not method.needs_plain_sgd, {"optimizer": "adam"}, "client.optimizer"),
-        (not method.needs_plain_sgd, {"gradient_clip_norm": 1.0}, "client.optimizer"),
+        (not method.needs_optimizer, {"optimizer": "adam"}, "client.optimizer"),
+        (method.needs_optimizer != "sgd", {"gradient_clip_norm": 1.0}, "client.gradient_clip_norm"),
         (not method.needs_constant_schedule, {"schedule": "cosine"}, "server.schedule"),
         (not method.needs_constant_schedule, {"warmup_rounds": 2}, "server.warmup_rounds"),
+        (method.takes_client_schedule, {"client_schedule": "linear"}, "client.schedule"),
+        (method.takes_client_schedule, {"client_warmup_rounds": 1}, "client.warmup_rounds"),
         (method.may_be_private, {"private": True}, "client.method"),
     ):
         if fits:
@@ -88,3 +95,29 @@ def test_what_a_method_says_of_itself_is_what_is_refused(name):
 
 def test_the_names_in_an_error_are_those_of_the_registry():
     assert method_names(lambda method: method.may_be_private) == "'fedavg'"
+
+
+def test_fedadamw_by_hand():
+    """Two rounds of one client with two steps each: the second begins with what the first left."""
+    rate, decay, alpha, a, b = 0.1, 0.2, 0.5, fedadamw.BETA1, fedadamw.BETA2
+    client = fedadamw.fedadamw_client(OPTIONS.loss, rate, weight_decay=decay, alpha=alpha)
+    server, key = fedadamw.fedadamw_server(optax.sgd(1.0), rate), key_for(0, "partial")
+    params, memory = PARAMS, server.init(PARAMS)
+    x, block, direction, t = np.array([1.0, -2.0]), 0.0, np.zeros(2), 0
+    for _ in range(2):
+        shared = client.shared(server.send(params, memory), key)
+        carry = client.init(shared, key, None, jnp.int32(0))
+        m, v, start = np.zeros(2), np.full(2, block), x
+        for k in (1, 2):
+            carry = client.step(shared, carry, jnp.ones((2, 3)))
+            g = 2 * x  # of the summed loss over its tokens
+            m, v = a * m + (1 - a) * g, b * v + (1 - b) * g * g
+            own = m / (1 - a**k) / (np.sqrt(v / (1 - b ** (t + k))) + fedadamw.EPSILON)
+            x = x - rate * (own + alpha * direction + decay * x)
+        update = client.finish(shared, carry, jnp.float32(2.0))
+        params, memory = server.step(params, memory, update.delta)
+        block, direction, t = v.mean(), (start - x) / (2 * rate), t + 2
+        np.testing.assert_allclose(params["w"], x, rtol=1e-5)
+    np.testing.assert_allclose(memory["second"]["w"], [block], rtol=1e-5)
+    np.testing.assert_allclose(memory["direction"]["w"], direction, rtol=1e-5)
+    assert float(memory["steps"][0]) == 4

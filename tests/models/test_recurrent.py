@@ -8,7 +8,7 @@ import pytest
 
 from fedlm.core.types import PAD
 from fedlm.models import catalog
-from fedlm.models.cells import Cifg, Lstm, SiCifg
+from fedlm.models.cells import MEASURES, RECTIFIERS, Cifg, Lstm, SiCifg
 from fedlm.models.recurrent import plain_sequence, recurrent
 from tests.oracle import STEPS, plain_cross_entropy
 
@@ -167,15 +167,64 @@ def test_the_published_size_of_the_benchmark_model():
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("measure", ["max", "l2", "rms"])
-@pytest.mark.parametrize("layer_norm", [False, True])
-def test_every_measure_in_place_of_the_maximum_is_invariant_too(measure, layer_norm):
-    cell = SiCifg(measure=measure, layer_norm=layer_norm)
+@pytest.mark.parametrize("measure", sorted(MEASURES.keys() - {"none"}))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layer_norm": True},
+        *({"rectifier": name} for name in RECTIFIERS),
+        {"scaled_floor": 0.3},
+    ],
+)
+def test_every_measure_in_place_of_the_maximum_is_invariant_too(measure, options):
+    cell = SiCifg(measure=measure, **options)
     step = jax.jit(cell.step)
     z, c = jr.normal(jr.key(0), (3, 5, 33)), jr.normal(jr.key(1), (5, 33))
     factors = jnp.array([0.1, 7.0, 3.0])[:, None, None]
     for a, b in zip(step(z, c), step(factors * z, c), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+@pytest.mark.parametrize("power", [8, 16])
+def test_a_power_norm_is_the_p_norm_and_lies_between_the_maximum_and_its_multiple(power):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 33)))
+    norm, wanted = MEASURES[f"p{power}"], np.sum(np.abs(x) ** power, axis=1) ** (1 / power)
+    np.testing.assert_allclose(x[:, 0] / norm(x, 1e-6)[:, 0], wanted, rtol=1e-6)
+    largest = np.abs(x).max(axis=1)
+    assert (wanted >= largest).all() and (wanted <= 33 ** (1 / power) * largest).all()
+    by_hand = jax.grad(lambda v: jnp.sum(jnp.abs(v) ** power) ** (1 / power))(x[0])
+    found = jax.grad(lambda v: v[0] / norm(v[None], 1e-6)[0, 0])(x[0])
+    np.testing.assert_allclose(found, by_hand, atol=1e-5)
+    for hard in (1e30, 1e-30, 0.0):  # powers neither overflow nor make nan
+        slope = jax.grad(lambda v, hard=hard: norm(hard * v[None], 1e-6).sum())(x[0])
+        assert np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [({}, None), ({"scaled_floor": 0.1}, 40), ({"measure": "p8", "rectifier": "soft"}, 40)],
+)
+def test_a_gate_with_hardly_anything_positive_has_a_bounded_gradient(options, most):
+    """One unit just above zero: the published rule makes it one, whatever it is."""
+    z = -jnp.abs(jr.normal(jr.key(0), (1, 33)))
+    z = z.at[0, 3].set(1e-4)
+    gate = SiCifg(**options)._open
+    steepest = np.abs(jax.jacobian(lambda v: gate(v[None])[0])(z[0])).max()
+    assert float(gate(z).max()) <= 1
+    if most is None:
+        near = gate(z.at[0, 5].set(1e-4))  # a second unit as small: it opens fully, at once
+        assert float(near[0, 5]) == 1
+    else:
+        assert steepest < most
+
+
+def test_the_soft_rectifier_is_relu_far_from_its_corner():
+    x = jnp.array([[-30.0, -1.0, 0.0, 1.0, 30.0]])
+    soft = RECTIFIERS["soft"](x)
+    assert (soft > 0).all() and float(soft[0, 2]) > 0.5
+    np.testing.assert_allclose(soft[0, -1], 30, rtol=0.01)
+    np.testing.assert_allclose(RECTIFIERS["soft"](7 * x), 7 * soft, rtol=1e-6)
 
 
 def test_a_relu_gate_without_a_measure_is_not_invariant():

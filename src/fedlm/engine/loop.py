@@ -133,7 +133,8 @@ class LoopEngine:
         rows, order = cohort.batches[place] if cohort.batches else self._batches(round, member)
         key = key_for(self.seed, "upload", round=round, member=member)
         client_state = tree.from_host(start.client_state)
-        carry = self._begin(local, shared, key, None if client_state is None else client_state.own)
+        memory = None if client_state is None else client_state.own
+        carry = self._begin(local, shared, key, memory, jnp.int32(round))
         for batch in self._steps(member, order):
             carry = self._step(local, shared, carry, batch)
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
@@ -153,9 +154,9 @@ class LoopEngine:
     @staticmethod
     @partial(jax.jit, static_argnums=0)
     def _begin(
-        local: ClientMethod, shared: Shared, key: PRNGKeyArray, memory: ClientMemory
+        local: ClientMethod, shared: Shared, key: PRNGKeyArray, memory: ClientMemory, round: Array
     ) -> PyTree:
-        return local.init(shared, key, memory)
+        return local.init(shared, key, memory, round)
 
     @staticmethod
     @partial(jax.jit, static_argnums=0)

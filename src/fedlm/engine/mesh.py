@@ -102,6 +102,7 @@ class Stream(NamedTuple):
     keys: Any  # lanes capacity 2
     places: Any  # lanes capacity: the member's place in the cohort
     segments: Any  # lanes: how many are real
+    round: Any  # lanes: its number
     order: Any = None  # lanes capacity batch: numbers of rows, if their features are kept
     features: Any = None  # lanes capacity batch sequence embed: put there before a chunk runs
 
@@ -225,7 +226,9 @@ class Programs:
             key = jr.wrap_key_data(stream.keys[i], impl="threefry2x32")
             memory = None if client_state is None else client_state.own
             carry = jax.lax.cond(
-                stream.opens[i], lambda: local.init(shared, key, memory), lambda: carry
+                stream.opens[i],
+                lambda: local.init(shared, key, memory, stream.round),
+                lambda: carry,
             )
             _, carry = jax.lax.while_loop(
                 lambda x: x[0] < stream.stops[i], take, (stream.starts[i], carry)
@@ -344,9 +347,9 @@ class MeshEngine:
             made[place] = batch_order(len(rows[place]), self.shape, rng)
             examples[place] = min(len(rows[place]), self.shape.max_examples or len(rows[place]))
             keys[place] = key_data(digest_for(self.seed, "upload", **address))
-        return [self._fill(chunk, rows, made, examples, keys) for chunk in plan]
+        return [self._fill(round, chunk, rows, made, examples, keys) for chunk in plan]
 
-    def _fill(self, chunk: list[list[Segment]], rows, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
+    def _fill(self, round: int, chunk: list[list[Segment]], rows, made, examples, keys) -> Stream:  # type: ignore[no-untyped-def]
         full = (len(chunk), self.capacity)
         batch = self.shape.batch_size
         stream = Stream(
@@ -359,6 +362,7 @@ class MeshEngine:
             keys=np.zeros((*full, 2), np.uint32),
             places=np.zeros(full, np.int32),
             segments=np.array([len(lane) for lane in chunk], np.int32),
+            round=np.full(len(chunk), round, np.int32),
             order=None if self.frozen is None else np.zeros((*full, batch), np.int32),
         )
         for lane, segments in enumerate(chunk):
@@ -542,7 +546,7 @@ def _start_lane(local: ClientMethod, shared: Shared) -> LaneState:
     """Return a lane that has done nothing yet."""
     key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
     client_state = None if local.init_memory is None else local.init_memory(shared)
-    carry = local.init(shared, key, client_state)
+    carry = local.init(shared, key, client_state, jnp.int32(0))  # that one has its own, too
     update = lifted(local, shared, local.finish(shared, carry, jnp.zeros(())))
     return LaneState(carry, total_like(update))
 

@@ -183,7 +183,8 @@ def _update_like(
         key = key_for(0, "partial")  # only shapes count
         shared = on_base(base, local.shared(sent, key))
         client_state = None if local.init_memory is None else local.init_memory(shared)
-        update = local.finish(shared, local.init(shared, key, client_state), jnp.zeros(()))
+        carry = local.init(shared, key, client_state, jnp.int32(0))
+        update = local.finish(shared, carry, jnp.zeros(()))
         return update, lifted(local, shared, update)
 
     whole = jax.tree.unflatten(structure, sent), jax.tree.unflatten(base_structure, base)

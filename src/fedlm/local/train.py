@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
@@ -55,6 +55,7 @@ class Carry(NamedTuple):
     steps: Scalar
     mask: PyTree = None  # one number per leaf, if the member trains its own leaves
     extra: PyTree = None  # state that a method adds
+    rate: Scalar | None = None  # what the learning rate is multiplied by, if rounds differ in it
 
 
 @by_value
@@ -66,18 +67,22 @@ def local_training(
     part: TrainablePart = ALL,
     proximal: float = 0.0,
     remember: bool = False,
+    schedule: Callable[[Array], Scalar] | None = None,
 ) -> ClientMethod:
     """Return the client method that takes one gradient step per batch, on its mean loss.
 
     `part` says which numbers are trained. `proximal` is the strength of the pull back to the start
     (FedProx). `remember` keeps the optimiser's state from one turn of a member to the next;
-    otherwise every turn begins with a fresh state.
+    otherwise every turn begins with a fresh state. `schedule(round)` multiplies the learning rate
+    of all steps of a round; every optimiser's step is proportional to its rate.
     """
 
-    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> Carry:
+    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array) -> Carry:
         start = part.init(shared)
         mask = part.draw(start, jr.fold_in(key, 1)) if part.draw else None
-        return begin_carry(start, client_state if remember else optimizer.init(start), mask)
+        carry = begin_carry(start, client_state if remember else optimizer.init(start), mask)
+        rate = None if schedule is None else jnp.asarray(schedule(round), jnp.float32)
+        return carry._replace(rate=rate)
 
     def step(shared: Shared, carry: Carry, batch: Batch) -> Carry:
         def merge(trained: Params) -> Params:
@@ -88,6 +93,8 @@ def local_training(
             away = tree.sub(carry.params, part.init(shared))
             change = tree.add_scaled(change, away, proximal)
         change, memory = optimizer.update(change, carry.memory, carry.params)
+        if carry.rate is not None:
+            change = tree.scale(change, carry.rate)
         moved = optax.apply_updates(carry.params, masked(change, carry.mask))
         return went_on(carry, moved, memory, nats, count)
 
@@ -155,6 +162,7 @@ def went_on(
         carry.steps + 1.0,
         carry.mask,
         extra,
+        carry.rate,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedlm.core.errors import either, require
-from fedlm.methods import fedavg, feddyn, mimelite, scaffold
+from fedlm.methods import fedadamw, fedavg, feddyn, mimelite, scaffold
 from fedlm.methods.method import Method
 
 METHODS: dict[str, Method] = {
@@ -21,6 +21,7 @@ METHODS: dict[str, Method] = {
     "mimelite": mimelite.METHOD,
     "scaffold": scaffold.METHOD,
     "feddyn": feddyn.METHOD,
+    "fedadamw": fedadamw.METHOD,
 }
 
 
@@ -33,6 +34,8 @@ class RelatedSettings:
     proximal: float
     schedule: str
     warmup_rounds: int
+    client_schedule: str
+    client_warmup_rounds: int
     trainable: str
     error_feedback: bool
     private: bool
@@ -73,12 +76,28 @@ def _check_proximal(name: str, method: Method, proximal: float) -> None:
 def _check_steps(name: str, method: Method, related: RelatedSettings) -> None:
     """Refuse optimisers and schedules that the method would not use."""
     require(
-        not method.needs_plain_sgd
-        or (related.optimizer == "sgd" and related.gradient_clip_norm == 0),
+        method.needs_optimizer in ("", related.optimizer),
         "client.optimizer",
         related.optimizer,
-        f"'sgd' without client.gradient_clip_norm: {name!r} defines the member's step",
+        f"{method.needs_optimizer!r}: {name!r} defines the member's step",
     )
+    require(
+        method.needs_optimizer != "sgd" or related.gradient_clip_norm == 0,
+        "client.gradient_clip_norm",
+        related.gradient_clip_norm,
+        f"0: {name!r} defines the member's step",
+    )
+    for setting, value, wanted in (
+        ("schedule", related.client_schedule, "constant"),
+        ("warmup_rounds", related.client_warmup_rounds, 0),
+    ):
+        require(
+            method.takes_client_schedule or value == wanted,
+            f"client.{setting}",
+            value,
+            f"{wanted!r} with {name!r}: {method_names(lambda m: m.takes_client_schedule)} may "
+            "change a member's learning rate over the rounds",
+        )
     require(
         not method.needs_constant_schedule or related.schedule == "constant",
         "server.schedule",

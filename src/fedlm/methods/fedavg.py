@@ -42,10 +42,23 @@ def send_params(params: Params, memory: OptState) -> Params:
 def build_fedavg(options: MethodOptions) -> Halves:
     """Build both halves, one client half per trainable part."""
     clients = (
-        client(options.loss, options.inner, options.weigh, part=part, proximal=options.proximal)
+        client(
+            options.loss,
+            options.inner,
+            options.weigh,
+            part=part,
+            proximal=options.proximal,
+            schedule=options.inner_schedule,
+        )
         for part in options.parts
     )
     return tuple(clients), fedavg_server(options.outer)
 
 
-METHOD = Method(build=build_fedavg, proximal="FedProx's mu", trains_parts=True, may_be_private=True)
+METHOD = Method(
+    build=build_fedavg,
+    proximal="FedProx's mu",
+    trains_parts=True,
+    may_be_private=True,
+    takes_client_schedule=True,
+)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import optax
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
@@ -42,7 +42,9 @@ def feddyn_client(
     A client sends its change and remembers g, which moves against the change.
     """
 
-    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
+    def init(
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+    ) -> train.Carry:
         return train.begin_carry(shared, optimizer.init(shared), extra=client_state)
 
     def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedlm.core.types import ClientMethod, LossFn, ServerMethod, TrainablePart
+from jaxtyping import Array
+
+from fedlm.core.types import ClientMethod, LossFn, Scalar, ServerMethod, TrainablePart
 from fedlm.local.train import ALL, WEIGHTS, Weigh
 from fedlm.methods.optimizers import Optimizer
 
@@ -28,7 +30,10 @@ class MethodOptions:
     server_learning_rate: float
     weigh: Weigh = WEIGHTS["examples"]
     parts: tuple[TrainablePart, ...] = (ALL,)  # rounds train them in turn
-    proximal: float = 0.0  # FedProx's mu or FedDyn's alpha
+    proximal: float = 0.0  # FedProx's mu, FedDyn's alpha or FedAdamW's
+    weight_decay: float = 0.0  # of the clients' AdamW, for methods that define its step
+    gradient_clip_norm: float = 0.0
+    inner_schedule: Callable[[Array], Scalar] | None = None  # factor of the clients' rate, by round
     participation: float = 1.0  # the share of all clients that joins a round
 
 
@@ -45,7 +50,8 @@ class Method:
     build: Callable[[MethodOptions], Halves]
     proximal: str = ""  # what the paper calls `client.proximal`; empty: the method has no such term
     needs_proximal: bool = False  # it must be above zero
-    needs_plain_sgd: bool = False  # the method defines the client's step itself
+    needs_optimizer: str = ""  # of clients, if the method defines their step itself
+    takes_client_schedule: bool = False  # the clients' learning rate may change over rounds
     needs_constant_schedule: bool = False  # the server's step has no schedule
     trains_parts: bool = False  # works with `wire.trainable` and `wire.error_feedback`
     may_be_private: bool = False  # all that a client sends is one change, which a clip bounds

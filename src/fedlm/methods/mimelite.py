@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
@@ -47,7 +47,9 @@ def mimelite_client(
     gradient of its whole text at the parameters it was sent. `base` has learning rate one.
     """
 
-    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
+    def init(
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+    ) -> train.Carry:
         params = shared["params"]
         like = jax.eval_shape(base.init, params)
         frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), shared["statistics"], like)
@@ -97,4 +99,4 @@ def build_mimelite(options: MethodOptions) -> Halves:
     return (half,), mimelite_server(options.base, options.server_learning_rate)
 
 
-METHOD = Method(build=build_mimelite, needs_plain_sgd=True, needs_constant_schedule=True)
+METHOD = Method(build=build_mimelite, needs_optimizer="sgd", needs_constant_schedule=True)

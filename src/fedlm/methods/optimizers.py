@@ -11,12 +11,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import jax
 import optax
 
 from fedlm.core.by_value import by_value
+from fedlm.core.types import Params, PyTree
 
 Optimizer: TypeAlias = optax.GradientTransformation
 Rate: TypeAlias = float | optax.Schedule
+
+# Tables of rows and filters of single channels have two axes and are no matrices that multiply.
+NO_MATRICES = ("embedding", "head", "places", "taps")
+
+
+def inner_matrices(params: Params) -> PyTree:
+    """Mark the matrices between embedding and readout, which Muon makes orthogonal."""
+
+    def mark(
+        path: tuple[object, ...], leaf: jax.Array
+    ) -> optax.contrib.MuonDimensionNumbers | None:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return (
+            optax.contrib.MuonDimensionNumbers()
+            if leaf.ndim == 2 and name not in NO_MATRICES
+            else None
+        )
+
+    return jax.tree_util.tree_map_with_path(mark, params)
+
+
+def muon(rate: Rate, weight_decay: float) -> Optimizer:
+    """Return Muon for matrices inside the model and AdamW for all else (Jordan et al. 2024).
+
+    Steps are as long as AdamW's (0.2 per number in the mean square, Liu et al. 2025), so that one
+    learning rate fits both.
+    """
+    return optax.contrib.muon(
+        rate,
+        weight_decay=weight_decay,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=inner_matrices,
+        consistent_rms=0.2,
+    )
+
 
 # (learning rate, momentum, weight decay) -> optimiser
 CLIENT_OPTIMIZERS: dict[str, Callable[[Rate, float, float], Optimizer]] = {
@@ -24,6 +61,7 @@ CLIENT_OPTIMIZERS: dict[str, Callable[[Rate, float, float], Optimizer]] = {
     "momentum": lambda rate, momentum, decay: optax.sgd(rate, momentum=momentum),
     "adam": lambda rate, momentum, decay: optax.adam(rate),
     "adamw": lambda rate, momentum, decay: optax.adamw(rate, weight_decay=decay),
+    "muon": lambda rate, momentum, decay: muon(rate, decay),
 }
 
 # (learning rate, momentum, beta2, epsilon) -> optimiser

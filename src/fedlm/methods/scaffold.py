@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
@@ -45,7 +45,9 @@ def scaffold_client(
     A client gets and sends `{"params", "control"}`, and remembers its own control.
     """
 
-    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory) -> train.Carry:
+    def init(
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+    ) -> train.Carry:
         return train.begin_carry(shared["params"], (), extra=client_state)
 
     def step(shared: Shared, carry: train.Carry, batch: Batch) -> train.Carry:
@@ -97,4 +99,4 @@ def build_scaffold(options: MethodOptions) -> Halves:
     return (half,), scaffold_server(options.outer, options.participation)
 
 
-METHOD = Method(build=build_scaffold, needs_plain_sgd=True, keeps_client_state=True)
+METHOD = Method(build=build_scaffold, needs_optimizer="sgd", keeps_client_state=True)

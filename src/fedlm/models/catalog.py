@@ -24,7 +24,7 @@ from fedlm.core import tree
 from fedlm.core.by_value import by_value
 from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, PyTree, ScoreFn
 from fedlm.models.adapters import Adapters, adapt
-from fedlm.models.cells import Cell, Cifg, Lstm, Measure, SiCifg
+from fedlm.models.cells import Cell, Cifg, Lstm, Measure, Rectifier, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Positions
 from fedlm.models.llama import llama
@@ -50,6 +50,8 @@ class Dimensions:
     si_floor: float = 1e-6
     si_candidate: bool = True
     si_state: bool = True
+    si_rectifier: Rectifier = "relu"
+    si_scaled_floor: float = 0.0
     si_row_floor: float = 0.1
     activation: Activation = "gelu"  # of a feed-forward layer that is not gated
     norm_epsilon: float = 1e-5
@@ -103,6 +105,8 @@ def _si_cifg(size: Dimensions) -> Cell:
         floor=size.si_floor,
         candidate=size.si_candidate,
         state=size.si_state,
+        rectifier=size.si_rectifier,
+        scaled_floor=size.si_scaled_floor,
     )
 
 

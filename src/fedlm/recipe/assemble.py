@@ -108,6 +108,7 @@ def method_options(
     return MethodOptions(
         loss=catalog.loss,
         inner=inner_of(recipe),
+        inner_schedule=inner_schedule(recipe),
         outer=outer_of(recipe, rate),
         base=outer_of(recipe, 1.0),
         client_learning_rate=client.learning_rate,
@@ -115,6 +116,8 @@ def method_options(
         weigh=WEIGHTS[client.weight],
         parts=parts,
         proximal=client.proximal,
+        weight_decay=client.weight_decay,
+        gradient_clip_norm=client.gradient_clip_norm,
         participation=sampling.cohort / sampling.population,
     )
 
@@ -150,6 +153,13 @@ def pooled_algorithm(recipe: Recipe) -> Algorithm:
         "this recipe",
         "no [privacy], no [wire] and no client.method: public text is in one place",
     )
+    require(
+        inner_schedule(recipe) is None,
+        "client.schedule" if client.schedule != "constant" else "client.warmup_rounds",
+        client.schedule if client.schedule != "constant" else client.warmup_rounds,
+        "none in pretraining: there server.schedule and server.warmup_rounds are those of the "
+        "learning rate",
+    )
     rate = schedule(
         server.schedule,
         client.learning_rate,
@@ -178,6 +188,19 @@ def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
         weight_decay=client.weight_decay,
         clip=client.gradient_clip_norm,
     )
+
+
+def inner_schedule(recipe: Recipe) -> optax.Schedule | None:
+    """Return the factor of `client.learning_rate` by round; None if it is one in every round."""
+    client = recipe.client
+    factor = schedule(
+        client.schedule,
+        1.0,
+        rounds=recipe.server.rounds,
+        warmup=client.warmup_rounds,
+        end=client.final_fraction,
+    )
+    return factor if callable(factor) else None
 
 
 def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:
@@ -294,6 +317,8 @@ def related_to_method(recipe: Recipe) -> RelatedSettings:
         proximal=client.proximal,
         schedule=server.schedule,
         warmup_rounds=server.warmup_rounds,
+        client_schedule=client.schedule,
+        client_warmup_rounds=client.warmup_rounds,
         trainable=wire.trainable,
         error_feedback=wire.error_feedback,
         private=recipe.privacy.mechanism is not None,

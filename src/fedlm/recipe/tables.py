@@ -28,7 +28,7 @@ from fedlm.methods.catalog import METHODS
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from fedlm.models.adapters import QUERIES_AND_VALUES
 from fedlm.models.catalog import NAMED
-from fedlm.models.cells import MEASURES
+from fedlm.models.cells import MEASURES, RECTIFIERS
 from fedlm.models.embedding import Positions
 from fedlm.models.partial import TRAINABLE
 from fedlm.models.transformer import Activation
@@ -261,7 +261,9 @@ class Model(Table):
         "keeping all it computed: for long rows.",
     )
     si_measure: Annotated[str, one_of(MEASURES)] | None = Field(
-        default=None, description="SI-CIFG: the measure of a vector that it is divided by."
+        default=None,
+        description="SI-CIFG: the measure of a vector that it is divided by. `p8` and "
+        "`p16` are p-norms, smooth bounds of the largest magnitude.",
     )
     si_floor: Positive | None = Field(
         default=None, description="SI-CIFG: the least number that a vector is divided by."
@@ -271,6 +273,16 @@ class Model(Table):
     )
     si_state: bool | None = Field(
         default=None, description="SI-CIFG: whether the emitted state is divided by its measure."
+    )
+    si_rectifier: Annotated[str, one_of(RECTIFIERS)] | None = Field(
+        default=None,
+        description="SI-CIFG: what makes a gate positive. `soft` has a round corner, whose width "
+        "grows with the gate, and a bounded gradient.",
+    )
+    si_scaled_floor: NotNegative | None = Field(
+        default=None,
+        description="SI-CIFG: the least number that a gate is divided by, as a share of its "
+        "largest magnitude before it was made positive; 0 is the published rule.",
     )
     si_row_floor: NotNegative | None = Field(
         default=None,
@@ -284,12 +296,27 @@ class Client(Table):
     """The training of a member in a round."""
 
     optimizer: Annotated[str, one_of(CLIENT_OPTIMIZERS)] = Field(
-        default="sgd", description="The optimiser of a member's local steps."
+        default="sgd",
+        description="The optimiser of a member's local steps. `muon` makes the steps of inner "
+        "matrices orthogonal, and is `adamw` for embeddings and vectors.",
     )
     learning_rate: Positive = Field(default=0.5, description="Learning rate of a member's steps.")
     momentum: Decay = Field(default=0.9, description="Momentum of the optimiser `momentum`.")
     weight_decay: NotNegative = Field(
-        default=0.0, description="Weight decay of the optimiser `adamw`."
+        default=0.0, description="Weight decay of the optimisers `adamw` and `muon`."
+    )
+    schedule: Annotated[str, one_of(SCHEDULES)] = Field(
+        default="constant",
+        description="How the learning rate of members changes over all rounds of the run.",
+    )
+    warmup_rounds: Natural = Field(
+        default=0,
+        description="Rounds over which the learning rate of members rises linearly; 0 is none.",
+    )
+    final_fraction: Share = Field(
+        default=0.0,
+        description="With a schedule that falls: the members' last learning rate as a fraction of "
+        "`learning_rate`.",
     )
     gradient_clip_norm: NotNegative = Field(
         default=0.0,
@@ -314,12 +341,13 @@ class Client(Table):
         default="fedavg",
         description="The federated method. With `mimelite` members step with the server's "
         "optimiser, and `server.learning_rate` 1 is usual; `scaffold` and `feddyn` keep a state "
-        "per client.",
+        "per client; `fedadamw` averages the second moments of the members' `adamw`.",
     )
     proximal: NotNegative = Field(
         default=0.0,
         description="Strength of the pull towards the server's model: FedProx's mu with `fedavg`, "
-        "FedDyn's alpha with `feddyn`. 0 is none.",
+        "FedDyn's alpha with `feddyn`; with `fedadamw` its alpha, how much of the last global step "
+        "each step adds. 0 is none.",
     )
     delay: Annotated[str, one_of(DELAYS)] = Field(
         default="none",
@@ -653,7 +681,8 @@ class RunTable(Table):
     keep_best: bool = Field(
         default=False,
         description="Whether the model with the lowest perplexity on held-out text on the way is "
-        "kept too, for `--best` of `fedlm predict`, `evaluate` and `export`; of a tree none is.",
+        "kept too, for `--best` of `fedlm predict`, `evaluate` and `export`; in a tree, the best "
+        "that each place received, by its own text.",
     )
     trackers: tuple[Annotated[str, one_of(TRACKERS)], ...] = Field(
         default=("tensorboard",), description="Programs that get a copy of each round's figures."

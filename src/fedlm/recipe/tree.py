@@ -40,7 +40,7 @@ from fedlm.models.split import personal_layers
 from fedlm.privacy import account, release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.assemble import algorithm_of, check_settings, inner_of
+from fedlm.recipe.assemble import algorithm_of, check_settings, inner_of, inner_schedule
 from fedlm.recipe.federation import FederationTable, topology_of
 from fedlm.recipe.private_evaluation import private_evaluation_of, refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
@@ -207,7 +207,14 @@ def leaf_algorithm(
     )
     rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
     inner, weigh = inner_of(recipe, rate), WEIGHTS[client.weight]
-    local = local_training(catalog.loss, inner, weigh, proximal=client.proximal, remember=keep)
+    local = local_training(
+        catalog.loss,
+        inner,
+        weigh,
+        proximal=client.proximal,
+        remember=keep,
+        schedule=inner_schedule(recipe),
+    )
     return replace(made, local=local)
 
 

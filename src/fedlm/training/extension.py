@@ -66,13 +66,14 @@ def _check(run: Run, before: FederationState, rounds: int) -> None:
         f"more than the {before} rounds with which {path} was begun",
         "Its rounds cannot be taken back: begin another run.",
     )
-    require(
-        server.schedule == "constant",
-        "server.schedule",
-        server.schedule,
-        f"'constant' to extend {path}: the learning rate of its rounds was made for {before}",
-        "Begin another run with model.init_from.",
-    )
+    for name, law in (("server", server.schedule), ("client", run.recipe.client.schedule)):
+        require(
+            law == "constant",
+            f"{name}.schedule",
+            law,
+            f"'constant' to extend {path}: the learning rate of its rounds was made for {before}",
+            "Begin another run with model.init_from.",
+        )
     require(
         not run.elsewhere,
         "server.rounds",

@@ -17,11 +17,24 @@ function multiply(matrix, rows, columns, vector, out) {
 
 const sigmoid = (x) => 1 / (1 + Math.exp(-x));
 
+function powerNorm(x, floor, power) {
+  const most = MEASURES.max(x, floor), total = x.reduce((sum, v) => sum + Math.pow(v / most, power), 0);
+  return most * Math.pow(Math.max(total, 0.5), 1 / power);
+}
+
 const MEASURES = {
   max: (x, floor) => x.reduce((most, v) => Math.max(most, Math.abs(v)), floor),
+  p8: (x, floor) => powerNorm(x, floor, 8),
+  p16: (x, floor) => powerNorm(x, floor, 16),
   l2: (x, floor) => Math.sqrt(Math.max(x.reduce((sum, v) => sum + v * v, 0), floor * floor)),
   rms: (x, floor) => Math.sqrt(Math.max(x.reduce((sum, v) => sum + v * v, 0) / x.length, floor * floor)),
   none: () => 1,
+};
+
+const RECTIFIERS = {
+  relu: (x) => x.map((v) => Math.max(0, v)),
+  soft: (x) => { const corner = 0.04 * Math.max(x.reduce((sum, v) => sum + v * v, 0) / x.length, 1e-24);
+    return x.map((v) => 0.5 * (v + Math.sqrt(v * v + corner))); },
 };
 
 function standardize(x) {
@@ -41,8 +54,10 @@ const CELLS = {
     return [next.map((v, n) => sigmoid(o[n]) * Math.tanh(v)), next];
   },
   "si-cifg": (cell, [f, o, g], c) => {
-    const norm = (x) => { const size = MEASURES[cell.measure](x, cell.floor); return x.map((v) => v / size); };
-    const positive = (x) => norm(x.map((v) => Math.max(0, v)));
+    const divide = (x, floor) => { const size = MEASURES[cell.measure](x, floor); return x.map((v) => v / size); };
+    const norm = (x) => divide(x, cell.floor);
+    const positive = (x) => divide(RECTIFIERS[cell.rectifier || "relu"](x),
+      MEASURES.max(x.map((v) => v * (cell.scaled_floor || 0)), cell.floor));
     const keep = positive(f), candidate = cell.candidate ? norm(g) : g;
     const next = c.map((v, n) => keep[n] * v + (1 - keep[n]) * candidate[n]);
     const shown = cell.state ? norm(next) : next, open = positive(o);

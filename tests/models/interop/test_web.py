@@ -76,6 +76,8 @@ CELLS = [
     ("lstm", {}), ("cifg", {}), ("cifg", {"cell_layer_norm": True}), ("si-cifg", {}),
     ("si-cifg", {"si_measure": "l2", "si_state": False}),
     ("si-cifg", {"si_measure": "rms", "si_candidate": False, "cell_layer_norm": True}),
+    ("si-cifg", {"si_measure": "p8", "si_rectifier": "soft"}),
+    ("si-cifg", {"si_measure": "p16", "si_scaled_floor": 0.9}),
 ]  # fmt: skip
 
 
