@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fedlm.core.types import Start
+from fedlm.inference import load_params
 from fedlm.privacy.account import by_node_from_journal, from_journal, spent
 from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.settings import dump, load
@@ -292,7 +293,8 @@ def test_models_that_rest_in_files_are_the_same_models(tree_of):
 
 def told_by(run):
     entries = [e for e in read(run / "journal.jsonl") if e["kind"] != "header"]
-    models = {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("model.safetensors")}
+    files = (p for name in ("model", "best") for p in run.rglob(f"{name}.safetensors"))
+    models = {str(p.relative_to(run)): p.read_bytes() for p in files}
     timed = ("run", "report", "seconds", "clients_per_second")
     summary = json.loads((run / "summary.json").read_text())
     rest = {k: v for k, v in summary.items() if k not in timed}
@@ -307,6 +309,14 @@ def told_by(run):
             ("federation.sync_every=2", "federation.temperature=inf", *KEPT, *HIDDEN), id="nodes"
         ),
         pytest.param(("federation.pool_clients=false", "federation.resident=2"), id="clients"),
+        pytest.param(
+            (
+                *("client.optimizer=muon", "client.learning_rate=0.01", "client.weight_decay=0.1"),
+                *("client.schedule=cosine", "client.warmup_rounds=1", "run.keep_best=true"),
+                *("federation.keep_optimizer=true", "server.evaluate_every=1"),
+            ),
+            id="schedule",
+        ),
     ],
 )
 def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes):
@@ -324,6 +334,29 @@ def test_a_resumed_tree_ends_the_same_to_the_byte(experiment, tmp_path, changes)
     names = {"root", "north", "south", *(f"town-{i}" for i in range(4))}
     if "nodes" in whole:  # noise at the leaves: no figures where no place has held-out clients
         assert {node["name"] for node in whole["nodes"]} == names
+
+
+def test_every_place_keeps_the_best_model_that_it_received(experiment, tmp_path):
+    made = experiment(
+        *("run.keep_best=true", "server.evaluate_every=1", "server.rounds=4"),
+        *("client.learning_rate=3.0", "client.gradient_clip_norm=1.0", "run.checkpoint_every=1"),
+    )
+    made = dataclasses.replace(made, record=RunDirectory(tmp_path / "run"))
+    train(made, watcher=Watcher())
+    scored = [e["places"] for e in read(tmp_path / "run" / "journal.jsonl") if "places" in e]
+    assert len(scored) == 4
+    for name in scored[0]:
+        found = [places[name][0] for places in scored]
+        directory = made.record.node(name)
+        best = load_params(made.recipe.model, made.store.vocabulary, directory.best)
+        places = made.evaluation.of_models(
+            {node: best for node in made.round.names}, made.evaluation.split
+        )
+        again = next(n["perplexity"] for n in places["nodes"] if n["name"] == name)
+        np.testing.assert_allclose(again, min(found), rtol=1e-5)
+        if found[-1] == min(found):
+            assert directory.best.read_bytes() == directory.weights.read_bytes()
+    assert not made.record.best.is_file(), "there is no one best model of a tree"
 
 
 def test_a_flat_recipe_knows_nothing_of_trees(tiny_recipe, tmp_path):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedlm import lineage
 from fedlm.core import tree
+from fedlm.core.documents import JsonMapping
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import FederationState
 from fedlm.engine import multihost
@@ -73,6 +74,12 @@ class RoundRecord:
         self.early = EarlyStopping(run.recipe.server.patience, before.rounds)
         wanted = run.recipe.run.keep_best or self.early.patience > 0
         self.keeps_best = len(run.round.names) == 1 and wanted
+        # In a tree each place keeps the best model that it received, by its own held-out text.
+        self.best_of: dict[str, EarlyStopping] | None = None
+        if wanted and not self.keeps_best:
+            self.best_of = {}
+            for told in before.rounds:
+                self._improved(told)
         self.evaluated: Any = None  # the state that was scored last
 
     @property
@@ -131,12 +138,26 @@ class RoundRecord:
         self.sums = {name: self.sums[name] + told[name] for name in SUMMED}
         told = extend(self.run.plan, told, {**self.sums, **self._spent(told)})
         if self.early.hear(told) and self.keeps_best:  # before the journal: it promises the model
-            _save_best(self.run, self.evaluated)
+            _save_best(self.run, self.evaluated, [""])
+        if self.best_of is not None and (improved := self._improved(told)):
+            _save_best(self.run, self.evaluated, improved)
         self.journal.append(told)
         self.on_record = told["round"] + 1
         self.trackers.log(told["round"], told)
         self.watcher.round(told)
         return told
+
+    def _improved(self, told: JsonMapping) -> list[str]:
+        """Return the places of a tree whose received model scored lower than all before."""
+        assert self.best_of is not None
+        scored = {name: pair[0] for name, pair in (told.get("places") or {}).items()}
+        return [
+            name
+            for name, found in scored.items()
+            if self.best_of.setdefault(name, EarlyStopping(0)).hear(
+                {"round": told["round"], "perplexity": found}
+            )
+        ]
 
     def _spent(self, told: Releasable) -> Metrics:
         """Return what a private run has released so far; where it was scored, epsilon too."""
@@ -172,11 +193,15 @@ class RoundRecord:
             checkpoint.save(self.run.record.checkpoints, int(state.round), state, most)
 
 
-def _save_best(run: Run, state: FederationState) -> None:
-    """Write the model of a state as the best so far, and remember whose it is."""
-    params = run.round.models(state)[""]
-    write_weights(run.record.best, params, run.recipe, run.store.vocabulary)
-    lineage.add_models(run.record.path, run.store, [tree.sha256(merged(params))])
+def _save_best(run: Run, state: FederationState, names: Sequence[str]) -> None:
+    """Write models of a state as the best so far, and remember whose they are."""
+    models = run.round.models(state)
+    hashes = [tree.sha256(merged(models[name])) for name in names]
+    lineage.add_models(run.record.path, run.store, hashes)
+    for name in names:
+        file = run.record.node(name).best if name else run.record.best
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_weights(file, models[name], run.recipe, run.store.vocabulary)
 
 
 def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:
