@@ -112,6 +112,23 @@ def test_token_by_token_it_gives_the_chances_that_rows_are_scored_by(attempt, wa
         assert math.isclose(-logs[asked[0, t + 1]], nats[t], abs_tol=2e-4)
 
 
+def test_looks_between_passes_change_no_step(shop):
+    """Six steps are a pass: a look after each six is a look after each pass."""
+    own, choose = rows(24, 1), rows(6, 2)
+    plain = shop.train(shop.federated, own, choose, 0)
+    often = shop.at_scale(1.0)
+    often.look_every = 6
+    again = often.train(shop.federated, own, choose, 0)
+    assert again.passes == plain.passes
+    np.testing.assert_array_equal(
+        np.concatenate([x.ravel() for x in jax.tree.leaves(again.params)]),
+        np.concatenate([x.ravel() for x in jax.tree.leaves(plain.params)]),
+    )
+    often.look_every = 4
+    found = often.train(shop.federated, own, choose, 0).passes
+    assert found in {n * 4 / 6 for n in range(7)}, "of 24 steps a look comes after every fourth"
+
+
 def test_a_member_that_learns_nothing_stays_with_the_federation(shop):
     """Own text that says nothing about the text to choose by: passes are taken back."""
     rng = np.random.default_rng(0)

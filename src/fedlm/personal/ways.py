@@ -37,7 +37,7 @@ class TrainedModel(NamedTuple):
     """The best model on the way of a member's own steps, and after how many passes it was."""
 
     params: Params
-    passes: int
+    passes: float  # a whole number unless looks come between passes
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Workshop:
     vocabulary: int
     batch_size: int = 16
     passes: int = 10  # the most, over a member's own text
-    patience: int = 2  # passes without a better score, after which a member stops
+    patience: int = 2  # looks without a better score, after which a member stops
+    look_every: int = 0  # steps between two looks at the rows to choose by; 0: after each pass
     seed: int = 0
     scale: float = 1.0  # of every step: workshops that differ in it alone share a program
     scorer: Scorer = field(default_factory=Scorer)
@@ -81,17 +82,25 @@ class Workshop:
         """
         watch = EarlyStopping(self.patience)
         params, memory = start, self.optimizer.init(start)
-        best = TrainedModel(start, 0)
+        best, pass_steps = TrainedModel(start, 0), max(1, -(-len(own) // self.batch_size))
+        every, steps = self.look_every or pass_steps, self.passes * pass_steps
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
-        for number in range(1, self.passes + 1):
-            for batch in _batches(own, self.batch_size, self.seed, number, member):
-                params, memory = self._step(params, memory, batch, self.scale)
+        for step, batch in enumerate(self._walk(own, member), 1):
+            params, memory = self._step(params, memory, batch, self.scale)
+            if step % every and step < steps:
+                continue
             found = self.perplexity(params, choose)
-            if watch.hear({"round": number, "perplexity": found}):
-                best = TrainedModel(params, number)
+            if watch.hear({"round": step, "perplexity": found}):
+                passes = step / pass_steps
+                best = TrainedModel(params, int(passes) if passes.is_integer() else passes)
             if watch.exhausted or not np.isfinite(found):
                 break
         return best
+
+    def _walk(self, own: Rows, member: int) -> Iterable[Any]:
+        """Yield the batches of all passes."""
+        for number in range(1, self.passes + 1):
+            yield from _batches(own, self.batch_size, self.seed, number, member)
 
     def perplexity(self, params: Params, rows: Rows) -> float:
         """Return the perplexity of one model on rows."""
@@ -146,12 +155,14 @@ def federated(at: Attempt) -> Personal:
 
 def local(at: Attempt) -> Personal:
     """Train a fresh model on the member's own text alone, until it gets no better."""
-    return Personal("local", at.alone.params, note=f"{at.alone.passes} passes from a fresh model")
+    return Personal(
+        "local", at.alone.params, note=f"{at.alone.passes:.3g} passes from a fresh model"
+    )
 
 
 def finetune(at: Attempt) -> Personal:
     """Go on from the federation's model on the member's own text, until it gets no better."""
-    return Personal("finetune", at.tuned.params, note=f"{at.tuned.passes} passes")
+    return Personal("finetune", at.tuned.params, note=f"{at.tuned.passes:.3g} passes")
 
 
 def mix_weights(at: Attempt) -> Personal:
@@ -159,7 +170,9 @@ def mix_weights(at: Attempt) -> Personal:
 
     def between(share: float) -> Personal:
         mixed = jax.tree.map(lambda a, b: a + share * (b - a), at.shop.federated, at.tuned.params)
-        return Personal("weights", mixed, note=f"{share:g} of the way to {at.tuned.passes} passes")
+        return Personal(
+            "weights", mixed, note=f"{share:g} of the way to {at.tuned.passes:.3g} passes"
+        )
 
     ends = (_as("weights", federated(at)), _as("weights", finetune(at)))
     return at.best([*ends, *map(between, SHARES)])
@@ -177,7 +190,7 @@ def mix_logits(at: Attempt) -> Personal:
                     at.shop.federated,
                     second=own.params,
                     share=share,
-                    note=f"{share:g} of the {note} model, {own.passes} passes",
+                    note=f"{share:g} of the {note} model, {own.passes:.3g} passes",
                 )
                 for share in SHARES
             ]

@@ -152,12 +152,19 @@ def store_at(question: Question, share: float, out: Path) -> Path:
         return question.store
     path = out / "stores" / f"{share:g}"
     if not path.exists():
-        whole = Store(question.store)
-        dtype = whole.train(int(whole.training_clients[0])).dtype
-        owners = _owners(whole) if question.by_group else _clients(whole)
-        rows = (_shortened(whole, name, group, share) for name, group in owners)
-        write_tokens(rows, path, same_vocabulary(whole), whole.settings, dtype)
+        cut_store(Store(question.store), share, path, by_group=question.by_group)
     return path
+
+
+def cut_store(whole: Store, share: float, path: Path, *, by_group: bool = False) -> None:
+    """Write a store of a share of each training client's text, the same held-out text and words.
+
+    With `by_group` a client of it is a first group of the store, with the text of all its clients.
+    """
+    dtype = whole.train(int(whole.training_clients[0])).dtype
+    owners = _owners(whole) if by_group else _clients(whole)
+    rows = (_shortened(whole, name, group, share) for name, group in owners)
+    write_tokens(rows, path, same_vocabulary(whole), whole.settings, dtype)
 
 
 def _clients(store: Store) -> Iterator[tuple[str, list[int]]]:
