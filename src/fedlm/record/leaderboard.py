@@ -14,16 +14,9 @@ from typing import Any
 
 from fedlm.core.words import number
 from fedlm.record import svg
-from fedlm.record.svg import COLOURS, WIDTH, Dot
+from fedlm.record.svg import WIDTH, Dot
 
 HEIGHT = 330
-STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#16191d}text.small{font-size:11.5px}"
-    "text.quiet{fill:#535c68}.grid{stroke:#d5dae0}.rule{stroke:#535c68}"
-    ".dot{fill:var(--c)}.hollow{fill:#fff;stroke:var(--c);stroke-width:2}"
-    ".front{fill:none;stroke:#535c68;stroke-width:1.5;stroke-dasharray:6 4}"
-    + "".join(f".c{i}{{--c:{value}}}" for i, value in enumerate(COLOURS))
-)
 TRACK_COLOURS = {"plain": 0, "private": 1, "10mb": 2}
 
 
@@ -46,8 +39,7 @@ def drawing(rows: Sequence[dict[str, Any]]) -> str:
         body += f"<g transform='translate(0 {top + 32})'>{inner}</g>"
     height = max(1, len(texts)) * (HEIGHT + 40)
     whole = svg.picture(height, "leaderboard: perplexity over upload, by text", body)
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' "
-    return whole.replace("<svg ", head, 1).replace("<title>", f"<style>{STYLE}</style><title>", 1)
+    return svg.alone(whole, WIDTH, height)
 
 
 def _point(row: dict[str, Any]) -> Dot:

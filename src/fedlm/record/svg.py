@@ -72,6 +72,38 @@ def picture(height: float, title: str, body: str, *, width: float = WIDTH) -> st
     )
 
 
+# Of drawings that stand alone; those of a page have its style.
+ALONE = (
+    "text{font:13px system-ui,sans-serif;fill:#16191d}text.small{font-size:11.5px}"
+    "text.quiet{fill:#535c68}.grid{stroke:#d5dae0}.rule{stroke:#535c68}"
+    ".mark{stroke:#535c68;stroke-dasharray:3 4}.curve{fill:none;stroke:var(--c);stroke-width:2}"
+    ".band{fill:var(--c);fill-opacity:.15}"
+    ".dot{fill:var(--c)}.hollow{fill:#fff;stroke:var(--c);stroke-width:2}"
+    ".front{fill:none;stroke:#535c68;stroke-width:1.5;stroke-dasharray:6 4}"
+)
+
+
+def alone(drawing: str, width: float, height: float) -> str:
+    """Return a drawing as a file of its own, on white, which needs no page around it."""
+    colours = "".join(f".c{i}{{--c:{value}}}" for i, value in enumerate(COLOURS))
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:g}' height='{height:g}' "
+    style = f"<style>{ALONE}{colours}</style>"
+    return drawing.replace("<svg ", head, 1).replace("<title>", f"{style}<title>", 1)
+
+
+def with_names(chart: str, names: Sequence[tuple[str, int]], height: float) -> str:
+    """Return a chart as a file of its own, its curves' names below it."""
+    inner = chart[chart.index(">") + 1 : -len("</svg>")]
+    rows = "".join(
+        f"<g transform='translate({LEFT} {height + 22 * (i + 1)})'>"
+        f"<path d='M0 -4H30' class='curve {colour(c)}'{_dash(c)}/>{_mark(15, -4, c, '')}"
+        f"{text(38, 0, name)}</g>"
+        for i, (name, c) in enumerate(names)
+    )
+    whole = height + 22 * (len(names) + 1)
+    return alone(picture(whole, ", ".join(name for name, _ in names), inner + rows), WIDTH, whole)
+
+
 def text(
     x: float, y: float, said: object, *, anchor: str = "start", kind: str = "", turn: float = 0
 ) -> str:
