@@ -1,15 +1,23 @@
 """Sides of a comparison, each tuned with the same budget, then trained to the end with all seeds.
 
-In:       a comparison file; a folder for runs.
-Out:      a search per side (`fedlm tune`), a run per side and seed, `table.md` and `results.json`.
+In:       a comparison file; a folder for runs; the results that are kept with the code.
+Out:      a search per side (`fedlm tune`), a run per side and seed; a small file for each in
+          `benchmarks/results/COMPARISON`; a table and a drawing of those files.
 Promise:  all sides have the same budget of rounds for tuning, the same rounds, patience and seeds;
           the last figure is of text that neither tuning nor early stopping saw; killed at any
-          moment, the same command goes on where it was.
-Not here: what a search does (`search/tune.py`), which text chooses (`search/splits.py`).
+          moment, the same command goes on where it was; what is kept is not made again, and the
+          table needs nothing else.
+Not here: what a search does (`search/tune.py`), which text chooses (`search/splits.py`), the files
+          (`cells.py`).
 
-    python -m benchmarks.comparison benchmarks/comparisons/cells.toml --out runs/cells
-    python -m benchmarks.comparison benchmarks/comparisons/cells.toml --out runs/cells --only CIFG
+    python -m benchmarks.comparison cells-irc                  # all cells that are missing
+    python -m benchmarks.comparison cells-irc --only CIFG --hours 3
+    python -m benchmarks.comparison cells-irc --table          # from the kept files alone
+    python -m benchmarks.comparison cells-irc --smoke          # every cell for two rounds
     python -m benchmarks.comparison --list
+
+Cells train in one lane, so that two commands can make cells side by side; each leaves those alone
+that another one is at.
 
 A comparison file:
 
@@ -23,6 +31,7 @@ A comparison file:
     seeds = [0, 1, 2]
     patience = 10                      # evaluations without improvement that end a run; 0 is never
     target = 90                        # also tell rounds to this perplexity
+    alone = "local"                    # of trees: the side that tells which leaves others hurt
     [[sides]]
     name = "SI-CIFG"
     set = ["model.name=si-cifg"]
@@ -31,12 +40,25 @@ A comparison file:
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import shutil
 import statistics
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cells import (
+    RESULTS,
+    Cells,
+    Facts,
+    claimed,
+    deadline,
+    plain_name,
+    recipe_digest,
+)
 from fedlm.core.documents import read_toml
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, nearest
@@ -46,20 +68,26 @@ from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
-from fedlm.record.journal import dumps
+from fedlm.record.svg import Series, lines, with_names
 from fedlm.run import Run
 from fedlm.search import splits
 from fedlm.search.space import axes_of
-from fedlm.search.sweep import FAILED, markdown, over_seeds, train_point
+from fedlm.search.sweep import FAILED, Point, markdown, over_seeds, train_point
 from fedlm.search.tune import search_settings
 from fedlm.search.tune_plan import Search, plan_search
-from fedlm.search.tune_results import BEST
 from fedlm.training import Watcher
 
 STORES = Path(".fedlm/stores")
 FILES = Path(__file__).parent / "comparisons"
 HEAD = ["side", "seeds", "perplexity, last text", "while training", "rounds", "rounds to target"]
-HEAD += ["MB up per member and round", "epsilon", "diverged", "hours", "tuned"]
+HEAD += ["MB up per member and round", "epsilon", "diverged", "hurt", "core-hours", "tuned"]
+ONE_LANE = "run.devices=1"
+HEIGHT = 330
+# Of `--smoke`: everything happens, nothing is learned.
+SMOKE = (
+    *("server.rounds=2", "server.evaluate_every=1", "server.evaluate_rows=16", "server.cohort=4"),
+    *("run.checkpoint_every=1", "client.max_steps=2"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,29 +115,40 @@ class Comparison:
     seeds: tuple[int, ...] = (0, 1, 2)
     patience: int = 0
     target: float | None = None
+    alone: str = ""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def base(self) -> Path:
         return self.path.parent / self.recipe
 
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def changes(self, side: Side) -> tuple[str, ...]:
+        """Return what a side changes in the recipe."""
+        return (ONE_LANE, *self.set, *side.set)
+
     def search(self, side: Side) -> Search | None:
         """Return what is tuned for a side; None if nothing is."""
         if not self.tune_rounds:
             return None
-        changes = (*self.set, *side.set)
+        changes = self.changes(side)
         if self.tune_length:
             changes = (*changes, f"server.rounds={self.tune_length}")
         axes = axes_of(side.over or self.over)
         return plan_search(self.base, changes, over=axes or None, rounds=self.tune_rounds)
 
-    def final(self, side: Side, best: Path | None, seed: int) -> Recipe:
+    def final(self, side: Side, best: Point, seed: int) -> Recipe:
         """Return the recipe of a side's run with a seed, at the settings that were found."""
-        changes = (f"run.seed={seed}", f"server.patience={self.patience}")
-        if best is None:
-            return load(self.base, (*self.set, *side.set, *changes))
-        length = load(self.base, (*self.set, *side.set)).server.rounds
-        return load(best, (*changes, f"server.rounds={length}"))
+        last = (f"run.seed={seed}", f"server.patience={self.patience}")
+        return load(self.base, (*self.changes(side), *as_changes(best), *last))
+
+
+def as_changes(point: Point) -> list[str]:
+    """Return the settings of a point as changes of a recipe."""
+    return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in point.items()]
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -133,89 +172,222 @@ def read_comparison(path: Path) -> Comparison:
     made = Comparison(**{**tables, **lists, "sides": sides, "path": path})
     for side in sides:
         made.search(side)
-        made.final(side, None, made.seeds[0])
+        made.final(side, {}, made.seeds[0])
+    if made.alone and made.alone not in [side.name for side in sides]:
+        known = [side.name for side in sides]
+        raise ConfigError(
+            f"comparison {path}: alone = {made.alone!r} is no side. {nearest(made.alone, known)}"
+        )
     return made
 
 
-def tuned(comparison: Comparison, side: Side, out: Path) -> Path | None:
-    """Tune a side, or go on with it, and return its best recipe; None if nothing is tuned."""
-    search = comparison.search(side)
-    if search is None:
-        return None
-    folder = out / _folder(side) / "tune"
-    if not (folder / BEST).is_file() or not (folder / "done").is_file():
-        search_settings(search, folder, STORES, lambda label: _say(f"{side.name}: {label}"))
-        write_atomically(folder / "done", b"")
-    return folder / BEST
+def called(given: Path) -> Path:
+    """Return a comparison file by its path, or by its name among those that are shipped."""
+    if given.suffix != ".toml" and (FILES / f"{given.name}.toml").is_file():
+        return FILES / f"{given.name}.toml"
+    return given
 
 
-def played(comparison: Comparison, side: Side, best: Path | None, seed: int, out: Path) -> Path:
-    """Train a side with a seed to its end, or go on with it, and return its run directory."""
-    path = out / _folder(side) / f"seed-{seed}"
-    run = splits.for_choosing(build(comparison.final(side, best, seed), STORES, out=path))
-    if not (RunDirectory(path).summary.is_file() or (path / FAILED).is_file()):
-        train_point(run, _say(f"{side.name}, seed {seed}"))
-    return path
+# ---- cells ---------------------------------------------------------------------------------------
 
 
-def last_figure(
-    comparison: Comparison, side: Side, best: Path | None, seed: int, path: Path
-) -> Any:
-    """Return the perplexity on the text that nothing else saw; None if there is none."""
-    whole: Run = build(comparison.final(side, best, seed), STORES, out=path)
-    part, directory = splits.for_the_last_figure(whole), RunDirectory(path)
-    if part is None or not directory.summary.is_file():
-        return None
-    names = whole.round.names
-    weights = {
-        name: directory.best
-        if len(names) == 1 and directory.best.is_file()
-        else directory.weights_of(name)
-        for name in names
+@dataclass(frozen=True)
+class Work:
+    """A comparison at work: where its results are kept, and where its runs are."""
+
+    comparison: Comparison
+    cells: Cells
+    out: Path
+
+    def tuning_name(self, side: Side) -> str:
+        return f"{side.name} tuning"
+
+    def run_name(self, side: Side, seed: int) -> str:
+        return f"{side.name} seed {seed}"
+
+    def kept_tuning(self, side: Side) -> Facts | None:
+        """Return what tuning a side found, if it is kept; of a side that needs none, nothing."""
+        search = self.comparison.search(side)
+        if search is None:
+            return {"best": {}}
+        return self.cells.read(self.tuning_name(side), _search_digest(search))
+
+    def kept_run(self, side: Side, seed: int) -> Facts | None:
+        """Return a side's figures with a seed, if they are kept."""
+        found = self.kept_tuning(side)
+        if found is None:
+            return None
+        recipe = self.comparison.final(side, found["best"], seed)
+        return self.cells.read(self.run_name(side, seed), recipe_digest(recipe))
+
+    def folder(self, name: str) -> Path:
+        return self.out / plain_name(name)
+
+    def tune(self, side: Side) -> None:
+        """Tune a side, or go on with it, and keep what was found."""
+        search, name = self.comparison.search(side), self.tuning_name(side)
+        assert search is not None
+        folder = self.folder(name)
+        found = search_settings(
+            search, folder / "search", STORES, lambda label: _say(f"{side.name}: {label}")
+        )
+        facts = {
+            "best": found.best.point,
+            "perplexity": found.best.perplexity,
+            "rounds": found.best.rounds,
+            "edges": found.edges,
+            "chosen_by": found.chosen_by,
+            "privacy": found.spent,
+            "seconds": found.seconds,
+            "trials": [[t.point, t.rounds, t.perplexity, t.diverged] for t in found.trials],
+        }
+        self.cells.write(name, _search_digest(search), facts)
+
+    def play(self, side: Side, seed: int) -> None:
+        """Train a side with a seed to its end, or go on with it, and keep its figures."""
+        found, name = self.kept_tuning(side), self.run_name(side, seed)
+        assert found is not None
+        recipe, path = self.comparison.final(side, found["best"], seed), self.folder(name) / "run"
+        run = splits.for_choosing(build(recipe, STORES, out=path))
+        if not (RunDirectory(path).summary.is_file() or (path / FAILED).is_file()):
+            train_point(run, _say(name))
+        facts = {
+            "settings": [*side.set, *as_changes(found["best"])],
+            "seed": seed,
+            **figures_of(path),
+            **last_figures(build(recipe, STORES, out=path)),
+        }
+        self.cells.write(name, recipe_digest(recipe), facts)
+
+    def missing(self, only: str | None) -> list[tuple[str, Side, int | None]]:
+        """Return the cells that are not kept, those of the first seed first; no seed is tuning."""
+        sides = [side for side in self.comparison.sides if only in (None, side.name)]
+        found: list[tuple[str, Side, int | None]] = []
+        for side in sides:
+            if self.kept_tuning(side) is None:
+                found.append((self.tuning_name(side), side, None))
+        for seed in self.comparison.seeds:
+            for side in sides:
+                if self.kept_run(side, seed) is None:
+                    found.append((self.run_name(side, seed), side, seed))
+        return found
+
+    def make_all(self, only: str | None, over: Callable[[], bool]) -> None:
+        """Make the missing cells one after the other until the time is over."""
+        passed: set[str] = set()  # another process is at these
+        while not over():
+            ready = [
+                (name, side, seed)
+                for name, side, seed in self.missing(only)
+                if name not in passed and (seed is None or self.kept_tuning(side) is not None)
+            ]
+            if not ready:
+                return
+            name, side, seed = min(ready, key=lambda cell: cell[2] if cell[2] is not None else -1)
+            with claimed(self.folder(name)) as mine:
+                if not mine:
+                    passed.add(name)
+                elif seed is None:
+                    self.tune(side)
+                else:
+                    self.play(side, seed)
+
+
+def _search_digest(search: Search) -> str:
+    facts = {k: v for k, v in search.facts().items() if k != "recipe_sha256"}
+    return recipe_digest(search.base(), search=facts)
+
+
+def figures_of(path: Path) -> Facts:
+    """Return what a run's journal says, as it is kept."""
+    facts = facts_of(path)
+    tokens, curve = 0, []
+    for told in facts.rounds:
+        tokens += told.get("tokens") or 0
+        if told.get("perplexity") is not None:
+            point = [told["round"] + 1, tokens, told["perplexity"]]
+            own = told.get("personal_perplexity")
+            curve.append(point if own is None else [*point, own])
+    last = facts.rounds[-1] if facts.rounds else {}
+    return {
+        "best": min((point[2] for point in curve), default=None),
+        "rounds": len(facts.rounds),
+        "tokens": tokens,
+        "parameters": facts.header.get("parameters"),
+        "member_bytes": statistics.fmean(facts.member_bytes or [0.0]),
+        "upload_bytes": last.get("upload_bytes"),
+        "download_bytes": last.get("download_bytes"),
+        "epsilon": (facts.final.get("privacy") or {}).get("epsilon"),
+        "noise_to_signal": last.get("noise_to_signal"),
+        "diverged": (path / FAILED).is_file(),
+        "seconds": float(sum(told["seconds"] for told in facts.rounds)),
+        "curve": curve,
     }
+
+
+def last_figures(whole: Run) -> Facts:
+    """Return the figures on the text that nothing else saw: of the best models, where kept."""
+    part, directory = splits.for_the_last_figure(whole), whole.record
+    if part is None or not directory.summary.is_file():
+        return {"last": None}
     models = {
-        name: load_params(whole.recipe.model, whole.store.vocabulary, file)
-        for name, file in weights.items()
+        name: load_params(whole.recipe.model, whole.store.vocabulary, best_weights(directory, name))
+        for name in whole.round.names
     }
     evaluation, split = part
-    return float(evaluation.of_models(models, split)["perplexity"])
+    found = evaluation.of_models(models, split)
+    told: Facts = {"last": found["perplexity"], "bits_per_byte": found.get("bits_per_byte")}
+    if "matrix" in found:
+        leaves = found["matrix"]["places"]
+        told["leaves"] = {n["name"]: n["perplexity"] for n in found["nodes"] if n["name"] in leaves}
+    return told
 
 
-def result(comparison: Comparison, side: Side, out: Path) -> dict[str, Any]:
-    """Carry out a side, and return its figures."""
-    best = tuned(comparison, side, out)
-    runs = []
-    for seed in comparison.seeds:
-        path = played(comparison, side, best, seed, out)
-        facts = facts_of(path)
-        seen = [(told["round"] + 1, told["perplexity"]) for told in facts.evaluated]
-        goal = comparison.target or 0.0
-        runs.append(
-            {
-                "seed": seed,
-                "last": last_figure(comparison, side, best, seed, path),
-                "best": min((p for _, p in seen), default=None),
-                "rounds": len(facts.rounds),
-                "reached": next((n for n, p in seen if p <= goal), None),
-                "curve": seen,
-                "member_bytes": statistics.fmean(facts.member_bytes or [0.0]),
-                "epsilon": (facts.final.get("privacy") or {}).get("epsilon"),
-                "diverged": (path / FAILED).is_file(),
-                "seconds": float(sum(told["seconds"] for told in facts.rounds)),
-            }
-        )
-    settings = [] if best is None else _tuned_settings(comparison, side, best)
-    return {"side": side.name, "tuned": settings, "runs": runs}
+def best_weights(directory: RunDirectory, node: str) -> Path:
+    """Return the best model of a node or of the whole run if one is kept, else the last."""
+    best = directory.node(node).best if node else directory.best
+    return best if best.is_file() else directory.weights_of(node)
 
 
-def _tuned_settings(comparison: Comparison, side: Side, best: Path) -> list[str]:
-    tables = load(best).model_dump()
-    names = axes_of(side.over or comparison.over)
-    found = [(name, tables[name.split(".")[0]][name.split(".")[1]]) for name in names]
-    return [f"{name} = {value}" for name, value in found]
+# ---- the table -----------------------------------------------------------------------------------
 
 
-def row(found: dict[str, Any]) -> list[str]:
+def results(work: Work, only: str | None = None) -> list[Facts]:
+    """Return the kept figures of all sides that have any."""
+    found = []
+    for side in work.comparison.sides:
+        if only not in (None, side.name):
+            continue
+        cells = [work.kept_run(side, seed) for seed in work.comparison.seeds]
+        runs = [{**run, **_reached(work.comparison, run)} for run in cells if run is not None]
+        if runs:
+            best = (work.kept_tuning(side) or {}).get("best", {})
+            tuned = [f"{name} = {value}" for name, value in best.items()]
+            found.append({"side": side.name, "tuned": tuned, "runs": runs})
+    alone = next((each for each in found if each["side"] == work.comparison.alone), None)
+    return [{**each, "hurt": hurt(each, alone)} for each in found]
+
+
+def _reached(comparison: Comparison, run: Facts) -> Facts:
+    goal = comparison.target or 0.0
+    return {"reached": next((point[0] for point in run["curve"] if point[2] <= goal), None)}
+
+
+def hurt(side: Facts, alone: Facts | None) -> float | None:
+    """Return the share of leaves, over seeds, that score worse than alone; None where unknown."""
+    if alone is None or side is alone:
+        return None
+    by_seed = {run["seed"]: run.get("leaves") for run in alone["runs"]}
+    pairs = [
+        (found, by_seed[run["seed"]][leaf])
+        for run in side["runs"]
+        if by_seed.get(run["seed"])
+        for leaf, found in (run.get("leaves") or {}).items()
+    ]
+    return statistics.fmean(a > b for a, b in pairs) if pairs else None
+
+
+def row(found: Facts) -> list[str]:
     """Return the line of a side in the table."""
     runs = found["runs"]
 
@@ -233,13 +405,37 @@ def row(found: dict[str, Any]) -> list[str]:
         f"{statistics.fmean(run['member_bytes'] for run in runs) / 1e6:.3f}",
         f"{max(epsilons):.2f}" if epsilons else "-",
         f"{sum(run['diverged'] for run in runs)} of {len(runs)}",
+        "-" if found.get("hurt") is None else f"{found['hurt']:.0%}",
         f"{sum(run['seconds'] for run in runs) / 3600:.1f}",
         ", ".join(found["tuned"]) or "-",
     ]
 
 
-def _folder(side: Side) -> str:
-    return side.name.lower().replace(" ", "-").replace("/", "-")
+def curves(found: Sequence[Facts]) -> str:
+    """Draw perplexity over rounds while training, the mean of the seeds of each side."""
+    series = []
+    for number, side in enumerate(found):
+        by_round: dict[int, list[float]] = {}
+        for run in side["runs"]:
+            for point in run["curve"]:
+                by_round.setdefault(point[0], []).append(point[2])
+        whole = {n: v for n, v in by_round.items() if len(v) == len(side["runs"])}
+        means = {n: statistics.fmean(v) for n, v in sorted(whole.items())}
+        series.append(Series(side["side"], list(means), list(means.values()), number))
+    chart = lines(series, x="rounds", y="perplexity", log_y=True, height=HEIGHT)
+    return with_names(chart, [(one.name, one.colour) for one in series], HEIGHT)
+
+
+def tell(work: Work, only: str | None = None) -> str:
+    """Return the table of what is kept, and draw its curves beside the files."""
+    found = results(work, only)
+    if not found:
+        return f"No cell of {work.comparison.name} is kept yet in {work.cells.folder}.\n"
+    if only is None:
+        write_atomically(work.cells.folder / "curves.svg", curves(found).encode())
+    left = len(work.missing(only))
+    said = f"\n{left} cells are missing.\n" if left else ""
+    return f"{work.comparison.question}\n\n{markdown(HEAD, [row(each) for each in found])}{said}"
 
 
 def _say(label: str) -> Watcher:
@@ -253,12 +449,26 @@ def _say(label: str) -> Watcher:
     return Watcher(round=on_round)
 
 
+def smoke(made: Comparison) -> Comparison:
+    """Return a comparison in which everything happens for two rounds: nothing fails after hours."""
+    points = [(v.split("=")[0] + "=" + v.split("=")[1].split(",")[0]) for v in made.over]
+    cut = replace(made, set=(*made.set, *SMOKE), tune_length=2, seeds=made.seeds[:1], over=points)
+    few = tuple(
+        replace(side, over=tuple(v.split(",")[0] for v in side.over)) for side in made.sides
+    )
+    return replace(cut, sides=few, tune_rounds=2 if made.tune_rounds else 0)
+
+
 def main() -> None:
-    """Carry out a comparison, and print its table after every side."""
+    """Make the cells of a comparison that are missing, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", help="a comparison file, or its name")
+    parser.add_argument("--out", type=Path, help="where runs are; may be removed in the end")
+    parser.add_argument("--results", type=Path, help="where results are kept")
     parser.add_argument("--only", help="one side, by its name")
+    parser.add_argument("--hours", type=float, help="begin no cell after so many hours")
+    parser.add_argument("--table", action="store_true", help="only the table, from kept results")
+    parser.add_argument("--smoke", action="store_true", help="every cell for two rounds, kept not")
     parser.add_argument("--list", action="store_true", help="comparisons and their hours")
     asked = parser.parse_args()
     if asked.list or asked.file is None:
@@ -266,19 +476,23 @@ def main() -> None:
             made = read_comparison(file)
             print(f"{file.stem:20} {made.hours:5.1f} h  {made.question}")
         return
-    made = read_comparison(asked.file)
-    out = asked.out or Path("runs") / asked.file.stem
-    use_devices(0)
-    found = []
-    for side in made.sides:
-        if asked.only in (None, side.name):
-            found.append(result(made, side, out))
-            told = {"question": made.question, "sides": found}
-            write_atomically(out / "results.json", (dumps(told) + "\n").encode())
-            write_atomically(
-                out / "table.md", markdown(HEAD, [row(each) for each in found]).encode()
-            )
-    print(markdown(HEAD, [row(each) for each in found]))
+    made = read_comparison(called(asked.file))
+    if asked.smoke:
+        use_devices(1)
+        folder = Path(tempfile.mkdtemp(prefix="fedlm-smoke-"))
+        work = Work(smoke(made), Cells(folder / "results"), folder / "runs")
+        try:
+            work.make_all(asked.only, deadline(None))
+            print(tell(work))
+        finally:
+            shutil.rmtree(folder)
+        return
+    kept = Cells(asked.results or RESULTS / made.name)
+    work = Work(made, kept, asked.out or Path("runs") / made.name)
+    if not asked.table:
+        use_devices(1)
+        work.make_all(asked.only, deadline(asked.hours))
+    print(tell(work, asked.only), end="")
 
 
 if __name__ == "__main__":

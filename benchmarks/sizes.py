@@ -1,10 +1,12 @@
 """The published sizes at the published rates: do they train, how fast, in how much memory?
 
 In:       a recipe that names text (by default `recipes/irc.toml`), and a folder for runs.
-Out:      a run directory per size, and a table in Markdown: loss on held-out text at the start and
-          after 10, 20 and 50 rounds, seconds per round, peak memory.
+Out:      a run directory per size; a small file per finished size in `benchmarks/results/sizes`;
+          a table in Markdown: loss on held-out text at the start and after 10, 20 and 50 rounds,
+          seconds per round, peak memory.
 Promise:  one size at a time, each `fedlm train` in a process of its own; killed, the same command
-          goes on where it was; figures are read from journals.
+          goes on where it was; a size that is kept is not trained again, and `--table` needs
+          nothing but what is kept.
 Not here: tuning (`fedlm tune`).
 
     python -m benchmarks.sizes --out runs/sizes
@@ -26,6 +28,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cells import RESULTS, Cells, Facts, deadline, facts_digest
 from fedlm.models import catalog
 from fedlm.record.facts import facts_of
 from fedlm.search.sweep import markdown
@@ -115,26 +118,44 @@ def _peak(run: Path) -> int | None:
     return int(json.loads(file.read_text())["peak_bytes"]) if file.is_file() else None
 
 
-def row(cell: Cell, out: Path) -> list[str]:
-    """Return the line of a size in the table, from its journal."""
+def keep(cell: Cell, asked: argparse.Namespace, cells: Cells) -> Facts | None:
+    """Keep the figures of a run that ended, and return them; of one that goes on, return them."""
+    run = asked.out / cell.name
+    if not (run / "journal.jsonl").is_file():
+        return None
+    told = facts_of(run)
+    facts = {
+        "settings": settings(cell, asked),
+        "vocabulary": told.header["store"]["vocabulary"],
+        "start": told.header["start"]["perplexity"],
+        "curve": [[each["round"] + 1, each["perplexity"]] for each in told.evaluated],
+        "seconds": [round(each["seconds"], 2) for each in told.rounds],
+        "peak_bytes": _peak(run),
+    }
+    if (run / "summary.json").is_file():
+        cells.write(cell.name, digest(cell, asked), facts)
+    return facts
+
+
+def digest(cell: Cell, asked: argparse.Namespace) -> str:
+    """Return the digest of all that decides a size's figures."""
+    return facts_digest({"recipe": asked.recipe.name, "settings": settings(cell, asked)})
+
+
+def row(cell: Cell, facts: Facts | None) -> list[str]:
+    """Return the line of a size in the table."""
     entry = catalog.NAMED[cell.name]
     count = f"{catalog.count(entry.architecture, entry.size) / 1e6:.1f}M"
-    run = out / cell.name
-    if not (run / "journal.jsonl").is_file():
+    if facts is None:
         return [cell.name, count, *["-"] * (len(HEAD) - 2)]
-    facts = facts_of(run)
-    seen = {told["round"] + 1: told["perplexity"] for told in facts.evaluated}
-    last = max(seen, default=None)
-    start = facts.header["start"]["perplexity"]
-    guess = math.log(facts.header["store"]["vocabulary"])
-    seconds = [told["seconds"] for told in facts.rounds]
-    later = seconds[1:] or seconds  # the first round compiles
-    peak = _peak(run)
+    seen = {number: found for number, found in facts["curve"]}
+    last, peak = max(seen, default=None), facts["peak_bytes"]
+    later = facts["seconds"][1:] or facts["seconds"]  # the first round compiles
     return [
         cell.name,
         count,
-        f"{guess:.2f}",
-        _nats(start),
+        f"{math.log(facts['vocabulary']):.2f}",
+        _nats(facts["start"]),
         *(_nats(seen.get(mark)) for mark in MARKS),
         "-" if last is None else f"{_nats(seen[last])} ({last})",
         f"{sum(later) / len(later):.1f}" if later else "-",
@@ -156,15 +177,20 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=64, help="rows of a client in a round")
     parser.add_argument("--rows", type=int, default=500, help="held-out rows that are scored")
     parser.add_argument("--only", action="append", choices=[cell.name for cell in CELLS])
-    parser.add_argument("--table", action="store_true", help="print the table, and train nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS / "sizes")
+    parser.add_argument("--hours", type=float, help="begin no size after so many hours")
+    parser.add_argument("--table", action="store_true", help="only the table, from kept results")
     asked = parser.parse_args()
     chosen = [cell for cell in CELLS if not asked.only or cell.name in asked.only]
+    cells, over, found = Cells(asked.results), deadline(asked.hours), {}
     for cell in chosen:
-        if not asked.table:
+        found[cell.name] = cells.read(cell.name, digest(cell, asked))
+        if found[cell.name] is None and not asked.table and not over():
             print(f"{cell.name} ...", file=sys.stderr, flush=True)
             train(cell, asked)
-            print(markdown(HEAD, [row(cell, asked.out)]), file=sys.stderr, flush=True)
-    print(markdown(HEAD, [row(cell, asked.out) for cell in chosen]))
+            found[cell.name] = keep(cell, asked, cells)
+            print(markdown(HEAD, [row(cell, found[cell.name])]), file=sys.stderr, flush=True)
+    print(markdown(HEAD, [row(cell, found[cell.name]) for cell in chosen]))
 
 
 HEAD = ["model", "parameters", "guessing", "start", *(f"after {mark}" for mark in MARKS)]

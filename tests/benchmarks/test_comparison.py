@@ -1,8 +1,21 @@
-"""The comparisons that are shipped can be begun: every setting is known, all budgets are equal."""
+"""Shipped comparisons can be begun, with equal budgets; cells are made once, tables of them."""
+
+import json
+import shutil
 
 import pytest
 
-from benchmarks.comparison import FILES, HEAD, Comparison, Side, read_comparison, row
+from benchmarks.cells import Cells, claimed, recipe_digest
+from benchmarks.comparison import (
+    FILES,
+    HEAD,
+    Work,
+    hurt,
+    read_comparison,
+    row,
+    smoke,
+    tell,
+)
 from fedlm.core.errors import ConfigError
 from fedlm.search.tune_plan import cost
 
@@ -13,7 +26,7 @@ def test_all_sides_get_the_same_care(name):
     searches = [made.search(side) for side in made.sides]
     assert len({cost(s.rungs) for s in searches}) == 1
     assert len({len(s.points) for s in searches}) == 1
-    finals = [made.final(side, None, seed) for side in made.sides for seed in made.seeds]
+    finals = [made.final(side, {}, seed) for side in made.sides for seed in made.seeds]
     assert len({(r.server.rounds, r.server.cohort, r.server.patience) for r in finals}) == 1
     assert len({r.data.model_dump_json() for r in finals}) == 1
     assert len({side.name for side in made.sides}) == len(made.sides)
@@ -33,20 +46,106 @@ def test_a_mistake_is_named(tmp_path, text, said):
         read_comparison(tmp_path / "c.toml")
 
 
-def test_the_best_settings_go_to_the_end(tmp_path):
-    (tmp_path / "base.toml").write_text('[data]\nsource = "sotu"\n[server]\nrounds = 90\n')
-    best = tmp_path / "best.toml"
-    best.write_text(
-        '[data]\nsource = "sotu"\n[client]\nlearning_rate = 3.0\n[server]\nrounds = 9\n'
+@pytest.fixture
+def small(tmp_path):
+    """A comparison of two sides, tuned over two rates, on twelve clients."""
+    rows = [
+        {"client": f"c{n}", "text": " ".join(f"w{(n * 7 + i * i) % 23}" for i in range(90))}
+        for n in range(12)
+    ]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "base.toml").write_text(
+        '[data]\nsource = "text.jsonl"\nvocabulary = 40\nvalidation = 0.2\n'
+        '[model]\nname = "cifg"\nembedding_size = 8\nhidden_size = 16\n'
+        "[run]\ntrackers = []\nbaselines = false\n"
     )
-    side = Side(name="a", set=("server.cohort=7",))
-    made = Comparison(
-        path=tmp_path / "c.toml", question="?", hours=1, recipe="base.toml", sides=(side,),
-        patience=4,
-    )  # fmt: skip
-    final = made.final(side, best, 2)
-    assert (final.server.rounds, final.server.patience, final.run.seed) == (90, 4, 2)
-    assert final.client.learning_rate == 3.0
+    (tmp_path / "c.toml").write_text(
+        """
+        question = "Which?"
+        hours = 0.1
+        recipe = "base.toml"
+        set = ["server.rounds=4", "server.evaluate_every=2", "server.cohort=4"]
+        over = ["client.learning_rate=0.5,1.0"]
+        tune_rounds = 4
+        tune_length = 2
+        seeds = [0, 1]
+        [[sides]]
+        name = "cifg"
+        [[sides]]
+        name = "si-cifg, wide"
+        set = ["model.name=si-cifg", "model.hidden_size=24"]
+        """
+    )
+    return tmp_path / "c.toml"
+
+
+def test_the_best_settings_go_to_the_end(small):
+    made = read_comparison(small)
+    final = made.final(made.sides[1], {"client.learning_rate": 3.0}, 2)
+    assert (final.server.rounds, final.run.seed, final.run.devices) == (4, 2, 1)
+    assert (final.client.learning_rate, final.model.hidden_size) == (3.0, 24)
+
+
+def test_cells_are_made_once_and_the_table_is_made_of_them_alone(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = read_comparison(small)
+    work = Work(made, Cells(tmp_path / "results"), tmp_path / "runs")
+    names = [name for name, _, _ in work.missing(None)]
+    assert names[:2] == ["cifg tuning", "si-cifg, wide tuning"] and len(names) == 6
+    assert "No cell" in tell(work)
+    with claimed(work.folder("cifg seed 0")) as mine:
+        assert mine
+        work.make_all(None, lambda: False)
+    assert [name for name, _, _ in work.missing(None)] == ["cifg seed 0"], "somebody is at that one"
+    work.make_all("cifg", lambda: True)
+    assert len(work.missing(None)) == 1, "no cell is begun when the time is over"
+    work.make_all("cifg", lambda: False)
+    assert work.missing(None) == []
+    cell = json.loads((tmp_path / "results" / "si-cifg-wide-seed-1.json").read_text())
+    assert cell["curve"][-1][0] == 4 and cell["last"] > 1 and cell["commit"] and cell["jax"]
+    assert [point[1] > 0 for point in cell["curve"]] == [True, True]
+    assert cell["settings"][:2] == ["model.name=si-cifg", "model.hidden_size=24"]
+
+    (tmp_path / "text.jsonl").unlink()
+    shutil.rmtree(tmp_path / "runs")
+    elsewhere = Work(made, Cells(tmp_path / "results"), tmp_path / "nowhere")
+    table = tell(elsewhere)
+    assert table.count("\n| ") == 4 and "| si-cifg, wide | 2 |" in table
+    assert "missing" not in table
+    assert (tmp_path / "results" / "curves.svg").read_text().startswith("<svg xmlns")
+
+
+def test_a_result_of_other_settings_is_not_taken(small, tmp_path):
+    made = read_comparison(small)
+    one, other = (made.final(made.sides[0], {"client.learning_rate": v}, 0) for v in (1.0, 2.0))
+    cells = Cells(tmp_path / "results")
+    cells.write("a", recipe_digest(one), {"last": 3.0})
+    assert cells.read("a", recipe_digest(one))["last"] == 3.0
+    assert cells.read("b", recipe_digest(one)) is None
+    with pytest.raises(ConfigError, match="other settings"):
+        cells.read("a", recipe_digest(other))
+    moved = one.model_copy(
+        update={
+            "data": one.data.model_copy(update={"source": "/elsewhere/text.jsonl"}),
+            "run": one.run.model_copy(update={"devices": 7}),
+        }
+    )
+    assert recipe_digest(moved) == recipe_digest(one), "where text lies decides no figure"
+
+
+def test_leaves_that_a_side_hurts_are_counted():
+    alone = {"side": "local", "runs": [{"seed": 0, "leaves": {"a": 5.0, "b": 4.0}}]}
+    other = {"side": "flat", "runs": [{"seed": 0, "leaves": {"a": 4.0, "b": 4.5}}, {"seed": 1}]}
+    assert hurt(other, alone) == 0.5
+    assert hurt(alone, alone) is None and hurt(other, None) is None
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in FILES.glob("*.toml")))
+def test_a_smoke_test_of_every_comparison_is_short(name):
+    made = smoke(read_comparison(FILES / f"{name}.toml"))
+    for side in made.sides:
+        assert made.final(side, {}, 0).server.rounds == 2
+        assert made.search(side) is None or cost(made.search(side).rungs) <= 2
 
 
 def test_a_row_has_a_column_for_each_head():

@@ -1,0 +1,649 @@
+"""Should a member federate? Sides by how much text each member has, all with the same care.
+
+In:       ten genres (`mixgenre-en`) and fifteen languages (`eltec-15lang`); a share of each leaf's
+          training text.
+Out:      a small file per cell in `benchmarks/results/pays`; a table and a drawing of those files.
+Promise:  every side gets the same model, rates, weight decay, patience and most tokens, and keeps
+          its optimiser; every leaf keeps the best model on its way, by its own text to choose by;
+          the figure is of rows that neither training, stopping nor any personal choice saw, the
+          same for all sides and shares. No line of a table has tried more rates than the others of
+          its share. Killed at any moment, the same command goes on.
+Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
+          the same of a user's own text.
+
+    python -m benchmarks.pays --plan                  # cells in the order of their worth, in TFLOP
+    python -m benchmarks.pays --hours 2               # make those that are missing, in that order
+    python -m benchmarks.pays --corpus mixgenre --share 0.1 --side local
+    python -m benchmarks.pays --table                 # from the kept files alone
+
+| rows of a leaf | local | federation | personal |
+|---|---|---|---|
+| training text, or a share of it | learns | learns, with that of all leaves | learns |
+| every second held-out row | stops | stops | stops, and chooses |
+| the others | the figure | the figure | the figure |
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.cells import (
+    RESULTS,
+    Cells,
+    Facts,
+    claimed,
+    deadline,
+    facts_digest,
+    plain_name,
+    recipe_digest,
+)
+from benchmarks.comparison import best_weights, figures_of
+from benchmarks.engines import flops
+from fedlm.core import tree
+from fedlm.core.durable import write_atomically
+from fedlm.core.types import PAD, Params
+from fedlm.corpus.store import Store
+from fedlm.engine.devices import use_devices
+from fedlm.inference import load_params
+from fedlm.methods.optimizers import client_optimizer
+from fedlm.models import catalog
+from fedlm.personal.members import OwnText, members_of
+from fedlm.personal.model import Scorer, mixture_perplexity
+from fedlm.personal.ways import Attempt, TrainedModel, Workshop, attempt_all
+from fedlm.recipe import parts
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import Recipe, load
+from fedlm.record.svg import Series, lines, with_names
+from fedlm.run import Run
+from fedlm.search import splits
+from fedlm.search.advise import cut_store
+from fedlm.search.sweep import FAILED, markdown, over_seeds, train_point
+from fedlm.training import Watcher
+
+STORES = Path(".fedlm/stores")
+RECIPES = Path(__file__).parents[1] / "recipes"
+CORPORA = {"mixgenre": RECIPES / "mixgenre-tree.toml", "eltec": RECIPES / "eltec-tree.toml"}
+SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
+RATES = (0.003, 0.001)
+SEEDS = (0, 1, 2)
+STEPS, ROUNDS, EVERY, PATIENCE = 32, 96, 4, 4
+WEIGHT_DECAY, CLIP, PERSONAL_RATE = 0.1, 1.0, 0.001
+# 1,042,432 numbers, 786,432 of them in the blocks.
+MODEL = ("model.embedding_size=128", "model.hidden_size=512", "model.layers=4", "model.heads=4")
+CARE = (
+    *("client.optimizer=adamw", f"client.weight_decay={WEIGHT_DECAY}", "client.batch_size=16"),
+    *(f"client.gradient_clip_norm={CLIP}", f"client.max_steps={STEPS}"),
+    *("federation.keep_optimizer=true", "data.validation=0.04", "server.evaluate_rows=0"),
+    *(f"server.evaluate_every={EVERY}", f"server.patience={PATIENCE}", "run.devices=1"),
+    *(f"run.checkpoint_every={EVERY}", "run.keep_checkpoints=1", "run.baselines=false"),
+    "run.trackers=[]",
+)
+FLAT = ("federation.node=[]", "federation.personal_layers=none")
+LEAF_LEVEL = {"mixgenre": 0, "eltec": 1}  # of the groups that are leaves
+AVERAGED = ('federation.optimizer=["fedavg"]', "federation.learning_rate=[1.0]")
+LOCAL, CENTRAL = "local", "central"
+# Federations by name; those that come first are worth most.
+FEDERATIONS: dict[str, tuple[str, ...]] = {
+    "flat averaging": (*FLAT, *AVERAGED),
+    "flat Nesterov": FLAT,
+    "WorldLM": (
+        "federation.personal_layers=last 0.3 + embedding",
+        "federation.compare=root",
+    ),
+    "flat averaging, cosine": (
+        *FLAT,
+        *AVERAGED,
+        "client.schedule=cosine",
+        "client.warmup_rounds=4",
+        "client.final_fraction=0.1",
+    ),
+    "flat averaging, Muon": (*FLAT, *AVERAGED, "client.optimizer=muon"),
+}
+SIDES = (LOCAL, *FEDERATIONS, CENTRAL)
+HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
+# What a leaf makes of the federation's model; the row to choose by decides among them.
+WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
+CHOSEN = "chosen"
+HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity", "below local", "hurt"]
+HEAD += ["rounds", "TFLOP", "core-hours"]
+HEIGHT = 360
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One side at one share of the text, with one rate and seed."""
+
+    corpus: str
+    share: float
+    side: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.corpus} {self.share:g} {self.side} rate {self.rate:g} seed {self.seed}"
+
+
+def stages() -> Iterator[Cell]:
+    """Yield all cells, those first that are worth most."""
+    first, second = RATES[0], RATES[1]
+    for corpus, shares, sides, rates, seeds in (
+        ("mixgenre", (0.1, 1.0), HEADLINE, (first,), SEEDS[:1]),
+        ("mixgenre", (0.1,), HEADLINE, (first,), SEEDS[1:]),
+        ("mixgenre", (0.01, 0.03), HEADLINE, (first,), SEEDS[:1]),
+        ("mixgenre", (0.1,), HEADLINE, (second,), SEEDS[:1]),
+        ("eltec", (0.1, 1.0), HEADLINE, (first,), SEEDS[:1]),
+        ("mixgenre", (0.3,), HEADLINE, (first,), SEEDS[:1]),
+        ("mixgenre", (1.0,), HEADLINE, (first,), SEEDS[1:]),
+        ("mixgenre", (0.1,), SIDES, (first,), SEEDS[:1]),
+        ("mixgenre", SHARES, HEADLINE, RATES, SEEDS),
+        ("eltec", SHARES, HEADLINE, RATES, SEEDS),
+        ("mixgenre", SHARES, SIDES, RATES, SEEDS),
+        ("eltec", SHARES, SIDES, RATES, SEEDS),
+    ):
+        for seed in seeds:
+            for share in shares:
+                for rate in rates:
+                    for side in sides:
+                        yield Cell(corpus, share, side, rate, seed)
+
+
+def ordered(wanted: Callable[[Cell], bool]) -> list[Cell]:
+    """Return the cells that are wanted, each once, in the order of their worth."""
+    return [cell for cell in dict.fromkeys(stages()) if wanted(cell)]
+
+
+# ---- what a cell is made of ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long cells are, and how large; `--smoke` makes both small."""
+
+    rounds: int = ROUNDS
+    more: tuple[str, ...] = ()  # changes of every recipe
+
+
+def recipe_of(cell: Cell, size: Size) -> Recipe:
+    """Return the recipe of a cell's federation; of other sides, of the one they compare with."""
+    side = FEDERATIONS.get(cell.side, FEDERATIONS["flat averaging"])
+    if side[: len(FLAT)] == FLAT:
+        side = (*side, f"federation.levels=[{LEAF_LEVEL[cell.corpus]}]")
+    changes = (
+        *(*MODEL, *CARE, f"client.learning_rate={cell.rate}", f"run.seed={cell.seed}"),
+        *(f"server.rounds={size.rounds}", *side, *size.more),
+    )
+    return load(CORPORA[cell.corpus], changes)
+
+
+def digest_of(cell: Cell, size: Size) -> str:
+    """Return the digest of all that decides a cell."""
+    made = recipe_digest(recipe_of(cell, size))
+    care = {"ways": WAYS, "personal_rate": PERSONAL_RATE} if cell.side in FEDERATIONS else {}
+    return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, **care})
+
+
+class Place(NamedTuple):
+    """A corpus at a share of its text, ready to train on."""
+
+    run: Run  # of the cell's recipe
+    members: list[OwnText]  # in the order of the leaves' names
+
+    @property
+    def tokens(self) -> float:
+        """Target tokens to learn from, the mean over leaves."""
+        return statistics.fmean(targets(member.own) for member in self.members)
+
+
+def targets(rows: np.ndarray) -> int:
+    """Return how many tokens rows predict."""
+    return int(np.count_nonzero(rows[:, 1:] != PAD))
+
+
+def prepare(cell: Cell, size: Size, out: Path) -> Place:
+    """Return a cell's run, on a store of its share of the text, and its leaves."""
+    recipe = recipe_of(cell, size)
+    path = out / "stores" / f"{cell.corpus}-{cell.share:g}"
+    if not path.exists():
+        whole = build(recipe, STORES, out=out / "none").store
+        assert isinstance(whole, Store)
+        cut_store(whole, cell.share, path)
+    given = recipe.data.model_dump(include={"layout", "sequence_length"})
+    data = type(recipe.data)(store=str(path.resolve()), **given)  # all else is the store's
+    run = build(
+        recipe.model_copy(update={"data": data}), STORES, out=out / plain_name(cell.name) / "run"
+    )
+    return Place(run, sorted(members_of(run), key=lambda member: member.name))
+
+
+@dataclass
+class Bench:
+    """The programs that cells have in common."""
+
+    size: Size
+    out: Path
+    scorer: Scorer = field(default_factory=Scorer)
+    _shop: Workshop | None = None
+
+    def shop(self, place: Place, rate: float, batches: int, members: int = 1) -> Workshop:
+        """Return a workshop whose members look, stop and end as a federation's rounds do.
+
+        `batches` are those of a pass over a member's text, or over that of so many members.
+        """
+        recipe = place.run.recipe
+        spec = parts.model_spec(recipe, place.run.store.vocabulary)
+        if self._shop is None:
+            self._shop = Workshop(
+                federated=None,
+                fresh=lambda: None,
+                optimizer=client_optimizer("adamw", 1.0, weight_decay=WEIGHT_DECAY, clip=CLIP),
+                vocabulary=place.run.store.vocabulary,
+                batch_size=recipe.client.batch_size,
+                patience=PATIENCE,
+                scorer=self.scorer,
+            )
+        steps = min(recipe.client.max_steps or STEPS, -(-batches // members)) * members
+        made = self._shop.at_scale(rate)  # a copy, with the same programs
+        made.fresh = lambda: catalog.make(spec.architecture, spec.size, parts.start_key(recipe))
+        made.seed = recipe.run.seed
+        made.look_every = EVERY * steps
+        made.passes = max(1, math.ceil(self.size.rounds * steps / max(1, batches)))
+        return made
+
+    def report(self, model: Any, member: OwnText) -> float:
+        """Return a personal model's perplexity on the rows that chose nothing."""
+        return mixture_perplexity(model.nats(member.report, self.scorer), member.report)
+
+
+def batches_of(rows: np.ndarray, place: Place) -> int:
+    """Return how many batches a pass over rows has."""
+    return -(-len(rows) // place.run.recipe.client.batch_size)
+
+
+# ---- the sides -----------------------------------------------------------------------------------
+
+
+def local(bench: Bench, cell: Cell, place: Place) -> Facts:
+    """Train every leaf on its own text alone, until its own rows to choose by get no better."""
+    leaves: Facts = {}
+    chosen: Facts = {}
+    for member in place.members:
+        made = trained_alone(bench, cell, place, member)
+        perplexity = bench.scorer.nats(made.params, member.report)
+        leaves[member.name] = {LOCAL: mixture_perplexity(perplexity, member.report)}
+        scored = bench.scorer.nats(made.params, member.choose)
+        chosen[member.name] = {LOCAL: mixture_perplexity(scored, member.choose)}
+        print(f"  {member.name}: {leaves[member.name][LOCAL]:.1f}", flush=True)
+    passes = [trained_alone(bench, cell, place, m).passes for m in place.members]
+    seen = [p * targets(m.own) for p, m in zip(passes, place.members, strict=True)]
+    return {"leaves": leaves, "choose": chosen, "tokens_seen": sum(seen), "passes": passes}
+
+
+def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
+    """Return a leaf's model of its own text alone, from its file if it was trained before.
+
+    The local side, and mixtures of logits with it, are of the same model.
+    """
+    alone = Cell(cell.corpus, cell.share, LOCAL, cell.rate, cell.seed)
+    folder = bench.out / plain_name(alone.name)
+    file = folder / f"{plain_name(member.name)}.npz"
+    batches = batches_of(member.own, place)
+    shop = bench.shop(place, cell.rate, batches)
+    like = shop.fresh()
+    if not file.is_file():
+        made = shop.train(like, member.own, member.choose, member.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        leaves = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(made.params).items()}
+        part = file.with_suffix(".part.npz")
+        np.savez(part, passes=made.passes, **{f"leaf.{k}": v for k, v in leaves.items()})
+        part.replace(file)
+    with np.load(file) as kept:
+        leaves = {name: kept[f"leaf.{name}"] for name in tree.named_leaves(like)}
+        return TrainedModel(tree.with_leaves(like, leaves), float(kept["passes"]))
+
+
+def central(bench: Bench, cell: Cell, place: Place) -> Facts:
+    """Train one model on the text of all leaves, which no member may do: the bound."""
+    own = np.concatenate([member.own for member in place.members])
+    choose = np.concatenate([member.choose for member in place.members])
+    shop = bench.shop(place, cell.rate, batches_of(own, place), len(place.members))
+    made = shop.train(shop.fresh(), own, choose, 0)
+
+    def scored(rows: Callable[[OwnText], np.ndarray]) -> Facts:
+        return {
+            m.name: {CENTRAL: mixture_perplexity(bench.scorer.nats(made.params, rows(m)), rows(m))}
+            for m in place.members
+        }
+
+    return {
+        "leaves": scored(lambda m: m.report),
+        "choose": scored(lambda m: m.choose),
+        "tokens_seen": made.passes * targets(own),
+        "passes": [made.passes],
+    }
+
+
+def federation(bench: Bench, cell: Cell, place: Place) -> Facts:
+    """Train a federation, then let every leaf make its best received model its own."""
+    run, directory = splits.for_choosing(place.run), place.run.record
+    ended = directory.summary.is_file() or (directory.path / FAILED).is_file()
+    if not ended and not train_point(run, _watcher()):
+        raise KeyboardInterrupt
+    figures = figures_of(directory.path)
+    if figures["diverged"]:
+        return {**figures, "leaves": {}, "choose": {}}
+    leaves: Facts = {}
+    chosen: Facts = {}
+    for member in place.members:
+        weights = best_weights(directory, member.node)
+        model = load_params(run.recipe.model, run.store.vocabulary, weights)
+        leaves[member.name], chosen[member.name] = personal(bench, cell, place, member, model)
+        said = ", ".join(f"{way} {p:.1f}" for way, p in leaves[member.name].items())
+        print(f"  {member.name}: {said}", flush=True)
+    return {**figures, "leaves": leaves, "choose": chosen, "tokens_seen": figures["tokens"]}
+
+
+def personal(
+    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params
+) -> tuple[Facts, Facts]:
+    """Return the figures of every way of a leaf, and the scores by which it chooses one."""
+    shop = bench.shop(place, PERSONAL_RATE, batches_of(member.own, place))
+    shop.federated = model
+    at = Attempt(shop, member.own, member.choose, member.number)
+    at.__dict__["alone"] = trained_alone(bench, cell, place, member)
+    made = attempt_all(at, WAYS)
+    scores = {way: at.score(each) for way, each in made.items()}
+    figures = {way: bench.report(each, member) for way, each in made.items()}
+    best = min(scores, key=scores.__getitem__)
+    return {**figures, CHOSEN: figures[best]}, {**scores, CHOSEN: scores[best]}
+
+
+def make(bench: Bench, cell: Cell, cells: Cells) -> None:
+    """Make one cell and keep it."""
+    print(cell.name, flush=True)
+    began, place = time.process_time(), prepare(cell, bench.size, bench.out)
+    sides = {LOCAL: local, CENTRAL: central}
+    found = sides.get(cell.side, federation)(bench, cell, place)
+    spec = parts.model_spec(place.run.recipe, place.run.store.vocabulary)
+    per_token = flops(spec.shapes(), spec.size, place.run.recipe.data.sequence_length)
+    facts = {
+        "corpus": cell.corpus,
+        "share": cell.share,
+        "side": cell.side,
+        "settings": [f"client.learning_rate={cell.rate}", *FEDERATIONS.get(cell.side, ())],
+        "rate": cell.rate,
+        "seed": cell.seed,
+        "tokens_per_leaf": place.tokens,
+        "parameters": spec.parameters,
+        **found,
+        "tflop": found.get("tokens_seen", 0) * per_token / 1e12,
+        "core_seconds": time.process_time() - began,
+    }
+    cells.write(cell.name, digest_of(cell, bench.size), facts)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A line of the table: a side, or what leaves make of it, at one share of one corpus."""
+
+    label: str
+    side: str
+    way: str
+
+
+def rows_of(side: str) -> list[Row]:
+    """Return the lines of a side."""
+    if side not in FEDERATIONS:
+        return [Row(side, side, side)]
+    return [
+        Row(side, side, "federated"),
+        Row(f"{side}, fine-tuned", side, "finetune"),
+        Row(f"{side}, personal", side, CHOSEN),
+    ]
+
+
+def kept(cells: Cells, size: Size) -> dict[Cell, Facts]:
+    """Return all cells that are there."""
+    found = {cell: cells.read(cell.name, digest_of(cell, size)) for cell in ordered(lambda c: True)}
+    return {cell: facts for cell, facts in found.items() if facts is not None}
+
+
+def mean(facts: Facts, which: str, way: str) -> float:
+    """Return the mean of a way's perplexity over leaves; infinity if the side diverged."""
+    found = [ways[way] for ways in facts[which].values() if way in ways]
+    return statistics.fmean(found) if found else math.inf
+
+
+def at_best_rate(found: dict[Cell, Facts], row: Row) -> dict[int, Facts]:
+    """Return a line's cells by seed, each at the rate that the rows to choose by decide for."""
+    best: dict[int, Facts] = {}
+    for seed in sorted({cell.seed for cell in found}):
+        rates = common_rates(found, seed)
+        tried = [
+            f for c, f in found.items() if (c.side, c.seed) == (row.side, seed) and c.rate in rates
+        ]
+        if tried:
+            best[seed] = min(tried, key=lambda facts: mean(facts, "choose", row.way))
+    return best
+
+
+def common_rates(found: dict[Cell, Facts], seed: int) -> list[float]:
+    """Return the rates that every side was given with a seed, or the first: none gets more care."""
+    here = [cell for cell in found if cell.seed == seed]
+    sides = {cell.side for cell in here}
+    every = [rate for rate in RATES if {c.side for c in here if c.rate == rate} == sides]
+    return every or [next(rate for rate in RATES if any(c.rate == rate for c in here))]
+
+
+class Line(NamedTuple):
+    """The figures of one line of the table."""
+
+    row: Row
+    share: float
+    tokens: float
+    seeds: int
+    rates: int
+    perplexity: list[float]  # by seed, the mean over leaves
+    below: list[float]  # by seed and leaf, the logarithm of its perplexity over that alone
+    rounds: list[float]
+    tflop: float
+    seconds: float
+
+
+def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
+    """Return the lines of one share of one corpus."""
+    here = {cell: facts for cell, facts in found.items() if cell.share == share}
+    if not here:
+        return []
+    rates = min(len(common_rates(here, seed)) for seed in {cell.seed for cell in here})
+    alone = at_best_rate(here, rows_of(LOCAL)[0])
+    made = []
+    for row in (row for side in SIDES for row in rows_of(side)):
+        best = at_best_rate(here, row)
+        if not best:
+            continue
+        below = [
+            math.log(ways[row.way] / alone[seed]["leaves"][leaf][LOCAL])
+            for seed, facts in best.items()
+            if seed in alone
+            for leaf, ways in facts["leaves"].items()
+        ]
+        cells = list(best.values())
+        made.append(
+            Line(
+                row,
+                share,
+                cells[0]["tokens_per_leaf"],
+                len(best),
+                rates,
+                [mean(facts, "leaves", row.way) for facts in cells],
+                below,
+                [facts["rounds"] for facts in cells if "rounds" in facts],
+                statistics.fmean(facts["tflop"] for facts in cells),
+                sum(facts["core_seconds"] for facts in cells),
+            )
+        )
+    return made
+
+
+def shown(line: Line) -> list[str]:
+    """Return a line as text."""
+    alone = line.row.side == LOCAL or not line.below
+    gain = 0.0 if alone else 1 - math.exp(statistics.fmean(line.below))
+    hurt = sum(value > 0 for value in line.below)
+    return [
+        f"{line.share:.0%}",
+        f"{line.tokens:,.0f}",
+        line.row.label,
+        str(line.seeds),
+        str(line.rates),
+        over_seeds(line.perplexity),
+        "-" if alone else f"{gain:.0%}",
+        "-" if alone else f"{hurt} of {len(line.below)}",
+        over_seeds(line.rounds, 0) if line.rounds else "-",
+        f"{line.tflop:.0f}",
+        f"{line.seconds / 3600:.2f}",
+    ]
+
+
+def drawn(found: list[Line]) -> str:
+    """Draw perplexity over the tokens of a leaf, a curve per line of the table."""
+    labels = list(dict.fromkeys(line.row.label for line in found))
+    series = []
+    for number, label in enumerate(labels):
+        points = sorted(
+            (line.tokens, statistics.fmean(line.perplexity))
+            for line in found
+            if line.row.label == label and all(map(math.isfinite, line.perplexity))
+        )
+        if points:
+            series.append(Series(label, [a for a, _ in points], [b for _, b in points], number))
+    chart = lines(
+        series, x="tokens per leaf", y="perplexity", log_x=True, log_y=True, height=HEIGHT
+    )
+    return with_names(chart, [(one.name, one.colour) for one in series], HEIGHT)
+
+
+def tell(cells: Cells, size: Size) -> str:
+    """Return the tables of what is kept, and draw each beside the files."""
+    found, said = kept(cells, size), ""
+    for corpus in CORPORA:
+        here = {cell: facts for cell, facts in found.items() if cell.corpus == corpus}
+        table = [line for share in SHARES for line in table_of(here, share)]
+        if table:
+            write_atomically(cells.folder / f"{corpus}.svg", drawn(table).encode())
+            said += f"{corpus}\n\n{markdown(HEAD, [shown(line) for line in table])}\n"
+    return said or f"No cell is kept yet in {cells.folder}.\n"
+
+
+# ---- what cells cost -----------------------------------------------------------------------------
+
+
+def estimate(cell: Cell, size: Size, out: Path) -> float:
+    """Return the most TFLOP that a cell takes: all rounds, every look, all personal steps."""
+    place = prepare(cell, size, out)
+    recipe = place.run.recipe
+    spec = parts.model_spec(recipe, place.run.store.vocabulary)
+    per_token = flops(spec.shapes(), spec.size, recipe.data.sequence_length)
+    batch = recipe.client.batch_size * recipe.data.sequence_length
+    most = recipe.client.max_steps or STEPS
+    steps = sum(min(most, batches_of(m.own, place)) for m in place.members)
+    looked = sum(targets(m.choose) for m in place.members) / 3  # forward alone
+    models = 2 if cell.side in FEDERATIONS else 1  # as received, and after own steps
+    learned = size.rounds * steps * batch + size.rounds / EVERY * models * looked
+    own = 0.0
+    if cell.side in FEDERATIONS:  # fine-tuning stops early: a quarter of the rounds is much
+        own = size.rounds / 4 * steps * batch + 20 * looked
+    return (learned + own) * per_token / 1e12
+
+
+def _watcher() -> Watcher:
+    def on_round(told: Any) -> None:
+        found = told.get("perplexity")
+        if found is not None and math.isfinite(found):
+            own = told.get("personal_perplexity")
+            after = "" if own is None else f", after own steps {own:.1f}"
+            print(f"  round {told['round'] + 1}, perplexity {found:.1f}{after}", flush=True)
+
+    return Watcher(round=on_round)
+
+
+SMOKE = Size(
+    2,
+    ("model.embedding_size=16", "model.hidden_size=32", "model.layers=2", "client.max_steps=2"),
+)
+
+
+def main() -> None:
+    """Make the cells that are missing, in the order of their worth, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--corpus", choices=list(CORPORA))
+    parser.add_argument("--share", type=float, choices=SHARES)
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--rate", type=float, choices=RATES)
+    parser.add_argument("--seed", type=int, choices=SEEDS)
+    parser.add_argument("--out", type=Path, default=Path("runs/pays"), help="where runs are")
+    parser.add_argument("--results", type=Path, default=RESULTS / "pays")
+    parser.add_argument("--hours", type=float, help="begin no cell after so many hours")
+    parser.add_argument("--plan", action="store_true", help="cells and their cost, none is made")
+    parser.add_argument("--table", action="store_true", help="only the tables, from kept results")
+    parser.add_argument("--smoke", action="store_true", help="one share, two rounds, kept not")
+    asked = parser.parse_args()
+
+    def wanted(cell: Cell) -> bool:
+        given = {k: getattr(asked, k) for k in ("corpus", "share", "side", "rate", "seed")}
+        return all(v is None or getattr(cell, k) == v for k, v in given.items())
+
+    if asked.table:
+        print(tell(Cells(asked.results), Size()), end="")
+        return
+    use_devices(1)
+    if asked.smoke:
+        folder = Path(tempfile.mkdtemp(prefix="fedlm-smoke-"))
+        try:
+            cells = [Cell(corpus, 0.01, side, 0.003, 0) for corpus in CORPORA for side in SIDES]
+            work(Bench(SMOKE, folder / "runs"), [c for c in cells if wanted(c)], Cells(folder))
+            print(tell(Cells(folder), SMOKE), end="")
+        finally:
+            shutil.rmtree(folder)
+        return
+    cells, size = Cells(asked.results), Size()
+    missing = [c for c in ordered(wanted) if cells.read(c.name, digest_of(c, size)) is None]
+    if asked.plan:
+        total = 0.0
+        for cell in missing:
+            cost = estimate(cell, size, asked.out)
+            total += cost
+            print(f"{cost:7.0f} TFLOP, {total:7.0f} so far: {cell.name}", flush=True)
+        return
+    work(Bench(size, asked.out), missing, cells, deadline(asked.hours))
+    print(tell(cells, size), end="")
+
+
+def work(
+    bench: Bench, missing: list[Cell], cells: Cells, over: Callable[[], bool] = lambda: False
+) -> None:
+    """Make cells one after the other until the time is over; leave those that others are at."""
+    for cell in missing:
+        if over():
+            return
+        with claimed(bench.out / plain_name(cell.name)) as mine:
+            if mine and cells.read(cell.name, digest_of(cell, bench.size)) is None:
+                make(bench, cell, cells)
+
+
+if __name__ == "__main__":
+    main()

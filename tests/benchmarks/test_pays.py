@@ -1,0 +1,80 @@
+"""Whether federating pays: cells in order of worth, equal care, tables from kept cells alone."""
+
+import itertools
+
+import pytest
+
+from benchmarks import pays
+from benchmarks.cells import Cells
+from benchmarks.pays import CHOSEN, FEDERATIONS, HEADLINE, LOCAL, SIDES, Cell, Size
+
+
+def facts(cell, leaves):
+    """A kept cell of two leaves: the same figures for every way, but what was chosen is better."""
+    ways = (
+        {way: 0.0 for way in (*pays.WAYS, CHOSEN)} if cell.side in FEDERATIONS else {cell.side: 0}
+    )
+
+    def each(scale):
+        return {
+            leaf: {way: scale * found * (0.9 if way == CHOSEN else 1.0) for way in ways}
+            for leaf, found in leaves.items()
+        }
+
+    return {
+        "leaves": each(1.0), "choose": each(cell.rate * 1000), "tokens_per_leaf": 1e6 * cell.share,
+        "tflop": 3.0, "core_seconds": 360.0, "rounds": 8,
+    }  # fmt: skip
+
+
+def test_the_cells_of_most_worth_come_first_and_none_twice():
+    cells = pays.ordered(lambda cell: True)
+    assert len(set(cells)) == len(cells) == 2 * 5 * len(SIDES) * 2 * 3
+    first = cells[: 2 * len(HEADLINE)]
+    assert {(c.corpus, c.seed, c.rate) for c in first} == {("mixgenre", 0, 0.003)}
+    assert [c.share for c in first] == [0.1] * len(HEADLINE) + [1.0] * len(HEADLINE)
+    assert [c.side for c in first[: len(HEADLINE)]] == list(HEADLINE)
+
+
+@pytest.mark.parametrize("corpus, side", list(itertools.product(pays.CORPORA, SIDES)))
+def test_every_side_gets_the_same_care(corpus, side):
+    recipe = pays.recipe_of(Cell(corpus, 0.1, side, 0.001, 2), Size())
+    assert recipe.federation.keep_optimizer and recipe.client.weight_decay == pays.WEIGHT_DECAY
+    assert recipe.client.optimizer in ("adamw", "muon") and recipe.client.learning_rate == 0.001
+    assert (recipe.server.rounds, recipe.server.patience, recipe.run.seed) == (96, 4, 2)
+    assert recipe.run.devices == 1 and recipe.server.evaluate_rows == 0, "all sides see all rows"
+
+
+def test_a_digest_knows_all_that_decides_a_cell():
+    cell = Cell("mixgenre", 0.1, "WorldLM", 0.003, 0)
+    others = [
+        Cell("eltec", 0.1, "WorldLM", 0.003, 0), Cell("mixgenre", 0.3, "WorldLM", 0.003, 0),
+        Cell("mixgenre", 0.1, "flat Nesterov", 0.003, 0), Cell("mixgenre", 0.1, LOCAL, 0.003, 0),
+        Cell("mixgenre", 0.1, "WorldLM", 0.001, 0), Cell("mixgenre", 0.1, "WorldLM", 0.003, 1),
+    ]  # fmt: skip
+    digests = [pays.digest_of(each, Size()) for each in (cell, *others)]
+    assert len({*digests, pays.digest_of(cell, Size(rounds=8))}) == len(others) + 2
+
+
+def test_the_table_is_made_of_kept_cells_and_gives_no_side_more_rates(tmp_path):
+    cells, size = Cells(tmp_path), Size()
+    assert "No cell" in pays.tell(cells, size)
+
+    def keep(side, rate, leaves, seed=0):
+        cell = Cell("mixgenre", 0.1, side, rate, seed)
+        cells.write(cell.name, pays.digest_of(cell, size), facts(cell, leaves))
+
+    keep(LOCAL, 0.003, {"a": 10.0, "b": 8.0})
+    keep("WorldLM", 0.003, {"a": 9.0, "b": 12.0})
+    keep("WorldLM", 0.001, {"a": 1.0, "b": 1.0})
+    table = pays.tell(cells, size)
+    lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
+    assert lines["local"][5:8] == ["9.0", "-", "-"]
+    assert lines["WorldLM"][4:8] == ["1", "10.5", "-16%", "1 of 2"], "local was not given the rate"
+    assert lines["WorldLM, personal"][5:8] == ["9.4", "-5%", "1 of 2"]
+    assert (tmp_path / "mixgenre.svg").read_text().startswith("<svg xmlns")
+
+    keep(LOCAL, 0.001, {"a": 5.0, "b": 5.0})
+    table = pays.tell(cells, size)
+    lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
+    assert lines["WorldLM"][4:8] == ["2", "1.0", "80%", "0 of 2"], "now both have two rates"
