@@ -1,4 +1,4 @@
-"""Adapters over TLS: nodes have the frozen model themselves, and B alone travels."""
+"""Adapters over TLS: nodes have the frozen model themselves, and B alone travels, in trees too."""
 
 import json
 import threading
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fedlm.corpus.shard import deal
+from fedlm.core.errors import ConfigError
+from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.deploy import server_app, workspace
@@ -37,6 +38,12 @@ ADAPTERS = (
     "server.rounds=2", "server.cohort=6", "run.engine=loop", "run.baselines=false",
     "run.prompts=[]", "run.devices=1",
 )  # fmt: skip
+# A place per node, in the same order everywhere; groups of the tiny text are called as the nodes.
+TREE = ", ".join(f'{{name = "{n}", parent = "world", groups = ["{n}"]}}' for n in NODES)
+PLACES = (
+    f'federation.node=[{{name = "world"}}, {TREE}]',
+    "federation.personal_layers=*.lora_b",
+)
 B = ("blocks.1.attention.query.lora_b", "blocks.1.attention.value.lora_b")
 
 
@@ -54,6 +61,9 @@ def place(tmp_path_factory):
         made = special_tokens_map(store.tokenizer) if name[0] == "s" else None
         (folder / name).write_bytes(made or (store.path / name).read_bytes())
     deal(store, NODES, folder / "stores", held=None)
+    of = {node: [n for n in range(len(store)) if node in store.groups(n)] for node in NODES}
+    of = {node: np.array(numbers) for node, numbers in of.items()}
+    deal_parts(store, of, folder / "places", held=None)
     port = free_port()
     fed = workspace.init(
         folder / "fed", "fed", ["127.0.0.1"], port, NODES, bind="127.0.0.1", quorum=0.5
@@ -79,13 +89,13 @@ def recipe_of(folder, *changes, here=True):
 
 
 @contextmanager
-def joined(folder, fed, bases):
+def joined(folder, fed, bases, stores="stores"):
     """Both nodes at work with a base each, every one in a thread."""
     stop, threads, ledgers = threading.Event(), [], []
     for name in NODES:
         ledgers.append(NodeLedger(fed.kit(name).ledger))
         more = {"models": folder / name / "models", "name": name, "base": bases[name]}
-        store = Store(folder / "stores" / name)
+        store = Store(folder / stores / name)
         worker = Worker(store, Policy(), ledger=ledgers[-1], **more)
         node = SuperNode(fed.kit(name))
         node.join(stop.is_set, patient=True)
@@ -167,3 +177,56 @@ def test_a_node_with_another_base_is_named_and_left_out(place):
     run = (folder / "one-other" / "run.id").read_text()[:8]
     assert (folder / "north" / "models" / run).is_dir()
     assert not (folder / "south" / "models" / run).exists()
+
+
+# ---- a tree of places ------------------------------------------------------------------------
+
+
+def adapters_of(folder, run, place=""):
+    return load_file(adapter_beside(RunDirectory(folder / run).weights_of(place)))
+
+
+def test_places_train_adapters_on_their_own_base(place):
+    """Every place has adapters of its own, as in the simulation of the same tree."""
+    folder, fed = place
+    base = folder / "base"
+    with joined(folder, fed, dict.fromkeys(NODES, base), "places"):
+        networked, said = over_tls(folder, fed, "places-networked", *PLACES)
+    assert any("nodes that have their models: north, south" in line for line in said), said
+    whole = build(recipe_of(folder, *PLACES), folder / "text", out=folder / "places-simulated")
+    simulated = simulate(whole)
+    assert networked["params_sha256"] == simulated["params_sha256"]
+    for figure in ("start_perplexity", "perplexity"):
+        assert networked[figure] == pytest.approx(simulated[figure], rel=1e-4)
+    assert networked["perplexity"] < networked["start_perplexity"]
+    sent = sum(adapters_of(folder, "places-networked")[name].nbytes for name in B)
+    # Two rounds: up one frame per place; down its backbone, its layers and a residual.
+    assert 0 < networked["upload_bytes"] <= 8 * (sent + 400)
+    assert networked["download_bytes"] <= 16 * (sent + 400)
+    weights = (base / "model.safetensors").stat().st_size
+    for file in (folder / "places-networked" / "checkpoints").glob("*.safetensors"):
+        assert file.stat().st_size < weights, "a checkpoint holds no base"
+    run = (folder / "places-networked" / "run.id").read_text()[:8]
+    for name in NODES:
+        there = adapters_of(folder, "places-simulated", name)
+        models = folder / name / "models" / run
+        kept = load_file(adapter_beside(RunDirectory(models / "nodes" / name).weights))
+        assert all(np.array_equal(kept[leaf], there[leaf]) for leaf in there)
+        for path, out in ((models, f"tree-{name}"), (models / "nodes" / name, f"place-{name}")):
+            done = call(folder, "export", path, "--format", "peft", "--out", out, "--json")
+            assert done.code == 0, done.stderr
+            told = json.loads((folder / out / "adapter_config.json").read_text())
+            assert told["base_model_name_or_path"] == str(base)
+    north, south = (adapters_of(folder, "places-simulated", name) for name in NODES)
+    assert any(not np.array_equal(north[name], south[name]) for name in B)
+
+
+def test_a_place_with_no_base_is_named_before_the_first_round(place):
+    folder, fed = place
+    refused = r"because a node refused: south: model\.base_sha256 = .*fedlm node join --base"
+    with (
+        joined(folder, fed, {"north": folder / "base", "south": None}, "places"),
+        pytest.raises(ConfigError, match=refused),
+    ):
+        over_tls(folder, fed, "places-one", *PLACES)
+    assert not (folder / "places-one" / "model.safetensors").exists()

@@ -133,12 +133,7 @@ def test_settings_that_need_adapters_or_forbid_them(made):
     with pytest.raises(ConfigError, match=r"model\.base_dtype = 'bfloat16': expected 'float32'"):
         made("wire.trainable=all", "model.base_dtype=bfloat16")
     check_deployable(made().recipe)
-    tree_of_places = FederationTable(levels=(0,))
-    given = made().recipe
-    begun = given.model.model_copy(update={"init_from": "smollm2"})
-    told = given.model_copy(update={"model": begun, "federation": tree_of_places})
-    with pytest.raises(ConfigError, match=r"model\.init_from = 'smollm2': expected none with wire"):
-        check_deployable(told)
+    check_deployable(made().recipe.model_copy(update={"federation": FederationTable(levels=(0,))}))
     with pytest.raises(ConfigError, match=r"wire\.trainable_fraction"):
         made("wire.trainable_fraction=0.5")
 

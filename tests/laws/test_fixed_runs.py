@@ -7,9 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedlm.core import tree
-from fedlm.core.errors import ConfigError, RecordError
+from fedlm.core.errors import RecordError
 from fedlm.deploy.local import check_deployable
-from fedlm.federation.round import init_node
 from fedlm.inference import load_params
 from fedlm.recipe.assemble import trained_leaves
 from fedlm.recipe.build import build
@@ -97,19 +96,23 @@ def test_a_run_whose_frozen_part_has_changed_does_not_go_on(made, tmp_path):
         train(made(begun), resume=True)
 
 
-def test_a_fixed_part_of_a_model_from_a_file_is_refused_in_a_tree_over_a_network(made):
+def test_a_fixed_part_of_a_model_from_a_file_goes_over_a_network(made):
     recipe = made("model.init_from=runs/one").recipe
     check_deployable(recipe)
-    tree = recipe.model_copy(update={"federation": FederationTable(levels=(0,))})
-    with pytest.raises(ConfigError, match=r"model\.init_from = .*runs/one'.*in a tree over"):
-        check_deployable(tree)
+    check_deployable(recipe.model_copy(update={"federation": FederationTable(levels=(0,))}))
 
 
-def test_nodes_of_a_tree_hold_whole_models(tiny_recipe, tmp_path):
+@pytest.mark.parametrize("pooled", [False, True])
+def test_nodes_of_a_tree_hold_the_trained_part_alone(tiny_recipe, tmp_path, pooled):
     tiny_recipe.write_text(
-        tiny_recipe.read_text() + "\n[federation]\npool_clients = false\nlevels = [0]\n"
+        tiny_recipe.read_text()
+        + f"\n[federation]\npool_clients = {str(pooled).lower()}\nlevels = [0]\n"
     )
     run = build(load(tiny_recipe, FIXED), tmp_path / "stores", out=tmp_path / "run")
-    assert run.algorithm.make_base is None
-    state = init_node(run.algorithm, run.start())
-    assert tree.size(state.params) == run.model.parameters
+    state = run.round.init(run.start())
+    frozen = tree.size(run.algorithm.base)
+    assert frozen > 0
+    for node in state.nodes:
+        assert tree.size(node.params) == run.model.parameters - frozen
+    for model in run.round.models(state).values():
+        assert tree.size(model) == run.model.parameters

@@ -13,7 +13,7 @@ from fedlm.models.adapters import linear_layers
 from fedlm.models.interop import huggingface as hf
 from fedlm.models.interop import peft as ours
 from fedlm.models.interop import tensors
-from fedlm.publish.card import _privacy, card, licence_of
+from fedlm.publish.card import _privacy, _privacy_of_part, card, licence_of
 from fedlm.publish.finished_run import FinishedRun
 from fedlm.publish.formats import write_export
 from fedlm.recipe.build import build
@@ -81,6 +81,22 @@ def test_a_card_says_what_the_run_claims(llama):
     assert _privacy(claim) == [
         "- Privacy: No more than so much.", "  - Not covered: a", "  - Assumed: b"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"private": False}, "no privacy plan"),
+        ({"private": False, "covered": None}, "no privacy plan"),
+        ({"private": True, "node": "north"}, "the claim of the run `r`"),
+        ({"private": False, "covered": True}, "the claim of the run `r`"),
+        ({"private": False, "covered": False, "node": "north"}, "no promise covers this model"),
+        ({"private": True, "client": "c1"}, "no promise covers this model"),
+    ],
+)
+def test_a_card_says_whether_the_claim_of_a_run_covers_one_of_its_models(part, said):
+    (line,) = _privacy_of_part({"run": "r", **part})
+    assert said in line
 
 
 def test_adapters_alone_name_their_base(llama, tmp_path):

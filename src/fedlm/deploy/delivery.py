@@ -19,7 +19,7 @@ from fedlm.core import tree
 from fedlm.core.errors import WireError
 from fedlm.core.types import Params
 from fedlm.corpus.store import Store
-from fedlm.deploy.local import NodeWork, told_to_nodes, trained_part
+from fedlm.deploy.local import NodeWork, told_to_nodes
 from fedlm.deploy.networked_run import homes_of
 from fedlm.deploy.node_evaluation import whole_model
 from fedlm.deploy.policy import Refusal
@@ -34,6 +34,7 @@ from fedlm.federation.tree_rounds import TreeRound
 from fedlm.inference import load_params
 from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts
+from fedlm.recipe.assemble import trained_part
 from fedlm.record.checkpoint import arrays_in
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.facts import facts_of
@@ -138,7 +139,7 @@ def keep_models(
 ) -> list[Path]:
     """Write the models of a request as run directories, and return these.
 
-    `with_own` puts the personal layers into the model of this node's place that only it has.
+    `with_own` puts the personal layers that only this node has into the model of its place.
     """
     recipe = work.recipe
     whole = RunDirectory(folder / request.run[:SHORT])
@@ -160,9 +161,10 @@ def keep_models(
         if role == "own" and recipe.federation is None:
             raise WireError("the request has a model for a place of a tree: there is none.")
         directory = whole if role == "shared" else whole.node(node)
-        params = whole_model(work, request.frames[model])
-        if role == "own" and with_own is not None:
-            params = with_own(params)
+        mine = with_own if role == "own" else None
+        params = whole_model(work, request.frames[model], mine)
+        # Layers that only this node has are without noise; what came from above has it.
+        covered = None if work.plan is None else mine is None
         write_run(
             directory,
             params,
@@ -170,7 +172,12 @@ def keep_models(
             store,
             rounds=request.round,
             final={},
-            part_of={"run": request.run, "node": node if role == "own" else "", "private": False},
+            part_of={
+                "run": request.run,
+                "node": node if role == "own" else "",
+                "private": False,  # to this node, whose text it is
+                "covered": covered,
+            },
         )
         written.append(directory.path)
     return written

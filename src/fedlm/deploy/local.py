@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
 from fedlm.corpus.rows import ClientRows
@@ -34,7 +33,7 @@ from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
 from fedlm.recipe import tree as tree_parts
-from fedlm.recipe.assemble import algorithm_of, trained_leaves
+from fedlm.recipe.assemble import algorithm_of, trained_part
 from fedlm.recipe.federation import FederationTable
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.wire.dense import dense
@@ -126,7 +125,9 @@ def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)
     alone = Sampling(law="fixed", population=1, cohort=1)
-    algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes())
+    start = parts.start_maker(recipe, store)
+    algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes(), start)
+    trained = trained_part(recipe, spec.shapes())
     rows_of, bare = parts.pooled_rows(rows), replace(algorithm, upload=dense(), download=dense())
     rules = tree_parts.leaf_rules(recipe, spec.shapes())
     return NodeWork(
@@ -135,8 +136,8 @@ def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
         engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
-        sent_like=spec.shapes(),
-        model_like=spec.shapes(),
+        sent_like=trained,
+        model_like=trained,
         **_evaluation(recipe, store, rows),
         seed=recipe.run.seed,
         vocabulary=store.vocabulary,
@@ -149,15 +150,6 @@ def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
 
 def check_deployable(recipe: Recipe) -> None:
     """Raise `ConfigError` for settings that need all members in one place."""
-    require(
-        TRAINABLE[recipe.wire.trainable].leaves is None
-        or recipe.model.init_from is None
-        or recipe.federation is None,
-        "model.init_from",
-        recipe.model.init_from,
-        f"none with wire.trainable = {recipe.wire.trainable!r} in a tree over a network",
-        "Leave [federation] out, and let relays make the tree.",
-    )
     require(
         not TRAINABLE[recipe.wire.trainable].exact_mean,
         "wire.trainable",
@@ -220,19 +212,11 @@ def held_at_nodes(recipe: Recipe) -> bool:
     return TRAINABLE[recipe.wire.trainable].leaves is not None and bool(recipe.model.init_from)
 
 
-def told_to_nodes(recipe: Recipe, algorithm: Algorithm | None) -> str:
-    """Return the recipe as every question to nodes carries it; of a tree without an algorithm."""
-    if algorithm is None:
-        return redacted(recipe)
+def told_to_nodes(recipe: Recipe, algorithm: Algorithm) -> str:
+    """Return the recipe as every question to nodes carries it."""
     plan = algorithm.plan
     base = parts.base_sha256(algorithm) if held_at_nodes(recipe) else None
     return redacted(recipe, None if plan is None else plan.noise_multiplier, base)
-
-
-def trained_part(recipe: Recipe, shapes: Params) -> Params:
-    """Return the leaves that are trained; all of them unless a part is held still."""
-    keep = trained_leaves(recipe, shapes)
-    return shapes if keep is None else tree.split(shapes, keep)[0]
 
 
 def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None) -> str:

@@ -115,7 +115,7 @@ class _Nodes:
         """Whether nodes score models, because the server has no held-out text."""
         return not len(self.store)
 
-    def told(self, algorithm: Algorithm | None) -> str:
+    def told(self, algorithm: Algorithm) -> str:
         """Return the recipe as every question carries it."""
         return registration.as_told(self.path, told_to_nodes(self.recipe, algorithm))
 
@@ -171,11 +171,11 @@ class _Nodes:
         self,
         places: Mapping[int, Leaf],
         population: int,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm,
         leaf_plan: PrivacyPlan | None = None,
     ) -> HeldOutAtNodes:
         """Return the nodes' held-out text by place, of the splits that a plan allows to tell."""
-        plan = leaf_plan if algorithm is None else algorithm.plan
+        plan = leaf_plan or algorithm.plan
         survey = self.path / SURVEY
         kept: dict[str, Any] = {}
         if self.path != Path():
@@ -252,15 +252,25 @@ def _tree(nodes: _Nodes) -> Run:
         homes = homes_of(topology, leaves, members.size)
         return nodes.engine(algorithm, homes, rules if rules.keeps else None)
 
-    def text(topology: Topology, plan: PrivacyPlan | None) -> HeldOutAtNodes:
+    reasons: list[Mapping[str, str]] = []  # why nodes told nothing of their held-out text
+
+    def text(algorithm: Algorithm, topology: Topology, plan: PrivacyPlan | None) -> HeldOutAtNodes:
         homes = homes_of(topology, leaves, members.size)
         order = sorted(homes, key=lambda number: homes[number].first)
         places = {number - members.size: homes[number] for number in order}
-        return nodes.held_out(places, members.size, leaf_plan=plan)
+        made = nodes.held_out(places, members.size, algorithm, leaf_plan=plan)
+        reasons.append(made.reasons)
+        return made
 
     def nothing_held(topology: Topology, held: Mapping[str, Any]) -> str:
         found = set().union(*(rows.keys() for rows in held.values()))
         missing = [topology.names[n] for n in topology.with_text if n not in found]
+        refused = [f"{name}: {why}" for told in reasons for name, why in told.items()]
+        if refused:
+            return (
+                f"no figures of held-out text from {', '.join(missing)}, because a node refused: "
+                + " ".join(refused)
+            )
         if nodes.score_models:
             return (
                 f"the nodes of {', '.join(missing) or 'every place in one split'} hold out no "

@@ -56,9 +56,7 @@ def node_sums(
             found.append({**_zeros(), **_floats(text.size._asdict())})
         else:
             if model not in models:
-                sent = whole_model(work, request.frames[model])
-                models = {model: own(sent) if own else sent}  # one in memory at a time
-                del sent
+                models = {model: whole_model(work, request.frames[model], own)}  # one at a time
             kept = _rows(work, request, split, number, offset)[: most or None]
             found.append(_scored(work, models[model], split, kept, least))
     return tuple(found)
@@ -91,9 +89,13 @@ def _check_kind(work: NodeWork, request: EvaluateRequest) -> None:
         raise WireError("the request is for the first rows of a text: its recipe has no tree.")
 
 
-def whole_model(work: NodeWork, frame: bytes) -> Any:
-    """Return the model of a frame, with the part that this node has itself."""
-    return tree.join(dense().decode(frame, work.model_like), work.algorithm.base)
+def whole_model(work: NodeWork, frame: bytes, own: Callable[[Any], Any] | None = None) -> Any:
+    """Return the model of a frame, with the part that this node has itself.
+
+    `own` puts this node's own layers into what was sent.
+    """
+    sent = dense().decode(frame, work.model_like)
+    return tree.join(own(sent) if own else sent, work.algorithm.base)
 
 
 def _rows(

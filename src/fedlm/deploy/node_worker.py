@@ -106,7 +106,8 @@ class Worker:
         self.secure = secure
         self.models, self.name = models, name
         self.store, self.policy, self.whole, self.say = store, policy, whole, say
-        self.base = base
+        # Models that are kept name it, wherever they are opened from.
+        self.base = None if base is None else base.absolute()
         self.ledger = NodeLedger() if ledger is None else ledger
         self.memory = NodeMemory() if memory is None else memory
         per_member = len(store.training_clients) if whole else 1
@@ -356,7 +357,8 @@ class Worker:
         try:
             parts.with_base_sizes(recipe.model)
             found = parts.base_sha256(work.algorithm)
-        except ConfigError:  # whose words are about files of this node
+        except ConfigError as error:  # whose words are about files of this node
+            self.say(f"--base: {error}")
             found = "another kind of model"
         if found != wanted:
             raise Refusal(

@@ -13,7 +13,7 @@ Not here: scoring (`deploy/node_worker.py`), the figures of a tree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -63,6 +63,7 @@ class HeldOutAtNodes:
     save: Callable[[Survey], None] = lambda survey: None
     splits: Sequence[str] = SPLITS  # whose figures may be told
     say: Callable[[str], None] = lambda text: None
+    reasons: dict[str, str] = field(default_factory=dict)  # why nodes told nothing, by name
 
     @cached_property
     def survey(self) -> Survey:
@@ -223,6 +224,7 @@ class HeldOutAtNodes:
     def _tell(self, phase: Phase, stats: RoundStats) -> None:
         """Say which nodes are missing in a figure: all are asked, so this tells of no draw."""
         reasons = {**stats.refused, **stats.garbage}
+        self.reasons.update(reasons)
         for name, reason in reasons.items():
             self.say(f"{_what(phase)}: {name}: {reason}")
         missing = [name for name in (*stats.away, *stats.late) if name not in reasons]

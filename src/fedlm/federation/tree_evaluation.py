@@ -10,12 +10,13 @@ Not here: scoring (`evaluate`, or nodes), training (`tree_round.py`), which spli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from fedlm.core import tree
 from fedlm.core.types import Figures, Params
 from fedlm.evaluate.held_out import Ask, TextByPlace
 from fedlm.evaluate.perplexity import Sums, bits_per_byte, figures, perplexity_of
@@ -34,6 +35,7 @@ class TreeEvaluation:
     split: str | None
     text: TextByPlace  # of each node that holds text, by its number in the topology
     own_models_stay: bool = False  # leaves are scored as others know them, not by their own models
+    base: Callable[[], Params | None] = lambda: None  # what `text` wants in models beside their own
     _seen: dict[int, Figures] = field(default_factory=dict)
 
     def splits(self) -> list[str]:
@@ -55,7 +57,7 @@ class TreeEvaluation:
         names, leaves = topology.names, topology.with_text
         models = [came[n] for n in leaves]
         if not self.own_models_stay:
-            models += [state.nodes[n].params for n in leaves]
+            models += self._whole([state.nodes[n].params for n in leaves])
         asks = [Ask(leaves[i % len(leaves)], i) for i in range(len(models))]
         scores = self.text.scores(int(state.round), "watch", split, models, asks)
         found = [figures(_column([sums])) for sums in scores]
@@ -72,7 +74,12 @@ class TreeEvaluation:
         return {**means, "places": places}
 
     def _models(self, state: TreeState) -> list[Params]:
-        return (shown_models if self.own_models_stay else received)(self.config, state)
+        view = shown_models if self.own_models_stay else received
+        return self._whole(view(self.config, state))
+
+    def _whole(self, models: Sequence[Params]) -> list[Params]:
+        base = self.base()
+        return [tree.join(model, base) for model in models]
 
     def final(self, state: TreeState, split: str) -> Figures:
         """Return the figures so far, those of every node above the leaves, and the matrix."""

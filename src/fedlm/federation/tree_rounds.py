@@ -43,7 +43,7 @@ class TreeRound:
     config: TreeConfig
     engine: Engine
     algorithm: Algorithm
-    model_bytes: Callable[[str], int]  # of a whole model, by the codec of a direction
+    model_bytes: Callable[[str], int]  # of what is trained, by the codec of a direction
     secret: Callable[[], bytes] = lambda: bytes(16)  # of the clients' privacy plans
     leaf_secret: Callable[[], bytes] = lambda: bytes(16)  # of noise on what leaves a leaf
     plan: PrivacyPlan | None = None  # what the run claims: to each client, or to each leaf
@@ -56,6 +56,7 @@ class TreeRound:
     def init(self, params: Params) -> TreeState:
         """Return the state before the first round; each node that holds text has its own secret."""
         topology, root = self.config.topology, self.secret()
+        params = tree.without(params, self.algorithm.base)
         first = topology.with_text[0]
         secrets = [_secret(root, node - first) for node in range(len(topology))]
         return init_tree(self.config, params, self.leaf_secret(), secrets)
@@ -94,8 +95,12 @@ class TreeRound:
         Under noise at the leaves, a leaf's model is the one that others know of it.
         """
         found = self._view(state)
-        models = [tree.from_host(model) for model in found]
+        models = [self._whole(tree.from_host(model)) for model in found]
         return {"": models[0], **dict(zip(self.config.topology.names, models, strict=True))}
+
+    def _whole(self, params: Params) -> Params:
+        """Return a node's model with the leaves that nobody trains, which all nodes share."""
+        return tree.join(params, self.algorithm.base)
 
     def _view(self, state: TreeState) -> list[Params]:
         return (shown_models if own_models_stay(self.plan) else received)(self.config, state)
@@ -105,11 +110,13 @@ class TreeRound:
         if not own_models_stay(self.plan) or self.config.models_at_home:
             return {}
         models, topology = received(self.config, state), self.config.topology
-        return {topology.names[n]: models[n] for n in topology.with_text}
+        return {topology.names[n]: self._whole(models[n]) for n in topology.with_text}
 
     def params(self, state: TreeState) -> Params:
-        """Return the parameters of all nodes, as they may be shown."""
-        return tuple(self._view(state)) if own_models_stay(self.plan) else state.params
+        """Return the parameters of all nodes as they may be shown; frozen ones follow once."""
+        shown = tuple(self._view(state)) if own_models_stay(self.plan) else state.params
+        base = self.algorithm.base
+        return shown if base is None else (shown, base)
 
     def renewed(self, state: TreeState, lines: int) -> TreeState:
         """Return a state whose further draws are others, after a ledger of so many lines."""

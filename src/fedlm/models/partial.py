@@ -253,11 +253,18 @@ class PartOptions:
     rank: int = 8  # rank of a matrix's update
 
 
+def _none(like: Params, options: PartOptions, key: PRNGKeyArray) -> tuple[TrainablePart, ...]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartKind:
-    """A kind of part: `make(shapes, options, key)` returns the parts that rounds train in turn."""
+    """A kind of part: `make(shapes, options, key)` returns the parts that rounds train in turn.
 
-    make: Callable[[Params, PartOptions, PRNGKeyArray], tuple[TrainablePart, ...]]
+    A kind has `leaves` in its place if all rounds train the same ones.
+    """
+
+    make: Callable[[Params, PartOptions, PRNGKeyArray], tuple[TrainablePart, ...]] = _none
     takes_fraction: bool = False
     takes_feedback: bool = False  # the next round trains what a codec left out of an update
     by_member: bool = False  # members train different leaves, so codecs must work per leaf
@@ -292,7 +299,6 @@ def _adapters(like: Params, options: PartOptions, key: PRNGKeyArray) -> list[boo
 TRAINABLE: dict[str, PartKind] = {
     "all": PartKind(make=lambda like, options, key: (TrainablePart(),), takes_feedback=True),
     "fixed": PartKind(
-        make=lambda like, options, key: (subset(_fraction(like, options, key)),),
         leaves=_fraction,
         takes_fraction=True,
         takes_feedback=True,
@@ -307,13 +313,11 @@ TRAINABLE: dict[str, PartKind] = {
         make=lambda like, options, key: (low_rank(like, options.rank),), may_be_private=False
     ),
     "lora": PartKind(
-        make=lambda like, options, key: (subset(_adapters(like, options, key)),),
         leaves=_adapters,
         takes_feedback=True,
         adapts=True,
     ),
     "lora-both": PartKind(
-        make=lambda like, options, key: (),  # a server that holds whole models sees no products
         leaves=lambda like, options, key: leaves_by_name(like, _both_factors(like)),
         on_base=adapters_and_residual(),
         may_be_private=False,

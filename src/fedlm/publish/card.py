@@ -16,7 +16,7 @@ from fedlm.core.documents import JsonObject
 from fedlm.core.words import count
 from fedlm.models.interop import gguf
 from fedlm.publish.finished_run import FinishedRun
-from fedlm.record.facts import SPLITS, facts_of
+from fedlm.record.facts import SPLITS, Facts, facts_of
 
 CARD, LARGEST_CARD = "README.md", 1 << 20
 LIBRARIES = {"huggingface": "transformers", "peft": "peft", "onnx": "onnx", "onnx-int8": "onnx"}
@@ -29,11 +29,7 @@ def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
     head = ["---", f"library_name: {LIBRARIES.get(kind, 'fedlm')}", "tags: [fedlm]"]
     head += [f"license: {licence}"] if licence else []
     head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
-    before = (facts.header.get("start") or {}).get("perplexity")
-    after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
-    clients = (facts.header.get("store") or {}).get("clients")
-    whose = "a number of clients that is not told" if clients is None else count(clients, "client")
-    cohort = count(run.recipe.server.cohort, "client")
+    part = facts.header.get("part_of")
     lines = [
         *head,
         "---",
@@ -43,18 +39,57 @@ def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
         f"A `{architecture or run.spec.architecture}` language model, trained by fedlm with "
         "federated averaging on text that stayed where it was written.",
         "",
-        f"- Data: {whose}; tokenizer of {count(run.tokenizer.vocabulary, 'token')}.",
-        f"- Rounds: {len(facts.rounds)}, {cohort} each; "
-        f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
-        f"- Bytes uploaded by all clients: {facts.upload_bytes:,.0f}.",
-        f"- Perplexity on a fixed sample of {SPLITS[facts.watched]}: {_figure(before)} before, "
-        f"{_figure(after)} after.",
+        *(_of_run(run, facts) if part is None else _of_part(run, part)),
         f"- Perplexity on {SPLITS[split]}: {_figure(told.get('perplexity'))}.",
-        *_privacy(facts.final.get("privacy")),
+        *(_privacy(facts.final.get("privacy")) if part is None else _privacy_of_part(part)),
         f"- Base: {_base_words(origin)} Licence of the base: {licence or 'not stated there'}.",
         "- Not for: advice, facts, or text about people; it repeats what was written before it.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_run(run: FinishedRun, facts: Facts) -> list[str]:
+    """Return what a run was trained on, by whom, and what it sent."""
+    before = (facts.header.get("start") or {}).get("perplexity")
+    after = facts.evaluated[-1]["perplexity"] if facts.evaluated else None
+    clients = (facts.header.get("store") or {}).get("clients")
+    whose = "a number of clients that is not told" if clients is None else count(clients, "client")
+    tree = facts.header.get("tree")
+    whom = f"{count(run.recipe.server.cohort, 'client')} each"
+    if tree:
+        whom = f"of a tree of {count(len(tree['names']), 'place')}"
+    return [
+        f"- Data: {whose}; tokenizer of {count(run.tokenizer.vocabulary, 'token')}.",
+        f'- Rounds: {len(facts.rounds)}, {whom}; `wire.trainable = "{run.recipe.wire.trainable}"`.',
+        f"- Bytes uploaded by all {'places' if tree else 'clients'}: {facts.upload_bytes:,.0f}.",
+        f"- Perplexity on a fixed sample of {SPLITS[facts.watched]}: {_figure(before)} before, "
+        f"{_figure(after)} after.",
+    ]
+
+
+def _of_part(run: FinishedRun, part: JsonObject) -> list[str]:
+    """Return which run made the model of a place, a client or a node, and where its facts are."""
+    whose = next((f" of `{part[kind]}`" for kind in ("client", "node") if part.get(kind)), "")
+    rounds = f" in {count(part['rounds'], 'round')}" if "rounds" in part else ""
+    return [
+        f"- Made by: the run `{part.get('run')}`{rounds}, as the model{whose}; data, bytes and "
+        "figures of that run are in its own report.",
+        f"- Tokenizer of {count(run.tokenizer.vocabulary, 'token')}; "
+        f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
+    ]
+
+
+def _privacy_of_part(part: JsonObject) -> list[str]:
+    """Return whether the claim of the run that made a model covers the model."""
+    planned = part.get("private") or part.get("covered") is not None
+    if not planned:
+        return _privacy(None)
+    if part.get("client") or part.get("covered") is False:
+        return [
+            "- Privacy: no promise covers this model: its own layers are as its owner's text made "
+            f"them, without noise. The claim of the run `{part.get('run')}` is of what left them."
+        ]
+    return [f"- Privacy: the claim of the run `{part.get('run')}`, in the words of its report."]
 
 
 def _figure(value: float | None) -> str:

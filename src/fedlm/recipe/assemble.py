@@ -49,19 +49,18 @@ def algorithm_of(
     recipe: Recipe,
     participation: Sampling | PrivacyPlan,
     like: Params,
-    start: Callable[[], Params] | None = None,
+    start: Callable[[], Params],
     *,
     remembered: int | None = None,
 ) -> Algorithm:
     """Return the algorithm that a recipe describes.
 
     `remembered` is the number of clients whose memory is kept here; not given, all. `start` makes
-    the model before training. With it, parameters that are never trained become the algorithm's
-    base. Without it the server holds whole models, as in a tree, where models differ.
+    the model before training: its parameters that are never trained become the algorithm's base.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check_recipe(recipe, like, sampling.population if remembered is None else remembered)
-    keep = trained_leaves(recipe, like) if start else None
+    keep = trained_leaves(recipe, like)
     kind = TRAINABLE[recipe.wire.trainable]
     parts = parts_of(recipe, like) if keep is None else (kind.on_base,)
     options = method_options(recipe, sampling, parts)
@@ -76,7 +75,7 @@ def algorithm_of(
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
         seed=recipe.run.seed,
-        make_base=_base_maker(start, keep) if start and keep else None,
+        make_base=_base_maker(start, keep) if keep else None,
     )
 
 
@@ -86,6 +85,12 @@ def trained_leaves(recipe: Recipe, like: Params) -> list[bool] | None:
     if leaves is None:
         return None
     return leaves(like, _part_options(recipe), key_for(recipe.run.seed, "partial"))
+
+
+def trained_part(recipe: Recipe, like: Params) -> Params:
+    """Return the leaves that are trained; all of them unless a part is held still."""
+    keep = trained_leaves(recipe, like)
+    return like if keep is None else tree.split(like, keep)[0]
 
 
 def _base_maker(start: Callable[[], Params], keep: list[bool]) -> Callable[[], Params]:

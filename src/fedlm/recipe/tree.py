@@ -26,7 +26,7 @@ from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
 from fedlm.evaluate.perplexity import Evaluator
-from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.algorithm import Algorithm, on_base
 from fedlm.federation.leaf import LeafRules
 from fedlm.federation.topology import EVERYBODY, Topology, feed
 from fedlm.federation.tree_evaluation import TreeEvaluation
@@ -36,11 +36,19 @@ from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
 from fedlm.methods.optimizers import schedule, server_optimizer
 from fedlm.models import catalog
-from fedlm.models.split import personal_layers
+from fedlm.models.partial import TRAINABLE
+from fedlm.models.split import SETTING, personal_layers
 from fedlm.privacy import account, release
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.assemble import algorithm_of, check_settings, inner_of, inner_schedule
+from fedlm.recipe.assemble import (
+    algorithm_of,
+    check_settings,
+    inner_of,
+    inner_schedule,
+    trained_leaves,
+    trained_part,
+)
 from fedlm.recipe.federation import FederationTable, topology_of
 from fedlm.recipe.private_evaluation import private_evaluation_of, refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
@@ -52,6 +60,8 @@ IN_A_NETWORKED_TREE = (
     "in a tree over a network, where a place is a node with all its text as one member, and the "
     "noise hides one client: leave [federation] out, and let relays make the tree"
 )
+# Settings of [wire] that say which part of a model is trained in every round alike.
+FROZEN_PART = ("trainable_fraction", "rank", "alpha", "targets", "last_blocks")
 NOTHING_HELD = (
     "data.validation: expected held-out text at every leaf of the tree; raise it, or "
     "data.test_clients."
@@ -65,7 +75,7 @@ def tree_run(
     out: Path,
     members: Population | None = None,
     engine: Callable[[Algorithm, Topology], Engine] | None = None,
-    text: Callable[[Topology, PrivacyPlan | None], TextByPlace] | None = None,
+    text: Callable[[Algorithm, Topology, PrivacyPlan | None], TextByPlace] | None = None,
     nothing_held: Callable[[Topology, JsonMapping], str] = lambda topology, held: NOTHING_HELD,
     tokens: Callable[[int], int] | None = None,
 ) -> Run:
@@ -81,23 +91,25 @@ def tree_run(
         refuse_private_evaluation(recipe, IN_A_NETWORKED_TREE)
     rows, ledgers, size = people.rows, people.ledgers, people.population.size
     topology = topology_of(settings, people.population.group_paths())
-    algorithm = people.work(tree_algorithm(recipe, store, topology, out, ledgers))
+    start = parts.start_maker(recipe, store)
+    algorithm = people.work(tree_algorithm(recipe, store, topology, out, ledgers, start))
+    parts.check_base(recipe, algorithm)
     made = (
         engine(algorithm, topology)
         if engine
         else parts.engine_of(recipe, algorithm, rows_by_number(rows, topology))
     )
     counts = tokens or people.population.tokens
-    config = tree_config(recipe, store, algorithm, topology, size, counts, out, ledgers)
+    config = tree_config(recipe, store, algorithm, topology, size, counts, out, ledgers, start)
     config = replace(config, **_at_home(config, people.elsewhere))
     plans = _plans(config, leaf_plan(recipe, len(topology.with_text)))
     plan = next(iter(plans.values()), None)
-    shapes = parts.model_spec(recipe, store.vocabulary).shapes()
+    sent = trained_part(recipe, parts.model_spec(recipe, store.vocabulary).shapes())
     round = TreeRound(
         config=config,
         engine=made,
         algorithm=algorithm,
-        model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(shapes),
+        model_bytes=lambda way: getattr(algorithm, way).encoded_bytes(sent),
         secret=lambda: privacy_plan.new_secret(recipe.privacy),
         # Nodes that keep their own models draw their own noise: its secret is theirs alone.
         leaf_secret=lambda: bytes(16) if config.models_at_home else _leaf_secret(settings),
@@ -108,7 +120,7 @@ def tree_run(
         algorithm=algorithm,
         engine=made,
         round=round,
-        evaluation=_evaluation(recipe, rows, config, plan, text, nothing_held),
+        evaluation=_evaluation(recipe, rows, algorithm, config, plan, text, nothing_held),
         private_evaluation=private_evaluation_of(
             recipe, rows, plan, round.models, places=_places(topology)
         ),
@@ -116,7 +128,7 @@ def tree_run(
             name: node_recipe(recipe, topology, node, here=not people.elsewhere)
             for node, name in enumerate(topology.names)
         },
-        start=parts.start_maker(recipe, store),
+        start=start,
         **parts.shared_parts(recipe, store, plans, out),
     )
 
@@ -165,7 +177,12 @@ def rows_by_number(rows: ClientRows, topology: Topology) -> Rows:
 
 
 def tree_algorithm(
-    recipe: Recipe, store: Any, topology: Topology, out: Path, ledgers: Sequence[Path]
+    recipe: Recipe,
+    store: Any,
+    topology: Topology,
+    out: Path,
+    ledgers: Sequence[Path],
+    start: Callable[[], Params],
 ) -> Algorithm:
     """Return the algorithm of a tree's members, after checking that its settings fit a tree."""
     settings, privacy = settings_of(recipe), recipe.privacy
@@ -178,15 +195,21 @@ def tree_algorithm(
     )
     require(privacy.canaries == 0, "privacy.canaries", privacy.canaries, "0 in a tree")
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
-    return leaf_algorithm(recipe, _participation(recipe, topology, out, ledgers), shapes)
+    return leaf_algorithm(recipe, _participation(recipe, topology, out, ledgers), shapes, start)
 
 
 def leaf_algorithm(
-    recipe: Recipe, participation: Sampling | PrivacyPlan, shapes: Params
+    recipe: Recipe,
+    participation: Sampling | PrivacyPlan,
+    shapes: Params,
+    start: Callable[[], Params],
 ) -> Algorithm:
-    """Return the algorithm of a node that trains on its pooled text or with its clients."""
+    """Return the algorithm of a node that trains on its pooled text or with its clients.
+
+    `start` makes the model before training; what of it is never trained is held once for all nodes.
+    """
     settings, client = settings_of(recipe), recipe.client
-    made = algorithm_of(recipe, participation, shapes)
+    made = algorithm_of(recipe, participation, shapes, start)
     steps, keep = settings.warmup_steps, settings.keep_optimizer
     for name, value in (("warmup_steps", steps), ("keep_optimizer", keep)):
         require(
@@ -197,20 +220,26 @@ def leaf_algorithm(
         )
     if not settings.pool_clients:
         return made
-    codecs = {name: getattr(recipe.wire, name) for name in ("upload", "download")}
+    kind, allowed = TRAINABLE[recipe.wire.trainable], ("upload", "download")
+    if kind.leaves is not None:
+        allowed = (*allowed, "trainable", *FROZEN_PART)
+    held = {name: getattr(recipe.wire, name) for name in allowed}
     require(
-        recipe.wire == type(recipe.wire)(**codecs) and client.method == "fedavg",
+        recipe.wire == type(recipe.wire)(**held) and client.method == "fedavg",
         "federation.pool_clients",
         True,
-        "of [wire] the codecs alone, and no client.method beside it: nodes send each other whole "
-        "parts of models",
+        "of [wire] the codecs alone, or a part that is the same in every round (wire.trainable = "
+        "'lora' or 'fixed'), and no client.method beside it: nodes send each other whole parts of "
+        "models",
     )
     rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
     inner, weigh = inner_of(recipe, rate), WEIGHTS[client.weight]
+    trains = {} if made.make_base is None else {"part": kind.on_base}
     local = local_training(
         catalog.loss,
         inner,
         weigh,
+        **trains,
         proximal=client.proximal,
         remember=keep,
         schedule=inner_schedule(recipe),
@@ -258,11 +287,11 @@ def tree_config(
     tokens: Callable[[int], int] | None,
     out: Path,
     ledgers: Sequence[Path],
+    start: Callable[[], Params],
 ) -> TreeConfig:
     """Return the configuration of the tree's rounds."""
-    settings = settings_of(recipe)
+    settings, nodes = settings_of(recipe), range(len(topology))
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
-    names, nodes = list(tree.named_leaves(shapes)), range(len(topology))
     _check_leaf_noise(settings, topology)
     shelf, most = Shelf(), settings.resident
 
@@ -272,7 +301,7 @@ def tree_config(
 
     return TreeConfig(
         topology=topology,
-        personal_layers=personal_layers(names, settings.personal_layers),
+        personal_layers=_personal_layers(recipe, shapes),
         seed=recipe.run.seed,
         temperature=settings.temperature,
         compare=settings.compare,
@@ -282,10 +311,12 @@ def tree_config(
         servers=tuple(_outer(recipe, topology, node) for node in nodes),
         weights=tuple(_weight(settings, topology, tokens, node) for node in nodes),
         pool_clients=settings.pool_clients,
-        init_memory=_never if algorithm.memory_at_nodes else algorithm.local.init_memory,
+        init_memory=_never if algorithm.memory_at_nodes else _memory_maker(algorithm),
         rest=rest,
         clients=clients,
-        algorithms=tuple(_inner(recipe, topology, shapes, node, out, ledgers) for node in nodes),
+        algorithms=tuple(
+            _inner(recipe, topology, shapes, node, out, ledgers, start) for node in nodes
+        ),
         clip_norm=settings.clip_norm,
         noise_multiplier=settings.noise_multiplier,
         edge_bytes=dense().encoded_bytes,
@@ -323,11 +354,35 @@ def leaf_rules(recipe: Recipe, shapes: Params) -> LeafRules:
     """Return what a leaf of a recipe's tree mixes into its layers, and what may leave it."""
     settings = settings_of(recipe)
     return LeafRules(
-        personal_layers=personal_layers(list(tree.named_leaves(shapes)), settings.personal_layers),
+        personal_layers=_personal_layers(recipe, shapes),
         temperature=settings.temperature,
         clip_norm=settings.clip_norm,
         noise_multiplier=settings.noise_multiplier,
     )
+
+
+def _personal_layers(recipe: Recipe, shapes: Params) -> tuple[str | None, ...]:
+    """Return the personal layer of each leaf that is trained, None where it is backbone."""
+    rule, keep = settings_of(recipe).personal_layers, trained_leaves(recipe, shapes)
+    layers = personal_layers(list(tree.named_leaves(shapes)), rule)
+    if keep is None:
+        return layers
+    found = tuple(layer for layer, trains in zip(layers, keep, strict=True) if trains)
+    require(
+        not any(layers) or any(found),
+        SETTING,
+        rule,
+        f"layers with leaves that wire.trainable = {recipe.wire.trainable!r} trains: what is "
+        "frozen is the same at every node",
+        "'none' keeps nothing apart, 'all' every trained leaf.",
+    )
+    return found
+
+
+def _memory_maker(algorithm: Algorithm) -> Callable[[Params], Any] | None:
+    """Return how a leaf's optimiser begins, from the trained part of a model; None if not kept."""
+    init = algorithm.local.init_memory
+    return None if init is None else lambda params: init(on_base(algorithm.base, params))
 
 
 def _never(params: Params) -> np.ndarray:
@@ -357,6 +412,7 @@ def _inner(
     node: int,
     out: Path,
     ledgers: Sequence[Path],
+    start: Callable[[], Params],
 ) -> Algorithm | None:
     """Return the algorithm of a node's own clients; None if it has none or pools their text.
 
@@ -366,7 +422,8 @@ def _inner(
     if not held or settings_of(recipe).pool_clients:
         return None
     cohort = topology.places[node].setting("cohort", recipe.server.cohort)
-    return algorithm_of(recipe, _participation_of(recipe, held, cohort, out, ledgers), shapes)
+    joins = _participation_of(recipe, held, cohort, out, ledgers)
+    return algorithm_of(recipe, joins, shapes, start)
 
 
 # ---- noise on what leaves a leaf -----------------------------------------------------------
@@ -439,9 +496,10 @@ def leaf_plan(recipe: Recipe, leaves: int) -> PrivacyPlan | None:
 def _evaluation(
     recipe: Recipe,
     rows: ClientRows,
+    algorithm: Algorithm,
     config: TreeConfig,
     plan: PrivacyPlan | None,
-    elsewhere: Callable[[Topology, PrivacyPlan | None], TextByPlace] | None,
+    elsewhere: Callable[[Algorithm, Topology, PrivacyPlan | None], TextByPlace] | None,
     nothing_held: Callable[[Topology, JsonMapping], str],
 ) -> TreeEvaluation:
     """Return the evaluation of a tree.
@@ -449,7 +507,10 @@ def _evaluation(
     It uses the first split that the plan allows and in which every node with text holds some out.
     """
     topology = config.topology
-    text = _text_here(recipe, rows, topology) if elsewhere is None else elsewhere(topology, plan)
+    if elsewhere is None:
+        text: TextByPlace = _text_here(recipe, rows, topology)
+    else:
+        text = elsewhere(algorithm, topology, plan)
     told = release.splits(plan, list(text.survey))
     whole = [split for split in told if set(topology.with_text) <= set(text.survey[split])]
     if not whole and not release.hides(plan):
@@ -459,6 +520,8 @@ def _evaluation(
         split=whole[0] if whole else None,
         text=text,
         own_models_stay=release.own_models_stay(plan),
+        # Nodes that score models have what is frozen themselves.
+        base=(lambda: algorithm.base) if elsewhere is None else (lambda: None),
     )
 
 

@@ -87,7 +87,7 @@ def write_run(
         "store": {k: v for k, v in store.manifest.items() if k != "settings"},
         "parameters": parts.model_spec(recipe, store.vocabulary).parameters,
         "start": NOTHING_TOLD,
-        "part_of": dict(part_of),
+        "part_of": {**part_of, "rounds": rounds},
         "versions": {"python": platform.python_version(), "fedlm": version("fedlm")},
     }
     journal.append(release(plan, "header", header))
