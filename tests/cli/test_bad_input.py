@@ -1,12 +1,17 @@
 """A user's error is one sentence and exit code 2, and costs nothing that was there."""
 
 import json
+import os
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fedlm.corpus.store import Store
 from tests.conftest import call, write_tiny
+from tests.models.interop.test_huggingface import write as write_folder
+from tests.recipe.test_init_from import words as word_tokenizer
 
 
 def refused(result, *words):
@@ -361,3 +366,85 @@ def test_a_sweep_that_cannot_be(run_cli, tiny_recipe, tmp_path, text, words):
     (tmp_path / "grid.toml").write_text(text)
     refused(run_cli("sweep", "grid.toml"), words)
     assert not (tmp_path / "runs").exists()
+
+
+# ---- models from elsewhere ---------------------------------------------------------------------
+
+
+def _config(base, **changes):
+    told = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**told, **changes}))
+
+
+def _not_finite(base):
+    arrays = load_file(base / "model.safetensors")
+    arrays["model.norm.weight"] = np.full_like(arrays["model.norm.weight"], np.nan)
+    save_file(arrays, base / "model.safetensors")
+
+
+def _sparse(base):
+    with open(base / "huge.safetensors", "wb") as file:
+        file.truncate(1 << 40)  # takes no place on the disk
+
+
+BROKEN_BASES = {
+    "settings of another kind": (
+        lambda base: _config(base, model_type=["llama"]), "",
+        ("config.json: model_type = ['llama'] is not supported",),
+    ),
+    "heads that do not fit": (
+        lambda base: _config(base, num_attention_heads=3), "",
+        ("config.json: 3 heads share 2 keys", "Fetch the model again"),
+    ),
+    "numbers that are none": (
+        _not_finite, "", ("tensor 'model.norm.weight' holds numbers that are not finite",),
+    ),
+    "weights without their folder": (
+        lambda base: None, "model.safetensors",
+        ("model.init_from = ", "was not written by fedlm", "a folder with config.json"),
+    ),
+    "a folder without settings": (
+        lambda base: (base / "config.json").unlink(), "",
+        ("was not written by fedlm", "a folder with config.json"),
+    ),
+    "a pickle": (
+        lambda base: (base / "pytorch_model.bin").write_bytes(b"\x80\x02" * 50),
+        "pytorch_model.bin", ("this may be a pickle", "save_pretrained"),
+    ),
+    "a file of a terabyte": (
+        _sparse, "huge.safetensors", ("has 1,099,511,627,776 bytes, and the model of this",),
+    ),
+    "a pipe": (
+        lambda base: os.mkfifo(base / "pipe.gguf"), "pipe.gguf", ("is no regular file",),
+    ),
+    "no such file": (lambda base: None, "none.gguf", ("none.gguf is not readable",)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A folder with a recipe that takes its model, and its tokens, from elsewhere."""
+    made = tmp_path_factory.mktemp("elsewhere")
+    recipe = write_tiny(made)
+    text = recipe.read_text().replace("vocabulary = 60", 'tokenizer = "tokenizer.json"')
+    before, after = text.split("[model]")
+    recipe.write_text(before + "[client]" + after.split("[client]")[1])
+    word_tokenizer().save(str(made / "tokenizer.json"))
+    return made
+
+
+def test_a_node_does_not_join_with_a_base_that_is_none(elsewhere, tmp_path):
+    join = ("node", "join", "kit", "--store", "store", "--base")
+    refused(call(elsewhere, *join, "nowhere"), "--base = 'nowhere': expected a model.safetensors")
+    write_folder(tmp_path / "base", model_type="bert")
+    refused(call(elsewhere, *join, tmp_path / "base"), "config.json: model_type = 'bert'")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", BROKEN_BASES)
+def test_a_model_from_elsewhere_that_cannot_be_read(elsewhere, tmp_path, name):
+    breaks, file, said = BROKEN_BASES[name]
+    write_folder(tmp_path / "base")
+    breaks(tmp_path / "base")
+    given = f"model.init_from={tmp_path / 'base' / file}"
+    refused(call(elsewhere, "train", "tiny.toml", "--set", given, "--json"), *said)

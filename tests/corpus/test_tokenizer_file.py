@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -188,3 +189,17 @@ def test_stores_with_other_special_tokens_are_not_joined(tmp_path):
         write(LETTERS, tmp_path / name, settings(tokenizer), vocabulary=made)
     with pytest.raises(CorpusError, match="has another tokenizer"):
         JoinedStore([tmp_path / "one", tmp_path / "two"])
+
+
+def test_a_pipe_is_not_waited_for_and_a_huge_file_is_not_read(tmp_path):
+    pipe, huge = tmp_path / "pipe.json", tmp_path / "huge.json"
+    os.mkfifo(pipe)
+    with pytest.raises(CorpusError, match=r"pipe\.json is no regular file"):
+        load_tokenizer(pipe)
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    with pytest.raises(CorpusError, match=r"zero\.json is no regular file"):
+        load_tokenizer(tmp_path / "zero.json")
+    with open(huge, "wb") as file:
+        file.truncate(1 << 40)  # takes no place on the disk
+    with pytest.raises(CorpusError, match=r"huge\.json is larger than 512 MiB"):
+        load_tokenizer(huge)

@@ -33,6 +33,7 @@ USUAL = {
 # Files that Hugging Face keeps beside a tokenizer; the first one that names a token decides.
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")
 FEWEST, MOST = 5, 1_000_000
+LARGEST = 512 << 20  # bytes of a file: a million entries with their merges have far fewer
 # Several scripts, a tab, and a sign beyond 16 bits.
 TRIAL = "Hello, wörld 12 привет 日本\t🙂"
 
@@ -54,7 +55,7 @@ def load_tokenizer(path: Path, bos: str | None = None, eos: str | None = None) -
 def load_library(path: Path) -> Tokenizer:
     """Read a tokenizer file as the library's object, which gives the same tokens each time."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = _read(Path(path), f"tokenizer {path}").decode("utf-8")
     except OSError as error:
         raise CorpusError(f"tokenizer {path} is not readable: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -67,6 +68,15 @@ def load_library(path: Path) -> Tokenizer:
         library = _always_the_same(Tokenizer.from_str(text))
         library.decode(library.encode(TRIAL, add_special_tokens=False).ids)
     return library
+
+
+def _read(path: Path, what: str) -> bytes:
+    """Return the bytes of a regular file: a pipe would be waited for, a device has no end."""
+    if path.exists() and not path.is_file():
+        raise CorpusError(f"{what} is no regular file: expected a tokenizer.json.")
+    if path.stat().st_size > LARGEST:
+        raise CorpusError(f"{what} is larger than {LARGEST >> 20} MiB: it is something else.")
+    return path.read_bytes()
 
 
 def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> Path:
@@ -164,7 +174,7 @@ def _beside(path: Path) -> dict[str, str | None]:
         if not file.is_file():
             continue
         try:
-            told = json.loads(file.read_bytes())
+            told = json.loads(_read(file, f"{file}, beside tokenizer {path},"))
         except (OSError, ValueError, RecursionError) as error:
             raise CorpusError(f"{file}, beside tokenizer {path}, is not JSON ({error}).") from None
         for role in ("bos", "eos", "unk"):

@@ -29,6 +29,7 @@ from fedlm.deploy.relay import Relay
 from fedlm.deploy.secure_worker import SecureAnswers
 from fedlm.deploy.workspace import Kit, Workspace
 from fedlm.engine.dispatch import Quorum
+from fedlm.recipe.parts import check_model_path
 from fedlm.secure.keys import IdentityKey
 from fedlm.secure.store import NodeStore
 
@@ -44,6 +45,8 @@ def work(
     stop: Callable[[], bool],
 ) -> None:
     """Join a federation with a store, and train its members until asked to stop."""
+    if base is not None:
+        check_model_path(base, "--base")
     follow_parent()
     keep_programs(MOST_KEPT)
     kit = Kit.existing(kit_path)

@@ -54,6 +54,8 @@ from fedlm.run import Cadence
 
 # Counting n-grams holds a few numbers per training token in memory; beyond this it is skipped.
 MOST_COUNTED_TOKENS = 50_000_000
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # how files of PyTorch are called
+MOST_HEAD = 100_000_000  # bytes: the longest head that safetensors reads
 
 
 def given_tokenizer(
@@ -416,18 +418,55 @@ def plain_start(recipe: Recipe, spec: ModelSpec) -> Params:
     reader = interop.reader_of(path)
     if reader is not None:
         return reader.load(path, spec.size)
-    file = _weights_file(path)
-    return from_bytes(file.read_bytes(), spec.plain_shapes(), f"model.init_from = {str(path)!r}")
+    file, like = _weights_file(path), spec.plain_shapes()
+    _check_weights_file(file, path, 4 * tree.size(like))
+    return from_bytes(file.read_bytes(), like, f"model.init_from = {str(path)!r}")
 
 
-def _weights_file(path: Path) -> Path:
+def check_model_path(path: Path, setting: str) -> None:
+    """Raise `ConfigError` unless there is a model at the path that a setting names.
+
+    Of a model from elsewhere its settings are read, of no model its weights.
+    """
+    reader = interop.reader_of(path)
+    if reader is None:
+        _weights_file(path, setting)
+    else:
+        reader.base(path)
+
+
+def _weights_file(path: Path, setting: str = "model.init_from") -> Path:
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            f"model.init_from = {str(path)!r}: expected a model.safetensors, a run directory that "
+            f"{setting} = {str(path)!r}: expected a model.safetensors, a run directory that "
             "holds one, a Hugging Face folder with config.json, or a GGUF file."
         )
     return file
+
+
+def _check_weights_file(file: Path, path: Path, size: int) -> None:
+    """Raise `ConfigError` unless a file can hold a model of so many bytes that fedlm wrote."""
+    setting = f"model.init_from = {str(path)!r}"
+    if file.suffix in PICKLES:
+        raise ConfigError(
+            f"{setting}: this may be a pickle, which can run any program when it is read: expected "
+            "the folder of a model with config.json and safetensors. Save it again with "
+            "save_pretrained."
+        )
+    found, most = file.stat().st_size, size + MOST_HEAD
+    if found > most:
+        raise ConfigError(
+            f"{setting}: {file.name} has {found:,} bytes, and the model of this recipe at most "
+            f"{most:,}: give [model] the sizes that it was trained with."
+        )
+    with open(file, "rb") as opened:
+        head = opened.read(min(int.from_bytes(opened.read(8), "little"), MOST_HEAD))
+    if found > 8 and b'"fedlm"' not in head:
+        raise ConfigError(
+            f"{setting}: {file.name} was not written by fedlm, and a model from elsewhere needs "
+            "its settings: expected a folder with config.json beside the weights, or a GGUF file."
+        )
 
 
 def _check_tokenizer(path: Path, store: Store) -> None:

@@ -1,6 +1,8 @@
 """GGUF files of Llama architecture: the same model as the folder it was made from."""
 
+import os
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -143,3 +145,47 @@ def test_transformers_reads_the_same_logits_from_the_same_file(tmp_path):
     finally:
         ours.unpermuted = kept
     assert np.abs(wrong - wanted).max() > 1e-2
+
+
+def change_offset(path, tensor, offset):
+    """Write another beginning of a tensor into the head."""
+    data = path.read_bytes()
+    at = data.index(tensor.encode()) + len(tensor)
+    (dimensions,) = struct.unpack_from("<I", data, at)
+    at += 8 + 8 * dimensions  # behind the number of dimensions, these, and the type
+    path.write_bytes(data[:at] + struct.pack("<Q", offset) + data[at + 8 :])
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        ((1 << 64) - 1, "begins beyond its end"),
+        ((1 << 64) - 4096, "begins beyond its end"),
+        (1 << 40, "begins beyond its end"),
+        (7, "begins within another one"),
+        (0, "begins within another one"),
+    ],
+)
+def test_a_tensor_that_begins_elsewhere_is_refused(tmp_path, offset, words):
+    """An offset that wraps around would read numbers out of the head."""
+    path = tmp_path / "tiny.gguf"
+    write(path)
+    change_offset(path, "output_norm.weight", offset)
+    with pytest.raises(ConfigError, match=rf"{words}\. Fetch the model again"):
+        ours.read_base(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ConfigError, match="is no regular file: expected a GGUF file"):
+        ours.read_base(tmp_path / "pipe.gguf")
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    size, _ = write(path)
+    data = bytearray(path.read_bytes())
+    data[-64:-60] = struct.pack("<f", float("nan"))
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"tensor '[\w.]+' holds numbers that are not finite"):
+        ours.load(path, size)

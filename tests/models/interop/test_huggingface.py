@@ -52,6 +52,10 @@ def test_what_is_written_is_read_to_the_bit(tmp_path, name):
     "name, changes, words",
     [
         ("llama", {"model_type": "bert"}, "model_type = 'bert' is not supported: expected 'llama'"),
+        ("llama", {"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
+        ("llama", {"model_type": {"a": 1}}, "model_type = {'a': 1} is not supported"),
+        ("llama", {"num_key_value_heads": 3}, "config.json: 4 heads share 3 keys"),
+        ("llama", {"head_dim": 3}, "config.json: a head of 3 numbers: expected an even number"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: expected 'silu'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope scaling of type 'yarn'"),
         ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 0}},
@@ -117,6 +121,21 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
         hf.load(tmp_path, size)
 
 
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    size, _ = write(tmp_path)
+    arrays = load_file(tmp_path / hf.WEIGHTS)
+    (tmp_path / hf.WEIGHTS).unlink()
+    twice, files = "model.norm.weight", ("model-0.safetensors", "model-1.safetensors")
+    where = {name: files[n % 2] for n, name in enumerate(sorted(arrays))}
+    for file in files:
+        part = {n: x for n, x in arrays.items() if where[n] == file or n == twice}
+        save_file(part, tmp_path / file)
+    (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": where}))
+    words = f"tensor '{twice}' is in model-0.safetensors and in model-1.safetensors"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        hf.load(tmp_path, size)
+
+
 @pytest.mark.parametrize(
     "edit, words",
     [
@@ -124,6 +143,9 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
         (lambda a: a.update(extra=np.zeros(3, np.float32)), "a tensor 'extra'"),
         (lambda a: a.update({"model.norm.weight": np.ones(3, np.float32)}), "is [3], but"),
         (lambda a: a.update({"model.norm.weight": np.ones(16, np.int8)}), "is of type I8"),
+        (lambda a: a["model.norm.weight"].fill(np.nan), "'model.norm.weight' holds numbers that"),
+        (lambda a: a["model.norm.weight"].fill(-np.inf), "are not finite in float32"),
+        (lambda a: a.update({"model.norm.weight": np.full(16, 1e300)}), "are not finite"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(tmp_path, edit, words):

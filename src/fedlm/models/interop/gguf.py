@@ -212,13 +212,17 @@ def _open(path: Path) -> Any:
     except ImportError:
         raise ConfigError(f"{path}: GGUF needs an extra: run pip install 'fedlm[gguf]'.") from None
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+            raise ConfigError(f"{path} is no regular file: expected a GGUF file.")
         check_bounds(path)
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
+        _check_apart(reader)
+        return reader
     except OSError as error:
         raise ConfigError(f"{path} is not readable: {error.strerror}.") from None
     except (*SURPRISES, struct.error) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path} is not a whole GGUF file: {reason}.") from None
+        raise ConfigError(f"{path} is not a whole GGUF file: {reason}. {tensors.AGAIN}") from None
 
 
 def check_bounds(path: Path) -> None:
@@ -228,6 +232,17 @@ def check_bounds(path: Path) -> None:
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         _Head(data).check()
+
+
+def _check_apart(reader: Any) -> None:
+    """Raise `ValueError` if a tensor begins within another one."""
+    at = int(reader.data_offset)
+    for begin, size, name in sorted(
+        (int(t.data_offset), int(t.n_bytes), t.name) for t in reader.tensors
+    ):
+        if begin < at:
+            raise ValueError(f"tensor {name!r} begins within another one")
+        at = begin + size
 
 
 class _Head:
@@ -263,7 +278,10 @@ class _Head:
                 raise ValueError(f"a tensor of {dimensions} dimensions")
             if math.prod(self.number("Q") for _ in range(dimensions)) > 64 * len(self.data):
                 raise ValueError("a tensor is larger than the file")
-            self.skip(12)  # its type, and where it begins
+            self.skip(4)  # its type
+            # Offsets are unsigned: a large one would wrap around, to before the data.
+            if self.number("Q") > len(self.data):
+                raise ValueError("a tensor begins beyond its end")
 
     def value(self, kind: int) -> None:
         if kind == TEXT:

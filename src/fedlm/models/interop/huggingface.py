@@ -52,6 +52,17 @@ class Base:
             most = MOST_LAYERS if name == "layers" else MOST_SIZE
             if type(size) is int and size > most:
                 raise ConfigError(f"{self.where}: {name} = {size:,}: expected at most {most:,}.")
+        heads, keys, width = (self.sizes.get(n) for n in ("heads", "key_heads", "head_size"))
+        if heads and keys and heads % keys:
+            raise ConfigError(
+                f"{self.where}: {heads} heads share {keys} keys: expected as many or a divisor. "
+                f"{tensors.AGAIN}"
+            )
+        if width and width % 2:
+            raise ConfigError(
+                f"{self.where}: a head of {width} numbers: expected an even number, because "
+                f"rotary positions turn pairs. {tensors.AGAIN}"
+            )
 
 
 # ---- a folder in -----------------------------------------------------------------------------
@@ -94,9 +105,9 @@ def _open(folder: Path) -> tuple[ModelFamily, Settings]:
     file = folder / CONFIG
     told = _json(file)
     kind = told.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
-            f"{file}: model_type = {kind!r} is not supported: expected "
+            f"{file}: model_type = {shown(kind)} is not supported: expected "
             f"{either(map(repr, FAMILIES))}."
         )
     return FAMILIES[kind], Settings(str(file), told)
@@ -146,7 +157,7 @@ class _Shards:
                 "program when it is read: expected safetensors. Save the model again with "
                 "save_pretrained."
             )
-        raise ConfigError(f"{self.folder} has no {WEIGHTS} and no {INDEX}.")
+        raise ConfigError(f"{self.folder} has no {WEIGHTS} and no {INDEX}. {tensors.AGAIN}")
 
     def _index(self) -> dict[str, str]:
         """Open all files; return the file of each array."""
@@ -160,13 +171,20 @@ class _Shards:
                 )
             if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
                 raise ConfigError(
-                    f"{self.folder} lacks the shard {shown(name)}, which its index names."
+                    f"{self.folder} lacks the shard {shown(name)}, which its index names. "
+                    f"{tensors.AGAIN}"
                 )
             try:
                 self.handles[name] = safe_open(path, framework="np").__enter__()
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is damaged: {error}.") from None
-            found.update(dict.fromkeys(self.handles[name].keys(), name))
+                raise ConfigError(f"{path} is damaged: {error}. {tensors.AGAIN}") from None
+            here = self.handles[name].keys()
+            for twice in sorted(found.keys() & here):
+                raise ConfigError(
+                    f"{self.folder}: tensor {shown(twice)} is in {found[twice]} and in {name}: "
+                    f"nobody can tell which one counts. {tensors.AGAIN}"
+                )
+            found.update(dict.fromkeys(here, name))
         return found
 
     def drop_prefix(self, prefix: str, wanted: set[str]) -> None:
@@ -179,7 +197,9 @@ class _Shards:
         """Refuse missing and unknown arrays, and arrays that hold no plain numbers."""
         for name in sorted(wanted):
             if self.alias[name] not in self.at:
-                raise ConfigError(f"{self.folder} has no tensor {name!r}, which its model needs.")
+                raise ConfigError(
+                    f"{self.folder} has no tensor {name!r}, which its model needs. {tensors.AGAIN}"
+                )
         known = set(self.alias.values())
         heads = {"lm_head.weight", "embed_out.weight"} if tied else set()
         for name in sorted(self.at.keys() - known - heads):
@@ -204,7 +224,8 @@ class _Shards:
     def array_of(self, name: str) -> np.ndarray:
         found = self.alias[name]
         array: np.ndarray = self.handles[self.at[found]].get_tensor(found)
-        return array.astype(np.float32)
+        with np.errstate(over="ignore"):  # what is beyond float32 is refused as not finite
+            return array.astype(np.float32)
 
 
 # ---- a folder out ----------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 In:       a table of names, arrays by name.
 Out:      the leaves of a fedlm model, or the arrays that other programs expect.
-Promise:  reading undoes writing, to the bit; a shape that does not fit is refused by name.
+Promise:  reading undoes writing, to the bit; a shape that does not fit and a number that is not
+          finite are refused by the name of their array.
 Not here: the tables (`huggingface.py`, `gguf.py`).
 
 Layouts of one array that holds several of ours (rows are outputs, as in fedlm):
@@ -23,6 +24,8 @@ import numpy as np
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Params
+
+AGAIN = "Fetch the model again, with all of its files."
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,15 @@ def read(
         if found != expected:
             raise ConfigError(
                 f"{where}: tensor {entry.theirs!r} is {list(found)}, but its settings say "
-                f"{list(expected)}."
+                f"{list(expected)}. Settings and weights are of different models. {AGAIN}"
             )
-        parts = entry.split(array_of(entry.theirs), [shape[0] for shape in shapes], heads)
+        array = array_of(entry.theirs)
+        if not np.isfinite(array).all():
+            raise ConfigError(
+                f"{where}: tensor {entry.theirs!r} holds numbers that are not finite in float32, "
+                f"with which nothing can be computed. {AGAIN}"
+            )
+        parts = entry.split(array, [shape[0] for shape in shapes], heads)
         for name, part in zip(ours, parts, strict=True):
             leaves[name] = jnp.asarray(np.ascontiguousarray(part, np.float32))
     missing = sorted(wanted.keys() - leaves.keys())
