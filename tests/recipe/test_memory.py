@@ -1,10 +1,12 @@
 """A run that cannot fit is refused with the estimate, before anything is allocated."""
 
+import jax
 import pytest
 
 from fedlm.core.errors import ConfigError
+from fedlm.corpus.store import Store
 from fedlm.recipe import memory
-from fedlm.recipe.memory import check_memory, free_bytes, needed_bytes
+from fedlm.recipe.memory import check_memory, free_bytes, needed_bytes, training_cost
 from fedlm.recipe.parts import model_spec
 from fedlm.recipe.settings import parse
 
@@ -43,6 +45,24 @@ def test_the_estimate_counts_the_copies_of_trained_parameters():
     half = parse({"model": {"base_dtype": "bfloat16"}})
     frozen = [needed_bytes(r, 0, 10**6, 1) for r in (parse({}), half)]
     assert frozen[0] - frozen[1] == 2 * 10**6
+
+
+def test_a_frozen_base_costs_a_node_no_copies_of_a_trained_model(trained):
+    """A node with 8 GB must not refuse adapters on a model of 135 million numbers."""
+    store = Store(next((trained / ".fedlm" / "stores").iterdir()))
+    size = {"name": "llama", "layers": 30, "heads": 9, "key_heads": 3, "vocab": 49152}
+    size |= {"embedding_size": 576, "hidden_size": 1536}
+    client = {"batch_size": 8, "max_steps": 3}
+    common = {"model": size, "client": client, "data": {"sequence_length": 64}}
+    whole = parse(common)
+    alone = parse({**common, "wire": {"trainable": "lora", "rank": 8}})
+    costs = []
+    for recipe in (whole, alone):
+        spec = model_spec(recipe, store.vocabulary)
+        costs.append(training_cost(recipe, spec, store, [[0]]).memory)
+    lanes = jax.local_device_count()
+    assert costs[0] - costs[1] > lanes * 6 * 4 * 134_000_000
+    assert costs[1] > (lanes + 1) * 4 * 134_000_000, "but a base is not free"
 
 
 def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):

@@ -58,9 +58,7 @@ def check_memory(recipe: Recipe, spec: ModelSpec) -> None:
     if free is None:
         return
     lanes = recipe.run.devices or len(os.sched_getaffinity(0))
-    adapts = spec.adapters is not None
-    trained = tree.size(spec.shapes()) - spec.parameters if adapts else spec.parameters
-    need = needed_bytes(recipe, trained, spec.parameters if adapts else 0, lanes)
+    need = needed_bytes(recipe, *_trained_and_frozen(spec), lanes)
     if need > free:
         raise ConfigError(
             f"this run needs at least {_gigabytes(need)} of memory, and {_gigabytes(free)} are "
@@ -71,13 +69,25 @@ def check_memory(recipe: Recipe, spec: ModelSpec) -> None:
         )
 
 
+def _trained_and_frozen(spec: ModelSpec) -> tuple[int, int]:
+    """Return how many parameters are trained, and how many are frozen under adapters."""
+    if spec.adapters is None:
+        return spec.parameters, 0
+    return tree.size(spec.shapes()) - spec.parameters, spec.parameters
+
+
 def needed_bytes(recipe: Recipe, trained: int, frozen: int, lanes: int) -> int:
     """Return the least number of bytes for so many trained and frozen parameters."""
-    itemsize = 2 if recipe.model.base_dtype == "bfloat16" else FLOAT
+    itemsize = _frozen_bytes(recipe)
     client, row = recipe.client, (recipe.data.sequence_length + 1) * np.int16().itemsize
     steps = min(client.epochs, client.max_steps or client.epochs)
     batches = steps * client.batch_size * row
     return trained * FLOAT * (SERVER_COPIES + lanes * LANE_COPIES) + frozen * itemsize + batches
+
+
+def _frozen_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a number that is frozen."""
+    return 2 if recipe.model.base_dtype == "bfloat16" else FLOAT
 
 
 class TrainingCost(NamedTuple):
@@ -101,7 +111,9 @@ def training_cost(
     widths = size.embedding_size + size.hidden_size
     per_token = 2 * size.vocab + size.layers * (KEPT * widths + attention)
     kept = shape.batch_size * data.sequence_length * per_token
-    memory = text + lanes * FLOAT * (kept + COPIES * spec.parameters)
+    trained, frozen = _trained_and_frozen(spec)
+    lane = FLOAT * (kept + COPIES * trained) + _frozen_bytes(recipe) * frozen
+    memory = text + lanes * lane + FLOAT * frozen  # a base is in float32 while it is read
     return TrainingCost(max(batches, default=0), memory)
 
 
