@@ -220,9 +220,9 @@ def leaf_algorithm(
         )
     if not settings.pool_clients:
         return made
-    kind, allowed = TRAINABLE[recipe.wire.trainable], ("upload", "download")
-    if kind.leaves is not None:
-        allowed = (*allowed, "trainable", *FROZEN_PART)
+    kind = TRAINABLE[recipe.wire.trainable]
+    frozen = ("trainable", *FROZEN_PART) if kind.leaves is not None else ()
+    allowed = ("upload", "download", *frozen)
     held = {name: getattr(recipe.wire, name) for name in allowed}
     require(
         recipe.wire == type(recipe.wire)(**held) and client.method == "fedavg",
