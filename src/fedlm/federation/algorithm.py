@@ -10,7 +10,7 @@ Not here: what a member does with it (`member.py`), what the server does (`round
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,21 @@ class ClientHalf:
     def remembers(self) -> bool:
         """Whether members keep anything between their turns."""
         return self.feedback or self.local.init_memory is not None
+
+
+@dataclass(frozen=True)
+class ServerHalf:
+    """What the server does with a sum: all that its compiled step depends on, nothing of members.
+
+    The base and the seed are no part of it: the step takes what it needs of them as arguments, and
+    a program that is kept keeps no frozen model in memory.
+    """
+
+    plan: PrivacyPlan | None
+    server: ServerMethod
+    expand: Callable[[Params, PRNGKeyArray, Any], Params]  # from a sum to the whole model's change
+    expands_first: bool
+    noise: Noise = field(compare=False)  # follows from the plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +130,6 @@ class Algorithm:
             return self.make_base()
 
     @cached_property
-    def without_values(self) -> Algorithm:
-        """The same algorithm without base and seed, which compiled programs take as arguments.
-
-        Runs that differ in nothing else share their programs, and a program that is kept keeps no
-        frozen model in memory.
-        """
-        return replace(self, make_base=None, seed=0)
-
-    @cached_property
     def client_half(self) -> ClientHalf:
         """The part that members carry out.
 
@@ -131,6 +137,14 @@ class Algorithm:
         """
         clips = self.plan is not None
         return ClientHalf(self.local, self.turns, self.upload, self.download, clips, self.feedback)
+
+    def server_half(self, round: int) -> ServerHalf:
+        """Return the part that the server carries out in a round.
+
+        Algorithms of which it is the same share the server's program, whatever members do.
+        """
+        expand = self.local_of(round).expand
+        return ServerHalf(self.plan, self.server, expand, self.expands_first, self.noise)
 
     def local_of(self, round: int) -> ClientMethod:
         """Return the client method of a round."""

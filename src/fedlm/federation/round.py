@@ -45,7 +45,7 @@ from fedlm.core.types import (
     Total,
     Update,
 )
-from fedlm.federation.algorithm import Algorithm, on_base, round_key, update_like
+from fedlm.federation.algorithm import Algorithm, ServerHalf, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.clip import Limit, clip, next_limit
@@ -226,7 +226,6 @@ def server_half(
     key, digest = _noise_key(algorithm, state, total), _digest(algorithm, state, total)
     history = joined(jax.tree.map(np.asarray, state.history), members, int(state.round))
     round = int(state.round)
-    turn = round % len(algorithm.turns) if algorithm.turns else 0
     # Client state and history stay on the host: they grow with the number of clients, and a history
     # whose length changes would compile the step again in every round.
     rows, brief = (
@@ -238,7 +237,7 @@ def server_half(
     # second round would compile the step again.
     brief = jax.device_put(brief, getattr(total.weight, "sharding", None))
     keys = (key, round_key(algorithm, round))
-    after = _server_step(algorithm.without_values, turn, brief, total, keys)
+    after = _server_step(algorithm.server_half(round), brief, total, keys)
     after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
     after = eqx.tree_at(lambda s: s.history, after, tree.from_host(history), is_leaf=_is_none)
     after = eqx.tree_at(lambda s: s.digest, after, digest, is_leaf=_is_none)
@@ -283,30 +282,29 @@ def _digest(algorithm: Algorithm, state: NodeState, total: Total) -> Any:
 
 @eqx.filter_jit
 def _server_step(
-    algorithm: Algorithm,
-    turn: int,
+    half: ServerHalf,
     state: NodeState,
     total: Total,
     keys: tuple[CipherKey, PRNGKeyArray],
 ) -> NodeState:
-    plan, memory = algorithm.plan, state.noise_memory
+    plan, memory = half.plan, state.noise_memory
     limit = Limit(state.clip_norm, state.unclipped, state.counted)
-    local, (key, shared) = algorithm.local_of(turn), keys
+    key, shared = keys
 
     def whole(delta: PyTree) -> PyTree:
-        return local.expand(state.params, shared, delta)
+        return half.expand(state.params, shared, delta)
 
     if plan is None:
         change = whole(mean(total))
     else:
-        first = algorithm.expands_first
+        first = half.expands_first
         delta = whole(total.delta) if first else total.delta
-        noisy, memory = algorithm.noise.add(delta, memory, key, limit.clip_norm)
+        noisy, memory = half.noise.add(delta, memory, key, limit.clip_norm)
         mean_of = over(noisy, plan.denominator)
         change = mean_of if first else whole(mean_of)
         if plan.clip_quantile:
             limit = next_limit(plan, state.round, limit, total, key)
-    params, server_memory = algorithm.server.step(state.params, state.server_memory, change)
+    params, server_memory = half.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,
         server_memory,
