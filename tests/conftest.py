@@ -74,6 +74,22 @@ def _sync(file):
 os.fsync = _sync
 
 
+class FilesWithExamples:
+    """Look for examples in docstrings only in files that have any: to look costs an import."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path):
+        found = yield
+        if file_path.suffix == ".py" and b">>> " not in file_path.read_bytes():
+            return [each for each in found if type(each) is pytest.Module]  # tests, no examples
+        return found
+
+
+def pytest_configure(config):
+    """Look at files outside of this folder too, which hooks of a conftest do not."""
+    config.pluginmanager.register(FilesWithExamples())
+
+
 def pytest_collection_finish():
     """Let the collector of garbage pass over modules and tests, which stay until the end."""
     gc.collect()

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -94,6 +95,12 @@ def test_a_room_imports_only_what_it_may():
 
 def test_every_module_says_what_it_is():
     assert not [path for path in FILES if not ast.get_docstring(parsed(path))]
+
+
+def test_every_module_can_be_imported():
+    for path in FILES:
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        importlib.import_module(".".join(parts).removesuffix(".__init__"))
 
 
 STAGES = (
