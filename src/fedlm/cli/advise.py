@@ -11,12 +11,11 @@ import typer
 
 from fedlm.cli.console import AsJson, Changes, emit, note, out, show
 from fedlm.cli.train import RUNS, polite_stop
+from fedlm.cli.tune import note_figures
 from fedlm.core.errors import ConfigError, require
-from fedlm.core.releasable import Releasable
 from fedlm.engine.devices import use_devices
 from fedlm.recipe.settings import load
 from fedlm.search import advise as answers
-from fedlm.training import Watcher
 
 
 def advise(
@@ -62,7 +61,7 @@ def advise(
     with polite_stop() as stop:
         try:
             answer = answers.advise(
-                question, folder, minutes=minutes, watcher=_watch, stop=stop.is_set
+                question, folder, minutes=minutes, watcher=note_figures, stop=stop.is_set
             )
         except KeyboardInterrupt:
             note(f"Stopped; go on with the same command:\n  {shlex.join(['fedlm', *sys.argv[1:]])}")
@@ -88,13 +87,3 @@ def _shares(text: str) -> list[float]:
         raise ConfigError(
             f"--shares = {text!r}: expected numbers with commas: 1,0.3,0.1."
         ) from None
-
-
-def _watch(label: str) -> Watcher:
-    note(label)
-
-    def on_round(facts: Releasable) -> None:
-        if facts.get("perplexity") is not None:
-            note(f"  round {facts['round'] + 1}, perplexity {facts['perplexity']:.1f}")
-
-    return Watcher(round=on_round)

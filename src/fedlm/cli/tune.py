@@ -78,7 +78,7 @@ def tune(
     note(f"{folder}: {steps}; {played} rounds in all, {len(search.seeds)} seed(s) each.")
     with polite_stop() as stop:
         try:
-            found = search_settings(search, folder, STORES, _watch, stop.is_set)
+            found = search_settings(search, folder, STORES, note_figures, stop.is_set)
         except KeyboardInterrupt:
             note(f"Stopped; go on with the same command:\n  {shlex.join(['fedlm', *sys.argv[1:]])}")
             raise typer.Exit(130) from None
@@ -96,7 +96,8 @@ def seeds_of(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _watch(label: str) -> Watcher:
+def note_figures(label: str) -> Watcher:
+    """Say which run begins, and return a watcher that says its perplexities."""
     note(label)
 
     def on_round(facts: Releasable) -> None:
