@@ -119,6 +119,21 @@ def test_four_lanes_of_two_processes_agree_with_four_of_one_up_to_rounding(proce
 
 
 @network
+def test_two_processes_whose_devices_share_a_model_agree_with_one_that_has_all(processes, tmp_path):
+    """A lane of two devices per process, and two lanes of two devices in one."""
+    for process in processes.both("--set", "run.devices=2", "--set", "run.shard=2"):
+        ended(process, 0)
+    alone = processes.start(2, "--set", "run.devices=4", "--set", "run.shard=2", place=())
+    whole = processes.start(3, "--set", "run.engine=loop", place=())
+    for process in (alone, whole):
+        ended(process, 0)
+    two, one, loop = (load_file(tmp_path / f"host-{n}/run/model.safetensors") for n in (0, 2, 3))
+    for name, leaf in loop.items():
+        np.testing.assert_allclose(one[name], leaf, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(two[name], leaf, rtol=1e-5, atol=1e-5)
+
+
+@network
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_to_either_stops_both_after_the_same_round_and_they_go_on(
     processes, run_cli, tiny_recipe, tmp_path, asked

@@ -237,6 +237,7 @@ def redacted(recipe: Recipe, noise: float | None = None, base: str | None = None
                 "run": recipe.run.model_copy(
                     update={
                         "devices": 0,
+                        "shard": 1,
                         "prompts": (),
                         "cache_frozen": 0,
                         "frozen_folder": None,

@@ -6,17 +6,18 @@ Promise:  what the loop engine returns, without a dispatch per member or step; o
           whatever the cohort; memory of one member per lane, whatever the cohort.
 Not here: algorithm choices (`federation`), how batches are spread (`cohort/packing.py`).
 
-Each device is a lane. A lane walks its own stream of batches with loops whose lengths are
-data, so ragged members cost what they hold: nothing is padded but a member's last batch.
-A stream longer than `capacity` is cut into chunks, in the middle of a member if need be;
-what a lane carries (the member at work, the sum so far) lives on its device in between.
+Each device is a lane, or as many devices as share a model (`sharding.py`). A lane walks its own
+stream of batches with loops whose lengths are data, so ragged members cost what they hold: nothing
+is padded but a member's last batch. A stream longer than `capacity` is cut into chunks, in the
+middle of a member if need be; what a lane carries (the member at work, the sum so far) lives on its
+devices in between.
 
 There are two layouts. *Packed*: all members are spread evenly over the lanes, and only the sum
 comes back. *Grouped*: as many members at a time as there are lanes, one member per lane; for each
 member's own update, for members that remember something or begin from a model of their own, and
 for codecs whose frames must be made to know their size.
 
-What nobody trains (`Algorithm.base`) is put on each device once and given to every program as an
+What nobody trains (`Algorithm.base`) is put on each lane once and given to every program as an
 argument: it is no constant of a program, and never copied from round to round.
 
 Where several processes run together (`multihost.py`), the lanes are those of all of them. Each
@@ -34,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
@@ -72,6 +72,7 @@ from fedlm.core.types import (
 )
 from fedlm.engine import multihost, payload_size
 from fedlm.engine.frozen_features import FrozenFeatures
+from fedlm.engine.sharding import LANES, LaneMesh, check_shards, of_any_lane, of_lane
 from fedlm.federation.algorithm import (
     Algorithm,
     ClientHalf,
@@ -138,8 +139,8 @@ class Lanes(NamedTuple):
     def finished(self, lane: int, examples: int, client_state: PyTree) -> Finished:
         """Return a lane's last member, on the host; `client_state` is what it remembered before."""
         begun = (self.shared, self.clip_norm)
-        shared, clip_norm = _of_lane(begun, lane) if self.own else _of_any_lane(begun)
-        carry = _of_lane(self.state.carry, lane)
+        shared, clip_norm = of_lane(begun, lane) if self.own else of_any_lane(begun)
+        carry = of_lane(self.state.carry, lane)
         return Finished(shared, carry, jnp.float32(examples), jnp.asarray(clip_norm), client_state)
 
 
@@ -150,17 +151,26 @@ class Programs:
     differ in the server alone, and the second run of a process compiles nothing (`programs_of`).
     """
 
-    def __init__(self, half: ClientHalf, devices: tuple[jax.Device, ...]) -> None:
-        self.half, self.mesh = half, Mesh(np.array(devices), ("lanes",))
-        per_lane, replicated = NamedSharding(self.mesh, P("lanes")), NamedSharding(self.mesh, P())
-        self.per_lane, self.replicated = per_lane, replicated
+    def __init__(self, half: ClientHalf, devices: tuple[jax.Device, ...], shards: int = 1) -> None:
+        self.half, self.places = half, LaneMesh(devices, shards)
         self.traces = 0  # of the largest program
         self.share = jax.jit(self._make_shared, static_argnums=0)
-        self.start = jax.jit(self._start_lanes, static_argnums=0, out_shardings=per_lane)
+        self.start = jax.jit(self._start_lanes, static_argnums=0, **self._out(self.places.per_lane))
         self.start_own = jax.jit(self._start_own_lanes, static_argnums=0)
         self.chunk = jax.jit(self._run_chunk, static_argnums=(0, 1), donate_argnums=2)
-        self.sum = jax.jit(_sum_lanes, out_shardings=replicated)
+        summed = _sum_lanes if shards == 1 else self._sum_divided_lanes
+        self.sum = jax.jit(summed, **self._out(self.places.replicated))
         self.to_send = jax.jit(self._change_to_send, static_argnums=0)
+
+    def _out(self, place: Any) -> dict[str, Any]:
+        """Return the place of all results; where a model is divided, programs say it for each."""
+        return {"out_shardings": place} if self.places.shards == 1 else {}
+
+    def _spread(self, places: Any, values: PyTree) -> PyTree:
+        """Keep results in their places, if they differ from leaf to leaf."""
+        if self.places.shards == 1:
+            return values
+        return jax.lax.with_sharding_constraint(values, places(values))
 
     def _make_shared(
         self, local: ClientMethod, model: Message, keys: tuple[PRNGKeyArray, PRNGKeyArray]
@@ -170,7 +180,9 @@ class Programs:
 
     def _start_lanes(self, local: ClientMethod, shared: Shared, base: Params | None) -> LaneState:
         one = _start_lane(local, on_base(base, shared))
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.mesh.size, *x.shape)), one)
+        lanes = self.places.lanes
+        all_of = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), one)
+        return self._spread(self.places.of_lanes, all_of)
 
     def _start_own_lanes(
         self,
@@ -184,8 +196,12 @@ class Programs:
             return shared, _start_lane(local, on_base(base, shared))
 
         made = jax.vmap(one)(models)
-        lanes: tuple[PyTree, LaneState] = jax.lax.with_sharding_constraint(made, self.per_lane)
+        places = self.places.of_lanes(made)
+        lanes: tuple[PyTree, LaneState] = jax.lax.with_sharding_constraint(made, places)
         return lanes
+
+    def _sum_divided_lanes(self, total: Total) -> Total:
+        return self._spread(self.places.of_all, _sum_lanes(total))
 
     def _change_to_send(self, local: ClientMethod, base: Params | None, done: Finished) -> PyTree:
         whole = done._replace(shared=on_base(base, done.shared))
@@ -195,16 +211,17 @@ class Programs:
         self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput
     ) -> LaneState:
         self.traces += 1
-        lanes = P("lanes")
+        lanes = P(LANES)
         run = jax.shard_map(
             partial(self._run_lane, local, own),
-            mesh=self.mesh,
+            mesh=self.places.mesh,
             in_specs=(lanes, LaneInput(lanes if own else P(), P(), lanes)),
             out_specs=lanes,
+            axis_names={LANES},  # within a lane the compiler divides the work
             check_vma=False,
         )
         done: LaneState = run(state, given)
-        return done
+        return self._spread(self.places.of_lanes, done)
 
     def _run_lane(
         self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput
@@ -212,14 +229,14 @@ class Programs:
         rest, clip_norm = jax.tree.map(lambda x: x[0] if own else x, given.begun)
         shared = on_base(given.base, rest)
         state, stream = jax.tree.map(lambda x: x[0], (state, given.stream))
-        codec = self.half.upload
+        codec, hold = self.half.upload, self.places.hold
 
         def take(at_and_carry):  # type: ignore[no-untyped-def]
             at, carry = at_and_carry
             tokens = stream.tokens[at].astype(jnp.int32)
             kept = stream.features
             batch: Batch = tokens if kept is None else Precomputed(tokens, kept[at])
-            return at + 1, local.step(shared, carry, batch)
+            return at + 1, hold(local.step(shared, carry, batch))
 
         def segment(i, state):  # type: ignore[no-untyped-def]
             carry, total, client_state = state
@@ -227,7 +244,7 @@ class Programs:
             memory = None if client_state is None else client_state.own
             carry = jax.lax.cond(
                 stream.opens[i],
-                lambda: local.init(shared, key, memory, stream.round),
+                lambda: hold(local.init(shared, key, memory, stream.round)),
                 lambda: carry,
             )
             _, carry = jax.lax.while_loop(
@@ -238,20 +255,21 @@ class Programs:
             # A member that goes on in the next chunk counts nothing yet: a branch would copy.
             if self.half.remembers:
                 client_state = tree.where(stream.closes[i], update.client_state, client_state)
-            return LaneState(carry, add_member(total, update, stream.closes[i]), client_state)
+            total = hold(add_member(total, update, stream.closes[i]))
+            return LaneState(carry, total, hold(client_state))
 
         state = jax.lax.fori_loop(0, stream.segments, segment, state)
         return jax.tree.map(lambda x: x[None], state)
 
 
 @kept_programs
-def programs_of(half: ClientHalf, devices: tuple[jax.Device, ...]) -> Programs:
+def programs_of(half: ClientHalf, devices: tuple[jax.Device, ...], shards: int = 1) -> Programs:
     """Return the programs of what members do, shared by all who ask."""
-    return Programs(half, devices)
+    return Programs(half, devices, shards)
 
 
 class MeshEngine:
-    """An engine that trains a cohort in lanes, one per device."""
+    """An engine that trains a cohort in lanes, of `shard` devices each that share a model."""
 
     def __init__(
         self,
@@ -261,6 +279,7 @@ class MeshEngine:
         seed: int,
         *,
         devices: Sequence[jax.Device] | None = None,
+        shard: int = 1,
         capacity: int = 256,
         frozen: FrozenFeatures | None = None,
     ) -> None:
@@ -271,10 +290,15 @@ class MeshEngine:
             capacity = min(capacity, max(1, MOST_FEATURES // batch))
         self.capacity = capacity
         devices = tuple(devices or jax.devices())
-        self._programs = programs_of(algorithm.client_half, devices)
-        self.lanes = len(devices)
-        here = jax.process_index()
-        self._mine = [lane for lane, d in enumerate(devices) if d.process_index == here]
+        check_shards(sum(d.process_index == jax.process_index() for d in devices), shard)
+        self._programs = programs_of(algorithm.client_half, devices, shard)
+        self._places = self._programs.places
+        # Of lanes that consist of several devices, each has a program of its own (`sharding.py`).
+        self._lane_programs = [
+            programs_of(algorithm.client_half, lane.devices, shard)
+            for lane in (self._places.alone if shard > 1 else ())
+        ]
+        self.lanes = self._places.lanes
         self._compared = False
         self.traces = 0  # how often the largest program had to be traced for this engine
 
@@ -311,7 +335,7 @@ class MeshEngine:
         download = self.algorithm.download.encoded_bytes(model_like(starts))
         for places, lanes in self._groups(starts, cohort):
             for lane, place in enumerate(places):
-                total, client_state = _of_lane(lanes.state[1:], lane)  # the carry stays there
+                total, client_state = of_lane(lanes.state[1:], lane)  # the carry stays there
                 update, upload = _only_member(total, client_state), size_of(lanes, lane, place)
                 yield Arrived(int(cohort.members[place]), update, upload, download)
 
@@ -323,7 +347,7 @@ class MeshEngine:
         for places, lanes in self._groups(starts, cohort):
             total = tree.add(total, self._from_all(self._programs.sum, lanes.state.total))
             for lane, place in enumerate(places):
-                remembered.append(_of_lane(lanes.state.client_state, lane))
+                remembered.append(of_lane(lanes.state.client_state, lane))
                 upload += size_of(lanes, lane, place)
         if self.algorithm.remembers and remembered:
             rows = _stack(remembered)
@@ -339,7 +363,7 @@ class MeshEngine:
 
     def _streams(self, round: int, members: Members, rows: list[Any], plan: Plan) -> list[Stream]:
         """Return the chunks of the plan for the lanes of this process."""
-        plan = [[chunk[lane] for lane in self._mine] for chunk in plan]
+        plan = [[chunk[lane] for lane in self._places.mine] for chunk in plan]
         made, examples, keys = {}, {}, {}
         for place in {segment.place for chunk in plan for lane in chunk for segment in lane}:
             address = {"round": round, "member": members[place]}
@@ -411,10 +435,10 @@ class MeshEngine:
 
     def _begin_own(self, local: ClientMethod, starts: Sequence[Start], round: int) -> Lanes:
         """Return lanes that have done nothing yet, with one start for each."""
-        models = jax.device_put(_stack([start.model for start in starts]), self._programs.per_lane)
+        models = self._put_lanes(_stack([start.model for start in starts]))
         shared, state = self._programs.start_own(local, models, self._base, self._keys(round))
         clip_norm = np.array([start.clip_norm for start in starts], np.float32)
-        return Lanes(shared, jax.device_put(clip_norm, self._programs.per_lane), state, own=True)
+        return Lanes(shared, self._put_lanes(clip_norm), state, own=True)
 
     @cached_property
     def _base(self) -> Params | None:
@@ -428,10 +452,31 @@ class MeshEngine:
         """Return the lanes after one more chunk."""
         shared, clip_norm, state, own = lanes
         given = LaneInput((shared, clip_norm), self._base, self._to_lanes(stream))
-        before = self._programs.traces
-        state = self._programs.chunk(local, own, state, given)
-        self.traces += self._programs.traces - before
+        every = self._lane_programs or [self._programs]
+        before = sum(programs.traces for programs in every)
+        if self._lane_programs:
+            state = self._each_lane(local, own, state, given, stream)
+        else:
+            state = self._programs.chunk(local, own, state, given)
+        self.traces += sum(programs.traces for programs in every) - before
         return lanes._replace(state=state)
+
+    def _each_lane(
+        self, local: ClientMethod, own: bool, state: LaneState, given: LaneInput, stream: Stream
+    ) -> LaneState:
+        """Return the lanes after one more chunk, each of which runs its own program."""
+        places, after = self._places, []
+        # All views before the first program runs: it takes its lane's part of the state for itself.
+        rows = [places.row_of(state, programs.places) for programs in self._lane_programs]
+        for programs, row, segments in zip(self._lane_programs, rows, stream.segments, strict=True):
+            lane = programs.places
+            if segments:
+                begun = (places.row_of if own else places.same_of)(given.begun, lane)
+                base, batches = places.same_of(given.base, lane), places.row_of(given.stream, lane)
+                row = programs.chunk(local, own, row, LaneInput(begun, base, batches))
+            after.append(row)
+        joined: LaneState = places.joined(after)
+        return joined
 
     def _groups(self, starts: Starts, cohort: Cohort) -> Iterator[tuple[list[int], Lanes]]:
         """Train as many members at a time as there are lanes; yield their places, and the lanes."""
@@ -452,9 +497,7 @@ class MeshEngine:
             else:
                 lanes = fresh._replace(state=self._programs.start(local, fresh.shared, self._base))
             if own[0].client_state is not None:
-                rows = jax.device_put(
-                    _stack([s.client_state for s in own]), self._programs.per_lane
-                )
+                rows = self._put_lanes(_stack([s.client_state for s in own]))
                 lanes = lanes._replace(state=lanes.state._replace(client_state=rows))
             text = [self.rows_of(member) for member in group]
             for stream in self._streams(round, group, text, self._one_each(text)):
@@ -515,23 +558,23 @@ class MeshEngine:
     def _to_all(self, params: Params) -> Params:
         """Copy parameters to every device of every process."""
         if multihost.alone():
-            return jax.device_put(params, self._programs.replicated)
-        put = jax.make_array_from_process_local_data
-        return jax.tree.map(
-            lambda x: put(self._programs.replicated, np.asarray(x), x.shape), params
-        )
+            return jax.device_put(params, self._places.of_all(params))
+        put, one = jax.make_array_from_process_local_data, self._places.of_all
+        return jax.tree.map(lambda x: put(one(x), np.asarray(x), x.shape), params)
+
+    def _put_lanes(self, rows: PyTree) -> PyTree:
+        """Put arrays with a row per lane on the devices of the lanes."""
+        return jax.device_put(rows, self._places.of_lanes(rows))
 
     def _to_lanes(self, stream: Stream) -> Stream:
         """Put the batches of this process's lanes on their devices."""
         if multihost.alone():
-            return jax.device_put(stream, self._programs.per_lane)
+            return jax.device_put(stream, self._places.per_lane)
         put, lanes = jax.make_array_from_process_local_data, self.lanes
-        return jax.tree.map(
-            lambda x: put(self._programs.per_lane, x, (lanes, *x.shape[1:])), stream
-        )
+        return jax.tree.map(lambda x: put(self._places.per_lane, x, (lanes, *x.shape[1:])), stream)
 
     def _from_all(self, join: Any, total: Total) -> Total:
-        """Sum the lanes of all processes, on one device of this process.
+        """Sum the lanes of all processes, on one lane of this process.
 
         There the server's step is done once; a sum that stayed on every lane would have each lane
         do it, and the second round compile it for another place than the first.
@@ -539,7 +582,8 @@ class MeshEngine:
         if not multihost.alone():
             jax.block_until_ready(total)  # processes differ in speed; they join when all are done
             multihost.meet()
-        return jax.tree.map(lambda x: x.addressable_data(0), join(total))
+        summed: Total = self._places.on_first_lane(join(total))
+        return summed
 
 
 def _start_lane(local: ClientMethod, shared: Shared) -> LaneState:
@@ -557,15 +601,6 @@ def _sum_lanes(total: Total) -> Total:
 
 def _stack(parts: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
-
-
-def _of_lane(sharded: PyTree, lane: int) -> PyTree:
-    """Return one lane's entry on the host; no lane waits for another over it."""
-    return jax.tree.map(lambda x: np.asarray(x.addressable_shards[lane].data)[0], sharded)
-
-
-def _of_any_lane(replicated: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), replicated)
 
 
 def _only_member(total: Total, client_state: PyTree) -> Update:

@@ -57,7 +57,8 @@ def check_memory(recipe: Recipe, spec: ModelSpec) -> None:
     free = free_bytes()
     if free is None:
         return
-    lanes = recipe.run.devices or len(os.sched_getaffinity(0))
+    devices = recipe.run.devices or len(os.sched_getaffinity(0))
+    lanes = max(1, devices // recipe.run.shard)
     need = needed_bytes(recipe, *_trained_and_frozen(spec), lanes)
     if need > free:
         raise ConfigError(

@@ -36,6 +36,7 @@ from fedlm.corpus.tokenizer_file import load_library
 from fedlm.corpus.vocabulary import Vocabulary
 from fedlm.engine.catalog import ENGINES
 from fedlm.engine.frozen_features import FrozenFeatures
+from fedlm.engine.mesh import MeshEngine
 from fedlm.evaluate.held_out import HeldOutEvaluation, HeldOutText
 from fedlm.federation.algorithm import Algorithm
 from fedlm.models import catalog, interop
@@ -552,8 +553,10 @@ def engine_of(
     `frozen` is where it keeps what the frozen blocks of a model give.
     """
     _check_frozen(recipe, frozen is not None)
-    kind = ENGINES[recipe.run.engine]
-    return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed, frozen=frozen)
+    kind, shard = ENGINES[recipe.run.engine], recipe.run.shard
+    require(shard == 1 or kind is MeshEngine, "run.shard", shard, "1, unless run.engine = 'mesh'")
+    options: dict[str, Any] = {} if shard == 1 else {"shard": shard}
+    return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed, frozen=frozen, **options)
 
 
 def _check_frozen(recipe: Recipe, kept: bool) -> None:

@@ -659,6 +659,11 @@ class RunTable(Table):
         "and obvious.",
     )
     devices: Natural = Field(default=0, description="Devices on this machine; 0 is one per core.")
+    shard: Count = Field(
+        default=1,
+        description="How many devices share one model, where one has too little memory for it; "
+        "they train a member together. The number of devices must be a multiple of it.",
+    )
     cache_frozen: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
         default=0,
         description="Adapters in the last blocks only (`wire.last_blocks`): megabytes of disk in "
