@@ -159,6 +159,17 @@ def test_mesh_equals_loop_for_every_architecture(name):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["cifg", "transformer"])
+def test_mesh_equals_loop_in_bfloat16(name):
+    """To the rounding of bfloat16, which programs do in different places; sums are float32."""
+    loop, mesh = (engine_of(E) for E in (LoopEngine, MeshEngine))
+    params = dataclasses.replace(model(name), dtype="bfloat16")
+    fast, slow = total(mesh, params), total(loop, params)
+    assert_same(fast, slow, rtol=2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(fast)} == {np.dtype("float32")}
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "shape",
     [

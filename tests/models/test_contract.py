@@ -70,6 +70,40 @@ def test_a_fresh_model_guesses(name, size):
     assert abs(nats / count - np.log(size.vocab)) < 0.8
 
 
+@pytest.mark.sample(2)
+@every
+@pytest.mark.parametrize("batch", [3, 30])  # rows as they are, and packed
+def test_products_in_bfloat16_change_loss_and_gradient_little(name, size, batch):
+    """The loss by less than a hundredth, the direction of the gradient by less than a tenth."""
+    tokens = rows(batch=batch, width=12)
+    model, short = (fresh(name, replace(size, dtype=d)) for d in ("float32", "bfloat16"))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, (model, short))))
+    (nats, grad), (other, short_grad) = (loss_and_gradient(m, tokens) for m in (model, short))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(short_grad)]
+    assert other.dtype == jnp.float32 and {leaf.dtype for leaf in leaves} == {np.dtype("float32")}
+    assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
+    assert abs(float(other - nats)) < 0.01 * float(nats)
+    one, two = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (grad, short_grad)
+    )
+    assert one @ two > 0.995 * np.linalg.norm(one) * np.linalg.norm(two)
+
+
+@each
+def test_products_in_bfloat16_are_that_and_counts_are_not(name):
+    """More targets than bfloat16 can count."""
+    model = jax.eval_shape(lambda: fresh(name, replace(SIZE, dtype="bfloat16")))
+    tokens = jax.ShapeDtypeStruct((30, 12), jnp.int32)
+    found = jax.eval_shape(
+        lambda m, t: m.in_training.predictors(t[:, :-1], t[:, 1:]), model, tokens
+    )
+    assert found.features.dtype == found.readout.dtype == jnp.bfloat16
+    loss = jax.eval_shape(catalog.loss, model, tokens)
+    assert loss.nats.dtype == loss.tokens.dtype == jnp.float32
+    nats, _ = jax.eval_shape(catalog.score, model, tokens)
+    assert nats.dtype == jnp.float32, "evaluation is that of the parameters"
+
+
 def _above_guessing(architecture, size):
     """How many nats per token a fresh model costs above guessing, on words without an order."""
     model = catalog.make(architecture, size, key_for(0, "init"))

@@ -67,6 +67,7 @@ class Dimensions:
     tied: bool = True  # the embedding is the output matrix
     guessing: bool = False  # a fresh Transformer or Conformer begins at the cost of guessing
     remat: bool = False  # a decoder computes its blocks again for their gradients
+    dtype: str = "float32"  # of features and products in training; parameters are float32
 
 
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]
@@ -86,7 +87,7 @@ def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
     """Return the architecture whose recurrent layers all use this cell."""
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
-        return recurrent(
+        made = recurrent(
             cell(size),
             size.vocab,
             size.embedding_size,
@@ -94,6 +95,7 @@ def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
             layers=size.layers,
             key=key,
         )
+        return replace(made, dtype=size.dtype)
 
     return Architecture(make)
 
@@ -122,7 +124,7 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
         made = family(
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
-        return replace(made, remat=size.remat)
+        return replace(made, remat=size.remat, dtype=size.dtype)
 
     return Architecture(make, SMALL_DECODER, attends=True, can_guess="guessing" in options)
 
@@ -369,7 +371,8 @@ def listing() -> list[dict[str, Any]]:
 
 
 def loss(model: Params, batch: Batch) -> Loss:
-    """Return the next-token loss of a batch of rows."""
+    """Return the next-token loss of a batch of rows, with products of the model's `dtype`."""
+    model = model.in_training
     if isinstance(batch, Precomputed):
         return token_loss(*model.predictors_above(batch.features, batch.tokens[:, 1:]))
     tokens = batch

@@ -24,6 +24,7 @@ from fedlm.models.layers import (
     linear,
     norm,
     sinusoids,
+    wide,
 )
 
 Positions = Literal["learned", "sinusoidal", "alibi", "none"]
@@ -37,6 +38,7 @@ class Stem(eqx.Module):
     norm: Norm | None
     lift: Linear | None
     positions: Positions = eqx.field(static=True)
+    dtype: str = eqx.field(static=True, default="float32")  # the shortest that features may have
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         return self.place(self.embedding[tokens])
@@ -62,20 +64,20 @@ class Stem(eqx.Module):
     def _added(self, at: Int[Array, " seq"], like: Array) -> Float[Array, "seq embed"]:
         """Return the vectors that are added to embeddings at these positions."""
         if self.positions == "sinusoidal":
-            return sinusoids(at.astype(like.dtype), like.shape[-1])
+            return sinusoids(at.astype(wide(like.dtype)), like.shape[-1])
         if self.positions == "learned":
             assert self.places is not None
             return self.places[jnp.minimum(at, self.places.shape[0] - 1)]
         return jnp.zeros((at.shape[0], like.shape[-1]), like.dtype)
 
     def _after(self, x: Array, added: Array) -> Array:
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a frozen embedding may be shorter
+        x = x.astype(jnp.promote_types(x.dtype, self.dtype))  # a frozen embedding may be shorter
         if self.positions == "sinusoidal":
             # Embeddings are at most of unit length, but the squared length of a sinusoid is
             # embed / 2: embeddings are scaled up, as in the original.
             x = x * x.shape[-1] ** 0.5
         if self.positions in ("sinusoidal", "learned"):
-            x = x + added
+            x = x + added.astype(x.dtype)
         if self.norm is not None and self.lift is not None:
             x = self.lift(self.norm(x))
         return x

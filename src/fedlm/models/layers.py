@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,6 +25,16 @@ from fedlm.core.types import PyTree
 # A plain norm needs a floor against rows of equal numbers. In an invariant norm a large floor would
 # break the invariance.
 PLAIN_FLOOR, INVARIANT_FLOOR = 1e-5, 1e-12
+
+
+def wide(dtype: Any) -> Any:
+    """Return the type for sums over numbers of a type: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def in_dtype(part: PyTree, dtype: str) -> PyTree:
+    """Return a part of a model in another type; the gradient comes back in the type it had."""
+    return jax.tree.map(lambda x: x.astype(dtype), part)
 
 
 Product = Callable[[Array, Array], Array]
@@ -87,11 +97,14 @@ class Norm(eqx.Module):
     floor: float = eqx.field(static=True, default=PLAIN_FLOOR)
 
     def __call__(self, x: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
+        short, x = x.dtype, x.astype(wide(x.dtype))
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.floor)
         if self.gain is not None:
             x = x * jnp.broadcast_to(self.gain, x.shape)
-        return x if self.shift is None else x + jnp.broadcast_to(self.shift, x.shape)
+        if self.shift is not None:
+            x = x + jnp.broadcast_to(self.shift, x.shape)
+        return x.astype(short)
 
 
 def norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR) -> Norm:
@@ -160,8 +173,9 @@ class RmsNorm(eqx.Module):
     floor: float = eqx.field(static=True, default=PLAIN_FLOOR)
 
     def __call__(self, x: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
+        short, x = x.dtype, x.astype(wide(x.dtype))
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.floor)
-        return x * jnp.broadcast_to(self.gain, x.shape)
+        return (x * jnp.broadcast_to(self.gain, x.shape)).astype(short)
 
 
 @dataclass(frozen=True)
@@ -196,9 +210,11 @@ class Rotary:
     def __call__(
         self, x: Float[Array, "batch heads seq size"], at: Int[Array, " seq"]
     ) -> Float[Array, "batch heads seq size"]:
-        angles = at.astype(x.dtype)[:, None] * jnp.asarray(self.rates(), x.dtype)[None]
+        exact = wide(x.dtype)  # bfloat16 has no position 257
+        angles = at.astype(exact)[:, None] * jnp.asarray(self.rates(), exact)[None]
         turned = (*x.shape[:3], self.width // 2)
-        cos, sin = (jnp.broadcast_to(wave(angles), turned) for wave in (jnp.cos, jnp.sin))
+        waves = (wave(angles).astype(x.dtype) for wave in (jnp.cos, jnp.sin))
+        cos, sin = (jnp.broadcast_to(wave, turned) for wave in waves)
         first, second = jnp.split(x[..., : self.width], 2, axis=-1)
         parts = [first * cos - second * sin, second * cos + first * sin, x[..., self.width :]]
         return jnp.concatenate(parts, axis=-1)
@@ -253,7 +269,9 @@ def _tied_forward(embedding, tokens):  # type: ignore[no-untyped-def]
 
 def _tied_backward(tokens, gradients):  # type: ignore[no-untyped-def]
     d_found, d_embedding = gradients
-    return d_embedding.at[tokens].add(d_found), None
+    exact = wide(d_embedding.dtype)  # a frequent token adds many small numbers
+    d_all = d_embedding.astype(exact).at[tokens].add(d_found.astype(exact))
+    return d_all.astype(d_embedding.dtype), None
 
 
 tied.defvjp(_tied_forward, _tied_backward)  # not called where the embedding is frozen
@@ -263,8 +281,9 @@ def softmax_weights(
     scores: Float[Array, "... query key"], allowed: Array, bias: Array | None
 ) -> Float[Array, "... query key"]:
     """Return attention weights: a softmax over the keys that each query may see."""
+    short, scores = scores.dtype, scores.astype(wide(scores.dtype))
     scores = scores * 1.0 if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
-    return jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+    return jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(short)
 
 
 def relu_weights(
@@ -283,6 +302,7 @@ def relu_weights(
     `largest` scores that queries and keys of these lengths can have is added to the sum. This
     term scales as the scores do; a `floor` of 0 gives the published rule.
     """
+    short, scores = scores.dtype, scores.astype(wide(scores.dtype))
     factor = jnp.where(allowed, 1.0, 0.0)
     if bias is not None:
         factor = factor * jnp.broadcast_to(jnp.exp(bias), factor.shape)
@@ -290,9 +310,9 @@ def relu_weights(
     total = jnp.sum(kept, axis=-1, keepdims=True)
     if floor:
         total = total + floor * jnp.sum(largest * factor, axis=-1, keepdims=True)
-    return kept / jnp.where(total > 0, total, 1.0)
+    return (kept / jnp.where(total > 0, total, 1.0)).astype(short)
 
 
 def lengths(x: Float[Array, "... width"]) -> Float[Array, "..."]:
     """Return Euclidean lengths, whose gradient at zero is zero."""
-    return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1) + 1e-30)
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(wide(x.dtype))), axis=-1) + 1e-30)

@@ -8,11 +8,14 @@ Not here: perplexity (`evaluate/perplexity.py`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
+from fedlm.models.layers import wide
 from fedlm.models.packing import FEWEST_COLUMNS, dense_zero, enough
 
 SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
@@ -75,15 +78,17 @@ def _partition(features, readout, counts, trained):  # type: ignore[no-untyped-d
     unnormalised: dividing a row of `embed` numbers by its sum is far cheaper than dividing a row
     of `vocab` numbers.
     """
+    exact = partial(jnp.matmul, preferred_element_type=wide(features.dtype))
 
     def of(features, counts):  # type: ignore[no-untyped-def]
-        logits = features @ readout.T
+        logits = exact(features, readout.T)
         top = jnp.max(logits, axis=1)
         raised = jnp.exp(logits - top[:, None])
         total = jnp.sum(raised, axis=1)
         share = (counts / total)[:, None]
-        d_readout = raised.T @ (features * share) if trained else None
-        return (jnp.log(total) + top, (raised @ readout) * share), d_readout
+        raised = raised.astype(features.dtype)
+        d_readout = exact(raised.T, (features * share).astype(features.dtype)) if trained else None
+        return (jnp.log(total) + top, exact(raised, readout) * share), d_readout
 
     (logs, d_features), d_readout = _in_blocks(of, readout.shape[0], features, counts)
     return logs, d_features, d_readout
@@ -104,7 +109,8 @@ def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
     if rows >= FEWEST_COLUMNS:
         order = jnp.argsort(targets == PAD, stable=True)
         features, targets = features[order], targets[order]
-    counts = (targets != PAD).astype(features.dtype)
+    short, exact = (features.dtype, readout.dtype), wide(features.dtype)
+    counts = (targets != PAD).astype(exact)
     wanted = readout[targets]
 
     def first(size):  # type: ignore[no-untyped-def]
@@ -113,19 +119,24 @@ def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
         return jnp.pad(logs, beyond), jnp.pad(d_first, (beyond, (0, 0))), d_readout
 
     logs, d_features, d_readout = enough(jnp.sum(targets != PAD), rows, first, SIZES)
+    features = features.astype(exact)
     nats = jnp.sum(counts * (logs - jnp.sum(features * wanted, axis=1)))
     d_features = d_features - wanted * counts[:, None]
     if trained:
         d_readout = d_readout.at[targets].add(-features * counts[:, None])
     if rows >= FEWEST_COLUMNS:
         d_features = jnp.zeros_like(d_features).at[order].set(d_features, unique_indices=True)
-    return nats, (d_features, d_readout)
+    d_readout = d_readout.astype(short[1]) if trained else None
+    return nats, (d_features.astype(short[0]), d_readout)
 
 
 def _backward(gradients, cotangent):  # type: ignore[no-untyped-def]
     d_features, d_readout = gradients
     cotangent = dense_zero(cotangent)
-    return d_features * cotangent, None if d_readout is None else d_readout * cotangent, None
+    d_features, d_readout = (
+        None if d is None else d * cotangent.astype(d.dtype) for d in (d_features, d_readout)
+    )
+    return d_features, d_readout, None
 
 
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -173,5 +184,5 @@ def token_loss(
     targets: Int[Array, " rows"],
 ) -> Loss:
     """Return the loss of predictions, which may be in any order."""
-    count = jnp.sum(targets != PAD).astype(features.dtype)
+    count = jnp.sum(targets != PAD).astype(wide(features.dtype))
     return Loss(cross_entropy(features, readout, targets), count)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.core.types import PyTree
 from fedlm.models.cells import Cell
-from fedlm.models.layers import Predictors, tied
+from fedlm.models.layers import Predictors, in_dtype, tied
 from fedlm.models.packing import Packing, enough, gather, pack, widths
 
 SIZES = 16  # compiled sizes of the products before and after the loop
@@ -196,6 +196,14 @@ class Recurrent(eqx.Module):
     embedding: Float[Array, "vocab embed"]
     layers: tuple[Layer, ...]
     cell: Cell = eqx.field(static=True)
+    dtype: str = eqx.field(static=True, default="float32")  # of products, where it is trained
+
+    @property
+    def in_training(self) -> Recurrent:
+        """The model as it is trained, with products of its `dtype`."""
+        if self.dtype == "float32":
+            return self
+        return in_dtype(self, self.dtype)
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Return the features of each position; their product with the embedding gives logits."""

@@ -37,6 +37,7 @@ from fedlm.models.layers import (
     Rotary,
     bare_norm,
     has_adapters,
+    in_dtype,
     last_norm,
     linear,
     norm,
@@ -132,10 +133,19 @@ class Decoder(eqx.Module):
     last: Norm | RmsNorm | None
     head: Float[Array, "vocab embed"] | None = None
     remat: bool = eqx.field(static=True, default=False)  # compute a block again for its gradient
+    dtype: str = eqx.field(static=True, default="float32")  # of products, where it is trained
 
     def features(self, inputs: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Return the features of each position; their product with the embedding gives logits."""
         return self._through(self.stem(inputs), Whole())
+
+    @property
+    def in_training(self) -> Decoder:
+        """The model as it is trained, with products of its `dtype`."""
+        if self.dtype == "float32":
+            return self
+        short = in_dtype(self, self.dtype)
+        return replace(short, stem=replace(short.stem, dtype=self.dtype))
 
     @property
     def frozen_depth(self) -> int:
@@ -177,6 +187,7 @@ class Decoder(eqx.Module):
     ) -> Predictors:
         """Return features and targets for the loss, from what the `frozen` blocks gave."""
         above, (batch, seq) = self._above, targets.shape
+        features = features.astype(self.stem.dtype)
         if batch * seq < FEWEST_COLUMNS:
             features = above._through(features, Whole())
             return Predictors(features.reshape(batch * seq, -1), self.readout, targets.reshape(-1))

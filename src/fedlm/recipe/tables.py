@@ -260,6 +260,12 @@ class Model(Table):
         description="Decoders: whether a block is computed again for its gradient, in place of "
         "keeping all it computed: for long rows.",
     )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Type of features and products while a model is trained: `bfloat16` takes half "
+        "the memory of `float32`, the default. Parameters, optimisers, losses and sums of updates "
+        "are float32 in both, and so is evaluation.",
+    )
     si_measure: Annotated[str, one_of(MEASURES)] | None = Field(
         default=None,
         description="SI-CIFG: the measure of a vector that it is divided by. `p8` and "
