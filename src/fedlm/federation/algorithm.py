@@ -54,7 +54,7 @@ class ClientHalf:
         return self.feedback or self.local.init_memory is not None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerHalf:
     """What the server does with a sum: all that its compiled step depends on, nothing of members.
 
@@ -62,11 +62,12 @@ class ServerHalf:
     a program that is kept keeps no frozen model in memory.
     """
 
-    plan: PrivacyPlan | None
     server: ServerMethod
     expand: Callable[[Params, PRNGKeyArray, Any], Params]  # from a sum to the whole model's change
     expands_first: bool
-    noise: Noise = field(compare=False)  # follows from the plan
+    noise: Noise
+    denominator: float | None  # of a sum under a plan; None: the mean is over those who came
+    adaptive: PrivacyPlan | None  # the plan, if its clip norm moves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +144,15 @@ class Algorithm:
 
         Algorithms of which it is the same share the server's program, whatever members do.
         """
-        expand = self.local_of(round).expand
-        return ServerHalf(self.plan, self.server, expand, self.expands_first, self.noise)
+        plan = self.plan
+        return ServerHalf(
+            server=self.server,
+            expand=self.local_of(round).expand,
+            expands_first=self.expands_first,
+            noise=self.noise,
+            denominator=None if plan is None else plan.denominator,
+            adaptive=plan if plan is not None and plan.clip_quantile else None,
+        )
 
     def local_of(self, round: int) -> ClientMethod:
         """Return the client method of a round."""

@@ -287,23 +287,23 @@ def _server_step(
     total: Total,
     keys: tuple[CipherKey, PRNGKeyArray],
 ) -> NodeState:
-    plan, memory = half.plan, state.noise_memory
+    memory = state.noise_memory
     limit = Limit(state.clip_norm, state.unclipped, state.counted)
     key, shared = keys
 
     def whole(delta: PyTree) -> PyTree:
         return half.expand(state.params, shared, delta)
 
-    if plan is None:
+    if half.denominator is None:
         change = whole(mean(total))
     else:
         first = half.expands_first
         delta = whole(total.delta) if first else total.delta
         noisy, memory = half.noise.add(delta, memory, key, limit.clip_norm)
-        mean_of = over(noisy, plan.denominator)
+        mean_of = over(noisy, half.denominator)
         change = mean_of if first else whole(mean_of)
-        if plan.clip_quantile:
-            limit = next_limit(plan, state.round, limit, total, key)
+        if half.adaptive is not None:
+            limit = next_limit(half.adaptive, state.round, limit, total, key)
     params, server_memory = half.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,

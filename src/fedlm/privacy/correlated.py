@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from fedlm.core.by_value import by_value
 from fedlm.core.chacha import CipherKey
 from fedlm.core.late import late
 from fedlm.core.tree import where
@@ -30,6 +31,7 @@ buffered_toeplitz = late("jax_privacy.matrix_factorization.buffered_toeplitz")  
 Memory = dict[str, Any]
 
 
+@by_value
 def tree_noise(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
     """Make the noise of the binary tree, in Honaker's form of least variance.
 
@@ -41,12 +43,13 @@ def tree_noise(stddev: float, restart_every: int = 0, *, rounds: int) -> Noise:
     """
     length = min(restart_every or rounds, rounds)
     heights = length.bit_length()
-    weights = jnp.asarray(1 / (2 - 2.0 ** -np.arange(heights)), jnp.float32)
+    shares = (1 / (2 - 2.0 ** -np.arange(heights))).astype(np.float32)
 
     def init(params: Params) -> Memory:
         return {"round": jnp.int32(0), "nodes": _stacked(params, heights)}
 
     def draw(like: Params, memory: Memory, key: CipherKey) -> tuple[Params, Memory]:
+        weights = jnp.asarray(shares)
         since, nodes = memory["round"] % length, memory["nodes"]
         top = jax.lax.population_count(since ^ (since + 1)) - 1  # trailing ones of `since`
 

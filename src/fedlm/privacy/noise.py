@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
+from fedlm.core.by_value import by_value
 from fedlm.core.chacha import CipherKey
 from fedlm.core.types import Params, PyTree
 from fedlm.privacy.grid import add_on_grid
@@ -49,11 +50,13 @@ class Noise(NamedTuple):
         return add_on_grid(total, drawn, self.stddev, clip_norm, key), memory
 
 
+@by_value  # equal noise is one object, so that servers which add it share their program
 def silent() -> Noise:
     """Return a `Noise` that adds nothing."""
     return Noise(0.0, init=lambda params: (), draw=lambda like, memory, key: (like, memory))
 
 
+@by_value
 def gaussian(stddev: float) -> Noise:
     """Make independent normal noise for every round."""
 

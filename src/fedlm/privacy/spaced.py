@@ -24,6 +24,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from fedlm.core.by_value import by_value
 from fedlm.core.errors import require
 from fedlm.privacy import balls_in_bins, bin_samples, correlated, cost, sensitivity, strategy
 from fedlm.privacy.gaussian import bins_event, in_bins
@@ -85,6 +86,7 @@ def matrix(
     If `find` searches for it, the search is done once per run.
     """
 
+    @by_value
     def noise(plan: PrivacyPlan, stddev: float) -> Noise:
         return correlated.for_strategy(stddev, strategy_of(plan), rounds=plan.rounds)
 
