@@ -41,6 +41,7 @@ complete, so no column of it is cut.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -64,6 +65,8 @@ SHORTEST, LONGEST = 1e-12, 1e12
 COUNT = FINE + 1  # the stream of a key that the key of the count's noise is made from
 
 
+# Alone it is one program; operation by operation there would be several for each shape of a leaf.
+@functools.partial(jax.jit, inline=True)
 def clip(update: Update, clip_norm: Scalar) -> Update:
     """Scale an update down to the clip norm if it is longer."""
     leaves = jax.tree.leaves(update.delta)
