@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import runpy
 import socket
 import sys
 import tempfile
@@ -40,14 +41,20 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 jax.config.update("jax_num_cpu_devices", 2)
 assert jax.device_count() == 2  # and it stays so: a command run in here cannot change it
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# The same programs are compiled again and again, here and by the other worker.
-# The process that starts the others makes it; they, and commands that tests start, keep to it.
-# Whoever runs single tests all day names a folder of their own, and it stays.
+# The same programs are compiled again and again, here, by the other worker and in the next run.
+# They are kept beside those of fedlm itself, in a folder for this kind of processor that does not
+# grow without bound. The process that starts the others chooses it; they, and commands that tests
+# start, keep to it. An empty folder of one's own is a run that compiles everything.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    CACHE = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+    # Without the package around it, which takes a second to load.
+    programs = runpy.run_path(str(Path(__file__).parents[1] / "src/fedlm/engine/programs.py"))
+    folder = programs["programs_folder"]("test-programs")
+    if folder is None:
+        made = tempfile.TemporaryDirectory(prefix="fedlm-programs-", ignore_cleanup_errors=True)
+        folder = made.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     # To write a program of one operation takes as long as to compile it once more.
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
 kept_from = float(os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", kept_from)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -57,7 +64,7 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # How many examples a property is tried on, where it does not say itself; `make test-all` takes the
 # second profile.
-hypothesis.settings.register_profile("default run", max_examples=30, deadline=None)
+hypothesis.settings.register_profile("default run", max_examples=20, deadline=None)
 hypothesis.settings.register_profile("all", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("default run")
 

@@ -20,16 +20,16 @@ from pathlib import Path
 MOST_BYTES = 2 * 10**9  # the oldest programs go first; one of a large model takes up to 50 MB
 
 
-def programs_folder() -> Path | None:
+def programs_folder(name: str = "programs") -> Path | None:
     """Return this user's folder of programs for this processor, made if need be.
 
-    `$XDG_CACHE_HOME/fedlm/programs` or `~/.cache/fedlm/programs`, and in it a folder per kind of
+    `$XDG_CACHE_HOME/fedlm/NAME` or `~/.cache/fedlm/NAME`, and in it a folder per kind of
     processor. None if it cannot be made, or if somebody else owns it or may write to it.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-        folder = cache / "fedlm" / "programs" / processor()
+        folder = cache / "fedlm" / name / processor()
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if not all(_mine(path) for path in (folder, folder.parent, folder.parent.parent)):
             return None
