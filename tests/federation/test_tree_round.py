@@ -155,6 +155,7 @@ def test_noise_at_a_leaf_is_another_one_for_another_change():
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hidden", [False, True])
 def test_who_does_not_answer_stays_as_it_was_and_counts_nothing(hidden):
     chosen = config(clip_norm=0.5 if hidden else 0.0, weights=(1.0, 1.0, 1.0))

@@ -94,15 +94,15 @@ def test_a_frame_gives_back_its_body(body):
     assert bytes(open_frame(seal_frame("float32", body), "float32")) == body
 
 
-@pytest.mark.parametrize("size", [0, 1, 2**40, 2**63, 2**64 - 1])
 @all_codecs
-def test_a_declared_size_is_not_believed(codec, size):
+def test_a_declared_size_is_not_believed(codec):
     name = codec.name.encode()
     body = b"abc"
     check = zlib.crc32(body, zlib.crc32(name))
-    frame = MAGIC + bytes([len(name)]) + name + struct.pack("<QI", size, check) + body
-    with pytest.raises(WireError):
-        quietly(lambda: codec.decode(frame, LIKE))
+    for size in (0, 1, 2**40, 2**63, 2**64 - 1):
+        frame = MAGIC + bytes([len(name)]) + name + struct.pack("<QI", size, check) + body
+        with pytest.raises(WireError):
+            quietly(lambda frame=frame: codec.decode(frame, LIKE))
 
 
 @pytest.mark.parametrize("name", ["", "é", "x" * 65])

@@ -46,7 +46,7 @@ def test_mesh_equals_loop(codec):
         download=dense(),
         server=fedavg.fedavg_server(optax.sgd(1.0)),
     )
-    params = {"table": jnp.zeros((20, 20)), "bias": jnp.zeros(20)}
+    params = {"table": np.zeros((20, 20), np.float32), "bias": np.zeros(20, np.float32)}
     loop, mesh = (
         E(algorithm, rows_of, BatchSpec(batch_size=4, sequence_length=6), 7)
         for E in (LoopEngine, MeshEngine)

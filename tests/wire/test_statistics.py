@@ -44,7 +44,7 @@ def test_words_are_threefry(count):
     np.testing.assert_array_equal(words(seed, count), wanted)
 
 
-X = jr.normal(jr.key(0), (48,))
+X = np.random.default_rng(0).normal(size=48).astype(np.float32)
 
 
 @pytest.mark.sample(1)
@@ -72,7 +72,8 @@ def test_a_wrong_rounding_is_found_out(law):
 
 
 def test_ternary_is_unbiased_for_what_the_clip_leaves_and_not_before():
-    x = X.at[5].set(9.0)
+    x = X.copy()
+    x[5] = 9.0
     limit = 2.5 * np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
     assert limit < 9
     samples = drawn(ternary(), x)
@@ -85,7 +86,7 @@ def test_ternary_is_unbiased_for_what_the_clip_leaves_and_not_before():
 )
 def test_one_scale_of_the_rotation_is_nearly_unbiased(codec, near):
     """Off by the sampling error sqrt(0.57 / draws) = 0.014, and by 1 - 2 / pi = 0.36 otherwise."""
-    x = jr.normal(jr.key(3), (256,))
+    x = np.random.default_rng(3).normal(size=256).astype(np.float32)
     away = drawn(codec, x).mean(axis=0) - np.asarray(x)
     off = np.linalg.norm(away) / np.linalg.norm(x)
     assert off < 0.03 if near else 0.33 < off < 0.4
@@ -94,32 +95,33 @@ def test_one_scale_of_the_rotation_is_nearly_unbiased(codec, near):
 def test_topk_is_biased_and_error_feedback_repairs_it():
     """Sent with what was left over, a constant update arrives in full on average."""
     codec, x = topk(0.25), {"x": X}
-    once = codec.apply(x, jr.key(0))["x"]
-    memory, total = jnp.zeros_like(X), jnp.zeros_like(X)
+    once = np.asarray(codec.apply(x, jr.key(0))["x"])
+    memory, total = np.zeros_like(X), np.zeros_like(X)
     for _ in range(200):
-        sent = codec.apply({"x": X + memory}, jr.key(0))["x"]
+        sent = np.asarray(codec.apply({"x": X + memory}, jr.key(0))["x"])
         memory, total = X + memory - sent, total + sent
-    assert float(jnp.linalg.norm(once - X)) > 0.3 * float(jnp.linalg.norm(X))
-    assert float(jnp.linalg.norm(total / 200 - X)) < 0.05 * float(jnp.linalg.norm(X))
+    assert np.linalg.norm(once - X) > 0.3 * np.linalg.norm(X)
+    assert np.linalg.norm(total / 200 - X) < 0.05 * np.linalg.norm(X)
 
 
 def test_the_error_of_a_code_is_that_of_the_formula():
     """Stochastic rounding with a step s has the variance s^2 / 6 where fractions are even."""
-    x = jr.uniform(jr.key(4), (20_000,), minval=-1.0, maxval=1.0)
-    found = uniform(4).apply({"x": x}, jr.key(5))["x"]
-    step = float(jnp.ptp(x)) / 15
-    assert float(jnp.mean((found - x) ** 2)) == pytest.approx(step**2 / 6, rel=0.05)
+    x = np.random.default_rng(4).uniform(-1.0, 1.0, 20_000).astype(np.float32)
+    found = np.asarray(uniform(4).apply({"x": x}, jr.key(5))["x"])
+    step = np.ptp(x) / 15
+    assert np.mean((found - x) ** 2) == pytest.approx(step**2 / 6, rel=0.05)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 100, 4096, 5000])
 def test_a_shared_rotation_keeps_norms_and_sums_and_turns_back(size):
     seed = jnp.asarray([3, 9], jnp.uint32)
     x, y = (np.random.default_rng(i).normal(size=size).astype(np.float32) for i in (0, 1))
-    turned = rotated(x, seed)
-    assert float(jnp.linalg.norm(turned)) == pytest.approx(np.linalg.norm(x), rel=1e-5)
+    turned = np.asarray(rotated(x, seed))
+    assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(x), rel=1e-5)
     np.testing.assert_allclose(unrotated(turned, seed, size), x, atol=1e-5)
-    np.testing.assert_allclose(unrotated(turned + rotated(y, seed), seed, size), x + y, atol=1e-5)
+    both = turned + np.asarray(rotated(y, seed))
+    np.testing.assert_allclose(unrotated(both, seed, size), x + y, atol=1e-5)
     spike = np.zeros(4096, np.float32)
     spike[7] = 1.0
-    assert float(jnp.abs(rotated(spike, seed)).max()) == pytest.approx(1 / 64)
+    assert np.abs(rotated(spike, seed)).max() == pytest.approx(1 / 64)
