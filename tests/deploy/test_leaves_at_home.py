@@ -100,7 +100,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_noisy_leaves_over_a_network_are_their_simulation_to_the_bit(
     name, folder, store, parts, tmp_path
@@ -128,6 +128,7 @@ def test_noisy_leaves_over_a_network_are_their_simulation_to_the_bit(
     assert not np.any(np.asarray(there.secret)), "the server has no secret of noise"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("table", [TREE, MIXED])
 def test_layers_kept_at_home_are_their_simulation(table, folder, store, parts, tmp_path):
     """Temperature zero without noise: backbones everywhere, and own models at nodes."""
@@ -183,6 +184,7 @@ def files_of(path):
     return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("noise", [(), NOISE])
 def test_personal_layers_and_models_are_nowhere_but_at_their_node(
     noise, folder, store, parts, tmp_path

@@ -149,6 +149,7 @@ def test_a_relayed_sum_is_the_flat_one_to_the_bit(world):
     assert {at[2] for _, at in world.below.seen} == {None, *STEPS}  # the first: its hello
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_one_of_three_may_leave_below_at_every_step(world, step):
     world.below.leave = {"hub-2": step}
@@ -157,6 +158,7 @@ def test_one_of_three_may_leave_below_at_every_step(world, step):
     check(found, places("a", "hub-1", "hub-3", "z") if gone else range(5))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_with_two_of_three_gone_below_the_sum_above_goes_on_without_the_relay(world, step):
     world.below.leave = {"hub-1": step, "hub-3": step}
@@ -168,6 +170,7 @@ def test_with_two_of_three_gone_below_the_sum_above_goes_on_without_the_relay(wo
     assert float(total(made, 3).members) == 8  # the next round has all
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_relay_killed_after_any_answer_gives_it_again(world, step):
     killed = []
@@ -184,6 +187,7 @@ def test_a_relay_killed_after_any_answer_gives_it_again(world, step):
     assert killed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_relay_killed_at_any_step_of_the_sum_below_opens_the_same_sum(world, step):
     killed = []

@@ -15,7 +15,7 @@ from fedlm.core import tree
 from fedlm.core.keys import key_for
 from fedlm.core.types import PAD, BatchSpec, Cohort, Loss, Sampling, Start
 from fedlm.engine.loop import LoopEngine
-from fedlm.engine.mesh import MeshEngine, programs_of
+from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import init_node, server_half
 from fedlm.local.train import WEIGHTS, local_training
@@ -28,6 +28,7 @@ from fedlm.wire.dense import dense
 SIZES = (1, 9, 4, 30, 2, 17, 4, 5)
 SHAPE = BatchSpec(batch_size=4, sequence_length=6)
 MEMBERS = np.arange(len(SIZES))
+SERVER = fedavg.fedavg_server(optax.sgd(1.0))  # one program for all algorithms that have it
 
 
 def rows_of(client):
@@ -44,7 +45,7 @@ def algorithm(optimizer="sgd", weight="examples", loss=catalog.loss, clip=0.0):
         local=local_training(loss, client_optimizer(optimizer, 0.1, clip=clip), WEIGHTS[weight]),
         upload=dense(),
         download=dense(),
-        server=fedavg.fedavg_server(optax.sgd(1.0)),
+        server=SERVER,
     )
 
 
@@ -233,6 +234,7 @@ def test_members_may_begin_from_models_of_their_own(own_programs):
     assert mesh.traces == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [LoopEngine, MeshEngine])
 def test_batches_packed_ahead_change_nothing(kind):
     engine = engine_of(kind)
@@ -240,8 +242,7 @@ def test_batches_packed_ahead_change_nothing(kind):
     assert eqx.tree_equal(*(engine.total(Start(model()), c).total for c in (ahead, later)))
 
 
-def test_cohorts_of_any_size_share_one_program():
-    programs_of.cache_clear()
+def test_cohorts_of_any_size_share_one_program(own_programs):
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7, capacity=8)
     for round, size in enumerate((1, 3, 5, 8, 2)):
         total(engine, model(), round, MEMBERS[:size])

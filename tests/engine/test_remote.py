@@ -347,6 +347,7 @@ def test_who_never_answers_is_put_aside_and_stays_so_after_a_restart(
     assert "south" not in transport.asked and any("aside until round 13" in s for s in said)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sums", [{"nats": 1e300}, {"weight": 1e300}, {"refused": 2.0}], ids=str)
 def test_no_report_ends_a_run(sums, folder, store, nodes):
     """Not even if all nodes lie; nor does it keep checkpoints from being written."""

@@ -187,7 +187,7 @@ def test_three_lost_rounds_in_a_row_end_the_run_with_the_reasons(nodes):
         total(made, 2)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("who", ["nodes", "server"])
 def test_a_kill_at_any_step_changes_no_bit(nodes, tmp_path, step, who):

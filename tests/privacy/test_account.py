@@ -107,7 +107,7 @@ SLOW = {"gaussian, fixed", "banded, bins"}  # to compose
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in PLANS]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", EACH)
 def test_more_noise_and_fewer_rounds_cost_less(name):
     chosen = PLANS[name]
@@ -134,7 +134,7 @@ def test_noise_for_a_target_is_the_least(name):
     assert spent(enough, ROUNDS).epsilon <= target < spent(less, ROUNDS).epsilon
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", EACH)
 def test_rounds_within_a_budget(name):
     chosen = PLANS[name]
@@ -159,7 +159,7 @@ def test_a_matrix_is_not_accounted_beyond_its_rounds():
         spent(plan("tree"), ROUNDS + 1)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EACH)
 def test_a_journal_tells_what_its_plan_costs(name):
     header = json.loads(dumps({"privacy": dataclasses.asdict(PLANS[name])}))
@@ -180,7 +180,7 @@ def test_journals_that_are_damaged():
         from_journal({"privacy": good | {"delta": 2.0}}, [])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_delta_that_promises_little_is_named(name):
     little = dataclasses.replace(PLANS[name], delta=1 / PLANS[name].sampling.population)

@@ -36,6 +36,7 @@ def test_nothing_to_tell_apart():
     assert audit.epsilon_between(0.0, 1.0, DELTA) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mean, spread", [(0.0, 1.3), (0.5, 1.2), (2.0, 0.8), (1.0, 3.0)])
 def test_other_spreads_against_plain_search(mean, spread):
     """All four kinds of threshold test, on a plain grid."""

@@ -260,7 +260,7 @@ def rows_of(chosen, released):
     return np.abs(strategy(chosen))[released]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", quick_first(CORRELATED))
 @pytest.mark.parametrize(
     "released",

@@ -57,6 +57,7 @@ def test_more_runs_cost_more():
         assert cost(law, 2.0) < cost(law, 20.0) < math.inf
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("law", selection.LAWS)
 def test_the_number_of_runs_has_the_law_that_is_paid_for(law):
     rng, mean = np.random.default_rng(3), 5.0

@@ -36,7 +36,7 @@ def by_trying(matrix, apart, most):
     return best
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("most", [0, 1, 2])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "blt" else []) for n in CORRELATED]
@@ -152,7 +152,7 @@ def test_the_releases_of_a_tree_have_the_covariance_of_its_noise(rounds, restart
     assert (matrix >= 0).all()
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("apart", [0, 1, 3, 5])
 @pytest.mark.parametrize("most", [1, 3, 4])
 @pytest.mark.parametrize("restart_every", [0, 4, 7])

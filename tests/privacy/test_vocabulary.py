@@ -175,15 +175,15 @@ def private(epsilon, delta):
     return vocabulary_of(parse(tables).data, None)
 
 
-@pytest.mark.parametrize("trials", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [240, pytest.param(1000, marks=pytest.mark.slow)])
 def test_who_looks_for_a_planted_word_cannot_disprove_the_claim(trials):
     assert not caught(private(1.0, 0.2), 1.0, 0.2, trials)
 
 
 def test_a_vocabulary_without_noise_is_caught_by_the_same_attacker():
-    assert caught(lambda texts: _counted(texts, StoreSettings()), 1.0, 0.2, 300)
+    assert caught(lambda texts: _counted(texts, StoreSettings()), 1.0, 0.2, 240)
 
 
 def test_a_threshold_that_is_too_low_is_caught_by_the_same_attacker(monkeypatch):
     monkeypatch.setattr("fedlm.privacy.vocabulary.word_threshold", lambda noise, delta, words: -9.0)
-    assert caught(private(1.0, 0.2), 1.0, 0.2, 300)
+    assert caught(private(1.0, 0.2), 1.0, 0.2, 240)

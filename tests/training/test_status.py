@@ -12,6 +12,7 @@ from fedlm.record.directory import RunDirectory
 from fedlm.record.status import read_status
 from fedlm.training import Watcher, train
 from fedlm.training.status import in_status
+from tests.training.test_write_ahead import ROUNDS, TREE
 
 QUICK = ("server.rounds=4", "run.baselines=false", "run.prompts=[]")
 
@@ -53,8 +54,7 @@ def test_the_status_says_how_a_run_ended(tmp_path):
 
 def test_everybody_may_read_the_status_of_a_private_run(tiny_recipe, tmp_path):
     """It has rounds, times and fixed sentences: nothing that a run says or fails with."""
-    plan = ("privacy.mechanism=gaussian", "privacy.noise_multiplier=1.0", "privacy.delta=1e-3",
-            "server.sampling=poisson", "data.test_clients=0.3")  # fmt: skip
+    plan = (*TREE, f"server.rounds={ROUNDS}", "data.test_clients=0.3")
     run = build(load(tiny_recipe, (*QUICK, *plan)), tmp_path / "stores", out=tmp_path / "run")
     seen, heard = [], []
 
