@@ -27,7 +27,12 @@ def needs(name):
 
 
 BUILT_IN = [name for name in TRACKERS if name not in EXTRAS]
-EVERY = [*BUILT_IN, *(pytest.param(name, marks=needs(name)) for name in EXTRAS)]
+# W&B starts a process that takes seconds to begin and to end.
+SLOW = {"wandb": [pytest.mark.slow]}
+EVERY = [
+    *BUILT_IN,
+    *(pytest.param(name, marks=[needs(name), *SLOW.get(name, [])]) for name in EXTRAS),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -272,8 +277,15 @@ def test_a_folder_of_the_same_name_is_no_package(tmp_path, monkeypatch):
         check_installed(["wandb"])
 
 
-def test_training_with_all_trackers_prints_one_json_object(run_cli, tiny_recipe, tmp_path):
-    here = [name for name in TRACKERS if name not in EXTRAS or find_spec(EXTRAS[name])]
+@pytest.mark.parametrize(
+    "left_out",
+    [pytest.param(SLOW, id="quick ones"), pytest.param((), marks=pytest.mark.slow, id="all")],
+)
+def test_training_with_all_trackers_prints_one_json_object(
+    run_cli, tiny_recipe, tmp_path, left_out
+):
+    installed = [name for name in TRACKERS if name not in EXTRAS or find_spec(EXTRAS[name])]
+    here = [name for name in installed if name not in left_out]
     done = run_cli(
         "train", tiny_recipe, "--set", "server.rounds=2", "--set", f"run.trackers={here}", "--json"
     )
