@@ -52,7 +52,7 @@ def algorithm():
     nothing = functools.partial(lambda *_: None)
     method = ClientMethod(
         shared=lambda sent, key: sent,
-        init=lambda shared, key, state: shared,
+        init=lambda shared, key, state, round: shared,
         step=nothing,
         finish=lambda shared, carry, examples: update(carry),
         expand=lambda params, key, delta: delta,
