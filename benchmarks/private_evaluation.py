@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from fedlm.corpus import sources
-from fedlm.corpus.store import gather_clients
+from fedlm.corpus.gather import gather_clients
 from fedlm.corpus.tokenizer import encode, fit
 from fedlm.privacy.evaluation import PrivateEvaluation
 

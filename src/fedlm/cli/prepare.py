@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,8 @@ from fedlm.privacy import vocabulary as vocabularies
 from fedlm.recipe.parts import documents_of, given_tokenizer, store_settings
 from fedlm.recipe.settings import parse
 from fedlm.recipe.vocabulary import vocabulary_of
+
+SHOWN_EVERY = 0.1  # seconds between two looks at the progress
 
 
 def prepare(
@@ -81,6 +84,13 @@ def prepare(
             help="The folder that fedlm node words made of this text: what it cost is the store's."
         ),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that cut the text; one per core by default. The store is the same.",
+            min=1,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Turn text into a client store.
@@ -125,9 +135,14 @@ def prepare(
     given = given_tokenizer(data, bos, eos) if taken is None else None
     settings = store_settings(data, given)
     with talk.status("reading") as status:
+        shown_at = 0.0
 
         def progress(stage: str, done: int) -> None:
-            status.update(f"{stage} {done or ''}")
+            nonlocal shown_at
+            now = time.monotonic()
+            if not done or now - shown_at > SHOWN_EVERY:
+                shown_at = now
+                status.update(f"{stage} {done or ''}")
 
         if source.startswith(PREFIX):
             wanted = "nothing for a synthetic source, which has no fields"
@@ -138,7 +153,7 @@ def prepare(
             _only_synthetic(clients, groups)
             made = _with_cost(taken or vocabulary_of(data, given, progress), words)
             documents = documents_of(data, source, note)
-            store = write(documents, out, settings, progress, made, note)
+            store = write(documents, out, settings, progress, made, note, workers)
     facts = {"store": str(out), **store.manifest}
     if as_json:
         emit(facts)

@@ -287,8 +287,7 @@ def comma_separated(
     The arguments are the names of these columns.
     """
     csv.field_size_limit(1 << 30)
-    lines = io.StringIO("".join(line for _, line in _lines(path)), newline="")
-    reader = csv.DictReader(lines)
+    reader = csv.DictReader(_csv_lines(path))
     _need_columns(path, reader.fieldnames or [], client, text)
     for row in reader:
         where = f"{path}, line {reader.line_num}"
@@ -296,6 +295,15 @@ def comma_separated(
             raise CorpusError(f"{where}: expected {client} and {text}.{_way_out(client, client)}")
         _check_person(row[client], client, where)
         yield Document(row[client], _groups(row.get(groups)), row[text])
+
+
+def _csv_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file; some programs end them with a carriage return alone."""
+    for _, line in _lines(path):
+        if "\r" in line.removesuffix("\r\n"):
+            yield from io.StringIO(line, newline="")
+        else:
+            yield line
 
 
 def parquet(

@@ -19,7 +19,8 @@ def lines_of(text: str) -> list[str]:
     ['a b', 'c']
     """
     # A regular expression of both ends would take most of the time of reading words.
-    return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+    lines = text.replace("\r", "\n").split("\n")
+    return [line for line in lines if line and not line.isspace()]
 
 
 def held_out_clients(clients: Iterable[str], share: float, seed: int) -> frozenset[str]:
@@ -46,17 +47,36 @@ def cut_tail(text: str, share: float) -> tuple[str, str]:
     """
     if share <= 0:
         return text, ""
-    lines = lines_of(text)
-    if len(lines) > 1:
-        return _cut(lines, share, "\n")
-    return _cut(text.split(), share, " ") if text.split() else ("", "")
+    joint, train, held = cut_parts(text, share)
+    return joint.join(train), joint.join(held)
 
 
-def _cut(parts: list[str], share: float, joint: str) -> tuple[str, str]:
-    wanted = (1 - share) * sum(len(p) for p in parts)
-    taken, at = 0, 0
-    while at < len(parts) - 1 and taken + len(parts[at]) / 2 < wanted:
-        taken += len(parts[at])
-        at += 1
-    at = max(1, at)
-    return joint.join(parts[:at]), joint.join(parts[at:])
+def cut_parts(text: str, share: float) -> tuple[str, list[str], list[str]]:
+    """Return what `cut_tail` joins: the joint, the parts of training text, and those of the tail.
+
+    >>> cut_parts("a b\\nc d", 0.5), cut_parts("a b c d", 0.5)
+    (('\\n', ['a b'], ['c d']), (' ', ['a', 'b'], ['c', 'd']))
+    """
+    joint, parts = "\n", lines_of(text)
+    if len(parts) <= 1:
+        joint, parts = " ", text.split()
+    at = _place_of_cut(parts, share)
+    return joint, parts[:at], parts[at:]
+
+
+def _place_of_cut(parts: list[str], share: float) -> int:
+    """Return how many parts are training text: at least one, and not all of several.
+
+    The cut is before the first part whose middle is not within the share of training text. It is
+    sought from the end, because the tail is short.
+    """
+    sizes = list(map(len, parts))
+    taken = sum(sizes)
+    wanted, at = (1 - share) * taken, len(parts)
+    if at:
+        at -= 1
+        taken -= sizes[at]
+    while at > 1 and taken - sizes[at - 1] + sizes[at - 1] / 2 >= wanted:
+        at -= 1
+        taken -= sizes[at]
+    return max(1, at)

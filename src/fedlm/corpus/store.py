@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,8 +44,12 @@ from fedlm.core.documents import JsonObject, read_json
 from fedlm.core.errors import CorpusError
 from fedlm.core.types import Say, SpecialTokens
 from fedlm.corpus import tokenizer as tok
+from fedlm.corpus.gather import GatheredClients, gather_clients
+from fedlm.corpus.piece_spool import ClientTokens, PieceSpool
+from fedlm.corpus.piece_workers import cut_blocks, worker_count
+from fedlm.corpus.pieces import cut_text
 from fedlm.corpus.sources import Document
-from fedlm.corpus.split import cut_tail, held_out_clients
+from fedlm.corpus.split import held_out_clients
 from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.corpus.tokenizer_file import load_library
 from fedlm.corpus.vocabulary import (
@@ -63,7 +68,9 @@ CLIENTS_A_BATCH = 4096
 UNFINISHED = ".unfinished"  # ends the name of a folder in which a store is being written
 # Arrow's offsets are 32 bits wide: a batch of long clients is closed long before 2**31 tokens.
 TOKENS_A_BATCH = 1 << 26
+BLOCK_BYTES = 1 << 22  # of text, that are cut into pieces at a time
 Progress = Callable[[str, int], None]
+Row = dict[str, Any]  # a value for each column of `clients.arrow`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,48 +115,28 @@ class Manifest(TypedDict):
 _MANIFEST = TypeAdapter(Manifest)
 
 
-def gather_clients(documents: Iterable[Document], say: Say = lambda text: None) -> list[Document]:
-    """Join the documents of each client into one, in order of first appearance.
-
-    `say` is told how many clients had several documents, and how many have the text of another.
-    """
-    texts: dict[str, list[str]] = {}
-    groups: dict[str, tuple[str, ...]] = {}
-    for client, group, text in documents:
-        texts.setdefault(client, []).append(text)
-        groups.setdefault(client, group)
-    clients = [Document(c, groups[c], "\n".join(parts)) for c, parts in texts.items()]
-    if not clients:
-        raise CorpusError("the source holds no client: there is nothing to prepare.")
-    kept = [c for c in clients if c.text.strip()]
-    if not kept:
-        raise CorpusError(f"none of the {len(clients)} clients of the source has any text.")
-    joined = sum(len(parts) > 1 for parts in texts.values())
-    if joined:
-        say(f"{joined:,} clients have several documents each, which were joined.")
-    copies = len(kept) - len({c.text for c in kept})
-    if copies:
-        say(
-            f"{copies:,} clients have exactly the text of another one: copies of a person count "
-            "as several people, also in a privacy claim."
-        )
-    return kept
+def training_texts(clients: GatheredClients, settings: StoreSettings) -> TrainingTexts:
+    """Return the training text of each client that has some, read when it is wanted."""
+    return TrainingTexts(clients, _test_clients(clients, settings), settings.validation)
 
 
-def _split(
-    clients: list[Document], settings: StoreSettings
-) -> tuple[frozenset[str], list[tuple[str, str]]]:
-    """Return the test clients, and the training and held-out text of each client."""
-    test = held_out_clients((c.client for c in clients), settings.test_clients, settings.split_seed)
-    parts = [
-        ("", c.text) if c.client in test else cut_tail(c.text, settings.validation) for c in clients
-    ]
-    return test, parts
+class TrainingTexts(Iterable[str]):
+    """The training text of each client that has some; every loop over them reads them again."""
+
+    def __init__(self, clients: GatheredClients, test: np.ndarray, validation: float) -> None:
+        self._clients, self._test, self._validation = clients, test.tolist(), validation
+
+    def __iter__(self) -> Iterator[str]:
+        for client, test in zip(self._clients, self._test, strict=True):
+            train = "" if test else cut_text(client.text, test, self._validation)[0]
+            if train:
+                yield train
 
 
-def training_texts(clients: list[Document], settings: StoreSettings) -> list[str]:
-    """Return the training text of each client that has some."""
-    return [train for train, _ in _split(clients, settings)[1] if train]
+def _test_clients(clients: GatheredClients, settings: StoreSettings) -> np.ndarray:
+    """Return for each client whether its whole text is held out."""
+    test = held_out_clients(clients.names, settings.test_clients, settings.split_seed)
+    return np.fromiter((name in test for name in clients.names), bool, len(clients))
 
 
 def write(
@@ -159,41 +146,46 @@ def write(
     progress: Progress = lambda stage, done: None,
     vocabulary: Vocabulary | Counting | None = None,
     say: Say = lambda text: None,
+    workers: int | None = None,
 ) -> Store:
     """Prepare a store and open it; `say` is told what a user may not expect of the text.
 
     Without a given vocabulary, and without a function that makes one from the training text of
-    each client, a tokenizer is fitted to the training text as it is, without noise.
+    each client, a tokenizer is fitted to the training text as it is, without noise. So many
+    processes cut the text; by default one per core, and this process alone for a short text.
     """
-    clients = gather_clients(documents, say)
-    test, parts = _split(clients, settings)
-    progress("vocabulary", 0)
-    if not isinstance(vocabulary, Vocabulary):
-        count = vocabulary or (lambda texts: _counted(texts, settings))
+    clients = gather_clients(documents, say, _folder_of(out))
+    test = _test_clients(clients, settings)
+    if vocabulary is not None and not isinstance(vocabulary, Vocabulary):
+        progress("vocabulary", 0)
         try:
-            vocabulary = count([train for train, _ in parts if train])
+            vocabulary = vocabulary(TrainingTexts(clients, test, settings.validation))
         except NoVocabularyError as error:
             _keep_attempt(out, error)
             raise
-        found, asked = vocabulary.tokenizer.vocabulary, settings.vocabulary
-        if found < asked and settings.tokenizer != "bytes":
-            say(f"The vocabulary has {found:,} entries, not {asked:,}: the text gives no more.")
-    made = vocabulary.tokenizer
-    dtype = tok.token_dtype(made.vocabulary)
-
-    def coded() -> Iterator[dict[str, Any]]:
-        for number, (client, (train, held)) in enumerate(zip(clients, parts, strict=True)):
-            progress("tokens", number + 1)
-            yield {
-                "client": client.client,
-                "groups": list(client.groups),
-                "train": tok.encode(made, train, dtype),
-                "held": tok.encode(made, held, dtype),
-                "test": client.client in test,
-                "held_bytes": len(held.encode()),
-            }
-
-    return write_tokens(coded(), out, vocabulary, settings, dtype)
+        _tell_size(vocabulary, settings, say)
+    if settings.tokenizer == "bytes" and vocabulary is None:
+        vocabulary = _counted((), settings)
+    if vocabulary is not None and vocabulary.tokenizer.pieces is None:
+        rows = _encoded(clients, test, settings.validation, vocabulary.tokenizer, progress)
+        dtype = tok.token_dtype(vocabulary.tokenizer.vocabulary)
+        return write_tokens(rows, out, vocabulary, settings, dtype)
+    byte_pairs = settings.tokenizer == "bpe"
+    if vocabulary is not None and vocabulary.tokenizer.pieces is not None:
+        byte_pairs = vocabulary.tokenizer.pieces.byte_pairs
+    tasks = clients.tasks(test, settings.validation, byte_pairs, BLOCK_BYTES)
+    blocks = cut_blocks(tasks, clients.file, worker_count(clients.bytes, workers))
+    with PieceSpool(blocks, _folder_of(out), lambda done: progress("text of client", done)) as text:
+        progress("vocabulary", 0)
+        if vocabulary is None:
+            counts = text.train_counts()
+            kind, size, lowercase = settings.tokenizer, settings.vocabulary, settings.lowercase
+            vocabulary = Vocabulary(tok.fit_pieces(counts, kind, size, lowercase), COUNTED)
+            _tell_size(vocabulary, settings, say)
+        dtype = tok.token_dtype(vocabulary.tokenizer.vocabulary)
+        coded = text.tokens(vocabulary.tokenizer, dtype)
+        rows = _rows(clients, test, coded, progress)
+        return write_tokens(rows, out, vocabulary, settings, dtype)
 
 
 def _counted(texts: Iterable[str], settings: StoreSettings) -> Vocabulary:
@@ -203,8 +195,61 @@ def _counted(texts: Iterable[str], settings: StoreSettings) -> Vocabulary:
     return Vocabulary(made, PUBLIC if kind == "bytes" else COUNTED)
 
 
+def _folder_of(out: Path) -> Path:
+    """Return the folder nearest to a store's place that is there: its text waits beside it."""
+    return next(folder for folder in (*out.absolute().parents, Path("/")) if os.path.isdir(folder))
+
+
+def _tell_size(vocabulary: Vocabulary, settings: StoreSettings, say: Say) -> None:
+    found, asked = vocabulary.tokenizer.vocabulary, settings.vocabulary
+    if found < asked and settings.tokenizer != "bytes":
+        say(f"The vocabulary has {found:,} entries, not {asked:,}: the text gives no more.")
+
+
+def _encoded(
+    clients: GatheredClients,
+    test: np.ndarray,
+    validation: float,
+    tokenizer: TextTokenizer,
+    progress: Progress,
+) -> Iterator[Row]:
+    """Yield clients whose text a library tokenises line by line."""
+    dtype = tok.token_dtype(tokenizer.vocabulary)
+    for number, (client, tests) in enumerate(zip(clients, test.tolist(), strict=True)):
+        train, held = cut_text(client.text, tests, validation)
+        progress("tokens", number + 1)
+        yield {
+            "client": client.client,
+            "groups": list(client.groups),
+            "train": tok.encode(tokenizer, train, dtype),
+            "held": tok.encode(tokenizer, held, dtype),
+            "test": tests,
+            "held_bytes": len(held.encode()),
+        }
+
+
+def _rows(
+    clients: GatheredClients,
+    test: np.ndarray,
+    coded: Iterable[ClientTokens],
+    progress: Progress,
+) -> Iterator[Row]:
+    """Yield clients with the tokens of their pieces."""
+    told = zip(clients.names, clients.groups, test.tolist(), coded, strict=True)
+    for number, (name, groups, tests, tokens) in enumerate(told):
+        progress("tokens", number + 1)
+        yield {
+            "client": name,
+            "groups": groups,
+            "train": tokens.train,
+            "held": tokens.held,
+            "test": tests,
+            "held_bytes": tokens.held_bytes,
+        }
+
+
 def write_tokens(
-    rows: Iterable[dict[str, Any]],
+    rows: Iterable[Row],
     out: Path,
     vocabulary: Vocabulary,
     settings: StoreSettings,
@@ -298,12 +343,12 @@ def _copy_ledger(source: Path, target: Path) -> None:
     os.chmod(target, 0o600)
 
 
-def _write_arrow(path: Path, rows: Iterable[dict[str, Any]], dtype: DTypeLike) -> dict[str, int]:
+def _write_arrow(path: Path, rows: Iterable[Row], dtype: DTypeLike) -> dict[str, int]:
     schema = _schema(dtype)
     names = ("clients", "train_clients", "test_clients", "train_tokens", "held_tokens")
     totals = dict.fromkeys(names, 0)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        waiting: list[dict[str, Any]] = []
+        waiting: list[Row] = []
         tokens = 0
         for row in rows:
             waiting.append(row)
@@ -335,23 +380,46 @@ def _schema(dtype: DTypeLike) -> pa.Schema:
     )
 
 
-def _record_batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(rows: list[Row], schema: pa.Schema) -> pa.RecordBatch:
     columns = []
     for field in schema:
         values = [row[field.name] for row in rows]
         if field.name in ("train", "held"):
-            ends = np.cumsum([0, *(len(v) for v in values)], dtype=np.int32)
-            flat = _array(np.concatenate(values), field.type.value_type)
-            columns.append(pa.ListArray.from_arrays(_array(ends, pa.int32()), flat))
+            flat = _numbers(np.concatenate(values), field.type.value_type)
+            columns.append(_lists([len(v) for v in values], flat))
+        elif field.name == "groups":
+            columns.append(_lists([len(v) for v in values], _strings(list(chain(*values)))))
+        elif field.name == "client":
+            columns.append(_strings(values))
+        elif field.name == "test":
+            bits = pa.py_buffer(np.packbits(values, bitorder="little"))
+            columns.append(pa.Array.from_buffers(field.type, len(values), [None, bits]))
         else:
-            columns.append(pa.array(values, type=field.type))
+            columns.append(_numbers(np.array(values), field.type))
     return pa.record_batch(columns, schema=schema)
 
 
-def _array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Return numbers as an array of Arrow; `pa.array` would import pandas for them."""
+# Arrays of Arrow are made of buffers: `pa.array` would import pandas, which takes a third of a
+# second.
+
+
+def _numbers(values: np.ndarray, kind: pa.DataType) -> pa.Array:
     values = np.ascontiguousarray(values, kind.to_pandas_dtype())
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _offsets_of(sizes: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int32)
+
+
+def _lists(sizes: list[int], flat: pa.Array) -> pa.Array:
+    return pa.ListArray.from_arrays(_numbers(_offsets_of(sizes), pa.int32()), flat)
+
+
+def _strings(values: list[str]) -> pa.Array:
+    raw = [value.encode() for value in values]
+    buffers = [pa.py_buffer(_offsets_of([len(r) for r in raw])), pa.py_buffer(b"".join(raw))]
+    return pa.Array.from_buffers(pa.string(), len(raw), [None, *buffers])
 
 
 def _special_tokens(manifest: JsonObject) -> SpecialTokens:

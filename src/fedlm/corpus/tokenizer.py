@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from fedlm.core.errors import CorpusError, library_errors
 from fedlm.core.types import SpecialTokens
+from fedlm.corpus.byte_pairs import learn_merges
+from fedlm.corpus.pieces import pieces_of_line
 from fedlm.corpus.split import lines_of
 
 # The first entries of every vocabulary that is fitted here. No text and no row holds <pad>, which
@@ -82,28 +84,52 @@ class Pieces(dict[str, tuple[int, ...]]):
     """The tokens of pieces of text without a blank, found when a piece is first met."""
 
     def __init__(self, library: Tokenizer, kind: str, lowercase: bool) -> None:
-        self._library, self._kind, self._lowercase = library, kind, lowercase
+        self._library, self._words = library, PieceWords(kind, lowercase)
         self._number = library.get_vocab()
+        library.encode_special_tokens = True  # as `encode` does
+        self.byte_pairs = kind == "bpe"
 
     def __missing__(self, piece: str) -> tuple[int, ...]:
         if len(self) >= MOST_PIECES:
             self.clear()
-        if self._kind == "words" and piece.isascii():
-            words = ASCII_WORD.findall(piece.lower() if self._lowercase else piece)
-            ids = [self._number.get(word, OOV) for word in words]
-        else:
-            ids = self._library.encode(piece, add_special_tokens=False).ids
-        self[piece] = made = tuple(ids)
+        self[piece] = made = tuple(self.tokens_of([piece])[0])
         return made
+
+    def tokens_of(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each of many pieces."""
+        if self.byte_pairs:
+            coded = self._library.encode_batch_fast(list(pieces), add_special_tokens=False)
+            return [line.ids for line in coded]
+        number = self._number
+        return [[number.get(word, OOV) for word in words] for words in self._words.of(pieces)]
 
     def tokens(self, line: str) -> list[int]:
         """Return the tokens of a line."""
-        parts = line.split(" ")
-        # BPE puts one blank before each piece, and makes tokens of any others.
-        if self._kind == "bpe" and parts != line.split():
-            ids: list[int] = self._library.encode(line, add_special_tokens=False).ids
-            return ids
+        parts = pieces_of_line(line, self.byte_pairs)
         return list(itertools.chain.from_iterable(map(self.__getitem__, parts)))
+
+
+class PieceWords:
+    """Cuts pieces into the words that a tokenizer counts.
+
+    For `words` they are the words of its vocabulary; for `bpe` they are the pieces of text within
+    which it merges, written in its byte alphabet.
+    """
+
+    def __init__(self, kind: str, lowercase: bool) -> None:
+        self._lowercase, self._of_words = lowercase, kind == "words"
+        self._cut = _MAKERS[kind](len(SPECIALS))[0].pre_tokenizer
+        self._normalizer = _normalizer(lowercase)
+
+    def of(self, pieces: Iterable[str]) -> Iterator[list[str]]:
+        """Yield the words of each piece."""
+        for piece in pieces:
+            if self._of_words and piece.isascii():
+                folded = piece.lower() if self._lowercase else piece
+                yield [folded] if folded.isalnum() else ASCII_WORD.findall(folded)
+            else:
+                found = self._cut.pre_tokenize_str(self._normalizer.normalize_str(piece))
+                yield [word for word, _ in found]
 
 
 def kind_of(setting: str) -> str:
@@ -126,41 +152,53 @@ def token_dtype(vocabulary: int) -> Any:
 
 def fit(texts: Iterable[str], kind: str, vocabulary: int, lowercase: bool) -> TextTokenizer:
     """Fit a `words`, `bpe` or `bytes` tokenizer of at most `vocabulary` entries with specials."""
-    if kind == "words":
-        counts = word_counts(texts, lowercase)
-        ordered = sorted(counts, key=lambda word: (-counts[word], word.encode()))
-        if not ordered:
-            raise CorpusError("no word was found in the training text: the vocabulary is empty.")
-        return from_words(ordered[: vocabulary - len(SPECIALS)], lowercase)
-    tokenizer, trainer = _MAKERS[kind](vocabulary)
-    tokenizer.normalizer = _normalizer(lowercase)
-    if trainer is not None:
-        tokenizer.train_from_iterator(_pieces(texts), trainer)
-    if tokenizer.get_vocab_size() <= len(SPECIALS):
+    counts: Counter[str] = Counter()
+    for text in texts if kind != "bytes" else ():
+        for line in text.split("\n"):
+            counts.update(pieces_of_line(line, kind == "bpe"))
+    return fit_pieces(counts, kind, vocabulary, lowercase)
+
+
+def fit_pieces(
+    counts: Mapping[str, int], kind: str, vocabulary: int, lowercase: bool
+) -> TextTokenizer:
+    """Fit a tokenizer to the pieces of a text, each as often as its count says."""
+    if kind == "bytes":
+        tokenizer, _ = _bytes(vocabulary)
+        tokenizer.normalizer = _normalizer(lowercase)
+        return TextTokenizer(tokenizer, OWN)
+    words = _word_counts(counts, kind, lowercase)
+    if not words:
         raise CorpusError("no word was found in the training text: the vocabulary is empty.")
-    return TextTokenizer(tokenizer, OWN)
+    if kind == "words":
+        ordered = sorted(words, key=lambda word: (-words[word], word.encode()))
+        return from_words(ordered[: vocabulary - len(SPECIALS)], lowercase)
+    return _from_byte_words(words, vocabulary, lowercase)
 
 
-def word_counts(texts: Iterable[str], lowercase: bool) -> Counter[str]:
-    """Count the words of texts: pieces between blanks first, then the words of each piece once.
+def _word_counts(counts: Mapping[str, int], kind: str, lowercase: bool) -> Counter[str]:
+    """Count the words of pieces.
 
-    >>> sorted(word_counts(["The cat, the mat"], True).items())
-    [(',', 1), ('cat', 1), ('mat', 1), ('the', 2)]
+    >>> sorted(_word_counts({"The": 1, "cat,": 1, "the": 1}, "words", True).items())
+    [(',', 1), ('cat', 1), ('the', 2)]
     """
-    pieces: Counter[str] = Counter()
-    for text in texts:
-        pieces.update(text.replace("\n", " ").split(" "))
-    tokenizer, normalizer = _words(len(SPECIALS))[0], _normalizer(lowercase)
-    cut = tokenizer.pre_tokenizer
     words: Counter[str] = Counter()
-    for piece, times in pieces.items():
-        if piece.isascii():
-            found = ASCII_WORD.findall(piece.lower() if lowercase else piece)
-        else:
-            found = [word for word, _ in cut.pre_tokenize_str(normalizer.normalize_str(piece))]
-        for word in found:
+    found = PieceWords(kind, lowercase).of(counts)
+    for times, cut in zip(counts.values(), found, strict=True):
+        for word in cut:
             words[word] += times
     return words
+
+
+def _from_byte_words(words: Mapping[str, int], vocabulary: int, lowercase: bool) -> TextTokenizer:
+    """Make a BPE tokenizer whose merges are learned from words in the byte alphabet."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    entries, merges = learn_merges(words, SPECIALS, alphabet, vocabulary)
+    tokenizer, _ = _bpe(vocabulary)
+    tokenizer.model = models.BPE(entries, merges)
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.normalizer = _normalizer(lowercase)
+    return TextTokenizer(tokenizer, OWN)
 
 
 def from_words(words: Sequence[str], lowercase: bool) -> TextTokenizer:
@@ -181,14 +219,17 @@ def word_finder(kind: str, lowercase: bool) -> Callable[[str], set[str]]:
     >>> sorted(word_finder("words", True)("The cat\\nthe mat"))
     ['cat', 'mat', 'the']
     """
-    tokenizer, _ = _MAKERS[kind](len(SPECIALS))
-    normalizer, cut = _normalizer(lowercase), tokenizer.pre_tokenizer
+    finder, known = PieceWords(kind, lowercase), dict[str, list[str]]()
 
     def words(text: str) -> set[str]:
-        found: set[str] = set()
+        pieces: set[str] = set()
         for line in text.split("\n"):
-            found.update(word for word, _ in cut.pre_tokenize_str(normalizer.normalize_str(line)))
-        return found
+            pieces.update(pieces_of_line(line, kind == "bpe"))
+        if len(known) >= MOST_PIECES:
+            known.clear()
+        new = pieces.difference(known)
+        known.update(zip(new, finder.of(new), strict=True))
+        return set(itertools.chain.from_iterable(known[piece] for piece in pieces))
 
     return words
 
@@ -203,35 +244,16 @@ def from_counts(
     """
     if kind == "words":
         return from_words([word for word, _ in counts[: vocabulary - len(SPECIALS)]], lowercase)
-    tokenizer, trainer = _MAKERS[kind](vocabulary)
-    tokenizer.normalizer = _normalizer(lowercase)
-    usual = tokenizer.pre_tokenizer
-    # The words are cut and written in the byte alphabet already, which has no blank.
-    tokenizer.normalizer, folded = normalizers.Sequence([]), tokenizer.normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.train_from_iterator(_repeated(counts), trainer)
-    tokenizer.normalizer, tokenizer.pre_tokenizer = folded, usual
-    return TextTokenizer(tokenizer, OWN)
-
-
-def _repeated(counts: Iterable[tuple[str, float]]) -> Iterator[str]:
-    """Yield every word as often as its count says, in pieces of bounded size."""
+    times: Counter[str] = Counter()
     for word, count in counts:
-        left = max(1, round(count))
-        while left:
-            now = min(left, 1000)
-            left -= now
-            yield " ".join([word] * now)
+        for part in word.split():  # whoever handed the words over: the byte alphabet has no blank
+            times[part] += max(1, round(count))
+    return _from_byte_words(times, vocabulary, lowercase)
 
 
 def _normalizer(lowercase: bool) -> Any:
     steps: list[Any] = [normalizers.NFC()]
     return normalizers.Sequence([*steps, normalizers.Lowercase()] if lowercase else steps)
-
-
-def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
-    for text in texts:
-        yield text.split("\n")
 
 
 def _words(vocabulary: int, vocab: dict[str, int] | None = None) -> tuple[Tokenizer, Any]:

@@ -12,7 +12,7 @@ Not here: counting with noise (`privacy/vocabulary.py`), what an origin means fo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class NoVocabularyError(CorpusError):
 
 
 # Makes a vocabulary from the training text of each training client.
-Counting = Callable[[Sequence[str]], Vocabulary]
+Counting = Callable[[Iterable[str]], Vocabulary]
 
 
 def from_file(tokenizer: TextTokenizer, path: Path) -> Vocabulary:

@@ -25,8 +25,9 @@ from typing import Any
 
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import CorpusError, require
+from fedlm.corpus.gather import gather_clients
 from fedlm.corpus.sources import Document
-from fedlm.corpus.store import StoreSettings, gather_clients, training_texts
+from fedlm.corpus.store import StoreSettings, training_texts
 from fedlm.corpus.tokenizer import from_counts, word_finder
 from fedlm.corpus.tokenizer_file import write_tokenizer
 from fedlm.corpus.vocabulary import Vocabulary

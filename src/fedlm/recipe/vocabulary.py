@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedlm.core.errors import CorpusError, require
@@ -78,7 +78,7 @@ def _private(data: Data, progress: Progress) -> Counting:
     )
     words_of = word_finder(data.tokenizer, data.lowercase)
 
-    def count(texts: Sequence[str]) -> Vocabulary:
+    def count(texts: Iterable[str]) -> Vocabulary:
         words = select_words(
             (words_of(text) for text in texts),
             selection,
