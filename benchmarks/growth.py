@@ -1,6 +1,6 @@
 """How a round's cost grows with cohort, model and lanes, and what that makes of large runs.
 
-    python -m benchmarks.growth [--repeats 3]
+    python -m benchmarks.growth [--repeats 3] [--cohorts 10 200] [--units 256]
 
 Rounds on made-up rows (Stack Overflow's shape: 20 tokens, batches of 16, lognormal client sizes up
 to 256 rows), each setting in a process of its own, because a peak of memory never falls and the
@@ -114,13 +114,13 @@ def row(first: int, found: dict[str, float], *shown: str) -> list[object]:
     return [first, *(figures[name] for name in shown)]
 
 
-def tables(repeats: int) -> dict[str, float]:
+def tables(repeats: int, cohorts: list[int], units: list[int]) -> dict[str, float]:
     """Prints what was measured; returns the figures of the Stack Overflow shape on two lanes."""
     shown = ("seconds", "each", "tokens", "peak")
-    rows = [row(c, ask(repeats, SMALL, c, 2), *shown) for c in COHORTS]
+    rows = [row(c, ask(repeats, SMALL, c, 2), *shown) for c in cohorts]
     show(["cohort", "s a round", "ms a client", "tokens/s", "peak MB"], rows)
     shown = ("parameters", "seconds", "gflops", "peak")
-    rows = [row(u, ask(repeats, {**SMALL, "hidden_size": u}, 25, 2), *shown) for u in UNITS]
+    rows = [row(u, ask(repeats, {**SMALL, "hidden_size": u}, 25, 2), *shown) for u in units]
     show(["hidden_size", "parameters", "s a round of 25", "GFLOP/s", "peak MB"], rows)
     shown = ("seconds", "tokens", "gflops", "peak")
     found = [ask(repeats, LARGE, 25, lanes) for lanes in (1, 2)]
@@ -161,6 +161,8 @@ def estimates(large: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cohorts", type=int, nargs="*", default=list(COHORTS))
+    parser.add_argument("--units", type=int, nargs="*", default=list(UNITS))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
@@ -169,7 +171,7 @@ def main() -> None:
     from benchmarks.probe import machine
 
     print(f"{machine()}; medians of {asked.repeats}\n", flush=True)
-    estimates(tables(asked.repeats))
+    estimates(tables(asked.repeats, asked.cohorts, asked.units))
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ def lines(clients: int, found: dict) -> Iterator[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--clients", type=int, nargs="+", default=list(POPULATIONS))
     parser.add_argument("--longest", type=int, default=COHORTS[-1], help="cohort to train")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/population.md"))
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
@@ -145,7 +146,7 @@ def main() -> None:
         print(json.dumps(measure(asked.one, asked.repeats, asked.longest)))
         return
     rows = []
-    for clients in POPULATIONS:
+    for clients in asked.clients:
         again = [sys.executable, "-m", "benchmarks.population", "--one", str(store_of(clients))]
         again += ["--repeats", str(asked.repeats), "--longest", str(asked.longest)]
         said = subprocess.check_output(again, text=True)
