@@ -54,7 +54,17 @@ def zeros_like(a: PyTree) -> PyTree:
 
 def squared_norm(a: PyTree) -> Float[Array, ""]:
     leaves = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(a)]
-    return jnp.sum(jnp.stack(leaves)) if leaves else jnp.zeros(())
+    return once(jnp.sum(jnp.stack(leaves))) if leaves else jnp.zeros(())
+
+
+def once(number: Float[Array, ""]) -> Float[Array, ""]:
+    """Return a number as it is, made such that a compiled program computes it once.
+
+    XLA writes cheap arithmetic on numbers again into the program of every leaf that needs them: the
+    squared norm of a model of 54 leaves was 53 additions in each of 54 programs. It drops barriers
+    before it does so, but does not repeat a division; what it divides by here is one.
+    """
+    return number / (jnp.minimum(jnp.abs(number), 0.0) + 1.0)
 
 
 def norm(a: PyTree) -> Float[Array, ""]:

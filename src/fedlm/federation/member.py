@@ -68,7 +68,7 @@ def total_like(update: Update) -> Total:
 def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
     """Add a member to the sum; a member that does not count yet leaves it unchanged."""
     one = jnp.where(counts, 1.0, 0.0)
-    weight = one * update.weight
+    weight = tree.once(one * update.weight)
     return Total(
         delta=tree.add_scaled(total.delta, update.delta, weight),
         weight=total.weight + weight,

@@ -70,7 +70,8 @@ COUNT = FINE + 1  # the stream of a key that the key of the count's noise is mad
 def clip(update: Update, clip_norm: Scalar) -> Update:
     """Scale an update down to the clip norm if it is longer."""
     leaves = jax.tree.leaves(update.delta)
-    top = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]))
+    tops = [jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]
+    top = tree.once(jnp.max(jnp.stack(tops)))
     sound = top < LARGEST  # not true of NaN either
     # Divided by its largest entry, an update neither overflows nor vanishes when it is squared.
     unit = jax.tree.map(lambda x: x / jnp.where(top > 0, top, 1.0), update.delta)
