@@ -78,6 +78,8 @@ def product(
     return _product(size, weight, x)
 
 
+# Traced and lowered once per shape, not once per layer: they are many branches.
+@jax.jit
 def _product(size, weight, x):  # type: ignore[no-untyped-def]
     columns = x.shape[0]
 
@@ -94,14 +96,18 @@ def _forward(size, weight, x):  # type: ignore[no-untyped-def]
 
 
 def _backward(saved, d_y):  # type: ignore[no-untyped-def]
-    size, weight, x = saved
-    columns, d_y = d_y.shape[0], dense_zero(d_y)
+    return (None, *_gradients(*saved, dense_zero(d_y)))
+
+
+@jax.jit
+def _gradients(size, weight, x, d_y):  # type: ignore[no-untyped-def]
+    columns = d_y.shape[0]
 
     def first(n):  # type: ignore[no-untyped-def]
         d_x = jnp.pad(d_y[:n] @ weight, ((0, columns - n), (0, 0)))
         return (None if x is None else d_y[:n].T @ x[:n]), d_x
 
-    return (None, *enough(size, columns, first, SIZES))
+    return enough(size, columns, first, SIZES)
 
 
 product.defvjp(_forward, _backward, symbolic_zeros=True)
