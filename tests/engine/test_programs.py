@@ -1,6 +1,8 @@
 """Compiled programs are kept where only their user can write, and nowhere else."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -65,3 +67,16 @@ def test_the_oldest_programs_go_first(cache, monkeypatch):
     monkeypatch.setattr(programs, "MOST_BYTES", 800)
     programs.programs_folder()
     assert {path.name for path in folder.iterdir()} == {"new", "middle"}
+
+
+def test_the_small_programs_that_make_a_model_are_kept_too(tmp_path):
+    code = (
+        "from fedlm.engine.devices import use_devices; use_devices(1); import jax.random as jr;"
+        "jr.uniform(jr.key(0), (30, 20), minval=-0.5, maxval=0.5)"
+    )
+    other = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS")
+    env = {name: value for name, value in os.environ.items() if name not in other}
+    subprocess.run(
+        [sys.executable, "-c", code], env={**env, "XDG_CACHE_HOME": str(tmp_path)}, check=True
+    )
+    assert list(tmp_path.glob("fedlm/programs/*/jit__uniform-*"))

@@ -15,6 +15,10 @@ import jax
 from fedlm.core.errors import ConfigError
 from fedlm.engine.programs import programs_folder
 
+# Programs that took so many seconds to compile are kept. A fresh model is made by dozens of small
+# ones: each takes a tenth of a second to compile, and some milliseconds to load.
+KEPT_FROM = 0.02
+
 
 def use_devices(count: int = 0) -> None:
     """Show JAX `count` CPU devices, or one per core for zero; leave accelerators as they are.
@@ -33,7 +37,7 @@ def use_devices(count: int = 0) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = programs_folder()
         jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_FROM)
     wanted = count or len(os.sched_getaffinity(0))
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
