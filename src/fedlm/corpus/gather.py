@@ -10,8 +10,10 @@ Not here: sources (`sources.py`), pieces and tokens (`pieces.py`, `tokenizer.py`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ class GatheredClients(Sequence[Document]):
         """Take a file, and per client the number of its documents, their starts and sizes."""
         self.names, self.groups = names, groups
         self._text = text
+        weakref.finalize(self, text.close)  # with the last who reads it
         self._documents, self._starts, self._sizes = spans
         self._first = np.concatenate([[0], np.cumsum(self._documents)])
 
@@ -111,28 +114,31 @@ def gather_clients(
     number: dict[str, int] = {}
     groups: list[tuple[str, ...]] = []
     owners, sizes, visible, digests = array("q"), array("q"), bytearray(), bytearray()
-    try:
-        text = tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES)  # noqa: SIM115
-        for client, group, said in documents:
-            raw = _utf8(client, said)
-            text.write(raw)
-            owner = number.setdefault(client, len(number))
-            if owner == len(groups):
-                groups.append(group)
-                visible.append(0)
-            visible[owner] |= not said.isspace() and bool(said)
-            owners.append(owner)
-            sizes.append(len(raw))
-            digests += _digest(raw)
-        text.flush()
-    except OSError as error:
-        where = folder or tempfile.gettempdir()
-        raise CorpusError(f"text could not be kept in {where}: {error}.") from None
-    if not number:
-        raise CorpusError("the source holds no client: there is nothing to prepare.")
-    if not any(visible):
-        raise CorpusError(f"none of the {len(number)} clients of the source has any text.")
-    return _with_text(text, list(number), groups, (owners, sizes, visible, digests), say)
+    where = folder or tempfile.gettempdir()
+    with contextlib.ExitStack() as opened:
+        try:
+            text = opened.enter_context(tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES))
+            for client, group, said in documents:
+                raw = _utf8(client, said)
+                text.write(raw)
+                owner = number.setdefault(client, len(number))
+                if owner == len(groups):
+                    groups.append(group)
+                    visible.append(0)
+                visible[owner] |= not said.isspace() and bool(said)
+                owners.append(owner)
+                sizes.append(len(raw))
+                digests += _digest(raw)
+            text.flush()
+        except OSError as error:
+            raise CorpusError(f"text could not be kept in {where}: {error}.") from None
+        if not number:
+            raise CorpusError("the source holds no client: there is nothing to prepare.")
+        if not any(visible):
+            raise CorpusError(f"none of the {len(number)} clients of the source has any text.")
+        made = _with_text(text, list(number), groups, (owners, sizes, visible, digests), say)
+        opened.pop_all()  # who holds the clients holds the file now
+        return made
 
 
 def _utf8(client: str, text: str) -> bytes:

@@ -9,6 +9,7 @@ Not here: cutting (`pieces.py`), the store (`store.py`).
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -42,14 +43,16 @@ class PieceSpool:
         self._number, self._counts = Numbering(), np.zeros(1 << 16, np.int64)
         self._makers: dict[int, np.ndarray] = {}  # the numbers here of each maker's pieces
         self._sizes: list[tuple[int, int]] = []
-        try:
-            self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            for block in blocks:
-                self._add(block)
-                progress(block.first + len(block.held_bytes))
-            self._file.flush()
-        except OSError as error:
-            raise CorpusError(f"text could not be kept in {folder}: {error}.") from None
+        with contextlib.ExitStack() as opened:
+            try:
+                self._file: BinaryIO = opened.enter_context(tempfile.TemporaryFile(dir=folder))
+                for block in blocks:
+                    self._add(block)
+                    progress(block.first + len(block.held_bytes))
+                self._file.flush()
+            except OSError as error:
+                raise CorpusError(f"text could not be kept in {folder}: {error}.") from None
+            opened.pop_all()  # `__exit__` closes the file now
 
     def __enter__(self) -> PieceSpool:
         return self
