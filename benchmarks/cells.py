@@ -124,12 +124,12 @@ def _lines(told: Facts) -> str:
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Claim a cell for a block of code; False if another process is making it."""
+def claimed(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Claim a folder for a block of code; False if another process has it, or wait for that."""
     path.mkdir(parents=True, exist_ok=True)
     file = os.open(path / ".cell", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(file)
         yield False

@@ -7,7 +7,8 @@ Promise:  every side gets the same model, rates, weight decay, patience and most
           its optimiser; every leaf keeps the best model on its way, by its own text to choose by;
           the figure is of rows that neither training, stopping nor any personal choice saw, the
           same for all sides and shares. No line of a table has tried more rates than the others of
-          its share. Killed at any moment, the same command goes on.
+          its share, and local training may take a cache of its own words too. Killed at any moment,
+          the same command goes on.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
 
@@ -31,7 +32,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +115,9 @@ SIDES = (LOCAL, *FEDERATIONS, CENTRAL)
 HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
 # What a leaf makes of the federation's model; the row to choose by decides among them.
 WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
+ALONE = (LOCAL, "local+cache")  # a cache of one's own words needs no federation either
 CHOSEN = "chosen"
+BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
 HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity", "below local", "hurt"]
 HEAD += ["rounds", "TFLOP", "core-hours"]
 HEIGHT = 360
@@ -190,7 +193,8 @@ def recipe_of(cell: Cell, size: Size) -> Recipe:
 def digest_of(cell: Cell, size: Size) -> str:
     """Return the digest of all that decides a cell."""
     made = recipe_digest(recipe_of(cell, size))
-    care = {"ways": WAYS, "personal_rate": PERSONAL_RATE} if cell.side in FEDERATIONS else {}
+    ways = {LOCAL: ALONE, CENTRAL: ()}.get(cell.side, WAYS)
+    care = {"ways": ways, "personal_rate": PERSONAL_RATE}
     return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, **care})
 
 
@@ -215,10 +219,11 @@ def prepare(cell: Cell, size: Size, out: Path) -> Place:
     """Return a cell's run, on a store of its share of the text, and its leaves."""
     recipe = recipe_of(cell, size)
     path = out / "stores" / f"{cell.corpus}-{cell.share:g}"
-    if not path.exists():
-        whole = build(recipe, STORES, out=out / "none").store
-        assert isinstance(whole, Store)
-        cut_store(whole, cell.share, path)
+    with claimed(out / "stores", wait=True):  # another command may need it at the same time
+        if not path.exists():
+            whole = build(recipe, STORES, out=out / "none").store
+            assert isinstance(whole, Store)
+            cut_store(whole, cell.share, path)
     given = recipe.data.model_dump(include={"layout", "sequence_length"})
     data = type(recipe.data)(store=str(path.resolve()), **given)  # all else is the store's
     run = build(
@@ -279,12 +284,8 @@ def local(bench: Bench, cell: Cell, place: Place) -> Facts:
     leaves: Facts = {}
     chosen: Facts = {}
     for member in place.members:
-        made = trained_alone(bench, cell, place, member)
-        perplexity = bench.scorer.nats(made.params, member.report)
-        leaves[member.name] = {LOCAL: mixture_perplexity(perplexity, member.report)}
-        scored = bench.scorer.nats(made.params, member.choose)
-        chosen[member.name] = {LOCAL: mixture_perplexity(scored, member.choose)}
-        print(f"  {member.name}: {leaves[member.name][LOCAL]:.1f}", flush=True)
+        own = attempt(bench, cell, place, member, None)
+        leaves[member.name], chosen[member.name] = by_ways(bench, own, member, ALONE)
     passes = [trained_alone(bench, cell, place, m).passes for m in place.members]
     seen = [p * targets(m.own) for p, m in zip(passes, place.members, strict=True)]
     return {"leaves": leaves, "choose": chosen, "tokens_seen": sum(seen), "passes": passes}
@@ -349,8 +350,6 @@ def federation(bench: Bench, cell: Cell, place: Place) -> Facts:
         weights = best_weights(directory, member.node)
         model = load_params(run.recipe.model, run.store.vocabulary, weights)
         leaves[member.name], chosen[member.name] = personal(bench, cell, place, member, model)
-        said = ", ".join(f"{way} {p:.1f}" for way, p in leaves[member.name].items())
-        print(f"  {member.name}: {said}", flush=True)
     return {**figures, "leaves": leaves, "choose": chosen, "tokens_seen": figures["tokens"]}
 
 
@@ -358,14 +357,28 @@ def personal(
     bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params
 ) -> tuple[Facts, Facts]:
     """Return the figures of every way of a leaf, and the scores by which it chooses one."""
+    return by_ways(bench, attempt(bench, cell, place, member, model), member, WAYS)
+
+
+def attempt(
+    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params | None
+) -> Attempt:
+    """Return a leaf at work on a federation's model, with its model of its own text alone."""
     shop = bench.shop(place, PERSONAL_RATE, batches_of(member.own, place))
     shop.federated = model
     at = Attempt(shop, member.own, member.choose, member.number)
     at.__dict__["alone"] = trained_alone(bench, cell, place, member)
-    made = attempt_all(at, WAYS)
+    return at
+
+
+def by_ways(bench: Bench, at: Attempt, member: OwnText, ways: Sequence[str]) -> tuple[Facts, Facts]:
+    """Make a leaf's model by each way; return the figures, and the scores that choose one."""
+    made = attempt_all(at, ways)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
     best = min(scores, key=scores.__getitem__)
+    said = ", ".join(f"{way} {found:.1f}" for way, found in figures.items())
+    print(f"  {member.name}: {said}", flush=True)
     return {**figures, CHOSEN: figures[best]}, {**scores, CHOSEN: scores[best]}
 
 
@@ -406,8 +419,10 @@ class Row(NamedTuple):
 
 def rows_of(side: str) -> list[Row]:
     """Return the lines of a side."""
-    if side not in FEDERATIONS:
+    if side == CENTRAL:
         return [Row(side, side, side)]
+    if side == LOCAL:
+        return [Row(side, side, side), Row(BASELINE, side, CHOSEN)]
     return [
         Row(side, side, "federated"),
         Row(f"{side}, fine-tuned", side, "finetune"),
@@ -469,14 +484,14 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
     if not here:
         return []
     rates = min(len(common_rates(here, seed)) for seed in {cell.seed for cell in here})
-    alone = at_best_rate(here, rows_of(LOCAL)[0])
+    alone = at_best_rate(here, Row(BASELINE, LOCAL, CHOSEN))
     made = []
     for row in (row for side in SIDES for row in rows_of(side)):
         best = at_best_rate(here, row)
         if not best:
             continue
         below = [
-            math.log(ways[row.way] / alone[seed]["leaves"][leaf][LOCAL])
+            math.log(ways[row.way] / alone[seed]["leaves"][leaf][CHOSEN])
             for seed, facts in best.items()
             if seed in alone
             for leaf, ways in facts["leaves"].items()
@@ -501,7 +516,7 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
 
 def shown(line: Line) -> list[str]:
     """Return a line as text."""
-    alone = line.row.side == LOCAL or not line.below
+    alone = line.row.label == BASELINE or not line.below
     gain = 0.0 if alone else 1 - math.exp(statistics.fmean(line.below))
     hurt = sum(value > 0 for value in line.below)
     return [

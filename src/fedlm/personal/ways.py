@@ -3,8 +3,8 @@
 In:       the federation's model; a member's own text, and text to choose by.
 Out:      a `Personal` model per way.
 Promise:  a way reads the member's own rows and the rows to choose by, never those of the report; no
-          way is worse than the federation's model on the rows that chose, except `local`, which
-          does not know it.
+          way is worse than the federation's model on the rows that chose, except those that begin
+          with `local`, which do not know it.
 Not here: whose text that is (`members.py`), which way a member takes (`choose.py`).
 """
 
@@ -207,6 +207,11 @@ def finetune_and_cache(at: Attempt) -> Personal:
     return _cached("finetune+cache", finetune(at), at)
 
 
+def local_and_cache(at: Attempt) -> Personal:
+    """Train on the member's own text alone, and mix in a cache of its words."""
+    return _cached("local+cache", local(at), at)
+
+
 def _cached(way: str, model: Personal, at: Attempt) -> Personal:
     counts = cache_of(at.own, at.shop.vocabulary)
     plain = model.nats(at.choose, at.shop.scorer)
@@ -234,6 +239,7 @@ WAYS: dict[str, Way] = {
     "logits": mix_logits,
     "cache": cache,
     "finetune+cache": finetune_and_cache,
+    "local+cache": local_and_cache,
 }
 
 
