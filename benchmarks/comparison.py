@@ -13,7 +13,7 @@ Not here: what a search does (`search/tune.py`), which text chooses (`search/spl
     python -m benchmarks.comparison cells-irc                  # all cells that are missing
     python -m benchmarks.comparison cells-irc --only CIFG --hours 3
     python -m benchmarks.comparison cells-irc --table          # from the kept files alone
-    python -m benchmarks.comparison cells-irc --smoke          # every cell for two rounds
+    python -m benchmarks.comparison cells-irc --smoke          # all cells, tiny, for two rounds
     python -m benchmarks.comparison --list
 
 Cells train in one lane, so that two commands can make cells side by side; each leaves those alone
@@ -86,7 +86,8 @@ HEIGHT = 330
 # Of `--smoke`: everything happens, nothing is learned.
 SMOKE = (
     *("server.rounds=2", "server.evaluate_every=1", "server.evaluate_rows=16", "server.cohort=4"),
-    *("run.checkpoint_every=1", "client.max_steps=2"),
+    *("run.checkpoint_every=1", "client.max_steps=2", "model.embedding_size=16", "model.heads=2"),
+    *("model.hidden_size=32", "model.layers=2"),
 )
 
 
@@ -450,13 +451,25 @@ def _say(label: str) -> Watcher:
 
 
 def smoke(made: Comparison) -> Comparison:
-    """Return a comparison in which everything happens for two rounds: nothing fails after hours."""
-    points = [(v.split("=")[0] + "=" + v.split("=")[1].split(",")[0]) for v in made.over]
-    cut = replace(made, set=(*made.set, *SMOKE), tune_length=2, seeds=made.seeds[:1], over=points)
-    few = tuple(
-        replace(side, over=tuple(v.split(",")[0] for v in side.over)) for side in made.sides
+    """Return a comparison in which everything happens: tiny models, two rounds, one point and seed.
+
+    So nothing that the files say fails after hours.
+    """
+
+    def first(over: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis.split(",")[0] for axis in over)
+
+    sides = tuple(
+        replace(side, set=(*side.set, *SMOKE), over=first(side.over)) for side in made.sides
     )
-    return replace(cut, sides=few, tune_rounds=2 if made.tune_rounds else 0)
+    return replace(
+        made,
+        sides=sides,
+        over=first(made.over),
+        tune_length=2,
+        tune_rounds=2 if made.tune_rounds else 0,
+        seeds=made.seeds[:1],
+    )
 
 
 def main() -> None:
@@ -468,7 +481,9 @@ def main() -> None:
     parser.add_argument("--only", help="one side, by its name")
     parser.add_argument("--hours", type=float, help="begin no cell after so many hours")
     parser.add_argument("--table", action="store_true", help="only the table, from kept results")
-    parser.add_argument("--smoke", action="store_true", help="every cell for two rounds, kept not")
+    parser.add_argument(
+        "--smoke", action="store_true", help="all cells, tiny, for two rounds; none is kept"
+    )
     parser.add_argument("--list", action="store_true", help="comparisons and their hours")
     asked = parser.parse_args()
     if asked.list or asked.file is None:
