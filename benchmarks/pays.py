@@ -193,8 +193,9 @@ def recipe_of(cell: Cell, size: Size) -> Recipe:
 def digest_of(cell: Cell, size: Size) -> str:
     """Return the digest of all that decides a cell."""
     made = recipe_digest(recipe_of(cell, size))
-    ways = {LOCAL: ALONE, CENTRAL: ()}.get(cell.side, WAYS)
-    care = {"ways": ways, "personal_rate": PERSONAL_RATE}
+    care: Facts = {"ways": WAYS, "personal_rate": PERSONAL_RATE}
+    if cell.side not in FEDERATIONS:
+        care = {"ways": ALONE} if cell.side == LOCAL else {}
     return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, **care})
 
 

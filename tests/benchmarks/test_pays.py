@@ -11,9 +11,7 @@ from benchmarks.pays import CHOSEN, HEADLINE, LOCAL, SIDES, Cell, Size
 
 def facts(cell, leaves):
     """A kept cell of two leaves: the same figures for every way, but what was chosen is better."""
-    ways = (
-        {way: 0.0 for way in (*pays.WAYS, CHOSEN)} if cell.side in FEDERATIONS else {cell.side: 0}
-    )
+    ways = {LOCAL: pays.ALONE, pays.CENTRAL: (pays.CENTRAL,)}.get(cell.side, pays.WAYS)
 
     def each(scale):
         return {
