@@ -5,12 +5,16 @@ import math
 import numpy as np
 import pytest
 
+from fedlm.federation import layer_attention
 from fedlm.federation.layer_attention import (
+    LayersOf,
     Residual,
     attend,
     attention_weights,
     cosine,
+    cosine_matrix,
     entropy,
+    mean_change,
     mean_layers,
     route,
     worst,
@@ -97,3 +101,38 @@ def test_weights_are_a_distribution():
     for temperature in (0.001, 0.1, 10.0):
         share = attention_weights([1.0, -1.0, 0.3], temperature)
         assert np.all(share >= 0) and share.sum() == pytest.approx(1.0) and share[0] == share.max()
+
+
+def test_a_matrix_of_cosines_has_the_cosine_of_each_pair(monkeypatch):
+    monkeypatch.setattr(layer_attention, "ENTRIES_AT_A_TIME", 7)
+    rows, columns = [moved(n)["a"] for n in range(3)], [moved(n, 2.0)["a"] for n in range(2, 6)]
+    rows.append(ORIGIN["a"])  # has not moved
+    parts = [[column[:11], column[11:]] for column in columns]
+    found = cosine_matrix(rows, parts, ORIGIN["a"])
+    wanted = [[cosine(row, column, ORIGIN["a"]) for column in columns] for row in rows]
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    assert not found[-1].any() and found[2, 0] == pytest.approx(1.0)
+
+
+def test_a_mean_change_is_that_of_whole_changes():
+    ends, begins = ([tuple(moved(n, size).values()) for n in range(4)] for size in (1.0, 0.3))
+    share = [1.0, 2.0, 0.5, 4.0]
+    changes = [
+        [new - old for new, old in zip(a, b, strict=True)]
+        for a, b in zip(ends, begins, strict=True)
+    ]
+    found = mean_change(ends, begins, share)
+    for leaf, mean in enumerate(found.change):
+        wanted = np.average([change[leaf] for change in changes], axis=0, weights=share)
+        np.testing.assert_allclose(mean, wanted, atol=1e-6)
+    norms = [math.sqrt(sum(float(x @ x) for x in change)) for change in changes]
+    norm = math.sqrt(sum(float(x @ x) for x in found.change))
+    assert found.agreement == pytest.approx(norm / np.average(norms, weights=share))
+    assert mean_change(ends[:1], ends[:1], [1.0]).agreement == 1.0
+
+
+def test_layers_of_a_model_are_made_when_they_are_asked_for():
+    model = (np.arange(6.0).reshape(2, 3), np.ones(2), np.zeros(1))
+    layers = LayersOf(("a", None, "a"), model)
+    assert list(layers) == ["a"] and layers["a"].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    assert np.shares_memory(layers.parts("a")[0], model[0])

@@ -16,7 +16,7 @@ have learned in common.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,8 @@ Layers = dict[str, Vector]
 
 Backbone = tuple[Any, ...]
 """The leaves of a model that a federation shares, in the order of the model."""
+
+ENTRIES_AT_A_TIME = 1 << 15  # of each vector, when many are compared with many
 
 LeafLayers = Sequence[str | None]
 """Of each leaf of a model, the personal layer that it belongs to; None is the backbone."""
@@ -46,11 +48,30 @@ def backbone_of(leaf_layers: LeafLayers, params: Params) -> Backbone:
 
 def personal_of(leaf_layers: LeafLayers, params: Params) -> Layers:
     """Return the personal layers as vectors."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for leaf, layer in zip(jax.tree.leaves(params), leaf_layers, strict=True):
-        if layer is not None:
-            parts.setdefault(layer, []).append(np.asarray(leaf).ravel())
-    return {layer: np.concatenate(found) for layer, found in parts.items()}
+    return dict(LayersOf(leaf_layers, params))
+
+
+class LayersOf(Mapping[str, Vector]):
+    """The personal layers of a model, each of them made when it is asked for, and not kept."""
+
+    def __init__(self, leaf_layers: LeafLayers, params: Params) -> None:
+        self._parts: dict[str, list[Any]] = {}
+        for leaf, layer in zip(jax.tree.leaves(params), leaf_layers, strict=True):
+            if layer is not None:
+                self._parts.setdefault(layer, []).append(leaf)
+
+    def __getitem__(self, layer: str) -> Vector:
+        return np.concatenate(self.parts(layer))
+
+    def parts(self, layer: str) -> list[Vector]:
+        """Return the leaves of a layer as vectors, without a copy."""
+        return [np.asarray(leaf).ravel() for leaf in self._parts[layer]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def join_layers(
@@ -75,24 +96,33 @@ def length(part: PyTree) -> float:
     return math.sqrt(sum(float(np.vdot(x, x)) for x in jax.tree.leaves(part)))
 
 
-def layer_difference(after: Backbone, before: Backbone) -> Backbone:
-    """Return the change from one backbone to another."""
-    return tuple(np.subtract(x, y) for x, y in zip(after, before, strict=True))
+class MeanChange(NamedTuple):
+    """The weighted mean of changes of a backbone, and how far they agree."""
+
+    change: Backbone
+    agreement: float  # the norm of the mean over the mean norm: 1 if all agree, near 0 if none do
 
 
-def mean_change(changes: Sequence[Backbone], share: Sequence[float]) -> Backbone:
-    """Return the weighted mean of changes of a backbone."""
+def mean_change(
+    after: Sequence[Backbone], before: Sequence[Backbone], share: Sequence[float]
+) -> MeanChange:
+    """Return the weighted mean of the changes from one backbone to another.
+
+    One leaf of one change is in memory at a time: a federation may have many children.
+    """
     part = np.asarray(share, np.float32) / np.float32(sum(share))
-    return tuple(
-        sum((x * p for x, p in zip(leaves[1:], part[1:], strict=True)), leaves[0] * part[0])
-        for leaves in zip(*changes, strict=True)
-    )
-
-
-def agreement(mean: Backbone, changes: Sequence[Backbone], share: Sequence[float]) -> float:
-    """Return the norm of the mean change over the mean norm: 1 if all agree, near 0 if none do."""
-    norm = float(np.average([length(change) for change in changes], weights=share))
-    return length(mean) / norm if norm > 0 else 1.0
+    squares, mean = [0.0] * len(after), []
+    for leaf in range(len(after[0])):
+        total = None
+        for number, (new, old) in enumerate(zip(after, before, strict=True)):
+            change = np.asarray(np.subtract(new[leaf], old[leaf]))
+            squares[number] += float(np.vdot(change, change))
+            scaled = change * part[number]
+            total = scaled if total is None else np.add(total, scaled, out=total)
+        mean.append(total)
+    norm = float(np.average(np.sqrt(squares), weights=share))
+    found = tuple(mean)
+    return MeanChange(found, length(found) / norm if norm > 0 else 1.0)
 
 
 # ---- attention ---------------------------------------------------------------------------
@@ -108,9 +138,18 @@ class Residual(NamedTuple):
 
 def cosine(a: Vector, b: Vector, origin: Vector) -> float:
     """Return the cosine of the changes of two layers; zero if one of them has not moved."""
-    x, y = (np.asarray(v, np.float64) - origin for v in (a, b))
-    length = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / length if length > 0 and math.isfinite(length) else 0.0
+    return cosines(a, [b], origin)[0]
+
+
+def cosines(own: Vector, others: Iterable[Vector], origin: Vector) -> list[float]:
+    """Return the cosine of a layer's change and each of other changes of that layer."""
+    x, found = np.subtract(own, origin, dtype=np.float64), []
+    square, y = float(x @ x), np.empty_like(x)
+    for other in others:
+        np.subtract(other, origin, out=y, dtype=np.float64)
+        length = math.sqrt(square * float(y @ y))
+        found.append(float(x @ y) / length if length > 0 and math.isfinite(length) else 0.0)
+    return found
 
 
 def attention_weights(likeness: Sequence[float], temperature: float) -> Float[np.ndarray, " peers"]:
@@ -135,36 +174,54 @@ class Attended(NamedTuple):
 
 def attend(
     own: Layers,
-    peers: Sequence[Layers],
+    peers: Sequence[Mapping[str, Vector]],
     origin: Layers,
     temperature: float,
     residuals: Sequence[Residual] = (),
 ) -> Attended:
-    """Mix each layer with the peers' layers and with the residuals that came for it."""
+    """Mix each layer with the peers' layers and with the residuals that came for it.
+
+    One layer of one peer is asked for at a time.
+    """
     made: Layers = {}
     found: dict[str, np.ndarray] = {}
     for layer, mine in own.items():
-        bank = [mine, *(peer[layer] for peer in peers)]
-        bank += [r.values for r in residuals if r.layer == layer]
-        likeness = [1.0, *(cosine(mine, other, origin[layer]) for other in bank[1:])]
+
+        def others(layer: str = layer) -> Iterator[Vector]:
+            yield from (peer[layer] for peer in peers)
+            yield from (r.values for r in residuals if r.layer == layer)
+
+        likeness = [1.0, *cosines(mine, others(), origin[layer])]
         found[layer] = attention_weights(likeness, temperature)
-        made[layer] = mix(bank, found[layer])
+        made[layer] = mix(mine, others, found[layer])
     return Attended(made, found)
 
 
-def mix(bank: Sequence[Vector], share: Float[np.ndarray, " peers"]) -> Vector:
+def mix(
+    own: Vector, others: Callable[[], Iterable[Vector]], share: Float[np.ndarray, " peers"]
+) -> Vector:
     """Return the weighted mean as self plus differences, so equal peers give exactly self."""
-    mixed = np.asarray(bank[0], np.float64).copy()
-    for other, part in zip(bank[1:], share[1:], strict=True):
+    mixed = np.array(own, np.float64)
+    difference = np.empty_like(mixed)
+    for other, part in zip(others(), share[1:], strict=True):
         if part > 0:
-            mixed += part * (np.asarray(other, np.float64) - bank[0])
-    return mixed.astype(bank[0].dtype)
+            np.subtract(other, own, out=difference, dtype=np.float64)
+            difference *= part
+            mixed += difference
+    return mixed.astype(own.dtype)
 
 
-def mean_layers(nodes: Sequence[Layers], share: Sequence[float]) -> Layers:
+def mean_layers(nodes: Sequence[Mapping[str, Vector]], share: Sequence[float]) -> Layers:
     """Return the weighted mean of several nodes' personal layers."""
-    part = np.asarray(share, np.float64) / float(np.sum(share))
-    return {layer: mix([own[layer] for own in nodes], part) for layer in nodes[0]}
+    part, first = np.asarray(share, np.float64) / float(np.sum(share)), nodes[0]
+    made: Layers = {}
+    for layer in first:
+
+        def others(layer: str = layer) -> Iterator[Vector]:
+            yield from (node[layer] for node in nodes[1:])
+
+        made[layer] = mix(first[layer], others, part)
+    return made
 
 
 def entropy(found: Mapping[str, Float[np.ndarray, " peers"]]) -> float | None:
@@ -202,7 +259,7 @@ class Routed(NamedTuple):
 
 def route(
     residuals: Sequence[Residual],
-    children: Mapping[int, tuple[Layers, frozenset[int]]],
+    children: Mapping[int, tuple[Mapping[str, Vector], frozenset[int]]],
     origin: Layers,
 ) -> list[Routed]:
     """Send each residual to the most alike child, never to the subtree that it came from.
@@ -210,13 +267,60 @@ def route(
     `children` gives the personal layers of each child, and the nodes of its subtree.
     """
     routed = []
-    for residual in residuals:
+    by_layer = {layer: [r for r in residuals if r.layer == layer] for layer in origin}
+    alike = {
+        layer: cosine_matrix(
+            [r.values for r in found],
+            [_parts_of(layers, layer) for layers, _ in children.values()],
+            start,
+        )
+        for layer, start in origin.items()
+        if (found := by_layer[layer]) and children
+    }
+    rows = {layer: iter(values) for layer, values in alike.items()}
+    for residual in residuals if children else ():
+        told = zip(children.items(), next(rows[residual.layer]).tolist(), strict=True)
         likeness = {
-            child: cosine(residual.values, layers[residual.layer], origin[residual.layer])
-            for child, (layers, subtree) in children.items()
-            if residual.origin not in subtree
+            child: value for (child, (_, subtree)), value in told if residual.origin not in subtree
         }
         if likeness:
             best = max(likeness, key=lambda child: (likeness[child], -child))
             routed.append(Routed(residual, best, likeness))
     return routed
+
+
+def _parts_of(layers: Mapping[str, Vector], layer: str) -> list[Vector]:
+    return layers.parts(layer) if isinstance(layers, LayersOf) else [layers[layer]]
+
+
+def cosine_matrix(
+    rows: Sequence[Vector], columns: Sequence[Sequence[Vector]], origin: Vector
+) -> Float[np.ndarray, "rows columns"]:
+    """Return the cosine of each of some changes of a layer and each of others, given in parts.
+
+    Some entries of all layers are in memory at a time. Pair by pair, each of a hundred nodes would
+    be read a hundred times.
+    """
+    dots = np.zeros((len(rows), len(columns)))
+    squares = [np.zeros(len(rows)), np.zeros(len(columns))]
+    begin = 0
+    for parts in zip(*columns, strict=True):
+        for first in range(0, parts[0].size, ENTRIES_AT_A_TIME):
+            here = slice(first, min(first + ENTRIES_AT_A_TIME, parts[0].size))
+            whole = slice(begin + here.start, begin + here.stop)
+            x = _changes([row[whole] for row in rows], origin[whole])
+            y = _changes([part[here] for part in parts], origin[whole])
+            dots += x @ y.T
+            squares[0] += np.einsum("rn,rn->r", x, x)
+            squares[1] += np.einsum("rn,rn->r", y, y)
+        begin += parts[0].size
+    lengths = np.sqrt(np.outer(*squares))
+    usable = (lengths > 0) & np.isfinite(lengths)
+    return np.where(usable, dots / np.where(usable, lengths, 1.0), 0.0)
+
+
+def _changes(vectors: Sequence[Vector], origin: Vector) -> Float[np.ndarray, "vectors entries"]:
+    made = np.empty((len(vectors), len(origin)))
+    for row, vector in zip(made, vectors, strict=True):
+        np.subtract(vector, origin, out=row, dtype=np.float64)
+    return made

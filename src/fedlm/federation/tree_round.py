@@ -43,6 +43,7 @@ from fedlm.core.types import (
     Start,
     Total,
     Update,
+    Vector,
 )
 from fedlm.federation import layer_attention
 from fedlm.federation.algorithm import Algorithm
@@ -51,9 +52,7 @@ from fedlm.federation.layer_attention import (
     Layers,
     Residual,
     Routed,
-    agreement,
     attend,
-    layer_difference,
     length,
     mean_change,
 )
@@ -88,7 +87,7 @@ class TreeConfig:
     weights: tuple[float, ...]  # how much each node counts at its parent
     pool_clients: bool  # a node's text is one member, not a federation of clients
     init_memory: Callable[[Params], Any] | None  # of a leaf's optimiser, where that is kept
-    rest: Callable[[int, Params], Params]  # moves a node's model to where it waits for its use
+    rest: Callable[[int, PyTree], PyTree]  # moves a part of a node to where it waits for its use
     clients: int  # how many there are; beyond their numbers, `clients + node` is a pooled node
     algorithms: tuple[Algorithm | None, ...]  # of nodes that are federations of clients
     clip_norm: float  # the longest change that leaves a leaf; 0 is any
@@ -96,6 +95,8 @@ class TreeConfig:
     edge_bytes: Callable[[Any], int]
     # Whether what pooled text is sent and sends counts: with codecs it is somewhere else.
     counts_frames: bool = False
+    # Makes an array of zeros of a shape and type where it may wait, as `rest` does.
+    room: Callable[[Any, Any], np.ndarray] = np.zeros
     # Whether nodes with text keep their own models elsewhere: states hold what others know of them.
     models_at_home: bool = False
 
@@ -183,8 +184,13 @@ def init_tree(
     """
     params = jax.device_get(params)
     topology, origin = config.topology, config.personal(params)
+    memory = jax.device_get(config.init_memory(params)) if config.init_memory else None
     nodes = tuple(
-        _init_node_state(config, node, params, secrets[node] if secrets else bytes(16))
+        replace(
+            _init_node_state(config, node, params, secrets[node] if secrets else bytes(16)),
+            training_memory=memory,
+            public_layers=dict(origin) if config.hides else None,
+        )
         for node in range(len(topology))
     )
     rows = config.residuals * len(topology.children[0])
@@ -199,19 +205,19 @@ def init_tree(
 
 
 def _init_node_state(config: TreeConfig, node: int, params: Params, secret: bytes) -> TreeNodeState:
+    """Return a node's state before the first round, without what all nodes have alike."""
     topology, backbone = config.topology, config.backbone(params)
     algorithm, federation = config.algorithms[node], None
     if algorithm is not None and topology.clients[node]:
         federation = eqx.tree_at(lambda s: s.params, init_node(algorithm, params, secret), None)
     now_and_then = config.sync_every > 1 and topology.heights[node] and node
-    memory = config.init_memory(params) if config.init_memory else None
     return TreeNodeState(
         params=params,
         server_memory=config.servers[node].init(backbone) if topology.children[node] else (),
         received_backbone=backbone if now_and_then else None,
-        training_memory=jax.device_get(memory),
+        training_memory=None,
         federation=federation,
-        public_layers=config.personal(params) if config.hides else None,
+        public_layers=None,
     )
 
 
@@ -246,7 +252,7 @@ def tree_round(config: TreeConfig, engine: Engine, state: TreeState) -> tuple[Tr
         report = up(config, state, node, results)
         if report is not None:
             results.reported[node] = report
-    return _state_after(state, results), results
+    return _state_after(config, state, results), results
 
 
 def received(config: TreeConfig, state: TreeState) -> list[Params]:
@@ -272,8 +278,15 @@ def shown_models(config: TreeConfig, state: TreeState) -> list[Params]:
 
 def _known(config: TreeConfig, node: TreeNodeState | FromAbove | TrainedNode) -> Layers:
     """Return a node's personal layers as other nodes know them."""
+    return dict(_shown(config, node))
+
+
+def _shown(
+    config: TreeConfig, node: TreeNodeState | FromAbove | TrainedNode
+) -> Mapping[str, Vector]:
+    """Return a node's personal layers as other nodes know them, each made when it is asked for."""
     if node.public_layers is None:
-        return config.personal(node.params)
+        return layer_attention.LayersOf(config.personal_layers, node.params)
     return {layer: np.asarray(values) for layer, values in node.public_layers.items()}
 
 
@@ -336,7 +349,10 @@ def _take(
             at_home = LeafStart(backbone, None, above, told, tuple(residuals))
         else:
             own, attention = attend(own, [above], origin, config.temperature, residuals)
-    params = config.rest(node, config.join(before.params, backbone, own))
+    # The backbone is the parent's, which rests already: all children share it.
+    resting = config.rest(node, own)
+    own = {layer: resting[layer] for layer in own}
+    params = config.join(before.params, backbone, own)
     # A leaf's own layers are not public where it hides them.
     public = own if config.hides and not config.topology.clients[node] else before.public_layers
     routed = _route(config, state, node, residuals)
@@ -350,7 +366,7 @@ def _route(
     if not residuals:
         return ()
     children = {
-        child: (_known(config, state.nodes[child]), config.topology.below(child))
+        child: (_shown(config, state.nodes[child]), config.topology.below(child))
         for child in config.topology.children[node]
         if config.receives(child, int(state.round))
     }
@@ -439,7 +455,9 @@ def _trained(
         sums=_without_change(update),
         public_backbone=backbone,
         change=length(update.delta),
-        training_memory=None if update.client_state is None else update.client_state.own,
+        training_memory=None
+        if update.client_state is None
+        else config.rest(node, update.client_state.own),
     )
 
 
@@ -533,7 +551,7 @@ def _carry_on(config: TreeConfig, state: TreeState, node: int, results: Results)
     """Return a node that no child reports to, as it is; a leaf offers its layers as residuals."""
     now, trained, residuals = results.now(node), results.trained.get(node), None
     if config.residuals and not config.topology.children[node]:
-        layers = _known(config, now).items()
+        layers = config.rest(node, _known(config, now)).items()
         residuals = [Residual(layer, node, values) for layer, values in layers]
     backbone = trained.public_backbone if trained is not None else None
     after = _node_after(config, state, node, results)
@@ -545,19 +563,16 @@ def _aggregate(
 ) -> Reported:
     """Move a node's backbone by its children's mean change, and mix its layers with theirs."""
     now, weights = results.now(node), [config.weights[child] for child in came]
-    changes = [
-        layer_difference(
-            report.backbone, _begun_from(config, state, child, results.received[child])
-        )
-        for child, report in came.items()
-    ]
+    ends = [report.backbone for report in came.values()]
+    begins = [_begun_from(config, state, child, results.received[child]) for child in came]
     base = config.backbone(now.params)
     if config.order == "together" and node in results.trained:
         # It trained beside its children: its own change is one more, of their mean weight.
         base = config.backbone(results.received[node].params)
-        changes.append(layer_difference(config.backbone(now.params), base))
+        ends.append(config.backbone(now.params))
+        begins.append(base)
         weights.append(float(np.mean(weights)))
-    change, memory = mean_change(changes, weights), state.nodes[node].server_memory
+    (change, agreed), memory = mean_change(ends, begins, weights), state.nodes[node].server_memory
     backbone, memory = _server_step(config.servers[node], base, memory, change)
     layers, attention, residuals = _meet(config, state, node, now, came)
     params = config.rest(node, config.join(now.params, jax.device_get(backbone), layers))
@@ -567,7 +582,6 @@ def _aggregate(
         server_memory=memory,
         public_layers=layers if config.hides else None,
     )
-    agreed = agreement(change, changes, weights)
     return Reported(after, config.backbone(params), residuals, attention, agreed)
 
 
@@ -590,7 +604,7 @@ def _meet(
     own = _known(config, now)
     if not own or config.layers_stay:
         return own, None, None
-    origin, theirs = _origin(config, state), [_known(config, r.after) for r in came.values()]
+    origin, theirs = _origin(config, state), [_shown(config, r.after) for r in came.values()]
     if not config.topology.clients[node]:  # it learns nothing itself
         own = layer_attention.mean_layers(theirs, [config.weights[child] for child in came])
     layers, weights = attend(own, theirs, origin, config.temperature)
@@ -625,14 +639,14 @@ def _node_after(config: TreeConfig, state: TreeState, node: int, results: Result
     )
 
 
-def _state_after(state: TreeState, results: Results) -> TreeState:
+def _state_after(config: TreeConfig, state: TreeState, results: Results) -> TreeState:
     """Return the next state of the tree; a node without a report stays as it was."""
     nodes = list(state.nodes)
     for node, report in results.reported.items():
         nodes[node] = report.after
     waiting, waiting_from = state.waiting, state.waiting_from
     if 0 in results.reported and results.reported[0].residuals is not None:
-        waiting, waiting_from = _kept_waiting(state, results.reported[0].residuals)
+        waiting, waiting_from = _kept_waiting(config, state, results.reported[0].residuals)
     return replace(
         state,
         nodes=tuple(nodes),
@@ -642,12 +656,16 @@ def _state_after(state: TreeState, results: Results) -> TreeState:
     )
 
 
-def _kept_waiting(state: TreeState, residuals: Sequence[Residual]) -> tuple[Layers, Any]:
+def _kept_waiting(
+    config: TreeConfig, state: TreeState, residuals: Sequence[Residual]
+) -> tuple[Layers, Any]:
     """Return residuals as the rows of arrays whose shapes never change."""
-    values = {layer: np.zeros(v.shape, v.dtype) for layer, v in sorted(state.waiting.items())}
+    kept: Layers = {}
     origins = np.full(state.waiting_from.shape, -1, np.int32)
-    for row, (layer, rows) in enumerate(values.items()):
+    for row, (layer, before) in enumerate(sorted(state.waiting.items())):
+        rows = config.room(before.shape, before.dtype)
         here = [r for r in residuals if r.layer == layer][: len(rows)]
         for slot, residual in enumerate(here):
             rows[slot], origins[row, slot] = residual.values, residual.origin
-    return values, origins
+        kept[layer] = rows
+    return kept, origins

@@ -21,7 +21,7 @@ from fedlm.core import tree
 from fedlm.core.documents import JsonMapping
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import generator_for
-from fedlm.core.types import Engine, Params, Rows, Sampling, ServerMethod
+from fedlm.core.types import Engine, Params, PyTree, Rows, Sampling, ServerMethod
 from fedlm.corpus.population import Population
 from fedlm.corpus.rows import ClientRows
 from fedlm.evaluate.held_out import Held, TextByPlace, TextHere
@@ -293,11 +293,11 @@ def tree_config(
     settings, nodes = settings_of(recipe), range(len(topology))
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     _check_leaf_noise(settings, topology)
-    shelf, most = Shelf(), settings.resident
+    shelf, many = Shelf(), 0 < settings.resident < len(topology)
 
-    def rest(node: int, params: Params) -> Params:
-        """Put a node's model on disk if the tree has more nodes than `resident`."""
-        return shelf.put(node, params) if 0 < most < len(topology) else params
+    def rest(node: int, part: PyTree) -> PyTree:
+        """Put a part of a node on disk if the tree has more nodes than `resident`."""
+        return shelf.put(node, part) if many else part
 
     return TreeConfig(
         topology=topology,
@@ -313,6 +313,7 @@ def tree_config(
         pool_clients=settings.pool_clients,
         init_memory=_never if algorithm.memory_at_nodes else _memory_maker(algorithm),
         rest=rest,
+        room=shelf.zeros if many else np.zeros,
         clients=clients,
         algorithms=tuple(
             _inner(recipe, topology, shapes, node, out, ledgers, start) for node in nodes

@@ -1,65 +1,87 @@
 """Models that are kept in memory-mapped files while they are not in use.
 
 In:       a number and a tree of arrays.
-Out:      the same tree, its arrays mapped from a file that is written like a checkpoint.
+Out:      the same tree, its arrays mapped from a file.
 Promise:  the values are the same to the bit; what is on the shelf costs address space, not memory.
+          A file has no name any more when it is mapped: it goes with the last of its arrays.
 Not here: when a model is put away (`federation/tree_round.py`), checkpoints (`checkpoint.py`).
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 import os
-import shutil
 import tempfile
-import weakref
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
-from fedlm.core import tree
 from fedlm.core.errors import RecordError
 from fedlm.core.types import PyTree
-from fedlm.record.checkpoint import to_bytes
+
+ALIGNED = 64  # bytes between the beginnings of two arrays are a multiple of it
 
 
 class Shelf:
-    """A temporary folder with one file per number, deleted together with the shelf."""
-
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="fedlm-nodes-"))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+    """Files in the system's folder for temporary files, one for each tree that is put away."""
 
     def put(self, number: int, state: PyTree) -> PyTree:
-        """Write a tree to its file, and return it mapped from there.
+        """Write a tree to a file, and return it mapped from there."""
+        leaves, structure = jax.tree.flatten(state)
+        # Not ascontiguousarray, which turns a scalar into a vector.
+        arrays = [np.asarray(leaf, order="C") for leaf in leaves]
+        with _no_room(f"the model of node {number}"):
+            arrays = _mapped(arrays)
+        return jax.tree.unflatten(structure, arrays)
 
-        Trees that an earlier `put` of the same number returned stay valid.
-        """
-        path = self._folder / f"{number}.safetensors"
-        partial = path.with_suffix(".part")
-        try:
-            partial.write_bytes(to_bytes(state))
-            os.replace(partial, path)
-            return tree.with_leaves(state, mapped(path))
-        except OSError as error:
-            raise RecordError(
-                f"{path} could not be written: {error.strerror}. Set TMPDIR to a folder with "
-                "room, or federation.resident to 0."
-            ) from None
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        """Return zeros that are mapped from a file, to be written to."""
+        if not math.prod(shape):
+            return np.zeros(shape, dtype)
+        with _no_room("residuals"), tempfile.TemporaryFile(prefix="fedlm-node-") as file:
+            # Room is taken now: a full disk would end the process when a page is written.
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+            whole = np.memmap(file, dtype, "r+", shape=shape)
+        return np.asarray(whole)
 
 
-def mapped(path: Path) -> dict[str, np.ndarray]:
-    """Map the arrays of a safetensors file without reading them."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        facts = json.loads(file.read(size))
-    facts.pop("__metadata__", None)
-    kinds = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "U32": np.uint32}
-    found = {}
-    for name, told in facts.items():
-        kind, shape, (first, _) = kinds[told["dtype"]], tuple(told["shape"]), told["data_offsets"]
-        whole = np.zeros(shape, kind)
-        if whole.size:
-            whole = np.asarray(np.memmap(path, kind, "r", 8 + size + first, shape))
-        found[name] = whole
-    return found
+@contextlib.contextmanager
+def _no_room(what: str) -> Iterator[None]:
+    """Turn an error of the disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"{what} could not be written to a temporary file: {error.strerror}. Set TMPDIR to a "
+            "folder with room, or federation.resident to 0."
+        ) from None
+
+
+def _mapped(arrays: list[np.ndarray]) -> list[Any]:
+    """Write arrays to a file without a name, and map them from there, to be read alone."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // ALIGNED) * ALIGNED
+    if not end:
+        return list(arrays)
+    with tempfile.TemporaryFile(prefix="fedlm-node-", buffering=0) as file:
+        os.truncate(file.fileno(), end)
+        for start, array in zip(starts, arrays, strict=True):
+            _write(file.fileno(), array, start)
+        whole = np.memmap(file, np.uint8, "r", shape=(end,))
+    return [
+        np.asarray(whole[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+        for start, array in zip(starts, arrays, strict=True)
+    ]
+
+
+def _write(file: int, array: np.ndarray, start: int) -> None:
+    left = array.reshape(-1).view(np.uint8).data
+    while left:
+        done = os.pwrite(file, left, start)  # at most 2 GB at a time
+        left, start = left[done:], start + done
