@@ -91,6 +91,19 @@ def test_documents_of_a_client_are_joined_wherever_they_stand():
     assert clients[-1] == clients[1] and clients[:1] == [clients[0]]
 
 
+def test_an_error_of_the_source_is_not_one_of_the_disk(tmp_path):
+    """A source that could not be opened was said to be text that could not be kept."""
+
+    def documents():
+        yield Document("a", (), "x")
+        raise PermissionError(13, "Permission denied", "letters.jsonl")
+
+    with pytest.raises(PermissionError, match=r"letters\.jsonl"):
+        gather_clients(documents(), folder=tmp_path)
+    with pytest.raises(CorpusError, match=r"text could not be kept in .*missing"):
+        gather_clients(LETTERS, folder=tmp_path / "missing")
+
+
 def test_half_of_a_surrogate_pair_in_python_text_is_refused():
     with pytest.raises(CorpusError, match=r"client 'a': half of a surrogate pair"):
         gather_clients([Document("a", (), "x\ud800")])

@@ -114,24 +114,24 @@ def gather_clients(
     number: dict[str, int] = {}
     groups: list[tuple[str, ...]] = []
     owners, sizes, visible, digests = array("q"), array("q"), bytearray(), bytearray()
-    where = folder or tempfile.gettempdir()
     with contextlib.ExitStack() as opened:
-        try:
-            text = opened.enter_context(tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES))
-            for client, group, said in documents:
-                raw = _utf8(client, said)
+        with _kept_in(folder):
+            waiting = tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES)
+        text = opened.enter_context(waiting)
+        for client, group, said in documents:
+            raw = _utf8(client, said)
+            with _kept_in(folder):
                 text.write(raw)
-                owner = number.setdefault(client, len(number))
-                if owner == len(groups):
-                    groups.append(group)
-                    visible.append(0)
-                visible[owner] |= not said.isspace() and bool(said)
-                owners.append(owner)
-                sizes.append(len(raw))
-                digests += _digest(raw)
+            owner = number.setdefault(client, len(number))
+            if owner == len(groups):
+                groups.append(group)
+                visible.append(0)
+            visible[owner] |= not said.isspace() and bool(said)
+            owners.append(owner)
+            sizes.append(len(raw))
+            digests += _digest(raw)
+        with _kept_in(folder):
             text.flush()
-        except OSError as error:
-            raise CorpusError(f"text could not be kept in {where}: {error}.") from None
         if not number:
             raise CorpusError("the source holds no client: there is nothing to prepare.")
         if not any(visible):
@@ -139,6 +139,16 @@ def gather_clients(
         made = _with_text(text, list(number), groups, (owners, sizes, visible, digests), say)
         opened.pop_all()  # who holds the clients holds the file now
         return made
+
+
+@contextlib.contextmanager
+def _kept_in(folder: Path | None) -> Iterator[None]:
+    """Turn an error of the disk into one sentence; errors of a source are its own."""
+    try:
+        yield
+    except OSError as error:
+        where = folder or "a temporary file"
+        raise CorpusError(f"text could not be kept in {where}: {error}.") from None
 
 
 def _utf8(client: str, text: str) -> bytes:
