@@ -116,8 +116,7 @@ def gather_clients(
     owners, sizes, visible, digests = array("q"), array("q"), bytearray(), bytearray()
     with contextlib.ExitStack() as opened:
         with _kept_in(folder):
-            waiting = tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES)
-        text = opened.enter_context(waiting)
+            text = opened.enter_context(tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES))
         for client, group, said in documents:
             raw = _utf8(client, said)
             with _kept_in(folder):
