@@ -342,6 +342,8 @@ def test_every_node_has_its_adapters_on_its_own_base_in_the_end(
         card = (tmp_path / f"{town}-p" / "README.md").read_text()
         assert f"as the model of `{town}`" in card
         assert ("no promise covers this model" in card) == noisy, card
+    judged = call(tmp_path, "evaluate", kept.path, "--json")
+    assert judged.code == 0 and judged.json["perplexity"] > 1, judged.stderr
     b = [name for name in own["town-0"] if name.endswith("lora_b")]
     assert any(not np.array_equal(own["town-0"][n], own["town-1"][n]) for n in b)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.models import catalog
 from fedlm.models.adapters import linear_layers
+from fedlm.models.interop import gguf, tensors
 from fedlm.models.interop import huggingface as hf
 from fedlm.models.interop import peft as ours
-from fedlm.models.interop import tensors
-from fedlm.publish.card import _privacy, _privacy_of_part, card, licence_of
+from fedlm.publish.card import _privacy, _privacy_of_part, card, licence_of, yaml_text
 from fedlm.publish.finished_run import FinishedRun
 from fedlm.publish.formats import write_export
 from fedlm.recipe.build import build
@@ -154,6 +155,24 @@ def test_a_base_states_its_licence_or_not(tmp_path):
     assert licence_of(str(tmp_path)) is None is licence_of(None)
     (tmp_path / "README.md").write_text("---\nlicense: 'mit'\n---\n")
     assert licence_of(str(tmp_path)) == "mit"
+    (tmp_path / "README.md").write_text("# A model\nlicense: of a sentence below the head\n")
+    assert licence_of(str(tmp_path)) is None
+
+
+def test_a_licence_of_a_stranger_is_one_entry_of_a_card(llama, tmp_path, monkeypatch):
+    """Whatever a base states: it cannot add lines to the card, nor break its head."""
+    base = Path(load(llama.recipe).model.init_from)
+    kept = (base / "README.md").read_text()
+    try:
+        (base / "README.md").write_text("---\nlicense: [a: 'b\n---\n")
+        head = card(FinishedRun(llama), "peft").split("---")[1].splitlines()
+    finally:
+        (base / "README.md").write_text(kept)
+    assert 'license: "[a: \'b"' in head
+    monkeypatch.setattr(gguf, "licence_of", lambda path: "mit\n---\n# Buy this")
+    (tmp_path / "base.gguf").write_bytes(b"")
+    assert licence_of(str(tmp_path / "base.gguf")) == "mit --- # Buy this"
+    assert yaml_text("mit --- # Buy this") == '"mit --- # Buy this"'
 
 
 @pytest.mark.slow

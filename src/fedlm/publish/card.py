@@ -10,6 +10,7 @@ Not here: the files beside it (`formats.py`).
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from fedlm.core.documents import JsonObject
@@ -19,6 +20,9 @@ from fedlm.publish.finished_run import FinishedRun
 from fedlm.record.facts import SPLITS, Facts, facts_of
 
 CARD, LARGEST_CARD = "README.md", 1 << 20
+FENCE = "---"  # around the entries at the head of a card
+WORD = re.compile(r"[A-Za-z][\w.+-]*")  # what YAML reads as text without quotes
+LONGEST_ENTRY = 200
 LIBRARIES = {"huggingface": "transformers", "peft": "peft", "onnx": "onnx", "onnx-int8": "onnx"}
 
 
@@ -26,13 +30,13 @@ def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
     """Return the model card: data, rounds, privacy, bytes, perplexity, and the base's licence."""
     facts, origin = facts_of(run.directory.path), run.recipe.model.init_from
     licence, (split, told) = licence_of(origin), facts.headline
-    head = ["---", f"library_name: {LIBRARIES.get(kind, 'fedlm')}", "tags: [fedlm]"]
-    head += [f"license: {licence}"] if licence else []
+    head = [FENCE, f"library_name: {LIBRARIES.get(kind, 'fedlm')}", "tags: [fedlm]"]
+    head += [f"license: {yaml_text(licence)}"] if licence else []
     head += [f"base_model: {json.dumps(str(origin))}"] if origin else []
     part = facts.header.get("part_of")
     lines = [
         *head,
-        "---",
+        FENCE,
         "",
         f"# {run.directory.path.resolve().name}",
         "",
@@ -128,8 +132,22 @@ def licence_of(origin: str | None) -> str | None:
         return None
     path = Path(origin)
     if path.suffix == gguf.SUFFIX and path.is_file():
-        return gguf.licence_of(path)
+        return one_line(gguf.licence_of(path) or "")
     return _front_matter(path, "license")
+
+
+def yaml_text(value: str) -> str:
+    """Return a value as YAML reads it: in quotes unless it is a plain word.
+
+    >>> yaml_text("apache-2.0"), yaml_text("mine: [")
+    ('apache-2.0', '"mine: ["')
+    """
+    return value if WORD.fullmatch(value) else json.dumps(value)
+
+
+def one_line(value: str) -> str | None:
+    """Return a text of somebody else on one line, cut where it is long; None if it is empty."""
+    return " ".join(value.split())[:LONGEST_ENTRY] or None
 
 
 def _front_matter(folder: Path, name: str) -> str | None:
@@ -137,7 +155,10 @@ def _front_matter(folder: Path, name: str) -> str | None:
     file = folder / CARD
     if not file.is_file() or file.stat().st_size > LARGEST_CARD:
         return None
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[:200]:
+    first, *lines = file.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    for line in lines if first.strip() == FENCE else ():
+        if line.strip() == FENCE:
+            break
         if line.startswith(f"{name}:"):
-            return line.removeprefix(f"{name}:").strip().strip("\"'") or None
+            return one_line(line.removeprefix(f"{name}:").strip().strip("\"'"))
     return None

@@ -24,7 +24,7 @@ from fedlm.corpus import tokenizer_file
 from fedlm.corpus.tokenizer import WORD
 from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface, peft, web
-from fedlm.publish.card import CARD, card
+from fedlm.publish.card import CARD, FENCE, card, licence_of, yaml_text
 from fedlm.publish.finished_run import FinishedRun
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.export import states_of, step_to_onnx
@@ -248,9 +248,10 @@ def convert_gguf(path: Path, folder: Path) -> Path:
     }
     template = gguf.chat_template_of(path)
     told = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    licence = gguf.licence_of(path)
-    entries = [f"license: {licence}"] if licence else []
-    head = "\n".join(["---", *entries, f"dequantised_from: {path.name}", "---", "", ""])
+    licence = licence_of(str(path))
+    entries = [f"license: {yaml_text(licence)}"] if licence else []
+    made = f"dequantised_from: {yaml_text(path.name)}"
+    head = "\n".join([FENCE, *entries, made, FENCE, "", ""])
     files = {
         huggingface.WEIGHTS: huggingface.weights_of(kind, size, gguf.load(path, size)),
         huggingface.CONFIG: _json(huggingface.config_of(kind, size, tokens)),

@@ -189,3 +189,15 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"tensor '[\w.]+' holds numbers that are not finite"):
         ours.load(path, size)
+
+
+@pytest.mark.parametrize("number", [-1, 40])
+def test_a_special_token_that_is_none_is_named(tmp_path, monkeypatch, number):
+    """Counted from the end, -1 would be the last token."""
+    path = tmp_path / "tiny.gguf"
+    write(path, tokenizer=True)
+    values = ours._values
+    told = {"tokenizer.ggml.bos_token_id": number}
+    monkeypatch.setattr(ours, "_values", lambda reader: {**values(reader), **told})
+    with pytest.raises(ConfigError, match=rf"bos_token_id = {number}: expected the number of one"):
+        ours.tokenizer_of(path)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fedlm.core.errors import SURPRISES, ConfigError, damaged, either, library_errors
+from fedlm.core.errors import SURPRISES, ConfigError, damaged, either, library_errors, shown
 from fedlm.core.types import Params
 from fedlm.models import catalog
 from fedlm.models.catalog import Dimensions
@@ -202,8 +202,16 @@ def _tokenizer_of(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
         "eos_token": "tokenizer.ggml.eos_token_id",
         "unk_token": "tokenizer.ggml.unknown_token_id",
     }
-    numbers = {name: settings.value(key, None) for name, key in names.items()}
-    return made, {name: None if n is None else tokens[n] for name, n in numbers.items()}
+    found: dict[str, str | None] = {}
+    for name, key in names.items():
+        number = settings.value(key, None)
+        if number is not None and number not in range(len(tokens)):  # -1 would be the last one
+            raise ConfigError(
+                f"{path}: {key} = {shown(number)}: expected the number of one of its "
+                f"{len(tokens)} tokens. {tensors.AGAIN}"
+            )
+        found[name] = None if number is None else tokens[number]
+    return made, found
 
 
 def _open(path: Path) -> Any:
