@@ -43,7 +43,7 @@ for side, towns in SIDES.items():
     TREE += place(side, "world") + "".join(place(f"the {t}", side, t) for t in towns)
 ADAPTERS = (
     "wire.trainable=lora", "wire.rank=2", "client.learning_rate=2.0", "server.rounds=2",
-    "run.engine=loop", "run.baselines=false", "run.prompts=[]", "run.devices=1",
+    "run.engine=loop", "run.baselines=false", "run.prompts=[]",
     "data.layout=windows",
 )  # fmt: skip
 LAST = ("federation.personal_layers=last 0.5",)
