@@ -38,6 +38,12 @@ CASES = {
             "soft rectifier": {"si_rectifier": "soft"},
             "p-norm 16, soft": {"si_measure": "p16", "si_rectifier": "soft"},
             "p-norm 8, soft": {"si_measure": "p8", "si_rectifier": "soft"},
+            "state as it is": {"si_state": False},
+            "state as it is, p-norm 8, soft": {
+                "si_state": False,
+                "si_measure": "p8",
+                "si_rectifier": "soft",
+            },
         }.items()
     },
     "transformer": SIZE,
