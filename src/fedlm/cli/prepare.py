@@ -89,6 +89,7 @@ def prepare(
         typer.Option(
             help="Processes that cut the text; one per core by default. The store is the same.",
             min=1,
+            max=1024,
         ),
     ] = None,
     as_json: AsJson = False,
