@@ -237,7 +237,7 @@ def bins_noise(
     while high / low > (1.02 if guess else 1.08):
         middle = math.sqrt(low * high)
         if overlap is None:
-            event = balls_in_bins.balls_in_bins_event(middle, rounds, bins, bands, share)
+            event = balls_in_bins.event_of_bins(middle, rounds, bins, bands, share)
             fits = compose([event], DELTA)[0] <= epsilon
         else:  # the sampled bound alone, which is quicker
             ways = bin_samples.deltas(overlap, middle, share, 2 * epsilon)

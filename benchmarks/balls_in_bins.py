@@ -25,7 +25,7 @@ def main() -> None:
         overlap = bin_samples.overlap_of(column_of(rounds, bands), rounds, rounds, bins)
         began = time.perf_counter()
         told, claimed, least = (
-            compose([balls_in_bins.balls_in_bins_event(noise, rounds, bins, *more)], DELTA)[0]
+            compose([balls_in_bins.event_of_bins(noise, rounds, bins, *more)], DELTA)[0]
             for more in ((bands, 1.0, None), (bands, 1.0, overlap), (1, 1.0, None))
         )
         print(

@@ -642,7 +642,7 @@ def certificates() -> Target:
         for reader in (
             lambda: pem.check_current(files.put("cert.pem", data)),
             lambda: pem.names_of(data),
-            lambda: pem.public_of(data),
+            lambda: pem.public_key_of(data),
             lambda: pem.load_private(data),
             lambda: pem.check_public(data),
         ):

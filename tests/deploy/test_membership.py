@@ -70,7 +70,7 @@ def test_a_renewed_certificate_has_a_later_end_and_the_same_key(home, tmp_path):
     old = (kit.path / "node.pem").read_bytes()
     membership.accept(kit, membership.renew_node(home, "north"))
     new = (kit.path / "node.pem").read_bytes()
-    assert old != new and certificates.public_of(old) == certificates.public_of(new)
+    assert old != new and certificates.public_key_of(old) == certificates.public_key_of(new)
     server = home.certificate.read_bytes(), home.certificate_key.read_bytes()
     membership.renew_server(home)
     assert home.certificate.read_bytes() != server[0]
@@ -154,7 +154,7 @@ def test_who_did_what_is_on_record_and_shows_changes(home, tmp_path):
 @pytest.mark.parametrize("pem", [b"", b"\xff", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_a_damaged_certificate_is_found_and_named(home, pem):
     """Found by `make fuzz`: the doctor and renewals died of it."""
-    for reader in (certificates.names_of, certificates.public_of, certificates.until):
+    for reader in (certificates.names_of, certificates.public_key_of, certificates.until):
         with pytest.raises(ConfigError, match="is not a certificate"):
             reader(pem)
     home.certificate.write_bytes(pem)

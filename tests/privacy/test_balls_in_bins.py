@@ -223,7 +223,7 @@ def test_bins_that_cannot_be_accounted_for_are_refused_in_a_sentence():
 
 def test_slots_of_the_first_residue_have_the_most_turns():
     for rounds, bins, bands in itertools.product((1, 5, 12, 13), (6, 12), (1, 2, 3)):
-        event = balls_in_bins.balls_in_bins_event(1.0, rounds, bins, bands, 1.0)
+        event = balls_in_bins.event_of_bins(1.0, rounds, bins, bands, 1.0)
         by_residue = [
             sorted(len(range(g + k, rounds, bins)) for k in range(0, bins, bands))
             for g in range(bands)

@@ -169,7 +169,7 @@ def test_a_licence_of_a_stranger_is_one_entry_of_a_card(llama, tmp_path, monkeyp
     finally:
         (base / "README.md").write_text(kept)
     assert 'license: "[a: \'b"' in head
-    monkeypatch.setattr(gguf, "licence_of", lambda path: "mit\n---\n# Buy this")
+    monkeypatch.setattr(gguf, "stated_licence", lambda path: "mit\n---\n# Buy this")
     (tmp_path / "base.gguf").write_bytes(b"")
     assert licence_of(str(tmp_path / "base.gguf")) == "mit --- # Buy this"
     assert yaml_text("mit --- # Buy this") == '"mit --- # Buy this"'

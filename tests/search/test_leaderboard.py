@@ -13,7 +13,7 @@ from fedlm.recipe.settings import load
 from fedlm.record.leaderboard import drawing
 from fedlm.search import leaderboard as boards
 from fedlm.search import splits
-from fedlm.search.leaderboard import TRACKS, Board, EntryRun, entry_of, on_front, shipped_entries
+from fedlm.search.leaderboard import TRACKS, Board, EntryRun, entry_of, is_on_front, shipped_entries
 from tests.conftest import call
 
 MINE = """
@@ -109,15 +109,15 @@ def row(perplexity, epsilon=None, up=1e6, corpus="sotu", fault=None):
 
 def test_the_front_is_what_nobody_dominates():
     rows = [row(100), row(90, up=2e6), row(95, up=3e6), row(300, epsilon=8.0), row(101)]
-    assert [on_front(r, rows) for r in rows] == [True, True, False, True, False]
-    assert on_front(row(500, corpus="chitchat"), rows)  # another text
-    assert not on_front(row(1, fault="diverged"), rows)
-    assert not on_front(row(None), rows)
-    assert [on_front(r, rows) for r in rows] == [
-        on_front(r, [*rows, row(1, fault="12 MB")]) for r in rows
+    assert [is_on_front(r, rows) for r in rows] == [True, True, False, True, False]
+    assert is_on_front(row(500, corpus="chitchat"), rows)  # another text
+    assert not is_on_front(row(1, fault="diverged"), rows)
+    assert not is_on_front(row(None), rows)
+    assert [is_on_front(r, rows) for r in rows] == [
+        is_on_front(r, [*rows, row(1, fault="12 MB")]) for r in rows
     ]
     twins = [row(5), row(5)]
-    assert all(on_front(r, twins) for r in twins)
+    assert all(is_on_front(r, twins) for r in twins)
 
 
 def played(perplexity, **more):

@@ -108,7 +108,7 @@ def until(certificate: bytes) -> float:
     return load_certificate(certificate).not_valid_after_utc.timestamp()
 
 
-def public_of(certificate: bytes) -> bytes:
+def public_key_of(certificate: bytes) -> bytes:
     """Return the public key of a certificate, PEM."""
     key = load_certificate(certificate).public_key()
     return key.public_bytes(
@@ -116,7 +116,7 @@ def public_of(certificate: bytes) -> bytes:
     )
 
 
-def check_pair(certificate: bytes, authority: bytes, where: str) -> None:
+def check_signed(certificate: bytes, authority: bytes, where: str) -> None:
     """Raise `ConfigError` unless an authority signed a certificate, and both can be read."""
     try:
         good = signed_by(certificate, authority)
@@ -194,8 +194,8 @@ def public_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read, from its first byte on."""
+def create_private(path: Path, data: bytes) -> None:
+    """Create a file that only its owner may read, from its first byte on."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(data)

@@ -168,7 +168,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return await super().create_server(*args, **options)
 
 
-def check_pair(certificate: str, key: str) -> None:
+def check_certificate_and_key(certificate: str, key: str) -> None:
     """Raise `ConfigError` unless two files are a certificate and its key."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)

@@ -57,7 +57,7 @@ def init_kit(path: Path, name: str) -> Kit:
     require(not path.exists(), "KIT", str(path), "a folder that does not exist yet")
     path.mkdir(parents=True, mode=0o700)
     private, public = certificates.node_key()
-    certificates.write_private(path / "node.key", private)
+    certificates.create_private(path / "node.key", private)
     (path / "node.pub").write_bytes(public)
     kit = Kit(path)
     kit.policy.write_text(POLICY, encoding="utf-8")
@@ -78,7 +78,7 @@ def rotate_kit(kit: Kit) -> Path:
     fresh, public = kit.path / NEXT_KEY, kit.path / "node.pub.next"
     fresh.unlink(missing_ok=True)
     private, made = certificates.node_key()
-    certificates.write_private(fresh, private)
+    certificates.create_private(fresh, private)
     public.write_bytes(made)
     return public
 
@@ -91,8 +91,8 @@ def accept(kit: Kit, file: Path) -> Invitation:
     file = file / INVITATION if file.is_dir() else file
     invitation = read_table(file, Invitation)
     authority, certificate = invitation.authority.encode(), invitation.certificate.encode()
-    certificates.check_pair(certificate, authority, str(file))
-    public = certificates.public_of(certificate)
+    certificates.check_signed(certificate, authority, str(file))
+    public = certificates.public_key_of(certificate)
     fresh = kit.path / NEXT_KEY
     if fresh.is_file() and certificates.public_pem(_load(fresh)) == public:
         os.replace(fresh, kit.path / "node.key")
@@ -240,7 +240,7 @@ def _issuer(workspace: Workspace) -> certificates.Signed:
 
 def _replace(path: Path, data: bytes, *, private: bool = False) -> None:
     fresh = path.with_name(f"{path.name}.{time.time_ns()}")
-    certificates.write_private(fresh, data) if private else fresh.write_bytes(data)
+    certificates.create_private(fresh, data) if private else fresh.write_bytes(data)
     os.replace(fresh, path)
 
 

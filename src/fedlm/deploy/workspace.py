@@ -242,10 +242,10 @@ def init(
     path.chmod(0o700)
     workspace = Workspace(path)
     workspace.authority.write_bytes(top.certificate)
-    certificates.write_private(path / "authority" / "ca.key", top.key)
+    certificates.create_private(path / "authority" / "ca.key", top.key)
     workspace.certificate.write_bytes(own.certificate)
-    certificates.write_private(workspace.certificate_key, own.key)
-    certificates.write_private(workspace.control_key, secrets.token_hex(32).encode())
+    certificates.create_private(workspace.certificate_key, own.key)
+    certificates.create_private(workspace.control_key, secrets.token_hex(32).encode())
     history.note(workspace.history, "init", federation=name, hosts=list(hosts))
     if given is not None and tokenizer is not None:
         write_tokenizer(given, workspace.tokenizer.parent)
@@ -278,7 +278,7 @@ def _make_kit(
     history.note(workspace.history, "add-node", node=name, key=key_id(public), made_here=True)
     (kit.path / "node.pem").write_bytes(certificates.node(issuer, name, public))
     (kit.path / "ca.pem").write_bytes(workspace.authority.read_bytes())
-    certificates.write_private(kit.path / "node.key", private)
+    certificates.create_private(kit.path / "node.key", private)
     (kit.path / "node.pub").write_bytes(public)
     kit.policy.write_text(POLICY, encoding="utf-8")
     if workspace.tokenizer.is_file():

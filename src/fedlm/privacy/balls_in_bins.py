@@ -88,7 +88,7 @@ class BallsInBinsEvent:
         return max(turns for turns, _ in self.bins)
 
 
-def balls_in_bins_event(
+def event_of_bins(
     noise: float,
     rounds: int,
     bins: int,

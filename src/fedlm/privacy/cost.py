@@ -120,7 +120,7 @@ def balls_in_bins_event(
     """
     if rounds == 0:
         return dp_accounting.NoOpDpEvent()
-    return balls_in_bins.balls_in_bins_event(noise_multiplier, rounds, bins, bands, share, overlap)
+    return balls_in_bins.event_of_bins(noise_multiplier, rounds, bins, bands, share, overlap)
 
 
 def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -> tuple[float, str]:

@@ -132,7 +132,7 @@ def licence_of(origin: str | None) -> str | None:
         return None
     path = Path(origin)
     if path.suffix == gguf.SUFFIX and path.is_file():
-        return one_line(gguf.licence_of(path) or "")
+        return one_line(gguf.stated_licence(path) or "")
     return _front_matter(path, "license")
 
 

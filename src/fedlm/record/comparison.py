@@ -336,11 +336,12 @@ def on_front(costs: Sequence[RunCost]) -> list[bool]:
     >>> on_front([RunCost(10, 1, 5), RunCost(9, 1, 5), RunCost(12, 0.5, 9)])
     [False, True, True]
     """
-
-    def beats(a: RunCost, b: RunCost) -> bool:
-        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
-
     return [not any(beats(other, one) for other in costs) for one in costs]
+
+
+def beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """Return whether `a` is as small as `b` everywhere, and smaller somewhere."""
+    return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
 
 def _front(groups: Sequence[Group], split: str) -> list[str]:

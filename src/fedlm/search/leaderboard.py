@@ -35,6 +35,7 @@ from fedlm.inference import load_params
 from fedlm.recipe import shipped
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Data, Recipe, dump, load, with_defaults
+from fedlm.record.comparison import beats
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.journal import dumps
@@ -295,7 +296,7 @@ class Board:
         upload that are all as low, and one of them lower.
         """
         order = list(TRACKS)
-        rows = [{**row, "front": on_front(row, self.rows)} for row in self.rows]
+        rows = [{**row, "front": is_on_front(row, self.rows)} for row in self.rows]
         return sorted(
             rows,
             key=lambda r: (
@@ -315,7 +316,7 @@ class Board:
 AXES = ("perplexity", "epsilon", "upload_per_client")
 
 
-def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
+def is_on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
     """Return whether no other result on the same text is better in one way and worse in none."""
 
     def place(of: dict[str, Any]) -> tuple[float, ...]:
@@ -325,9 +326,7 @@ def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
         return False
     own = place(row)
     others = (place(r) for r in rows if r["corpus"] == row["corpus"] and r["fault"] is None)
-    return not any(
-        all(a <= b for a, b in zip(other, own, strict=True)) and other != own for other in others
-    )
+    return not any(beats(other, own) for other in others)
 
 
 def board_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

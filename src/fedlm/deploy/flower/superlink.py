@@ -464,7 +464,7 @@ def serve(workspace: Workspace, say: Callable[[str], None]) -> None:
     if left < EXPIRING_DAYS:
         renew = f"fedlm federation renew {workspace.path}"
         say(f"the server's certificate ends in {left:.0f} days: {renew}")
-    connections.check_pair(*files)
+    connections.check_certificate_and_key(*files)
     listener = connections.listen(settings.bind, settings.port, settings.connections_per_address)
     make_ready(workspace.database, say)
     forget_deleted(workspace.database)

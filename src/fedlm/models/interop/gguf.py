@@ -154,7 +154,7 @@ def tokens_of(path: Path) -> list[str]:
         return found
 
 
-def licence_of(path: Path) -> str | None:
+def stated_licence(path: Path) -> str | None:
     """Return the licence that a file states."""
     return _text(path, "general.license")
 
