@@ -262,9 +262,9 @@ class Model(Table):
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Type of features and products while a model is trained: `bfloat16` takes half "
-        "the memory of `float32`, the default. Parameters, optimisers, losses and sums of updates "
-        "are float32 in both, and so is evaluation.",
+        description="Type of features and products while a model is trained; a feature in "
+        "`bfloat16` takes half the bytes of one in `float32`, the default. Parameters, optimisers, "
+        "losses and sums of updates are float32 in both, and so is evaluation.",
     )
     si_measure: Annotated[str, one_of(MEASURES)] | None = Field(
         default=None,
