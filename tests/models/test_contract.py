@@ -167,6 +167,20 @@ def test_many_blocks_as_a_loop_are_the_same_model(monkeypatch, batch):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_blocks_that_are_computed_again_keep_less():
+    """Outside of a loop XLA finds the second computation, and keeps the first after all."""
+
+    def scratch(remat):
+        size = replace(SIZE, embedding_size=64, hidden_size=256, layers=8, remat=remat)
+        shapes = catalog.shapes("llama", size)
+        tokens = jax.ShapeDtypeStruct((16, 65), jnp.int32)
+        program = jax.jit(jax.grad(lambda m, t: catalog.loss(m, t).nats))
+        return program.lower(shapes, tokens).compile().memory_analysis().temp_size_in_bytes
+
+    assert scratch(remat=True) < 0.5 * scratch(remat=False)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "si-transformer"])
 def test_long_rows_one_by_one_are_the_same_model(monkeypatch, name):

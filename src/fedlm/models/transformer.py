@@ -121,8 +121,9 @@ class Block(eqx.Module):
 
 # So many blocks of one shape are one compiled loop. Fewer run one by one: thirty of SmolLM2's are
 # then 9% faster and need 858 MB of scratch memory in place of 1,399, because their weights are not
-# stacked, but compile in 52 s in place of 13 (docs/log.md).
-FEWEST_SCANNED = 33
+# stacked, but compile in 52 s in place of 13 (docs/log.md). With `remat` two blocks are a loop:
+# outside of one XLA finds that a block is computed twice, and keeps the first result after all.
+FEWEST_SCANNED, FEWEST_RECOMPUTED = 33, 2
 
 
 class Decoder(eqx.Module):
@@ -163,8 +164,9 @@ class Decoder(eqx.Module):
             return block(x, layout)
 
         step = jax.checkpoint(run) if self.remat else run
+        fewest = FEWEST_RECOMPUTED if self.remat else FEWEST_SCANNED
         for _, alike in itertools.groupby(self.blocks, _shape):
-            x = _through_blocks(step, list(alike), x)
+            x = _through_blocks(step, list(alike), x, fewest)
         return x if self.last is None else self.last(x)
 
     def predictors(
@@ -237,14 +239,16 @@ def _shape(block: Any) -> Any:
     return structure, [(x.shape, x.dtype) for x in leaves]
 
 
-def _through_blocks(step: Callable[[Any, Array], Array], blocks: list[Any], x: Array) -> Array:
-    """Apply blocks of one shape, as a loop if they are many.
+def _through_blocks(
+    step: Callable[[Any, Array], Array], blocks: list[Any], x: Array, fewest: int
+) -> Array:
+    """Apply blocks of one shape, as a loop if there are at least `fewest`.
 
     They are stacked inside the compiled program alone: a model's leaves are those of single blocks.
     Frozen blocks below the first adapter have another shape than those above, so they make a loop
     of their own, which needs no backward pass.
     """
-    if len(blocks) < FEWEST_SCANNED:
+    if len(blocks) < fewest:
         for block in blocks:
             x = step(block, x)
         return x
