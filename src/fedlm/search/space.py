@@ -28,6 +28,7 @@ CLIENT_RATES: dict[str, tuple[float, ...]] = {
     "momentum": (0.01, 0.03, 0.1),
     "adam": (0.0003, 0.001, 0.003),
     "adamw": (0.0003, 0.001, 0.003),
+    "muon": (0.0003, 0.001, 0.003),
 }
 SERVER_RATES: dict[str, tuple[float, ...]] = {
     "fedavg": (0.3, 1.0),

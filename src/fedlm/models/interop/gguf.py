@@ -216,16 +216,16 @@ def _tokenizer_of(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
 
 def _open(path: Path) -> Any:
     try:
-        import gguf  # an extra
-    except ImportError:
-        raise ConfigError(f"{path}: GGUF needs an extra: run pip install 'fedlm[gguf]'.") from None
-    try:
         if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
             raise ConfigError(f"{path} is no regular file: expected a GGUF file.")
         check_bounds(path)
+        import gguf  # an extra
+
         reader = gguf.GGUFReader(path)
         _check_apart(reader)
         return reader
+    except ImportError:
+        raise ConfigError(f"{path}: GGUF needs an extra: run pip install 'fedlm[gguf]'.") from None
     except OSError as error:
         raise ConfigError(f"{path} is not readable: {error.strerror}.") from None
     except (*SURPRISES, struct.error) as error:
