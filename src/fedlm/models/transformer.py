@@ -44,8 +44,8 @@ from fedlm.models.layers import (
     residual_scale,
     tied,
 )
-from fedlm.models.packed_layout import Layout, Packed, Whole
-from fedlm.models.packing import FEWEST_COLUMNS, gather, pack
+from fedlm.models.packed_layout import Layout, Packed, Whole, sizes_of
+from fedlm.models.packing import FEWEST_COLUMNS, Packing, gather, pack
 
 Activation = Literal["relu", "gelu", "gelu-exact"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -181,8 +181,11 @@ class Decoder(eqx.Module):
         packing = pack(targets)
         found, readout = self._found(gather(packing, inputs))
         x = self.stem.place_columns(found, packing.time, seq)
-        features = self._through(x, Packed(packing, batch, seq))
+        features = self._through(x, self._packed(packing, batch, seq))
         return Predictors(features, readout, gather(packing, targets))
+
+    def _packed(self, packing: Packing, batch: int, seq: int) -> Packed:
+        return Packed(packing, batch, seq, sizes_of(len(self.blocks)))
 
     def predictors_above(
         self, features: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
@@ -195,7 +198,7 @@ class Decoder(eqx.Module):
             return Predictors(features.reshape(batch * seq, -1), self.readout, targets.reshape(-1))
         packing = pack(targets)
         x = features[packing.row, packing.time]
-        x = above._through(x, Packed(packing, batch, seq))
+        x = above._through(x, above._packed(packing, batch, seq))
         return Predictors(x, self.readout, gather(packing, targets))
 
     def features_above(
