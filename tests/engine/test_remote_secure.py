@@ -283,7 +283,7 @@ def crowd(folder, count, threshold, neighbors):
 
 @pytest.mark.parametrize(
     "count, threshold, neighbors",
-    [(24, 20, 6), pytest.param(200, 180, 26, marks=pytest.mark.slow)],
+    [(24, 20, 10), pytest.param(200, 180, 26, marks=pytest.mark.slow)],
 )
 def test_a_graph_of_neighbors_over_the_transport_gives_the_same_bits(
     tmp_path, monkeypatch, count, threshold, neighbors
