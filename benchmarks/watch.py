@@ -27,7 +27,7 @@ import numpy as np
 import fedlm
 from fedlm.inference import Typist, open_model
 from fedlm.watch.board import Board
-from fedlm.watch.guard import Guard
+from fedlm.watch.guard import PageGuard
 from fedlm.watch.server import HttpServer, WatchServer, listen
 
 RUNS, ROUNDS, LONG = 500, 200, 10_000
@@ -100,7 +100,7 @@ LOADS = 5
 
 
 @contextmanager
-def browsing(folder: Path) -> Iterator[tuple[WatchServer, Guard, Any] | None]:
+def browsing(folder: Path) -> Iterator[tuple[WatchServer, PageGuard, Any] | None]:
     """Serve a folder and open a browser; None, and a word, where there is none."""
     program = shutil.which("chromium")
     try:
@@ -112,7 +112,7 @@ def browsing(folder: Path) -> Iterator[tuple[WatchServer, Guard, Any] | None]:
         yield None
         return
     with listen("127.0.0.1", 0) as made, sync_playwright() as play:
-        guard = Guard("127.0.0.1", made.getsockname()[1])
+        guard = PageGuard("127.0.0.1", made.getsockname()[1])
         watch = WatchServer(folder, guard)
         server = HttpServer(watch)
         serving = threading.Thread(target=server.run, kwargs={"sockets": [made]}, daemon=True)

@@ -13,7 +13,14 @@ from fedlm.recipe.settings import load
 from fedlm.record.leaderboard import drawing
 from fedlm.search import leaderboard as boards
 from fedlm.search import splits
-from fedlm.search.leaderboard import TRACKS, Board, EntryRun, entry_of, is_on_front, shipped_entries
+from fedlm.search.leaderboard import (
+    TRACKS,
+    EntryRun,
+    Leaderboard,
+    entry_of,
+    is_on_front,
+    shipped_entries,
+)
 from tests.conftest import call
 
 MINE = """
@@ -130,7 +137,7 @@ def played(perplexity, **more):
 
 
 def test_a_board_tells_spread_limits_and_what_diverged():
-    board, entries = Board(), {e.name: e for e in shipped_entries()}
+    board, entries = Leaderboard(), {e.name: e for e in shipped_entries()}
     board.add(entries["sotu-si-cifg"], [played(70.0), played(80.0)])
     board.add(entries["sotu-cifg-clip"], [played(60.0), played(None)])
     board.add(entries["sotu-si-cifg-8bit"], [played(75.0, upload_bytes=4.1e7)])
@@ -153,7 +160,7 @@ def test_a_board_tells_spread_limits_and_what_diverged():
 
 
 def test_the_terminal_has_a_table_that_fits():
-    board = Board()
+    board = Leaderboard()
     for entry in shipped_entries():
         board.add(
             entry,

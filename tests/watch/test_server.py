@@ -20,7 +20,7 @@ from fedlm.record.directory import RunDirectory
 from fedlm.record.status import Status, StatusFile, is_alive, process_start, read_status
 from fedlm.watch.board import Board
 from fedlm.watch.control import Control, _wait_for_end, resume_command
-from fedlm.watch.guard import Guard
+from fedlm.watch.guard import PageGuard
 from fedlm.watch.server import HttpServer, WatchServer, listen
 from tests.conftest import sends_at_once
 from tests.watch.runs import lines, make_run, round_line
@@ -30,7 +30,7 @@ from tests.watch.runs import lines, make_run, round_line
 def serving(folder):
     """A real server on loopback; yields what asks it."""
     with listen("127.0.0.1", 0) as made:
-        guard = Guard("127.0.0.1", made.getsockname()[1])
+        guard = PageGuard("127.0.0.1", made.getsockname()[1])
         watch = WatchServer(folder, guard)
         server = HttpServer(watch)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [made]})

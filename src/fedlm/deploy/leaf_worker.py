@@ -36,7 +36,7 @@ Sums = Callable[[Update], Any]
 """From an update to the sums of it that may leave."""
 
 
-class Kept(NamedTuple):
+class LeafMemory(NamedTuple):
     """What a leaf keeps between rounds."""
 
     model: Params  # its own, after its last steps
@@ -60,7 +60,7 @@ def train_at_home(
     ((_, update, *_),) = list(work.engine.updates([begun], cohort))
     place = number - request.population
     part = leaving(rules, update, secret, request.round, place)
-    after = Kept(
+    after = LeafMemory(
         model=jax.tree.map(np.add, start, jax.device_get(update.delta)),
         origin=before.origin,
         optimizer=jax.device_get(update.client_state),
@@ -97,7 +97,7 @@ def with_own_layers(rules: LeafRules, model: Params, own: Params | None) -> Para
 
 def _before(
     work: NodeWork, rules: LeafRules, request: TrainRequest, memory: NodeMemory
-) -> tuple[Kept, LeafStart]:
+) -> tuple[LeafMemory, LeafStart]:
     """Return what this node kept after the round that last counted, and what it is sent."""
     codec, last = work.algorithm.download, request.remembered[0]
     above = leaf_frames.decode(request.frames[0], rules, work.sent_like, codec, dense())
@@ -116,7 +116,7 @@ def _before(
     return kept._replace(**jax.device_get({"model": kept.model, "origin": kept.origin})), above
 
 
-def _start(work: NodeWork, rules: LeafRules, before: Kept, above: LeafStart) -> Params:
+def _start(work: NodeWork, rules: LeafRules, before: LeafMemory, above: LeafStart) -> Params:
     """Return the model that this node trains: the backbone from above, its own layers mixed."""
     own = layer_attention.personal_of(rules.personal_layers, before.model)
     if above.parent is not None and own:
@@ -128,10 +128,10 @@ def _start(work: NodeWork, rules: LeafRules, before: Kept, above: LeafStart) -> 
     return layer_attention.join_layers(rules.personal_layers, before.model, above.backbone, own)
 
 
-def _blank(work: NodeWork) -> Kept:
+def _blank(work: NodeWork) -> LeafMemory:
     """Return the shapes of what is kept."""
     assert work.at_home is not None
     model = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), work.sent_like)
     origin = layer_attention.personal_of(work.at_home.personal_layers, model)
     optimizer = init_memory(work.algorithm, model) if work.algorithm.remembers else None
-    return Kept(model, origin, optimizer)
+    return LeafMemory(model, origin, optimizer)

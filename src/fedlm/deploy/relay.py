@@ -48,8 +48,8 @@ from fedlm.engine.dispatch import (
     TRAINING,
     Assignment,
     Dispatch,
-    Exchange,
     Quorum,
+    RequestKind,
     RoundStats,
     Transport,
 )
@@ -391,7 +391,7 @@ class Relay:
         *,
         of: int,
         plan: PrivacyPlan | None,
-        exchange: Exchange,
+        exchange: RequestKind,
     ) -> None:
         """Ask the nodes whose replies are missing, and write each reply to disk."""
         least = max(1.0, self.quorum.quorum * of - (of - len(missing)))

@@ -87,14 +87,14 @@ RequestT = TypeVar("RequestT", bound=NodeRequest)
 ReplyT = TypeVar("ReplyT", bound=NodeReply)
 
 
-class Exchange(NamedTuple, Generic[RequestT, ReplyT]):
+class RequestKind(NamedTuple, Generic[RequestT, ReplyT]):
     """How a kind of request becomes a payload, and a payload the reply to it."""
 
     encode: Callable[[RequestT], Payload]
     read: Callable[[Payload, RequestT], ReplyT]
 
 
-TRAINING = Exchange(encode_request, read_reply)
+TRAINING = RequestKind(encode_request, read_reply)
 Frames = Callable[[Sequence[str]], Iterable[tuple[str, tuple[bytes, ...]]]]
 """Node names to the frames of their requests, encoded as they are sent, so that none is kept."""
 
@@ -161,7 +161,7 @@ class Dispatch(Generic[RequestT, ReplyT]):
         in_order: bool = True,
         frames: Frames | None = None,
         say: Callable[[Sequence[str], float], None] = lambda names, seconds: None,
-        exchange: Exchange[RequestT, ReplyT],
+        exchange: RequestKind[RequestT, ReplyT],
     ) -> None:
         """Take requests by node name; without `frames` the requests hold their own.
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlm.core.errors import WireError
-from fedlm.engine.dispatch import Exchange
+from fedlm.engine.dispatch import RequestKind
 from fedlm.engine.messages import (
     MOST_BESIDE,
     MOST_MEMBERS,
@@ -241,4 +241,4 @@ def sums_of(part: Mapping[str, float]) -> Sums:
     return Sums(*(part[name] for name in Sums._fields))
 
 
-EVALUATION = Exchange(encode_evaluate_request, read_evaluate_reply)
+EVALUATION = RequestKind(encode_evaluate_request, read_evaluate_reply)

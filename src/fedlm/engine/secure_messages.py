@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 
 from fedlm.core.errors import WireError
-from fedlm.engine.dispatch import Exchange
+from fedlm.engine.dispatch import RequestKind
 from fedlm.engine.messages import (
     LONGEST_FRAME,
     MOST_BESIDE,
@@ -162,4 +162,4 @@ def read_secure_reply(payload: Payload, request: SecureRequest) -> SecureReply:
     return SecureReply(frames=payload.frames, **facts)
 
 
-SECURE = Exchange(encode_secure_request, read_secure_reply)
+SECURE = RequestKind(encode_secure_request, read_secure_reply)

@@ -32,7 +32,7 @@ from fedlm.models.packed_layout import Layout
 MOST_SCORES = 1 << 24
 
 
-class Cache(NamedTuple):
+class KeyValueCache(NamedTuple):
     """Keys and values of the tokens so far, with room for `capacity` tokens."""
 
     keys: Float[Array, "batch key_heads capacity width"]
@@ -82,15 +82,15 @@ class Attention(eqx.Module):
         q, k, _ = self._split(self.query(x), self.key(x), self.value(x), place)
         return self._weights(q, k, place, place)
 
-    def start(self, batch: int, capacity: int) -> Cache:
+    def start(self, batch: int, capacity: int) -> KeyValueCache:
         """Return an empty cache."""
         width = self.key.weight.shape[0] // self.key_heads
         empty = jnp.zeros((batch, self.key_heads, capacity, width))
-        return Cache(empty, empty)
+        return KeyValueCache(empty, empty)
 
     def advance(
-        self, x: Float[Array, "batch embed"], cache: Cache, at: Int[Array, ""]
-    ) -> tuple[Float[Array, "batch embed"], Cache]:
+        self, x: Float[Array, "batch embed"], cache: KeyValueCache, at: Int[Array, ""]
+    ) -> tuple[Float[Array, "batch embed"], KeyValueCache]:
         """Return the output for one more token per row, at position `at`, and the next cache."""
         q, k, v = (part(x)[:, None] for part in (self.query, self.key, self.value))
         q, k, v = self._split(q, k, v, at[None])
@@ -98,7 +98,7 @@ class Attention(eqx.Module):
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v, at, axis=2)
         places = jnp.arange(keys.shape[2])
         seen = self._attend(q, keys, values, at[None], places)
-        return self.out(self._join(seen)[:, 0]), Cache(keys, values)
+        return self.out(self._join(seen)[:, 0]), KeyValueCache(keys, values)
 
     def _split(self, q: Array, k: Array, v: Array, at: Array) -> tuple[Array, Array, Array]:
         """Split rows into heads, and turn queries and keys by their positions."""

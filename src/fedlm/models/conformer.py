@@ -85,7 +85,7 @@ class Convolution(eqx.Module):
         return jax.nn.relu(mixed) if self.invariant else jax.nn.silu(mixed)
 
 
-class Block(eqx.Module):
+class ConformerBlock(eqx.Module):
     """Two half feed-forward layers with attention and convolution between them."""
 
     norms: tuple[Norm, Norm, Norm, Norm]
@@ -186,7 +186,7 @@ def conformer(
         n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))
         last = last_norm(embed) if guessing and number + 1 == layers else norm(embed)
         end = None if invariant else last
-        made.append(Block((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))
+        made.append(ConformerBlock((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))
     first = stem(
         k_stem,
         vocab,

@@ -26,7 +26,7 @@ from fedlm.core.types import PAD
 
 
 @dataclass(frozen=True, eq=False)
-class Cache:
+class WordCache:
     """Counts of words and of pairs of words."""
 
     vocabulary: int
@@ -78,7 +78,7 @@ def _counts(keys: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> np.ndar
     return np.where(keys[at] == wanted, counts[at], 0)
 
 
-def cache_of(rows: Int[np.ndarray, "rows width"], vocabulary: int) -> Cache:
+def cache_of(rows: Int[np.ndarray, "rows width"], vocabulary: int) -> WordCache:
     """Count the targets of rows, and their pairs with the tokens before them.
 
     >>> cache = cache_of(np.array([[1, 5, 6], [1, 5, 7]]), 8)
@@ -89,14 +89,14 @@ def cache_of(rows: Int[np.ndarray, "rows width"], vocabulary: int) -> Cache:
     real = (targets != PAD) & (before != PAD)
     words, word_counts = np.unique(targets[real], return_counts=True)
     pairs, pair_counts = np.unique((before * vocabulary + targets)[real], return_counts=True)
-    return Cache(vocabulary, words, word_counts, pairs, pair_counts)
+    return WordCache(vocabulary, words, word_counts, pairs, pair_counts)
 
 
-def cache_from(data: bytes, vocabulary: int, what: str) -> Cache:
+def cache_from(data: bytes, vocabulary: int, what: str) -> WordCache:
     """Read saved counts, or raise `RecordError`."""
     try:
         arrays = load(data)
-        made = Cache(
+        made = WordCache(
             int(arrays["vocabulary"][0]),
             arrays["words"],
             arrays["word_counts"],

@@ -125,7 +125,7 @@ def personalize(shop: Workshop, member: OwnText, names: Sequence[str]) -> Person
 
 
 @dataclass(frozen=True)
-class Line:
+class OutcomeRow:
     """One way over all members."""
 
     way: str
@@ -136,19 +136,19 @@ class Line:
     taken: float  # the share of members who chose it
 
 
-def outcome_table(outcomes: Sequence[Personalized]) -> list[Line]:
+def outcome_table(outcomes: Sequence[Personalized]) -> list[OutcomeRow]:
     """Return a line per way, and one for what each member chose."""
     ways = list(outcomes[0].perplexity)
     lines = [_line(way, outcomes, [way] * len(outcomes)) for way in ways]
     return [*lines, _line(CHOSEN, outcomes, [outcome.way for outcome in outcomes])]
 
 
-def _line(way: str, outcomes: Sequence[Personalized], taken: Sequence[str]) -> Line:
+def _line(way: str, outcomes: Sequence[Personalized], taken: Sequence[str]) -> OutcomeRow:
     own = [outcome.perplexity[by] for outcome, by in zip(outcomes, taken, strict=True)]
     nats = sum(outcome.nats[by] for outcome, by in zip(outcomes, taken, strict=True))
     tokens = sum(outcome.tokens for outcome in outcomes)
     alone = [o.perplexity["local"] for o in outcomes if "local" in o.perplexity]
-    return Line(
+    return OutcomeRow(
         way=way,
         perplexity=statistics.fmean(own),
         together=float(np.exp(min(700.0, nats / max(1, tokens)))),

@@ -28,7 +28,7 @@ from fedlm.core.types import PAD, Params, PyTree
 from fedlm.evaluate.generate import Speaker
 from fedlm.inference import load_params, speak
 from fedlm.models import catalog
-from fedlm.personal.cache import Cache, cache_from
+from fedlm.personal.cache import WordCache, cache_from
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
@@ -49,7 +49,7 @@ class Personal:
     params: Params
     second: Params | None = None  # a model whose logits are mixed in
     share: float = 0.0  # of the second model's logits
-    cache: Cache | None = None
+    cache: WordCache | None = None
     cache_share: float = 0.0  # of the cache's chances
     note: str = ""  # how it was made, in words
 

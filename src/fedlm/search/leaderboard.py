@@ -257,7 +257,7 @@ def _summary(directory: RunDirectory) -> dict[str, Any]:
 
 
 @dataclass
-class Board:
+class Leaderboard:
     """The results so far, in the order in which entries were played."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -377,14 +377,14 @@ def play_board(
     stores: Path,
     watcher: Callable[[str], Watcher],
     stop: Callable[[], bool] = lambda: False,
-) -> Board:
+) -> Leaderboard:
     """Play every entry that is not finished, and write the board after each.
 
     A stop that is asked for ends it; what is missing is named.
     """
     if not entries:
         raise ConfigError("--only: there is no entry on these tracks; name one with --entry.")
-    board = Board()
+    board = Leaderboard()
     for entry in entries:
         runs = []
         for seed in seeds:
@@ -405,7 +405,7 @@ def play_board(
     return board
 
 
-def write_board(board: Board, out: Path) -> None:
+def write_board(board: Leaderboard, out: Path) -> None:
     """Write the JSON object, the table and the drawing."""
     rows = board.ranked()
     write_atomically(out / BOARD, (dumps(board.facts()) + "\n").encode())

@@ -364,7 +364,7 @@ class Curves:
 
     def __init__(self, directory: RunDirectory, *, private: bool) -> None:
         self.directory, self._journal = directory, Tail(directory.journal)
-        self._federation = Federation(directory, private=private)
+        self._federation = FederationView(directory, private=private)
         self._private = private
         self._clear()
         self._version = 0
@@ -548,7 +548,7 @@ OUTCOMES = ("answered", "late", "away", "refused", "garbage", "aside")
 SEATS = "seats.json"
 
 
-class Federation:
+class FederationView:
     """Who answered in a run over a network, as far as the reader may know."""
 
     def __init__(self, directory: RunDirectory, *, private: bool) -> None:

@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Guard:
+class PageGuard:
     """The address and the secret of one server."""
 
     host: str

@@ -29,7 +29,7 @@ from fedlm.core.errors import ConfigError, FedlmError
 from fedlm.record.journal import dumps
 from fedlm.watch.board import Board
 from fedlm.watch.control import Control
-from fedlm.watch.guard import HEADERS, Guard, is_loopback
+from fedlm.watch.guard import HEADERS, PageGuard, is_loopback
 from fedlm.watch.keyboard import Keyboard
 
 POLL_SECONDS, SILENT_POLLS = 0.5, 30  # a comment after so many polls without news
@@ -65,7 +65,7 @@ class AskedWords(AskedRun):
 class WatchServer:
     """The application and everything it holds."""
 
-    def __init__(self, folder: Path, guard: Guard) -> None:
+    def __init__(self, folder: Path, guard: PageGuard) -> None:
         self.guard = guard
         # Names that a privacy plan hides are for the owner on this machine.
         self.board = Board(folder, private=is_loopback(guard.host))
@@ -205,7 +205,7 @@ def _static(name: str) -> Response:
 class Guarded:
     """The application behind the guard, with the headers that every response has."""
 
-    def __init__(self, app: Any, guard: Guard) -> None:
+    def __init__(self, app: Any, guard: PageGuard) -> None:
         self.app, self.guard = app, guard
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -250,7 +250,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(folder: Path, host: str, port: int, said: Callable[[str], None]) -> None:
     """Serve the page until interrupted; `said` is told the address."""
     with listen(host, port) as made:
-        guard = Guard(host, made.getsockname()[1])
+        guard = PageGuard(host, made.getsockname()[1])
         watch = WatchServer(folder, guard)
         said(guard.address)
         HttpServer(watch).run(sockets=[made])

@@ -30,7 +30,7 @@ HELD_HEADER = "fedlm-held"  # tells a node that it has waited here and need not 
 POLLED, ASKED = "/v1/fleet/pull-messages", "/v1/runtime/push-messages"
 
 
-class Answer(NamedTuple):
+class HeldAnswer(NamedTuple):
     """What an application answered."""
 
     status: int
@@ -44,7 +44,7 @@ class Polls:
     def __init__(self, seconds: float = HOLD_SECONDS) -> None:
         self.seconds = seconds
         self._waiting: dict[int, set[asyncio.Event]] = {}
-        self._empty: dict[int, tuple[float, bytes, Answer]] = {}  # when Flower had nothing
+        self._empty: dict[int, tuple[float, bytes, HeldAnswer]] = {}  # when Flower had nothing
 
     async def answer(self, app: Any, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         """Answer one poll; `body` is the request, which has been read."""
@@ -70,7 +70,7 @@ class Polls:
         await send({"type": "http.response.start", **start})
         await send({"type": "http.response.body", "body": answer.body})
 
-    def _known(self, node: int, body: bytes) -> Answer | None:
+    def _known(self, node: int, body: bytes) -> HeldAnswer | None:
         """Return Flower's last answer to a poll, if it had no message and none has come since."""
         if node not in self._empty:
             return None
@@ -121,7 +121,7 @@ def _has_message(body: bytes) -> bool:
         return True  # not for us to hold
 
 
-async def _ask(app: Any, scope: Any, body: bytes) -> Answer:
+async def _ask(app: Any, scope: Any, body: bytes) -> HeldAnswer:
     """Pass a request to an application, and return its answer."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
     never = asyncio.Event()
@@ -140,4 +140,4 @@ async def _ask(app: Any, scope: Any, body: bytes) -> Answer:
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return Answer(status, headers, b"".join(parts))
+    return HeldAnswer(status, headers, b"".join(parts))
