@@ -97,7 +97,8 @@ def test_a_frozen_output_matrix_costs_no_gradient():
     features, readout, targets = example(rows=200)
     both = fast(features, readout, targets)[1]
     alone = jax.jit(jax.grad(cross_entropy))(features, readout, targets)
-    np.testing.assert_allclose(3 * alone, both[0], rtol=1e-6)
+    # Two programs round a difference of probabilities each in its own way: by the largest entry.
+    np.testing.assert_allclose(3 * alone, both[0], atol=1e-6 * np.abs(both[0]).max())
     frozen = jax.make_jaxpr(jax.grad(cross_entropy))(features, readout, targets)
     trained = jax.make_jaxpr(jax.grad(cross_entropy, (0, 1)))(features, readout, targets)
     assert str(frozen).count("dot_general") < str(trained).count("dot_general")
