@@ -59,11 +59,11 @@ def asked(text, tmp_path_factory):
     fed = federation(text[1].store, text[0], tmp_path_factory.mktemp("asked"))
     transport = fed.transport(leave=dict.fromkeys(NAMES, "keys"))
     engine = fed.run(transport).engine
-    vector = engine._vector(Start(text[1].start(), math.inf), 0)
+    vector = engine.vector(Start(text[1].start(), math.inf), 0)
     terms = Terms(members=fed.members, threshold=3, bits=24, size=vector.size)
     request = SecureRequest(
         run=RUN,
-        recipe=engine.recipe,
+        recipe=engine.sums.attempts.recipe,
         round=0,
         attempt=0,
         step="keys",

@@ -12,7 +12,6 @@ from fedlm.deploy.secure_worker import SecureAnswers
 from fedlm.engine.dispatch import Assignment, Quorum
 from fedlm.engine.messages import REFUSAL, Hello, encode_refusal, respond
 from fedlm.engine.messages import encode_request as encode_train
-from fedlm.engine.remote_secure import RemoteSecureEngine
 from fedlm.engine.secure_messages import (
     encode_secure_reply,
     encode_secure_request,
@@ -30,9 +29,9 @@ from fedlm.wire.pack import pack
 from tests.conftest import write_tiny
 from tests.deploy.leaks import Search
 from tests.deploy.secure import SecureTransport
-from tests.engine.test_remote_secure import FIRST, INTEGERS, RUN, VECTOR, GivenNode, check, total
-from tests.engine.test_secure import MEMBERS, algorithm, bits, sent, totals, update
+from tests.engine.test_secure import MEMBERS, bits, sent, totals, update
 from tests.engine.test_secure import engine as simulated
+from tests.engine.test_secure_remote import FIRST, RUN, VECTOR, GivenNode, check, remote, total
 
 ABOVE, BELOW = ("a", "hub", "z"), ("hub-1", "hub-2", "hub-3")
 LEAVES = ("a", *BELOW, "z")  # in the order of their members' numbers, FIRST
@@ -114,15 +113,12 @@ class World:
         return SecureTransport({**known, "hub": lambda payload: self.relay(payload)}, **more)
 
     def server(self, transport, *, said=None, stats=None, deadline=0.5, file=None):
-        return RemoteSecureEngine(
-            algorithm(),
+        return remote(
             transport,
             self.assignments,
             self.lists["above"][0],
             nodes=nodes_of(self.recipe, len(ABOVE)),
             leaves=5,
-            integers=INTEGERS,
-            shares=None,
             run=RUN,
             recipe=dump(self.recipe),
             seed=5,

@@ -11,6 +11,7 @@ from fedlm.core.errors import ConfigError, EngineError
 from fedlm.core.types import Arrived, ClientMethod, Cohort, Sampling, Start, Update
 from fedlm.engine.robust import RobustEngine
 from fedlm.engine.secure import Nodes, SecureEngine
+from fedlm.engine.secure_local import LocalNodeSums
 from fedlm.federation.algorithm import Algorithm
 from fedlm.recipe.secure_sums import UpdateIntegers, norm_before_rounding
 from fedlm.server.aggregate import mean
@@ -66,14 +67,13 @@ def algorithm():
     )
 
 
-def engine(nodes=6, relays=0, private=False, updates=None):
+def engine(nodes=6, relays=0, private=False, updates=None, rotate=False):
     given = updates or {int(m): update(sent(m)) for m in MEMBERS}
+    here = Nodes(count=nodes, threshold=nodes // 2 + 1)
     return SecureEngine(
-        Given(given),
         algorithm(),
-        UpdateIntegers(GRID, 5, private),
-        Nodes(count=nodes, threshold=nodes // 2 + 1, relays=relays),
-        seed=5,
+        LocalNodeSums(Given(given), here, seed=5, relays=relays),
+        UpdateIntegers(GRID, 5, private, rotate),
     )
 
 
@@ -119,12 +119,7 @@ def test_a_rotation_spreads_an_update_and_a_tight_grid_then_loses_nothing():
 
 
 def test_rotated_flat_and_relayed_sums_agree_to_the_bit_and_with_the_plain_sum():
-    turned = [
-        SecureEngine(
-            made.inner, made.algorithm, UpdateIntegers(GRID, 5, False, True), made.nodes, seed=5
-        )
-        for made in (engine(), engine(nodes=9, relays=3))
-    ]
+    turned = engine(rotate=True), engine(nodes=9, relays=3, rotate=True)
     one, other = (totals(made).total for made in turned)
     assert bits(one) == bits(other)
     plain = totals(engine()).total

@@ -13,6 +13,7 @@ from fedlm.core.errors import ConfigError, EngineError
 from fedlm.core.types import Cohort, Start
 from fedlm.deploy.lifetime import RunTurns, epsilon_of
 from fedlm.engine.secure import Nodes, SecureEngine
+from fedlm.engine.secure_local import LocalNodeSums
 from fedlm.federation.round import FlatRound
 from fedlm.privacy import account
 from fedlm.privacy.at_nodes import LEAST_VARIANCE, round_rho
@@ -129,11 +130,9 @@ def engine(members=8, nodes=4):
     chosen = plan("distributed", FIXED, honest_nodes=3)
     zero = {m: update({"w": jnp.zeros(400)}) for m in range(members)}
     return SecureEngine(
-        Given(zero),
-        dataclasses.replace(algorithm(), upload=algorithm().upload),
+        algorithm(),
+        LocalNodeSums(Given(zero), Nodes(count=nodes, threshold=3), seed=5),
         integers(),
-        Nodes(count=nodes, threshold=3),
-        seed=5,
         shares=lambda like: _shares(chosen, integers(), nodes, LIKE),
     )
 

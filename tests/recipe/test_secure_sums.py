@@ -50,7 +50,7 @@ def test_more_nodes_and_fewer_neighbors_train_the_same_bits(made):
     one, _ = after(made(*SECURE), 1)
     for changes in ((), ("wire.secure_threshold=6", "wire.secure_neighbors=2")):
         run = made(*SECURE, "wire.secure_nodes=7", *changes)
-        assert run.engine.nodes.neighbors == (2 if changes else 0)
+        assert run.engine.sums.nodes.neighbors == (2 if changes else 0)
         assert tree.sha256(after(run, 1)[0]) == tree.sha256(one)
 
 

@@ -37,7 +37,7 @@ from fedlm.engine.evaluate_messages import SPLITS
 from fedlm.engine.messages import MOST_MEMBERS
 from fedlm.engine.remote import Leaf, RemoteEngine, leaves_of
 from fedlm.engine.remote_evaluation import HeldOutAtNodes, NodeEvaluation
-from fedlm.engine.remote_secure import RemoteSecureEngine
+from fedlm.engine.secure_remote import RemoteNodeSums
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer
 from fedlm.federation.leaf import LeafRules
@@ -49,7 +49,7 @@ from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
 from fedlm.recipe.private_evaluation import private_evaluation_at_nodes
-from fedlm.recipe.secure_sums import integers_of, nodes_of, shares_of
+from fedlm.recipe.secure_sums import nodes_of, secure_engine
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import leaf_rules, settings_of, tree_run
 from fedlm.run import Run
@@ -151,21 +151,20 @@ class _Nodes:
     def _secure_engine(self, algorithm: Algorithm, told: str) -> Engine:
         """Return the engine whose totals are secure sums of the members on the list."""
         recipe = self.recipe
-        return RemoteSecureEngine(
-            algorithm,
+        sums = RemoteNodeSums(
             self.transport,
             self.assignments,
             self.secure_members,
+            download=algorithm.download,
             nodes=nodes_of(recipe, len(self.secure_members)),
             leaves=recipe.wire.secure_nodes,
-            integers=integers_of(recipe, algorithm),
-            shares=shares_of(recipe, algorithm),
             recipe=told,
             seed=recipe.run.seed,
             on_stats=self.on_stats,
             file=None if self.path == Path() else self.path / ATTEMPT,
             **{name: of for name, of in self.asking.items() if name != "exact"},
         )
+        return secure_engine(recipe, algorithm, sums)
 
     def held_out(
         self,

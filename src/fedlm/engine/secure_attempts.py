@@ -8,7 +8,7 @@ Promise:  all members of the list are asked in every round, so that who is asked
           is made, until nodes may have signed: then the round is lost; whoever asks and is killed
           asks the same questions again, so that a sum is opened once and equal.
 Not here: the protocol (`secure`), what a vector holds (`secure_vector.py`), whose sum it is: that
-          of a whole run (`remote_secure.py`) or of the nodes below a relay (`deploy/relay.py`), a
+          of a whole run (`secure_remote.py`) or of the nodes below a relay (`deploy/relay.py`), a
           node's half (`deploy/secure_worker.py`).
 
 On disk is who was in which list of the attempt under way, and nothing else: neither vectors nor

@@ -5,7 +5,7 @@ Out:      a payload; a request or a reply that was checked.
 Promise:  a payload without exactly the expected kind, names, types and sizes is a `WireError`; each
           step has its own number of frames; a reply has one frame, which is a message of the
           protocol.
-Not here: what those messages hold (`secure/messages.py`), whom to ask (`remote_secure.py`).
+Not here: what those messages hold (`secure/messages.py`), whom to ask (`secure_remote.py`).
 
 Every step repeats the whole training question of the round, so that a node can refuse before others
 rely on it. Frames of a request: none for `keys`; for `mask` the shares for this node and the

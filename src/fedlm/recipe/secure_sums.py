@@ -24,7 +24,8 @@ from fedlm.core.errors import require
 from fedlm.core.keys import digest_for, generator_for, key_for
 from fedlm.core.types import Engine, PyTree
 from fedlm.engine.robust import RobustEngine, flattened, like_model
-from fedlm.engine.secure import Nodes, SecureEngine
+from fedlm.engine.secure import Nodes, NodeSums, SecureEngine
+from fedlm.engine.secure_local import LocalNodeSums
 from fedlm.federation.algorithm import Algorithm
 from fedlm.privacy.at_nodes import LEAST_VARIANCE, round_rho
 from fedlm.privacy.catalog import MECHANISMS
@@ -129,15 +130,15 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
     wire = recipe.wire
     if wire.secure_nodes:
         exact = dataclasses.replace(algorithm, upload=dense())
-        return SecureEngine(
-            make(exact),
-            algorithm,
-            integers_of(recipe, algorithm),
-            nodes_of(recipe),
-            recipe.run.seed,
-            shares_of(recipe, algorithm),
-        )
+        nodes = LocalNodeSums(make(exact), nodes_of(recipe), recipe.run.seed)
+        return secure_engine(recipe, algorithm, nodes)
     return with_centre(recipe, algorithm, make(algorithm))
+
+
+def secure_engine(recipe: Recipe, algorithm: Algorithm, sums: NodeSums) -> SecureEngine:
+    """Return the engine whose totals are secure sums of nodes, here or on a network."""
+    integers, shares = integers_of(recipe, algorithm), shares_of(recipe, algorithm)
+    return SecureEngine(algorithm, sums, integers, shares)
 
 
 def with_centre(recipe: Recipe, algorithm: Algorithm, inner: Engine) -> Engine:

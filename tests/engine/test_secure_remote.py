@@ -10,18 +10,19 @@ from fedlm.core.errors import EngineError
 from fedlm.core.types import Cohort, Start
 from fedlm.engine.dispatch import Assignment, Quorum
 from fedlm.engine.messages import respond
-from fedlm.engine.remote_secure import RemoteSecureEngine
-from fedlm.engine.secure import Nodes
+from fedlm.engine.secure import Nodes, SecureEngine
 from fedlm.engine.secure_messages import (
     SecureReply,
     encode_secure_reply,
     read_secure_request,
 )
+from fedlm.engine.secure_remote import RemoteNodeSums
 from fedlm.engine.secure_vector import NodeSum, SumVector
 from fedlm.recipe.secure_sums import UpdateIntegers
 from fedlm.secure.local import STEPS
 from fedlm.secure.store import NodeStore
 from fedlm.secure.terms import Session, Terms
+from fedlm.wire.dense import dense
 from tests.deploy.secure import SecureTransport
 from tests.engine.test_secure import (
     GRID,
@@ -94,8 +95,6 @@ def server(transport, file=None, said=None, stats=None, deadline=0.15, **more):
     facts = {
         "nodes": Nodes(count=5, threshold=3),
         "leaves": 5,
-        "integers": INTEGERS,
-        "shares": None,
         "run": RUN,
         "recipe": "",
         "seed": 5,
@@ -105,7 +104,12 @@ def server(transport, file=None, said=None, stats=None, deadline=0.15, **more):
         "file": file,
         **more,
     }
-    return RemoteSecureEngine(algorithm(), transport, assignments, people(5)[0], **facts)
+    return remote(transport, assignments, people(5)[0], **facts)
+
+
+def remote(transport, assignments, members, **facts):
+    made = RemoteNodeSums(transport, assignments, members, download=dense(), **facts)
+    return SecureEngine(algorithm(), made, INTEGERS)
 
 
 def total(made, round=2):
@@ -289,20 +293,17 @@ def test_a_graph_of_neighbors_over_the_transport_gives_the_same_bits(
     tmp_path, monkeypatch, count, threshold, neighbors
 ):
     """Who is absent before and after the vectors: the sum has the bits of the full graph's."""
-    monkeypatch.setattr("tests.engine.test_remote_secure.VECTOR", replace(VECTOR, nodes=count))
+    monkeypatch.setattr("tests.engine.test_secure_remote.VECTOR", replace(VECTOR, nodes=count))
     nodes, at, made = crowd(tmp_path, count, threshold, neighbors)
     names = list(nodes)
     leave = {names[-1]: "mask", names[-2]: "share", names[3]: "reveal", names[-3]: "sign"}
     transport, stats = SecureTransport(nodes, leave), []
-    engine_of = RemoteSecureEngine(
-        algorithm(),
+    engine_of = remote(
         transport,
         at,
         people(count)[0],
         nodes=made,
         leaves=count,
-        integers=INTEGERS,
-        shares=None,
         run=RUN,
         recipe="",
         seed=5,

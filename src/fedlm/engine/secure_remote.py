@@ -1,52 +1,47 @@
-"""Secure sums of nodes over a transport: an engine whose totals are opened sums.
+"""The sums of a secure engine whose nodes are on a network.
 
 In:       what members begin from, a cohort whose text is elsewhere, the federation's members.
-Out:      the sum of the updates of all nodes that stayed, with the bytes that crossed the wire.
+Out:      the opened sum of all nodes that stayed, with the bytes that crossed the wire.
 Promise:  a round whose sum is not opened is lost and said, and the next one goes on; several in a
           row end the run with the reasons; a relay among the members changes nothing but the
           address: the sum has the same bits.
-Not here: the questions (`secure_attempts.py`), the protocol (`secure`), what a vector holds
-          (`secure_vector.py`), a node's half (`deploy/secure_worker.py`).
+Not here: the engine (`secure.py`), the questions (`secure_attempts.py`), the protocol (`secure`),
+          what a vector holds (`secure_vector.py`), a node's half (`deploy/secure_worker.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedlm.core.errors import EngineError, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import Arrived, Cohort, Gathered, Members, Start, Starts
+from fedlm.core.types import Codec, Cohort, Members, Start, Starts
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats, Transport
-from fedlm.engine.secure import Nodes, check_members
+from fedlm.engine.secure import Nodes, RoundSum
 from fedlm.engine.secure_attempts import Opened, SecureSums, SumQuestion
-from fedlm.engine.secure_vector import Integers, Shares, SumVector
-from fedlm.federation.algorithm import Algorithm, update_like
-from fedlm.federation.member import model_like
+from fedlm.engine.secure_vector import SumVector
 from fedlm.secure.terms import Member
 
 MOST_LOST = 3  # rounds in a row
 
 
-class RemoteSecureEngine:
-    """An engine whose totals are secure sums of the nodes of a network."""
+class RemoteNodeSums:
+    """Nodes of a network that open secure sums."""
 
     def __init__(
         self,
-        algorithm: Algorithm,
         transport: Transport,
         assignments: Sequence[Assignment],
         members: tuple[Member, ...],
         *,
+        download: Codec,
         nodes: Nodes,
         leaves: int,
-        integers: Integers,
-        shares: Callable[[Any], Shares] | None,
         run: str,
         recipe: str,
         seed: int,
@@ -58,14 +53,14 @@ class RemoteSecureEngine:
     ) -> None:
         """Take the members of the federation's list, which every node has too.
 
-        `leaves` is how many nodes hold text, below relays too; `shares` is noise at nodes, from
-        the shapes of an update; `file` keeps the attempt under way for a server that is killed.
+        `leaves` is how many nodes hold text, below relays too; `file` keeps the attempt under way
+        for a server that is killed.
         """
-        self.algorithm, self.assignments, self.members = algorithm, tuple(assignments), members
-        self.nodes, self.leaves, self.integers, self.shares = nodes, leaves, integers, shares
-        self.recipe, self.seed, self.on_stats, self.say = recipe, seed, on_stats, say
+        self.assignments, self.members, self.download = tuple(assignments), members, download
+        self.nodes, self.leaves, self.seed = nodes, leaves, seed
+        self.on_stats, self.say = on_stats, say
         self.lost = 0
-        self.sums = SecureSums(
+        self.attempts = SecureSums(
             transport,
             self.assignments,
             members,
@@ -93,26 +88,15 @@ class RemoteSecureEngine:
             else f"{len(self.members)}, the members of the federation's list",
         )
 
-    @property
-    def adds_noise(self) -> bool:
-        """Whether a total carries the noise of its nodes."""
-        return self.shares is not None
-
     def prepare(self, round: int, members: Members) -> Cohort:
         """Return the cohort by its members alone; its text is elsewhere."""
         return Cohort(round, members)
 
-    def updates(self, starts: Starts, cohort: Cohort) -> Iterator[Arrived]:
-        """Refuse: a secure sum shows no single update."""
-        raise EngineError("single updates were asked for: under secure sums nobody sees them.")
-
-    def total(self, starts: Starts, cohort: Cohort) -> Gathered:
-        """Return the sum of the updates of all nodes that stayed; zero if the round is lost."""
+    def opened(self, vector: SumVector, starts: Starts, cohort: Cohort) -> RoundSum:
+        """Return the sum of the vectors of all nodes that stayed."""
         assert isinstance(starts, Start)  # one per member is a tree, which has no secure sums
-        check_members(self.integers, cohort)
         began, stats = time.monotonic(), RoundStats(cohort.round)
-        vector = self._vector(starts, cohort.round)
-        found = self._opened(vector, starts, cohort, stats)
+        found = self._asked(vector, starts, cohort, stats)
         stats.answered = [self.members[place].name for place in found.survivors]
         stats.seconds = time.monotonic() - began
         for kind in (stats.refused, stats.garbage):
@@ -122,25 +106,19 @@ class RemoteSecureEngine:
         stats.late = sorted(set(stats.late) - set(stats.answered))
         self.on_stats(stats)
         self._count_lost(stats)
-        total = vector.total(found.words, cohort.round, found.members)
-        return Gathered(total, stats.up_bytes, stats.down_bytes, vector.excess(found.nodes))
+        return RoundSum(found.words, found.members, found.nodes, stats.up_bytes, stats.down_bytes)
 
-    def _vector(self, start: Start, round: int) -> SumVector:
-        like = update_like(self.algorithm, model_like(start), round).delta
-        shares = None if self.shares is None else self.shares(like)
-        return SumVector(integers=self.integers, nodes=self.leaves, like=like, shares=shares)
-
-    def _opened(self, vector: SumVector, start: Start, cohort: Cohort, stats: RoundStats) -> Opened:
+    def _asked(self, vector: SumVector, start: Start, cohort: Cohort, stats: RoundStats) -> Opened:
         """Return the sum of a round; zeros and nobody if it is lost."""
-        bits, key = self.integers.bits, key_for(self.seed, "download", round=cohort.round)
+        bits, key = vector.integers.bits, key_for(self.seed, "download", round=cohort.round)
         asked = SumQuestion(
             terms=self.nodes.terms(self.members, bits=bits, size=vector.size),
             round=cohort.round,
-            members=self.sums.members_by_node(np.asarray(cohort.members).tolist()),
+            members=self.attempts.members_by_node(np.asarray(cohort.members).tolist()),
             clip_norm=start.clip_norm,
-            frame=self.algorithm.download.encode(start.model, key),
+            frame=self.download.encode(start.model, key),
         )
-        found = self.sums.opened(asked, stats)
+        found = self.attempts.opened(asked, stats)
         return Opened(np.zeros(vector.size, np.uint64), (), 0, 0) if found is None else found
 
     def _count_lost(self, stats: RoundStats) -> None:
