@@ -32,6 +32,8 @@ LevelNumber = Annotated[int, Field(ge=-LARGEST_SIZE, le=LARGEST_SIZE)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Delta = Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class NodeTable(BaseModel):
@@ -151,12 +153,12 @@ class FederationTable(BaseModel):
         description="Standard deviation of the noise on what leaves a leaf, in multiples of "
         "`clip_norm`; 0 is none.",
     )
-    noise_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = Field(
+    noise_seed: Seed | None = Field(
         default=None,
         description="Seed of that noise, for tests. Unsafe: whoever knows it can subtract the "
         "noise. Not set: the system's entropy.",
     )
-    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+    delta: Delta = Field(
         default=1e-5, description="The delta at which the report states what that noise is worth."
     )
     resident: Natural = Field(

@@ -37,16 +37,36 @@ from fedlm.recipe.choices import one_of
 from fedlm.recipe.federation import (
     Count,
     Decay,
+    Delta,
     FederationTable,
     Natural,
     NotNegative,
     Positive,
+    Seed,
     Size,
 )
 from fedlm.record.trackers import TRACKERS
 from fedlm.server.robust import RULES
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+# The learning rates of members and of the server change over the rounds in the same ways.
+Schedule = Annotated[
+    str,
+    one_of(SCHEDULES),
+    Field(description="How `learning_rate` changes over all rounds of the run."),
+]
+WarmupRounds = Annotated[
+    Natural,
+    Field(description="Rounds over which `learning_rate` rises linearly; 0 is none."),
+]
+FinalFraction = Annotated[
+    Share,
+    Field(
+        description="With a schedule that falls: the last learning rate as a fraction of "
+        "`learning_rate`."
+    ),
+]
 
 
 def _tokenizer(value: str) -> str:
@@ -106,7 +126,7 @@ class Data(Table):
         "holds only words that many clients share; its cost is added to that of private runs. Not "
         "set: counted without noise, which no privacy claim covers.",
     )
-    vocabulary_delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+    vocabulary_delta: Delta = Field(
         default=1e-7,
         description="The delta of `vocabulary_epsilon`; half of it is taken from "
         "`privacy.delta`, which must be larger.",
@@ -311,19 +331,9 @@ class Client(Table):
     weight_decay: NotNegative = Field(
         default=0.0, description="Weight decay of the optimisers `adamw` and `muon`."
     )
-    schedule: Annotated[str, one_of(SCHEDULES)] = Field(
-        default="constant",
-        description="How the learning rate of members changes over all rounds of the run.",
-    )
-    warmup_rounds: Natural = Field(
-        default=0,
-        description="Rounds over which the learning rate of members rises linearly; 0 is none.",
-    )
-    final_fraction: Share = Field(
-        default=0.0,
-        description="With a schedule that falls: the members' last learning rate as a fraction of "
-        "`learning_rate`.",
-    )
+    schedule: Schedule = "constant"
+    warmup_rounds: WarmupRounds = 0
+    final_fraction: FinalFraction = 0.0
     gradient_clip_norm: NotNegative = Field(
         default=0.0,
         description="Largest L2 norm of a batch's gradient, for stability; it gives no privacy. 0 "
@@ -393,17 +403,9 @@ class Server(Table):
         default=1e-5,
         description="What `fedadam`, `fedyogi` and `fedadagrad` add to the denominator of a step.",
     )
-    schedule: Annotated[str, one_of(SCHEDULES)] = Field(
-        default="constant", description="How the learning rate changes over the rounds."
-    )
-    warmup_rounds: Natural = Field(
-        default=0, description="Rounds over which the learning rate rises linearly; 0 is none."
-    )
-    final_fraction: Share = Field(
-        default=0.0,
-        description="With a schedule that falls: the last learning rate as a fraction of "
-        "`learning_rate`.",
-    )
+    schedule: Schedule = "constant"
+    warmup_rounds: WarmupRounds = 0
+    final_fraction: FinalFraction = 0.0
     rounds: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default=100, description="Rounds of training."
     )
@@ -569,7 +571,7 @@ class Privacy(Table):
         description="Further clients that send a random direction, for `fedlm privacy audit`; 0 is "
         "none.",
     )
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = Field(
+    seed: Seed | None = Field(
         default=None,
         description="Seed of noise and cohorts, for tests. Unsafe: whoever knows it can subtract "
         "the noise. Not set: the system's entropy.",
@@ -656,7 +658,7 @@ class Wire(Table):
 class RunTable(Table):
     """The execution of a run; of these settings only the seed changes the trained model."""
 
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
+    seed: Seed = Field(
         default=0, description="Seed of everything random, except what a privacy plan hides."
     )
     engine: Annotated[str, one_of(ENGINES)] = Field(
@@ -723,7 +725,7 @@ class Tune(Table):
         default=3,
         description="Of so many points one goes on, and is trained so many times as long.",
     )
-    seeds: tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...] = Field(
+    seeds: tuple[Seed, ...] = Field(
         default=(), description="The seeds of every point; `[]` is that of `run.seed`."
     )
     rounds: Count | None = Field(
