@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from fedlm.core.errors import require
-from fedlm.core.types import BatchSpec, Engine, Params, Rows, Sampling
+from fedlm.core.types import BatchSpec, Engine, Rows, Sampling
 from fedlm.corpus.rows import ClientRows
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer import kind_of
@@ -29,6 +29,7 @@ from fedlm.evaluate.perplexity import Evaluator
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.leaf import LeafRules
 from fedlm.models import catalog
+from fedlm.models.catalog import ModelSpec
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import parts, privacy_plan
@@ -57,7 +58,7 @@ class NodeWork:
     seed: int
     vocabulary: int
     parameters: int
-    leaf: bool  # all text of the node is one leaf of a tree
+    leaf: bool = False  # all text of the node is one leaf of a tree
     leaf_plan: PrivacyPlan | None = None  # what noise on all that leaves a leaf promises to it
     at_home: LeafRules | None = None  # what leaves a leaf that keeps its own model
 
@@ -83,36 +84,38 @@ def members_work(
     start = parts.start_maker(recipe, store)
     here = 1 if whole else len(rows.clients)
     algorithm = algorithm_of(recipe, participation, spec.shapes(), start, remembered=here)
+    work = _work(recipe, store, rows, rows_of, algorithm, spec)
+    server = algorithm.server
+    sent = jax.eval_shape(lambda p: server.send(p, server.init(p)), work.model_like)
+    return replace(work, sent_like=sent)
+
+
+def _work(
+    recipe: Recipe,
+    store: Store,
+    rows: ClientRows,
+    rows_of: Rows,
+    algorithm: Algorithm,
+    spec: ModelSpec,
+) -> NodeWork:
+    """Return work whose server sends the trained parameters and nothing beside them."""
     bare = replace(algorithm, upload=dense(), download=dense())
+    owners = parts.owners_of(recipe, store, rows.clients)
+    trained = trained_part(recipe, spec.shapes())
     return NodeWork(
         recipe=recipe,
         algorithm=algorithm,
         engine=parts.engine_of(recipe, bare, rows_of),
         rows_of=rows_of,
         batches=parts.batch_spec(recipe),
-        sent_like=_sent_like(recipe, algorithm, spec.shapes()),
-        model_like=trained_part(recipe, spec.shapes()),
-        **_evaluation(recipe, store, rows),
+        sent_like=trained,
+        model_like=trained,
+        held_out={s: parts.held_out_text(recipe, rows, o) for s, o in owners.items()},
+        evaluator=cache(lambda: Evaluator(catalog.score, store.special)),
         seed=recipe.run.seed,
         vocabulary=store.vocabulary,
         parameters=spec.parameters,
-        leaf=False,
     )
-
-
-def _sent_like(recipe: Recipe, algorithm: Algorithm, shapes: Params) -> Any:
-    """Return the shapes of the parameters that the server sends: all, or the trained part."""
-    trained, server = trained_part(recipe, shapes), algorithm.server
-    return jax.eval_shape(lambda p: server.send(p, server.init(p)), trained)
-
-
-def _evaluation(recipe: Recipe, store: Store, rows: ClientRows) -> dict[str, Any]:
-    """Return the parts by which a node scores models on its own held-out text."""
-    owners = parts.owners_of(recipe, store, rows.clients)
-    return {
-        "held_out": {s: parts.held_out_text(recipe, rows, o) for s, o in owners.items()},
-        "evaluator": cache(lambda: Evaluator(catalog.score, store.special)),
-    }
 
 
 def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
@@ -127,21 +130,9 @@ def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
     alone = Sampling(law="fixed", population=1, cohort=1)
     start = parts.start_maker(recipe, store)
     algorithm = tree_parts.leaf_algorithm(recipe, alone, spec.shapes(), start)
-    trained = trained_part(recipe, spec.shapes())
-    rows_of, bare = parts.pooled_rows(rows), replace(algorithm, upload=dense(), download=dense())
     rules = tree_parts.leaf_rules(recipe, spec.shapes())
-    return NodeWork(
-        recipe=recipe,
-        algorithm=algorithm,
-        engine=parts.engine_of(recipe, bare, rows_of),
-        rows_of=rows_of,
-        batches=parts.batch_spec(recipe),
-        sent_like=trained,
-        model_like=trained,
-        **_evaluation(recipe, store, rows),
-        seed=recipe.run.seed,
-        vocabulary=store.vocabulary,
-        parameters=spec.parameters,
+    return replace(
+        _work(recipe, store, rows, parts.pooled_rows(rows), algorithm, spec),
         leaf=True,
         leaf_plan=tree_parts.leaf_plan(recipe, population),
         at_home=rules if rules.keeps else None,
