@@ -74,9 +74,9 @@ def assert_same(a, b, rtol=2e-5):
 
 
 @functools.cache
-def engine_of(kind, optimizer="sgd"):
+def engine_of(kind, optimizer="sgd", clip=0.0):
     """An engine that tests share: what one of them has compiled, the others need not."""
-    return kind(algorithm(optimizer), rows_of, SHAPE, 7)
+    return kind(algorithm(optimizer, clip=clip), rows_of, SHAPE, 7)
 
 
 def total(engine, params, round=0, members=MEMBERS, **start):
