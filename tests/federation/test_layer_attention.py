@@ -114,6 +114,28 @@ def test_a_matrix_of_cosines_has_the_cosine_of_each_pair(monkeypatch):
     assert not found[-1].any() and found[2, 0] == pytest.approx(1.0)
 
 
+def test_layers_in_parts_are_mixed_as_whole_ones_to_the_byte(monkeypatch):
+    """A node that holds a model and one that was told its layers must come to the same mixture."""
+    models = [{"x": values[:11], "y": values[11:]} for values in (moved(n)["a"] for n in (1, 2))]
+    parts = [LayersOf(("a", "a"), model) for model in models]
+    whole = [dict(layers) for layers in parts]
+    own, origin = {"a": moved(0)["a"]}, {"a": ORIGIN["a"]}
+    once = attend(own, whole, origin, 0.5)
+    for entries in (7, 1 << 13):
+        monkeypatch.setattr(layer_attention, "ENTRIES_OF_A_SUM", entries)
+        one, two = (attend(own, peers, origin, 0.5) for peers in (parts, whole))
+        assert np.array_equal(one.layers["a"], two.layers["a"])
+        assert one.attention_weights["a"].tolist() == two.attention_weights["a"].tolist()
+        np.testing.assert_allclose(one.layers["a"], once.layers["a"], rtol=1e-6)
+        means = [mean_layers(peers, [3.0, 1.0])["a"] for peers in (parts, whole)]
+        assert np.array_equal(*means)
+
+
+def test_sums_do_not_depend_on_the_threads_of_this_machine():
+    """BLAS adds up in one thread what is not longer than this."""
+    assert layer_attention.ENTRIES_OF_A_SUM <= 10_000
+
+
 def test_a_mean_change_is_that_of_whole_changes():
     ends, begins = ([tuple(moved(n, size).values()) for n in range(4)] for size in (1.0, 0.3))
     share = [1.0, 2.0, 0.5, 4.0]

@@ -16,7 +16,7 @@ have learned in common.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,9 @@ Backbone = tuple[Any, ...]
 """The leaves of a model that a federation shares, in the order of the model."""
 
 ENTRIES_AT_A_TIME = 1 << 15  # of each vector, when many are compared with many
+# When few are compared: BLAS would start threads for longer ones, whose waiting costs more than the
+# sum, and whose number would decide on its last bits.
+ENTRIES_OF_A_SUM = 1 << 13
 
 LeafLayers = Sequence[str | None]
 """Of each leaf of a model, the personal layer that it belongs to; None is the backbone."""
@@ -136,20 +139,54 @@ class Residual(NamedTuple):
     values: Vector
 
 
+Parts = Sequence[Vector]
+"""A vector in parts, as the leaves of a layer are: so nobody has to join them."""
+
+
 def cosine(a: Vector, b: Vector, origin: Vector) -> float:
     """Return the cosine of the changes of two layers; zero if one of them has not moved."""
-    return cosines(a, [b], origin)[0]
+    return cosines(a, [[b]], origin)[0]
 
 
-def cosines(own: Vector, others: Iterable[Vector], origin: Vector) -> list[float]:
+def cosines(own: Vector, others: Sequence[Parts], origin: Vector) -> list[float]:
     """Return the cosine of a layer's change and each of other changes of that layer."""
-    x, found = np.subtract(own, origin, dtype=np.float64), []
-    square, y = float(x @ x), np.empty_like(x)
-    for other in others:
-        np.subtract(other, origin, out=y, dtype=np.float64)
-        length = math.sqrt(square * float(y @ y))
-        found.append(float(x @ y) / length if length > 0 and math.isfinite(length) else 0.0)
-    return found
+    square, squares, dots = 0.0, [0.0] * len(others), [0.0] * len(others)
+    for here, (x, y, start) in _blocks(own.size, 3):
+        start[:], x[:] = origin[here], own[here]
+        x -= start
+        square += float(x @ x)
+        for number, other in enumerate(others):
+            _read(other, here, y)
+            y -= start
+            squares[number] += float(y @ y)
+            dots[number] += float(x @ y)
+    lengths = [math.sqrt(square * one) for one in squares]
+    return [
+        dot / length if length > 0 and math.isfinite(length) else 0.0
+        for dot, length in zip(dots, lengths, strict=True)
+    ]
+
+
+def _blocks(size: int, count: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
+    """Yield parts of a vector that stay in a core's cache, with so many buffers of their size.
+
+    Where they begin does not depend on how the vector is stored: sums have one order everywhere.
+    """
+    buffers = np.empty((count, min(size, ENTRIES_OF_A_SUM)))
+    for first in range(0, size, ENTRIES_OF_A_SUM):
+        here = slice(first, min(first + ENTRIES_OF_A_SUM, size))
+        yield here, [buffer[: here.stop - first] for buffer in buffers]
+
+
+def _read(parts: Parts, here: slice, out: np.ndarray) -> None:
+    """Write some entries of a vector into a buffer of 64 bits."""
+    begin = 0
+    for part in parts:
+        first, stop = max(here.start - begin, 0), min(here.stop - begin, part.size)
+        if first < stop:
+            at = begin - here.start
+            out[at + first : at + stop] = part[first:stop]
+        begin += part.size
 
 
 def attention_weights(likeness: Sequence[float], temperature: float) -> Float[np.ndarray, " peers"]:
@@ -181,46 +218,42 @@ def attend(
 ) -> Attended:
     """Mix each layer with the peers' layers and with the residuals that came for it.
 
-    One layer of one peer is asked for at a time.
+    A few entries of all of them are in memory at a time.
     """
     made: Layers = {}
     found: dict[str, np.ndarray] = {}
     for layer, mine in own.items():
-
-        def others(layer: str = layer) -> Iterator[Vector]:
-            yield from (peer[layer] for peer in peers)
-            yield from (r.values for r in residuals if r.layer == layer)
-
-        likeness = [1.0, *cosines(mine, others(), origin[layer])]
+        others: list[Parts] = [_parts_of(peer, layer) for peer in peers]
+        others += [[r.values] for r in residuals if r.layer == layer]
+        likeness = [1.0, *cosines(mine, others, origin[layer])]
         found[layer] = attention_weights(likeness, temperature)
-        made[layer] = mix(mine, others, found[layer])
+        made[layer] = mix([mine], others, found[layer])
     return Attended(made, found)
 
 
-def mix(
-    own: Vector, others: Callable[[], Iterable[Vector]], share: Float[np.ndarray, " peers"]
-) -> Vector:
+def mix(own: Parts, others: Sequence[Parts], share: Float[np.ndarray, " peers"]) -> Vector:
     """Return the weighted mean as self plus differences, so equal peers give exactly self."""
-    mixed = np.array(own, np.float64)
-    difference = np.empty_like(mixed)
-    for other, part in zip(others(), share[1:], strict=True):
-        if part > 0:
-            np.subtract(other, own, out=difference, dtype=np.float64)
+    mixed = np.empty(sum(part.size for part in own), own[0].dtype)
+    counted = [(other, part) for other, part in zip(others, share[1:], strict=True) if part > 0]
+    for here, (mine, total, difference) in _blocks(mixed.size, 3):
+        _read(own, here, mine)
+        total[:] = mine
+        for other, part in counted:
+            _read(other, here, difference)
+            difference -= mine
             difference *= part
-            mixed += difference
-    return mixed.astype(own.dtype)
+            total += difference
+        mixed[here] = total
+    return mixed
 
 
 def mean_layers(nodes: Sequence[Mapping[str, Vector]], share: Sequence[float]) -> Layers:
     """Return the weighted mean of several nodes' personal layers."""
-    part, first = np.asarray(share, np.float64) / float(np.sum(share)), nodes[0]
+    part = np.asarray(share, np.float64) / float(np.sum(share))
     made: Layers = {}
-    for layer in first:
-
-        def others(layer: str = layer) -> Iterator[Vector]:
-            yield from (node[layer] for node in nodes[1:])
-
-        made[layer] = mix(first[layer], others, part)
+    for layer in nodes[0]:
+        first, *others = (_parts_of(node, layer) for node in nodes)
+        made[layer] = mix(first, others, part)
     return made
 
 
