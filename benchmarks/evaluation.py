@@ -4,7 +4,9 @@ Two tables. The first trains a recipe to its end and says where the time of the 
 figures on the way, all held-out text at the end, counted n-grams, and the rest (start, report). The
 second scores the held-out text of a source, cut into lines, in two ways in turns: *plain* takes
 rows as they come in batches of 32, at full width, with the logits of every place; *packed* is what
-runs do. Their figures are compared. CPU seconds hardly know what else the machine does.
+runs do. Their figures are compared. *Silence* is the longest time in which nothing is told of rows
+that were scored: at first, while programs are compiled or loaded, and later. CPU seconds hardly
+know what else the machine does.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from fedlm.core.types import PAD, FederationState, Params  # noqa: E402
 from fedlm.engine.devices import use_devices  # noqa: E402
 from fedlm.evaluate.held_out import HeldOutEvaluation  # noqa: E402
 from fedlm.evaluate.perplexity import Evaluator, figures  # noqa: E402
+from fedlm.evaluate.progress import listening  # noqa: E402
 from fedlm.federation.round import Metrics  # noqa: E402
 from fedlm.models import catalog  # noqa: E402
 from fedlm.recipe.build import build  # noqa: E402
@@ -113,6 +116,14 @@ def plain_score(model: Params, rows: Any) -> tuple[Any, Any]:
     return jax.nn.logsumexp(logits, axis=2) - at_target, at_target >= jnp.max(logits, axis=2)
 
 
+def silences(work: Callable[[], object]) -> list[float]:
+    """The seconds before each time that something is told of the rows that are being scored."""
+    told = [time.perf_counter()]
+    with listening(lambda scored, to_score: told.append(time.perf_counter())):
+        work()
+    return np.diff(told).tolist()
+
+
 def plain_and_packed(
     source: str, model: dict[str, Any], repeats: int, most: int
 ) -> tuple[list[str], float]:
@@ -129,7 +140,9 @@ def plain_and_packed(
         "plain": Evaluator(plain_score, judged.special, batch=32),
         "packed": judged.evaluator,
     }
-    found = {name: figures(score(params, rows)) for name, score in ways.items()}  # and compile
+    first, *_ = silences(lambda: judged.evaluator(params, rows))  # and compile
+    _, *later = silences(lambda: judged.evaluator(params, rows))
+    found = {name: figures(score(params, rows)) for name, score in ways.items()}
     apart = abs(found["packed"]["perplexity"] / found["plain"]["perplexity"] - 1)
     clock: dict[str, list[float]] = {name: [] for name in ways}
     busy: dict[str, list[float]] = {name: [] for name in ways}
@@ -150,6 +163,7 @@ def plain_and_packed(
         f"{middle['plain'] / middle['packed']:.2f}",
         f"{spent['plain'] / spent['packed']:.2f}",
         f"{apart:.0e}",
+        f"{first:.1f}, {max(later, default=0.0):.1f}",
     ]
     return cells, middle["plain"] / middle["packed"]
 
@@ -158,10 +172,11 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows])
 
 
-MODELS = (
-    {"name": "si-cifg"},
-    {"name": "transformer", "embedding_size": 96, "hidden_size": 384, "layers": 3, "heads": 8},
-)
+MODELS: dict[str, dict[str, Any]] = {
+    "si-cifg": {},
+    "transformer": {"embedding_size": 96, "hidden_size": 384, "layers": 3, "heads": 8},
+    "large-transformer": {},
+}
 
 
 def main() -> None:
@@ -172,6 +187,7 @@ def main() -> None:
         "--source", help="text of chat for the second table, as irc-ubuntu.jsonl.gz"
     )
     parser.add_argument("--rows", type=int, default=20_000, help="at most so many of its rows")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["si-cifg", "transformer"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["run", "rows"])
     parser.add_argument("--out", type=Path, default=Path("runs/bench/evaluation.md"))
@@ -185,9 +201,15 @@ def main() -> None:
     if asked.source and asked.only != "run":
         head = ["model, parameters", "rows", "places with a target", "plain, targets/s"]
         head += ["packed, targets/s", "plain time / packed", "CPU", "relative difference"]
-        made = [plain_and_packed(asked.source, m, asked.repeats, asked.rows) for m in MODELS]
+        head += ["silence at first, then at most, s"]
+        made = [
+            plain_and_packed(
+                asked.source, {"name": name, **MODELS[name]}, asked.repeats, asked.rows
+            )
+            for name in asked.models
+        ]
         parts.append(table(head, [cells for cells, _ in made]))
-        names = [f"{m['name']}, plain time / packed time" for m in MODELS]
+        names = [f"{name}, plain time / packed time" for name in asked.models]
         baseline.keep("evaluation", machine(), dict(zip(names, (r for _, r in made), strict=True)))
     text = "\n\n".join(parts) + "\n"
     asked.out.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ def test_packing_and_lanes_change_no_sum_and_no_order(name):
         score = Evaluator(
             catalog.score, SPECIAL, any_width=True, devices=jax.local_devices()[:lanes]
         )
-        widths = {width for _, width in score._batches(rows)}
+        widths = {width for _, width in score._batches(rows, 1)}
         assert len(widths) > 1  # short rows are scored apart from long ones
         for found, column in zip(score(params, rows), wanted, strict=True):
             np.testing.assert_allclose(found, column, rtol=2e-5, atol=1e-5)
@@ -67,14 +67,26 @@ def test_packing_and_lanes_change_no_sum_and_no_order(name):
 
 def test_rows_of_similar_length_leave_little_empty():
     rows, score = ragged(6000), Evaluator(catalog.score, SPECIAL, any_width=True)
-    cuts = list(score._batches(rows))
+    cuts = list(score._batches(rows, 1))
     assert sorted(np.concatenate([numbers for numbers, _ in cuts])) == list(range(6000))
-    places = sum(score._size(len(rows), width) * (width - 1) for _, width in cuts)
+    places = sum(score._size(len(rows), width, 1) * (width - 1) for _, width in cuts)
     targets = np.count_nonzero(rows[:, 1:] != PAD)
     assert targets < 0.3 * rows[:, 1:].size and places < 0.6 * rows[:, 1:].size
     full = ragged(6000)
     full[full == PAD] = 7
-    assert {width for _, width in score._batches(full)} == {WIDTH}  # one program for windows
+    assert {width for _, width in score._batches(full, 1)} == {WIDTH}  # one program for windows
+
+
+def test_a_batch_of_a_large_model_is_small_so_that_progress_is_told():
+    score = Evaluator(catalog.score, SPECIAL, devices=jax.local_devices()[:1])
+    places = {
+        n: {(width - 1) * score._size(10_000, width, n) for width in (21, 33, 129, 513)}
+        for n in (1_000_000, 24_000_000, 400_000_000)
+    }
+    assert min(places[1_000_000]) >= 1900 and max(places[1_000_000]) == 16 * 512
+    assert max(places[24_000_000]) <= 2048 / 3
+    assert max(places[400_000_000]) == 512, "a row at least"
+    assert score._size(5, 21, 24_000_000) == 16 and score._size(5, 513, 24_000_000) == 1
 
 
 def test_a_score_that_knows_one_length_gets_rows_of_that_length():

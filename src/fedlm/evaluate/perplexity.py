@@ -21,14 +21,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from fedlm.core import tree
 from fedlm.core.program_cache import kept_programs
 from fedlm.core.types import PAD, Batch, Params, Precomputed, ScoreFn, SpecialTokens
 from fedlm.evaluate.progress import Scored
 
 # Nats per token from which on a perplexity counts as infinite.
 MOST_NATS = 700.0
-# Targets per device in a batch, by default.
-TOKENS = 2048
+# Targets per device in a batch, by default; the fewer the larger a model is than so many
+# parameters, so that a batch takes seconds, and progress is told as often.
+TOKENS, LARGE = 2048, 8_000_000
 FEW = 16  # rows per device where there are few
 # From so many rows on they are sorted by length, and cut where that saves so much of all places.
 FEWEST_SORTED, NARROW = 256, 0.1
@@ -84,7 +86,7 @@ class Evaluator:
     ) -> None:
         """Score rows by `score`; `features` gives what frozen blocks make of rows.
 
-        A batch has `batch` rows, or by default `TOKENS` targets per device. `any_width`: what
+        A batch has `batch` rows, or by default up to `TOKENS` targets per device. `any_width`: what
         `score` gives for a target does not depend on the places after it, so that rows of similar
         length may be scored together and cut where the longest of them ends.
         """
@@ -99,11 +101,12 @@ class Evaluator:
     def __call__(self, params: Params, rows: Int[np.ndarray, "rows width"]) -> Sums:
         """Return the sums of every row, in the order of the rows, as float64 on the host."""
         params, scored = jax.device_put(params, self._shared), Scored(len(rows))
+        parameters = tree.size(params)
         out = np.zeros((len(Sums._fields), len(rows)))
         waiting: tuple[np.ndarray, Sums] | None = None
-        for numbers, width in self._batches(rows):
+        for numbers, width in self._batches(rows, parameters):
             block = rows[numbers, :width]
-            short = self._size(len(rows), width) - len(block)
+            short = self._size(len(rows), width, parameters) - len(block)
             block = np.pad(block, ((0, short), (0, 0)), constant_values=PAD)
             made = self._sums(params, jax.device_put(self._batch_of(block), self._rows))
             if waiting is not None:  # the devices have the next batch while this one is fetched
@@ -113,19 +116,22 @@ class Evaluator:
             scored.add(_put(out, *waiting))
         return Sums(*out)
 
-    def _size(self, rows: int, width: int) -> int:
+    def _size(self, rows: int, width: int, parameters: int) -> int:
         """Return the rows of a batch, as many for each device; few where there are few rows."""
         lanes = len(self._devices)
         if self._wanted:
             return -(-self._wanted // lanes) * lanes
-        many = max(FEW, TOKENS // max(1, width - 1) // 8 * 8)
-        return lanes * (many if rows > 2 * lanes * FEW else FEW)
+        targets = TOKENS * LARGE // max(LARGE, parameters)
+        many = max(FEW if parameters <= LARGE else 1, targets // max(1, width - 1))
+        many = many // 8 * 8 or many
+        return lanes * (many if rows > 2 * lanes * FEW else min(FEW, many))
 
-    def _batches(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    def _batches(self, rows: np.ndarray, parameters: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield the numbers of the rows of each batch, and the width to which they are cut."""
         full, every = rows.shape[1], np.arange(len(rows))
         if not self._any_width or len(rows) < FEWEST_SORTED:
-            yield from ((part, full) for part in _cut(every, self._size(len(rows), full)))
+            size = self._size(len(rows), full, parameters)
+            yield from ((part, full) for part in _cut(every, size))
             return
         lengths = row_lengths(rows)
         ends = narrow_ends(lengths, full)
@@ -133,7 +139,8 @@ class Evaluator:
             own = every[(lengths > after) & (lengths <= end) if after else lengths <= end]
             # The longest first: every device has rows of about one length at a time.
             own = own[np.argsort(-lengths[own], kind="stable")]
-            yield from ((part, end) for part in _cut(own, self._size(len(rows), end)))
+            size = self._size(len(rows), end, parameters)
+            yield from ((part, end) for part in _cut(own, size))
 
     def _batch_of(self, rows: np.ndarray) -> Batch:
         tokens: Any = rows.astype(np.int32)
