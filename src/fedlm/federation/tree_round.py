@@ -343,10 +343,10 @@ def _take(
         from_root = config.compare == "root" and config.topology.depths[node] > 1
         down_bytes += (2 if from_root else 1) * config.cost(own)
         down_bytes += sum(config.cost(residual.values) for residual in residuals)
-        above, origin = _known(config, parent), _origin(config, state)
+        above, origin = _shown(config, parent), _origin(config, state)
         if config.models_at_home and config.topology.clients[node]:
             told = origin if config.compare == "root" else None  # or those that all began with
-            at_home = LeafStart(backbone, None, above, told, tuple(residuals))
+            at_home = LeafStart(backbone, None, dict(above), told, tuple(residuals))
         else:
             own, attention = attend(own, [above], origin, config.temperature, residuals)
     # The backbone is the parent's, which rests already: all children share it.
