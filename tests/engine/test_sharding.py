@@ -83,7 +83,7 @@ def test_what_was_divided_comes_back_whole():
     np.testing.assert_array_equal(places.on_first_lane(same), rows[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sorted(catalog.ARCHITECTURES))
 def test_a_divided_lane_equals_the_loop_for_every_architecture(name):
     params = model(name)
