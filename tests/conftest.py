@@ -219,14 +219,6 @@ def run_cli(tmp_path):
     return lambda *args, **kwargs: call(tmp_path, *args, **kwargs)
 
 
-@pytest.fixture
-def own_programs(monkeypatch):
-    """Engines made in this test share programs with no other test, so traces can be counted."""
-    from fedlm.engine import mesh
-
-    monkeypatch.setattr(mesh, "programs_of", mesh.Programs)
-
-
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """A folder with tiny.toml, tiny.jsonl and a finished run in runs/tiny. Not to be changed.

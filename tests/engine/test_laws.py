@@ -105,21 +105,20 @@ def test_mesh_equals_loop(optimizer, weight):
 
 def test_mesh_equals_loop_where_the_clients_rate_changes_over_rounds():
     rate = schedule("cosine", 1.0, rounds=8, warmup=2, end=0.1)
-    inner = client_optimizer("muon", 0.1)
+    inner = client_optimizer("sgd", 0.1)
     local = local_training(catalog.loss, inner, WEIGHTS["examples"], schedule=rate)
     chosen = dataclasses.replace(algorithm(), local=local)
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     moved = []
     for round in (0, 6):
         slow, fast = (total(e, model(), round) for e in (loop, mesh))
-        # Newton-Schulz steps lengthen what two orders of summing differ in.
-        assert_same(fast, slow, rtol=1e-3)
+        assert_same(fast, slow)
         moved.append(float(tree.norm(fast.delta)))
     assert mesh.traces <= 1, "a round's rate is data"
     assert moved[0] > 1.3 * moved[1] > 0, "0.5 of the rate in the first round, 0.33 in the seventh"
 
 
-def test_mesh_equals_loop_under_a_plan_whose_clip_binds(own_programs):
+def test_mesh_equals_loop_under_a_plan_whose_clip_binds():
     chosen, params = private(), model()
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     clip_norm = chosen.plan.clip_norm
@@ -130,7 +129,7 @@ def test_mesh_equals_loop_under_a_plan_whose_clip_binds(own_programs):
     for arrived in mesh.updates(Start(params, clip_norm), mesh.prepare(3, MEMBERS)):
         assert float(tree.norm(arrived.update.delta)) <= clip_norm
     tighter = total(mesh, params, 3, clip_norm=clip_norm / 2)
-    assert mesh.traces == 1, "a clip_norm is data, and another one no other program"
+    assert mesh.traces <= 1, "a clip_norm is data, and another one no other program"
     assert float(tree.norm(tighter.delta)) < float(tree.norm(fast.delta))
 
 
@@ -217,10 +216,10 @@ def test_updates_come_one_by_one_in_the_order_of_the_cohort():
     assert sums[1:3] == tuple(sum(arrived[i] for arrived in slow) for i in (2, 3))
 
 
-def test_members_may_begin_from_models_of_their_own(own_programs):
+def test_members_may_begin_from_models_of_their_own():
     """Each then does what it does alone; three members and two lanes leave one lane idle."""
-    chosen, few = algorithm("adam"), MEMBERS[:3]
-    loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
+    few = MEMBERS[:3]
+    loop, mesh = (E(algorithm("adam"), rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     models = [jax.tree.map(lambda x, k=k: (1 + 0.1 * k) * x, model()) for k in range(len(few))]
     starts = [Start(m) for m in models]
     slow, fast = (list(e.updates(starts, Cohort(2, few))) for e in (loop, mesh))
@@ -231,7 +230,7 @@ def test_members_may_begin_from_models_of_their_own(own_programs):
     sums = [e.total(starts, Cohort(2, few)) for e in (loop, mesh)]
     assert_same(sums[1].total, sums[0].total)
     assert sums[1][1:] == sums[0][1:]
-    assert mesh.traces == 1
+    assert mesh.traces <= 1
 
 
 @pytest.mark.sample(1)
@@ -242,11 +241,11 @@ def test_batches_packed_ahead_change_nothing(kind):
     assert eqx.tree_equal(*(engine.total(Start(model()), c).total for c in (ahead, later)))
 
 
-def test_cohorts_of_any_size_share_one_program(own_programs):
+def test_cohorts_of_any_size_share_one_program():
     engine = MeshEngine(algorithm(), rows_of, SHAPE, 7, capacity=8)
     for round, size in enumerate((1, 3, 5, 8, 2)):
         total(engine, model(), round, MEMBERS[:size])
-    assert engine.traces == 1
+    assert engine.traces <= 1, "none if another test has compiled it"
 
 
 def test_an_empty_cohort_sums_to_nothing():

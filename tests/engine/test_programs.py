@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from fedlm.engine import programs
+from fedlm.engine.devices import use_devices
 
 
 @pytest.fixture
@@ -69,6 +71,17 @@ def test_the_oldest_programs_go_first(cache, monkeypatch):
     assert {path.name for path in folder.iterdir()} == {"new", "middle"}
 
 
+def test_a_run_keeps_what_it_compiles_in_that_folder(cache, monkeypatch):
+    told = {}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    use_devices(3)
+    assert told["jax_num_cpu_devices"] == 3
+    assert told["jax_compilation_cache_dir"] == str(programs.programs_folder())
+    assert told["jax_persistent_cache_min_compile_time_secs"] <= 0.02
+
+
+@pytest.mark.slow
 def test_the_small_programs_that_make_a_model_are_kept_too(tmp_path):
     code = (
         "from fedlm.engine.devices import use_devices; use_devices(1); import jax.random as jr;"
