@@ -5,6 +5,9 @@
 The cohort is that of `benchmarks.peers`, the model CIFG at the Stack Overflow shape. A column is a
 place in a batch; each product of a step takes some of them, and some of those hold no target. The
 last line weighs products by their arithmetic.
+
+A second table counts, over the first 100 rounds of cohorts of several sizes, how many steps a lane
+could still take while it waits for the other one at the end of a round.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.peers.workload import PLANS, Plan, batched, cohort, store_for
-from fedlm.core.types import PAD
+from fedlm.cohort.packing import count_batches, spread
+from fedlm.cohort.sampling import draw, no_history
+from fedlm.core.keys import generator_for
+from fedlm.core.types import PAD, Sampling
+from fedlm.corpus.rows import ClientRows
+from fedlm.corpus.store import Store
 from fedlm.models import loss, recurrent
 from fedlm.models.packing import choices, pack
 
 
-def batches(plan: Plan, source: str) -> list[np.ndarray]:
+def batches(plan: Plan, store: Store) -> list[np.ndarray]:
     """All batches of a round."""
-    store = store_for(plan, source, Path(".fedlm/stores"))
     return [batch for member, rows in cohort(plan, store) for batch in batched(plan, member, rows)]
 
 
@@ -58,14 +65,33 @@ def computed(plan: Plan, rows: list[np.ndarray]) -> dict[str, tuple[int, float, 
     return {name: (int(n), real.sum() / n, work) for name, (n, work) in parts.items()}
 
 
+def waiting(plan: Plan, store: Store, size: int, lanes: int, rounds: int = 100) -> float:
+    """The part of all lanes' time in which one waits for the longest, in steps, over rounds."""
+    clients = store.training_clients
+    law = Sampling(law="fixed", population=len(clients), cohort=size)
+    rows = ClientRows(store=store, clients=clients, sequence_length=plan.length, layout="lines")
+    busy = whole = 0
+    for number in range(rounds):
+        rng = generator_for(plan.seed, "cohort", round=number)
+        members = draw(law, rng, number, no_history(law))
+        steps = [count_batches(len(rows.train(int(m))), plan.shape) for m in members]
+        chunks = spread(steps, lanes, sum(steps))
+        loads = [sum(s.last - s.first for s in lane) for lane in chunks[0]]
+        busy, whole = busy + sum(loads), whole + lanes * max(loads)
+    return 1 - busy / whole
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", required=True, help="a corpus, as in data.source")
     parser.add_argument("--workload", choices=PLANS, default="cifg-large")
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--cohorts", type=int, nargs="*", default=[4, 10, 20, 50, 100])
+    parser.add_argument("--lanes", type=int, default=2)
     asked = parser.parse_args()
     plan = replace(PLANS[asked.workload], batch=asked.batch)
-    parts = computed(plan, batches(plan, asked.source))
+    store = store_for(plan, asked.source, Path(".fedlm/stores"))
+    parts = computed(plan, batches(plan, store))
     print(f"{plan.members} clients, batches of {plan.batch} rows of up to {plan.length} tokens\n")
     print("| part | columns computed | without a target |\n|---|---|---|")
     for name, (columns, full, _) in parts.items():
@@ -73,6 +99,9 @@ def main() -> None:
     work = sum(columns * each for columns, _, each in parts.values())
     needed = sum(columns * full * each for columns, full, each in parts.values())
     print(f"| all products, by arithmetic | | {1 - needed / work:.1%} |")
+    print(f"\n| cohort | time in which one of {asked.lanes} lanes waits for another |\n|---|---|")
+    for size in asked.cohorts:
+        print(f"| {size} | {waiting(plan, store, size, asked.lanes):.1%} |")
 
 
 if __name__ == "__main__":
