@@ -11,6 +11,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,37 @@ def pytest_collection_modifyitems(items):
 def _place_in_the_draw(item):
     file, _, name = item.nodeid.partition("::")
     return hashlib.blake2b(f"{file} {name.partition('[')[2]}".encode()).digest()
+
+
+class WaitlessClock:
+    """A clock that moves on by what others sleep.
+
+    Nodes that a test calls in its own thread do nothing while it sleeps: waiting for a deadline or
+    for the next look takes no time, and is told like any other.
+    """
+
+    def __init__(self):
+        self.skipped = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.skipped
+
+    def sleep(self, seconds):
+        self.skipped += seconds
+
+
+WAITING = ["engine.dispatch", "engine.buffered", "engine.remote", "engine.secure_remote"]
+WAITING += ["deploy.registration"]
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits(request, monkeypatch):
+    """Let servers wait for nodes in no time, unless they are processes of their own."""
+    if not request.node.get_closest_marker("network"):
+        clock = WaitlessClock()
+        for name in WAITING:
+            if module := sys.modules.get(f"fedlm.{name}"):
+                monkeypatch.setattr(module, "time", clock)
 
 
 WORDS = ["the", "a", "cat", "dog", "sun", "moon", "sat", "ran", "saw", "on", "big", "red", "and"]

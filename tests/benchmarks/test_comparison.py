@@ -55,9 +55,9 @@ def small(tmp_path):
     ]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "base.toml").write_text(
-        '[data]\nsource = "text.jsonl"\nvocabulary = 40\nvalidation = 0.2\n'
+        '[data]\nsource = "text.jsonl"\nvocabulary = 40\nvalidation = 0.2\nsequence_length = 6\n'
         '[model]\nname = "cifg"\nembedding_size = 8\nhidden_size = 16\n'
-        "[run]\ntrackers = []\nbaselines = false\n"
+        "[client]\nbatch_size = 4\n[run]\ntrackers = []\nbaselines = false\n"
     )
     (tmp_path / "c.toml").write_text(
         """

@@ -89,7 +89,8 @@ def assign_members(
         if waited > quorum.deadline and len(hellos) >= least:
             say(f"without {missing}: the deadline of {quorum.deadline:g} s has passed")
             break
-        time.sleep(NAP)
+        if here < len(names):
+            time.sleep(NAP)
     return _number([(name, hellos[name]) for name in sorted(hellos)])
 
 
