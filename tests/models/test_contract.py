@@ -119,8 +119,8 @@ def _above_guessing(architecture, size):
     return float(np.asarray(nats).mean() - np.log(size.vocab))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["transformer", "conformer"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", [n for n, made in catalog.ARCHITECTURES.items() if made.attends])
 def test_a_fresh_model_can_begin_at_guessing(name):
     size = replace(catalog.NAMED[name].size, vocab=500, embedding_size=64, guessing=True)
     assert abs(_above_guessing(name, size)) < 0.1
@@ -128,9 +128,15 @@ def test_a_fresh_model_can_begin_at_guessing(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n for n, named in catalog.PUBLISHED.items() if named.size.vocab < 30_000]
-)
+@pytest.mark.parametrize("name", ["llama", "gpt-neox"])
+def test_so_can_a_wide_one_whose_head_is_its_own(name):
+    size = replace(catalog.NAMED[name].size, vocab=500, embedding_size=1024, tied=False)
+    assert abs(_above_guessing(name, replace(size, guessing=True))) < 0.1
+    assert _above_guessing(name, size) > 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(catalog.PUBLISHED))
 def test_a_fresh_model_of_a_published_size_begins_at_guessing(name):
     named = catalog.PUBLISHED[name]
     assert abs(_above_guessing(named.architecture, named.size)) < 0.1

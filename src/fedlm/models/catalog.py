@@ -65,7 +65,7 @@ class Dimensions:
     out_bias: bool = False  # of attention's second product, in Llama
     mlp_bias: bool = False
     tied: bool = True  # the embedding is the output matrix
-    guessing: bool = False  # a fresh Transformer or Conformer begins at the cost of guessing
+    guessing: bool = False  # a fresh decoder begins at the cost of guessing; others always do
     remat: bool = False  # a decoder computes its blocks again for their gradients
     dtype: str = "float32"  # of features and products in training; parameters are float32
 
@@ -80,7 +80,6 @@ class Architecture:
     make: Maker
     size: Dimensions = Dimensions()
     attends: bool = False  # it has heads, whose number must divide the embedding
-    can_guess: bool = False  # a fresh model can begin at the cost of guessing
 
 
 def from_cell(cell: Callable[[Dimensions], Cell]) -> Architecture:
@@ -120,13 +119,13 @@ def decoder(family: Callable[..., Params], *options: str, **fixed: Any) -> Archi
     """
 
     def make(size: Dimensions, key: PRNGKeyArray) -> Params:
-        read = {name: getattr(size, name) for name in ("layers", "heads", *options)}
+        read = {name: getattr(size, name) for name in ("layers", "heads", "guessing", *options)}
         made = family(
             size.vocab, size.embedding_size, size.hidden_size, **{**read, **fixed}, key=key
         )
         return replace(made, remat=size.remat, dtype=size.dtype)
 
-    return Architecture(make, SMALL_DECODER, attends=True, can_guess="guessing" in options)
+    return Architecture(make, SMALL_DECODER, attends=True)
 
 
 def invariant(family: Callable[..., Params], *options: str) -> Architecture:
@@ -146,9 +145,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lstm": from_cell(lambda size: Lstm(size.cell_layer_norm)),
     "cifg": from_cell(lambda size: Cifg(size.cell_layer_norm)),
     "si-cifg": from_cell(_si_cifg),
-    "transformer": decoder(transformer, *_PLACED, "activation", "guessing"),
+    "transformer": decoder(transformer, *_PLACED, "activation"),
     "si-transformer": invariant(transformer, *_PLACED),
-    "conformer": decoder(conformer, *_PLACED, "kernel_size", "guessing"),
+    "conformer": decoder(conformer, *_PLACED, "kernel_size"),
     "si-conformer": invariant(conformer, *_PLACED, "kernel_size"),
     "mpt": decoder(transformer, "activation", "norm_epsilon", positions="alibi", bias=False),
     "gpt2": decoder(transformer, "length", "activation", "norm_epsilon", positions="learned"),
@@ -174,7 +173,8 @@ def _named(architecture: str, published: Any = None, **size: Any) -> Named:
 
 _GBOARD = {"embedding_size": 96, "hidden_size": 670}
 _DECODER = {"vocab": 4000, "hidden_size": 2048, "heads": 8, "guessing": True}
-_MPT75 = {"embedding_size": 896, "hidden_size": 3584, "layers": 3, "heads": 16}
+_MPT75 = {"embedding_size": 896, "hidden_size": 3584, "layers": 3, "heads": 16, "guessing": True}
+_MPT12 = {"vocab": 50_368, "layers": 12, "heads": 12, "guessing": True}
 PUBLISHED: dict[str, Named] = {
     "gboard-cifg-10k": _named("cifg", "1.4M", vocab=10_000, **_GBOARD),
     "gboard-cifg-20k": _named("cifg", "2.4M", vocab=20_000, **_GBOARD),
@@ -185,13 +185,9 @@ PUBLISHED: dict[str, Named] = {
     "large-transformer": _named("transformer", "21.0M", embedding_size=512, layers=6, **_DECODER),
     "large-conformer": _named("conformer", "20.2M", embedding_size=512, layers=3, **_DECODER),
     "mpt-75m": _named("mpt", "75M", vocab=50_368, **_MPT75),
-    "mpt-125m": _named(
-        "mpt", "125M", vocab=50_368, embedding_size=768, hidden_size=3072, layers=12, heads=12
-    ),
+    "mpt-125m": _named("mpt", "125M", embedding_size=768, hidden_size=3072, **_MPT12),
     "mpt-250m": _named("mpt", "250M", vocab=250_112, **_MPT75),
-    "mpt-400m": _named(
-        "mpt", "400M", vocab=50_368, embedding_size=1536, hidden_size=6144, layers=12, heads=12
-    ),
+    "mpt-400m": _named("mpt", "400M", embedding_size=1536, hidden_size=6144, **_MPT12),
 }
 
 

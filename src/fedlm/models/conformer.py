@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedlm.core.types import PyTree
 from fedlm.models.attention import Attention, attention
-from fedlm.models.embedding import Positions, stem
+from fedlm.models.embedding import Positions, guesses_by_features, stem
 from fedlm.models.layers import (
     INVARIANT_FLOOR,
     Linear,
@@ -184,7 +184,8 @@ def conformer(
             k_convolution, embed, kernel_size, invariant=invariant, out_scale=out_scale
         )
         n0, n1, n2, n3 = (bare_norm() if invariant else norm(embed) for _ in range(4))
-        last = last_norm(embed) if guessing and number + 1 == layers else norm(embed)
+        short = guessing and guesses_by_features(positions, invariant) and number + 1 == layers
+        last = last_norm(embed) if short else norm(embed)
         end = None if invariant else last
         made.append(ConformerBlock((n0, n1, n2, n3), feeds[0], attend, mix, feeds[1], end))
     first = stem(

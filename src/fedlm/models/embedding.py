@@ -83,6 +83,11 @@ class Stem(eqx.Module):
         return x
 
 
+def guesses_by_features(positions: Positions, invariant: bool) -> bool:
+    """Return whether a fresh model that guesses has short features, or else short embeddings."""
+    return positions in ("sinusoidal", "learned") and not invariant
+
+
 def stem(
     key: PRNGKeyArray,
     vocab: int,
@@ -96,9 +101,14 @@ def stem(
     """Make a fresh stem, with embeddings of unit expected length.
 
     With `guessing` they have mean zero and are so short that a fresh model, whose output matrix
-    they are, guesses.
+    they are, guesses. Where positions are added they must be heard beside those, and the last norm
+    makes features short (`last_norm`); elsewhere the first norm makes them long again, and they
+    are short themselves.
     """
-    expected = embedding_length(embed, last_gain(embed) * embed**0.5) if guessing else 1.0
+    expected = 1.0
+    if guessing:
+        gain = last_gain(embed) if guesses_by_features(positions, invariant) else 1.0
+        expected = embedding_length(embed, gain * embed**0.5)
     k_embed, k_place, k_lift = jr.split(key, 3)
     places = None
     if positions == "learned":

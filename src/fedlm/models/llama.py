@@ -16,7 +16,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from fedlm.models.attention import attention
 from fedlm.models.embedding import stem
-from fedlm.models.layers import Linear, RmsNorm, Rotary, linear
+from fedlm.models.layers import Linear, RmsNorm, Rotary, linear, residual_scale
 from fedlm.models.packed_layout import Layout
 from fedlm.models.transformer import Block, Decoder, head
 
@@ -50,15 +50,19 @@ def llama(
     out_bias: bool = False,
     mlp_bias: bool = False,
     tied: bool = True,
+    guessing: bool = False,
 ) -> Decoder:
-    """Make a fresh decoder; without `key_heads` every query has keys of its own."""
+    """Make a fresh decoder; without `key_heads` every query has keys of its own.
+
+    `guessing` lets one begin at the cost of guessing.
+    """
     k_stem, *keys = jr.split(key, 1 + layers)
     rotary = Rotary(head_size or embed // heads, rope_theta, rope_scaling)
 
     def norm() -> RmsNorm:
         return RmsNorm(jnp.ones(embed), norm_epsilon)
 
-    made = []
+    made, out_scale = [], residual_scale(layers) if guessing else 1.0
     for k_block in keys:
         k_attention, k_gate, k_up, k_down = jr.split(k_block, 4)
         attend = attention(
@@ -70,12 +74,16 @@ def llama(
             key_heads=key_heads,
             head_size=head_size,
             rotary=rotary,
+            out_scale=out_scale,
         )
         feed = Gated(
             linear(k_gate, embed, units, bias=mlp_bias),
             linear(k_up, embed, units, bias=mlp_bias),
-            linear(k_down, units, embed, bias=mlp_bias),
+            linear(k_down, units, embed, bias=mlp_bias, scale=out_scale),
         )
         made.append(Block(norm(), attend, norm(), feed))
-    first = stem(k_stem, vocab, embed, positions="none", length=0, invariant=False)
-    return Decoder(first, tuple(made), norm(), head(k_stem, vocab, embed, tied=tied))
+    first = stem(
+        k_stem, vocab, embed, positions="none", length=0, invariant=False, guessing=guessing
+    )
+    out = head(k_stem, vocab, embed, tied=tied, guessing=guessing)
+    return Decoder(first, tuple(made), norm(), out)

@@ -27,8 +27,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.core.types import PyTree
 from fedlm.models.attention import Attention, attention
-from fedlm.models.embedding import Positions, Stem, stem
+from fedlm.models.embedding import Positions, Stem, guesses_by_features, stem
 from fedlm.models.layers import (
+    FIRST_LOGITS,
     PLAIN_FLOOR,
     Linear,
     Norm,
@@ -259,9 +260,13 @@ def _through_blocks(
     return jax.lax.scan(lambda x, block: (step(block, x), None), x, stacked)[0]
 
 
-def head(key: PRNGKeyArray, vocab: int, embed: int, *, tied: bool) -> Array | None:
-    """Make an output matrix whose first logits are near zero, or None for a tied one."""
-    return None if tied else 0.02 * jr.normal(jr.fold_in(key, 1), (vocab, embed))
+def head(key: PRNGKeyArray, vocab: int, embed: int, *, tied: bool, guessing: bool) -> Array | None:
+    """Make an output matrix whose first logits are near zero, or None for a tied one.
+
+    With `guessing` they stay so in wide models too.
+    """
+    scale = min(0.02, FIRST_LOGITS * embed**-0.5) if guessing else 0.02
+    return None if tied else scale * jr.normal(jr.fold_in(key, 1), (vocab, embed))
 
 
 def transformer(
@@ -286,7 +291,7 @@ def transformer(
     tied: bool = True,
     guessing: bool = False,
 ) -> Decoder:
-    """Make a fresh decoder; `guessing` lets one with a tied output matrix begin at guessing.
+    """Make a fresh decoder; `guessing` lets one begin at the cost of guessing.
 
     `bias=False` with ALiBi is the MPT style, learned positions are GPT-2's. GPT-NeoX turns a
     fraction of each head by rotary positions, in parallel blocks.
@@ -326,9 +331,10 @@ def transformer(
         guessing=guessing,
     )
     last = _norm(embed, bias, norm_epsilon, invariant)
-    if guessing and not invariant:
+    if guessing and guesses_by_features(positions, invariant):
         last = last_norm(embed, shift=bias, floor=norm_epsilon)
-    return Decoder(first, tuple(made), last, head(k_stem, vocab, embed, tied=tied))
+    out = head(k_stem, vocab, embed, tied=tied, guessing=guessing)
+    return Decoder(first, tuple(made), last, out)
 
 
 def _norm(embed: int, shift: bool, floor: float, invariant: bool) -> Norm:

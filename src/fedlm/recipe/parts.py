@@ -266,10 +266,10 @@ def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
         else "",
     )
     require(
-        not size.guessing or catalog.ARCHITECTURES[named.architecture].can_guess,
+        not size.guessing or catalog.ARCHITECTURES[named.architecture].attends,
         "model.guessing",
         size.guessing,
-        f"false with model.name = {model.name!r}: a transformer or a conformer can begin so",
+        f"nothing with model.name = {model.name!r}: a fresh recurrent model always begins so",
     )
     if catalog.ARCHITECTURES[named.architecture].attends:
         _check_heads(size)

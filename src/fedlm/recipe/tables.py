@@ -269,8 +269,8 @@ class Model(Table):
     )
     guessing: bool | None = Field(
         default=None,
-        description="Whether a fresh `transformer` or `conformer` begins at the cost of guessing. "
-        "Left out: those of published sizes do.",
+        description="Whether a fresh decoder begins at the cost of guessing, as recurrent models "
+        "do. Left out: those of published sizes do.",
     )
     cell_layer_norm: bool | None = Field(
         default=None, description="Whether a recurrent cell applies layer norm to each gate."
