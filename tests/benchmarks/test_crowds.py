@@ -52,7 +52,8 @@ def test_tables_are_made_of_kept_points_alone(tmp_path):
         cells.write(point.name, crowds.digest_of(point, NOISE), facts)
     said = crowds.tell(cells)
     line = next(line for line in said.splitlines() if line.startswith("| cifg | 622 |"))
-    crowd, stand_in, law = (float(cell.split(" ±")[0]) for cell in line.strip(" |").split(" | ")[5:8])
+    told = line.strip(" |").split(" | ")[5:8]
+    crowd, stand_in, law = (float(cell.split(" ±")[0]) for cell in told)
     assert (crowd, stand_in) == (187.8, 170.7) and law == pytest.approx(170.7, rel=0.01)
     assert said.count("| cifg | 1,000,000 |") == 1
     assert (tmp_path / "crowds.svg").read_text().startswith("<svg")
