@@ -99,11 +99,23 @@ def gradient_program(adapters, batch, layers=3):
     return jax.make_jaxpr(jax.grad(nats))(trained)
 
 
+def count_products(program):
+    """Products of a program, those of a function as often as it is called."""
+    inside = [
+        inner
+        for equation in program.eqns
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "jaxpr"))
+        if (inner := getattr(value, "jaxpr", value)) is not value or hasattr(value, "eqns")
+    ]
+    own = sum(equation.primitive.name == "dot_general" for equation in program.eqns)
+    return own + sum(map(count_products, inside))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("batch", [3, 16])
 def test_blocks_below_the_first_adapter_need_no_backward_pass(batch):
     def products(adapters):
-        return str(gradient_program(adapters, batch)).count("dot_general")
+        return count_products(gradient_program(adapters, batch).jaxpr)
 
     none = products(replace(SMALL, last_blocks=1))
     each = products(replace(SMALL, last_blocks=2)) - none
