@@ -105,6 +105,27 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
+# A process may map 65,530 parts of memory (vm.max_map_count). A compiled program takes up to
+# a few thousand, and with none left XLA ends the process by a signal when it compiles the next.
+MOST_MAPS = 40_000
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Let go of compiled programs before they fill the map of this process."""
+    elsewhere = nextitem is None or nextitem.path != item.path
+    if (elsewhere or item.get_closest_marker("slow")) and _maps() > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _maps():
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0  # no Linux: no such limit
+
+
 def pytest_sessionfinish():
     """Look through the garbage once: pytest does it five times for errors that were not raised."""
     gc.collect()

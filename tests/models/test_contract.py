@@ -80,7 +80,10 @@ def test_a_fresh_model_guesses(name, size):
 @every
 @pytest.mark.parametrize("batch", [3, 30])  # rows as they are, and packed
 def test_products_in_bfloat16_change_loss_and_gradient_little(name, size, batch):
-    """The loss by less than a hundredth, the direction of the gradient by less than a tenth."""
+    """The loss by less than a hundredth, the direction of the gradient by less than a tenth.
+
+    Scale-invariant ones by more, on some processors.
+    """
     tokens = rows(batch=batch, width=12)
     model, short = (fresh(name, replace(size, dtype=d)) for d in ("float32", "bfloat16"))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, (model, short))))
@@ -92,7 +95,9 @@ def test_products_in_bfloat16_change_loss_and_gradient_little(name, size, batch)
     one, two = (
         np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (grad, short_grad)
     )
-    assert one @ two > 0.995 * np.linalg.norm(one) * np.linalg.norm(two)
+    # A maximum, or a sum of few positive numbers, that divides a whole row amplifies rounding.
+    least = 0.9 if name.startswith("si-") else 0.995
+    assert one @ two > least * np.linalg.norm(one) * np.linalg.norm(two)
 
 
 @pytest.mark.sample(3)
@@ -125,6 +130,16 @@ def test_a_fresh_model_can_begin_at_guessing(name):
     size = replace(catalog.NAMED[name].size, vocab=500, embedding_size=64, guessing=True)
     assert abs(_above_guessing(name, size)) < 0.1
     assert _above_guessing(name, replace(size, guessing=False)) > 0.25
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+def test_no_type_of_a_fresh_model_is_weak(guessing):
+    """JAX would compile all programs of a run again, once a step has made such types strong."""
+    for name in catalog.ARCHITECTURES:
+        size = replace(SIZE, guessing=guessing and catalog.ARCHITECTURES[name].attends)
+        made = jax.eval_shape(lambda name=name, size=size: fresh(name, size))
+        weak = [path for path, leaf in tree.named_leaves(made).items() if leaf.weak_type]
+        assert not weak, (name, weak)
 
 
 @pytest.mark.slow

@@ -128,8 +128,9 @@ def last_norm(embed: int, *, shift: bool = True, floor: float = PLAIN_FLOOR) -> 
     begins with a constant. Norms take the mean away, so that no block sees that direction of the
     stream; in embeddings it serves as a bias of each word's logit.
     """
-    common = jnp.full(embed, COMMON_LENGTH * embed**-0.5) if shift else None
-    return Norm(jnp.full(embed, last_gain(embed)), common, floor)
+    # With a type of their own: what JAX calls weak types would have every program compiled twice.
+    common = jnp.full(embed, COMMON_LENGTH * embed**-0.5, float) if shift else None
+    return Norm(jnp.full(embed, last_gain(embed), float), common, floor)
 
 
 def last_gain(embed: int) -> float:
