@@ -13,7 +13,7 @@ from fedlm.core.errors import ConfigError
 from fedlm.methods.optimizers import SERVER_OPTIMIZERS
 from fedlm.recipe.build import open_store
 from fedlm.recipe.choices import OneOf
-from fedlm.recipe.settings import Recipe, dump, load, parse
+from fedlm.recipe.settings import RENAMED, RENAMED_VALUES, Recipe, dump, load, parse
 
 
 @pytest.fixture
@@ -98,6 +98,13 @@ def test_a_bad_choice_is_refused_with_the_choices_and_the_nearest(table, name, v
     assert said.endswith(hint) and ("Did you mean" in said) == bool(hint)
 
 
+def test_a_whole_number_is_a_float_where_a_setting_is_one():
+    made = parse({"client": {"learning_rate": 1}, "privacy": {"noise_multiplier": 2}})
+    assert repr(made.client.learning_rate) == "1.0" and repr(made.privacy.noise_multiplier) == "2.0"
+    assert "learning_rate = 1.0" in dump(made)
+    assert "expected number" in refusal({"client": {"learning_rate": 10**400}})
+
+
 def test_a_choice_that_is_no_string_is_refused_with_the_choices():
     assert refusal({"server": {"optimizer": 3}}).startswith(
         "server.optimizer = 3: expected 'fedavg'"
@@ -126,6 +133,23 @@ def settings_of(table, name):
 
 
 SETTINGS = dict(settings_of(Recipe, "recipe"))
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_refused_with_the_new_one(old):
+    table, _, key = old.rpartition(".")
+    assert f"recipe.{old}" not in SETTINGS and f"recipe.{table}.{RENAMED[old]}" in SETTINGS
+    top, _, inner = table.partition(".")
+    given = {key: 1} if not inner else {inner: [{"name": "a", key: 1}]}
+    assert refusal({top: given}) == f"[{table}] {key} is now called {RENAMED[old]!r}."
+
+
+def test_an_old_value_is_refused_with_the_new_one():
+    for setting, values in RENAMED_VALUES.items():
+        table, key = setting.split(".")
+        for old, new in values.items():
+            assert getattr(getattr(parse({table: {key: new}}), table), key) == new
+            assert refusal({table: {key: old}}) == f"{setting} = {old!r} is now called {new!r}."
 
 
 def test_every_setting_has_a_description():

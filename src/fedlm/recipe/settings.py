@@ -62,6 +62,8 @@ RENAMED = {
     "federation.node.share": "weight",
     "run.tensorboard": "trackers",
 }
+# The same for values of a setting.
+RENAMED_VALUES = {"server.sampling": {"separated": "spaced"}}
 
 
 def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
@@ -107,25 +109,16 @@ def _is_text(text: str) -> bool:
 def parse(tables: JsonObject) -> Recipe:
     """Convert tables to a recipe, or raise `ConfigError` about the first mistake."""
     try:
-        return Recipe.model_validate(_floats(tables))
+        return Recipe.model_validate({name: _tuples(table) for name, table in tables.items()})
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors()[0])) from None
 
 
-def _floats(tables: JsonObject) -> JsonObject:
-    """Convert integers to floats where a setting is a float, and lists to tuples.
-
-    TOML tells 1 from 1.0; a person who writes `rate = 1` means 1.0.
-    """
-    out: JsonObject = {}
-    for name, table in tables.items():
-        field = Recipe.model_fields.get(name)
-        if field is None or not isinstance(table, dict):
-            out[name] = table
-            continue
-        known = _fields(name)
-        out[name] = {k: _as_declared(known.get(k), v) for k, v in table.items()}
-    return out
+def _tuples(table: Any) -> Any:
+    """Convert the lists of a table to tuples, which settings are: a recipe is frozen."""
+    if not isinstance(table, dict):
+        return table
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
 def _fields(table: str) -> JsonObject:
@@ -133,14 +126,6 @@ def _fields(table: str) -> JsonObject:
     kind = Recipe.model_fields[table].annotation
     options = [k for k in typing.get_args(kind) if k is not type(None)]
     return dict((options[0] if options else kind).model_fields)  # type: ignore[union-attr]
-
-
-def _as_declared(field: Any, value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    if field is not None and type(value) is int and field.annotation in (float, float | None):
-        return float(value)
-    return value
 
 
 def _sentence(error: Any) -> str:
@@ -160,7 +145,10 @@ def _sentence(error: Any) -> str:
     wanted = "a list" if error["type"] == "tuple_type" else wanted
     value = error["input"]
     hint = ""
+    setting = ".".join(place[:2])
     if error["type"] == "literal_error" and isinstance(value, str):
+        if value in RENAMED_VALUES.get(setting, {}):
+            return f"{setting} = {value!r} is now called {RENAMED_VALUES[setting][value]!r}."
         options = [o.strip(" '") for o in wanted.replace(" or ", ", ").split(",")]
         near = nearest(value, options)
         hint = f" {near}" if near.startswith("Did") else ""
@@ -169,7 +157,7 @@ def _sentence(error: Any) -> str:
         wanted, hint = "text that is not empty", " Leave the setting out to have none."
     if error["type"] == "string_pattern_mismatch":
         wanted = f"text of the form {error['ctx']['pattern']}"
-    return f"{'.'.join(place[:2])} = {shown(value)}: expected {wanted}.{hint}"
+    return f"{setting} = {shown(value)}: expected {wanted}.{hint}"
 
 
 def _relative_to(recipe: Recipe, folder: Path) -> Recipe:
