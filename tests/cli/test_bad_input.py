@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
     [
         ("server.round=5", ("[server] has no setting 'round'", "'rounds'")),
         ("sever.rounds=5", ("there is no table [sever]", "'server'")),
-        ("client.learning_rate=-1", ("client.learning_rate = -1.0: expected greater than 0",)),
+        ("client.learning_rate=-1", ("client.learning_rate = -1: expected greater than 0",)),
         ("model.name=gpt9", ("model.name = 'gpt9': expected 'lstm', 'cifg'",)),
         ("rounds=5", ("expected table.key=value",)),
         ("server.cohort=19", ("server.cohort = 19", "the 18 training clients")),
@@ -80,7 +80,7 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
             ("privacy.noise_multiplier = 1.0", "privacy.mechanism beside it"),
         ),
         (("wire.upload=uniform8",), ("wire.upload = 'uniform8': no such codec", "'uniform'")),
-        (("wire.upload=uniform-17",), ("wire.bits = 17: expected 1 to 16",)),
+        (("wire.upload=uniform-17",), ("wire.upload = 'uniform-17': bits = 17: expected 1 to 16",)),
         (("wire.download=topk-x",), ("wire.download = 'topk-x': expected a name like",)),
         (("wire.trainable=member",), ("wire.trainable_fraction = 1.0: expected below 1 with",)),
         (
@@ -111,7 +111,7 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         (("privacy.canaries=5",), ("privacy.canaries = 5", "privacy.mechanism beside it")),
         (APART, ("privacy.min_separation = 3", "privacy.mechanism beside it")),
         (APART[:2], ("server.sampling = 'spaced'", "privacy.mechanism and")),
-        ((*TREE, "privacy.clip_norm=0"), ("privacy.clip_norm = 0.0: expected greater than 0",)),
+        ((*TREE, "privacy.clip_norm=0"), ("privacy.clip_norm = 0: expected greater than 0",)),
         ((*TREE, "privacy.clip_norm=inf"), ("privacy.clip_norm = inf: expected a finite number",)),
         (
             (*TREE, "privacy.noise_multiplier=-1"),

@@ -291,13 +291,13 @@ def test_every_name_makes_a_codec_and_is_tested():
     [
         ("unifrm", {}, "Did you mean 'uniform'"),
         ("uniform", {"bit": 3}, "Did you mean 'bits'"),
-        ("uniform", {"bits": 17}, "wire.bits = 17: expected 1 to 16"),
-        ("uniform", {"block": 1}, "wire.block"),
-        ("ternary", {"clip": 0}, "wire.clip"),
+        ("uniform", {"bits": 17}, "bits = 17: expected 1 to 16"),
+        ("uniform", {"block": 1}, "block = 1"),
+        ("ternary", {"clip": 0}, "clip = 0"),
         ("drive", {"block": 100}, "a power of two"),
-        ("drive", {"scale": "best"}, "wire.scale"),
-        ("topk", {"share": 0}, "wire.trainable_fraction"),
-        ("topk", {"values": "int8"}, "wire.values"),
+        ("drive", {"scale": "best"}, "scale = 'best'"),
+        ("topk", {"share": 0}, "share = 0"),
+        ("topk", {"values": "int8"}, "values = 'int8'"),
     ],
 )
 def test_a_wrong_setting_is_named(name, options, text):

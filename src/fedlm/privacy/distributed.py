@@ -78,7 +78,8 @@ class DistributedNoise:
             "noise variance",
             self.variance,
             f"a whole number of squared steps from 1 to {MOST_VARIANCE}",
-            "Fewer wire.bits make steps longer and this number smaller; more make it larger.",
+            "Fewer bits of the codec wire.upload make steps longer and this number smaller; more "
+            "make it larger.",
         )
 
     @property

@@ -67,12 +67,12 @@ def codec(name: str, *, deflate: bool = False, **options: Any) -> Codec:
     ('uniform-4', 'ternary-2.5+zlib')
     """
     if name not in CODECS:
-        raise ConfigError(f"wire.codec = {name!r}: no such codec. {nearest(name, CODECS)}")
+        raise ConfigError(f"there is no codec {name!r}. {nearest(name, CODECS)}")
     known = list(inspect.signature(CODECS[name].make).parameters)
     for option in options:
         if option not in known:
             hint = nearest(option, [*known, "deflate"])
-            raise ConfigError(f"wire.{option}: {name!r} has no such option. {hint}")
+            raise ConfigError(f"the codec {name!r} has no option {option!r}. {hint}")
     return _made(CODECS[name].make, tuple(sorted(options.items())), deflate)
 
 
@@ -101,7 +101,10 @@ def named(setting: str, text: str) -> Codec:
             f"{setting} = {text!r}: expected a name like {', '.join(examples)}, with '+zlib' "
             "behind it to deflate."
         )
-    return codec(family, deflate=bool(plus), **parsed)
+    try:
+        return codec(family, deflate=bool(plus), **parsed)
+    except ConfigError as error:  # it names the option, which is a part of the codec's name
+        raise ConfigError(f"{setting} = {text!r}: {error}") from None
 
 
 def _options(family: str, rest: list[str]) -> dict[str, Any] | None:

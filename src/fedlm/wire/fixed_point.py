@@ -66,23 +66,23 @@ class FixedPoint:
     reserve: int = 0
 
     def __post_init__(self) -> None:
-        require(2 <= self.bits <= 64, "wire.bits", self.bits, "2 to 64")
+        require(2 <= self.bits <= 64, "bits", self.bits, "2 to 64")
         require(
             1e-9 <= self.clip <= 1e9,
-            "wire.clip",
+            "clip",
             self.clip,
             "the largest magnitude of a value, from 1e-9 to 1e9",
             "With a privacy plan it is privacy.clip_norm.",
         )
-        require(self.members >= 1, "wire.members", self.members, "at least one update per sum")
-        require(self.reserve >= 0, "wire.reserve", self.reserve, "zero or a number of steps")
+        require(self.members >= 1, "members", self.members, "at least one update per sum")
+        require(self.reserve >= 0, "reserve", self.reserve, "zero or a number of steps")
         wanted = math.ceil(math.log2(self.members + self.reserve + 1)) + 1
         require(
             self.most >= 1,
-            "wire.bits",
+            "bits",
             self.bits,
             f"at least {wanted}, because a sum of {self.members} updates could overflow",
-            "Raise wire.bits, or lower the members of a round or their noise.",
+            "Give the codec more bits, or lower the members of a round or their noise.",
         )
 
     @property
@@ -182,7 +182,7 @@ def secure(bits: int = 20, clip: float = 1.0, members: int = 100) -> Codec:
 
     A value beyond `clip` is cut to it.
     """
-    require(2 <= bits <= 32, "wire.bits", bits, "2 to 32")
+    require(2 <= bits <= 32, "bits", bits, "2 to 32")
     grid = FixedPoint(bits=bits, clip=float(clip), members=members)
     bound = np.format_float_positional(clip, trim="-")
     made = per_leaf(

@@ -54,8 +54,8 @@ class Grid(NamedTuple):
 
 def uniform(bits: int = 8, block: int | None = None) -> Codec:
     """Make a codec of `bits` per value and eight bytes per block (None: a tensor is one block)."""
-    require(1 <= bits <= 16, "wire.bits", bits, "1 to 16")
-    require(block is None or block >= 2, "wire.block", block, "at least 2, or nothing")
+    require(1 <= bits <= 16, "bits", bits, "1 to 16")
+    require(block is None or block >= 2, "block", block, "at least 2, or nothing")
     return per_leaf(
         LeafScheme(
             name=f"uniform-{bits}" + (f"-block{block}" if block else ""),

@@ -64,9 +64,9 @@ class Rotated(NamedTuple):
 
 def drive(scale: Scale = "mse", block: int = 4096) -> Codec:
     """Make a codec of one bit per value and four bytes per block of at most `block` values."""
-    require(scale in ("mse", "unbiased"), "wire.scale", scale, "'mse' or 'unbiased'")
+    require(scale in ("mse", "unbiased"), "scale", scale, "'mse' or 'unbiased'")
     ok = 2 <= block <= 2**16 and block & (block - 1) == 0
-    require(ok, "wire.block", block, "a power of two from 2 to 65536")
+    require(ok, "block", block, "a power of two from 2 to 65536")
     return codec_of(
         Scheme(
             name=f"drive-{scale}-{block}",

@@ -39,7 +39,7 @@ class Trits(NamedTuple):
 def ternary(clip: float = 2.5) -> Codec:
     """Make a codec of 1.6 bits per value and four bytes per tensor; `clip` is in sigmas."""
     clip = float(clip)
-    require(1 <= clip <= 100, "wire.clip", clip, "1 to 100 sigmas")
+    require(1 <= clip <= 100, "clip", clip, "1 to 100 sigmas")
     return per_leaf(
         LeafScheme(
             name=f"ternary-{clip!r}",

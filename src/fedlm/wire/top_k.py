@@ -51,8 +51,8 @@ def topk(share: float = 0.01, values: Values = "float32") -> Codec:
     A place takes about 2 + log2(1 / share) bits.
     """
     share = float(share)
-    require(0 < share <= 1, "wire.trainable_fraction", share, "more than 0 and at most 1")
-    require(values in ("float32", "float16"), "wire.values", values, "'float32' or 'float16'")
+    require(0 < share <= 1, "share", share, "more than 0 and at most 1")
+    require(values in ("float32", "float16"), "values", values, "'float32' or 'float16'")
     return per_leaf(
         LeafScheme(
             name=f"topk-{share!r}-{values}",
