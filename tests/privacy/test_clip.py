@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import Total, Update
 from fedlm.privacy.catalog import MECHANISMS, check_plan
-from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, Limit, clip, next_limit
+from fedlm.privacy.clip import LARGEST, LONGEST, SHORTEST, ClipState, clip, next_clip_state
 from fedlm.privacy.sensitivity import of_tree
 from tests.oracle import sensitivity_of_matrix
 from tests.privacy.plans import APART, BLT, plan, strategy, tree_strategy
@@ -95,7 +95,7 @@ def total(unclipped, members):
     return Total({"w": jnp.zeros(2)}, *rest, jnp.float32(unclipped), jnp.float32(members))
 
 
-step = jax.jit(next_limit, static_argnums=0)
+step = jax.jit(next_clip_state, static_argnums=0)
 
 
 def moved(unclipped, members):
@@ -105,7 +105,7 @@ def moved(unclipped, members):
 
 
 def start(clip_norm=1.0):
-    return Limit(jnp.float32(clip_norm), jnp.float32(math.nan), jnp.float32(0))
+    return ClipState(jnp.float32(clip_norm), jnp.float32(math.nan), jnp.float32(0))
 
 
 def test_the_limit_goes_towards_the_quantile():
@@ -253,7 +253,7 @@ def test_a_limit_stands_still_until_the_noise_restarts():
     limits, shares = [start()], []
     for r, unclipped in enumerate((10, 10, 4, 0, 0, 0)):
         key = cipher_key_for(0, "noise", round=r)
-        limits.append(next_limit(chosen, jnp.int32(r), limits[-1], total(unclipped, 10), key))
+        limits.append(next_clip_state(chosen, jnp.int32(r), limits[-1], total(unclipped, 10), key))
         shares.append(float(limits[-1].unclipped))
     assert np.isnan(shares[:2]).all() and shares[2:] == pytest.approx([0.8, 0.8, 0.8, 0.0])
     wanted = [0, 0, 0, -0.06, -0.06, -0.06, 0.04]

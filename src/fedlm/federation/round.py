@@ -48,7 +48,7 @@ from fedlm.core.types import (
 from fedlm.federation.algorithm import Algorithm, ServerHalf, on_base, round_key, update_like
 from fedlm.federation.member import ClientState, add_member
 from fedlm.privacy.catalog import MECHANISMS
-from fedlm.privacy.clip import Limit, clip, next_limit
+from fedlm.privacy.clip import ClipState, clip, next_clip_state
 from fedlm.privacy.ledger import digest_of
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.release import release
@@ -288,7 +288,7 @@ def _server_step(
     keys: tuple[CipherKey, PRNGKeyArray],
 ) -> NodeState:
     memory = state.noise_memory
-    limit = Limit(state.clip_norm, state.unclipped, state.counted)
+    clip_state = ClipState(state.clip_norm, state.unclipped, state.counted)
     key, shared = keys
 
     def whole(delta: PyTree) -> PyTree:
@@ -299,18 +299,18 @@ def _server_step(
     else:
         first = half.expands_first
         delta = whole(total.delta) if first else total.delta
-        noisy, memory = half.noise.add(delta, memory, key, limit.clip_norm)
+        noisy, memory = half.noise.add(delta, memory, key, clip_state.clip_norm)
         mean_of = over(noisy, half.denominator)
         change = mean_of if first else whole(mean_of)
         if half.adaptive is not None:
-            limit = next_limit(half.adaptive, state.round, limit, total, key)
+            clip_state = next_clip_state(half.adaptive, state.round, clip_state, total, key)
     params, server_memory = half.server.step(state.params, state.server_memory, change)
     return NodeState(
         params,
         server_memory,
         memory,
         state.history,
-        *limit,
+        *clip_state,
         state.secret,
         state.round + 1,
     )

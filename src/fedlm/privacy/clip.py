@@ -91,7 +91,7 @@ def clip(update: Update, clip_norm: Scalar) -> Update:
     )
 
 
-class Limit(NamedTuple):
+class ClipState(NamedTuple):
     """The clip norm of the next round, and what an adaptive one remembers."""
 
     clip_norm: Scalar
@@ -99,10 +99,10 @@ class Limit(NamedTuple):
     counted: Scalar  # the exact centred count since then, which nobody may see
 
 
-def next_limit(
-    plan: PrivacyPlan, round: Int[Array, ""], before: Limit, total: Total, key: CipherKey
-) -> Limit:
-    """Return the limit after a round; it moves in every round, or where the noise restarts."""
+def next_clip_state(
+    plan: PrivacyPlan, round: Int[Array, ""], before: ClipState, total: Total, key: CipherKey
+) -> ClipState:
+    """Return the clip norm after a round; it moves every `plan.clip_every` rounds."""
     every = plan.clip_every
     counted = before.counted + total.unclipped - total.members / 2
     noisy = counted
@@ -111,6 +111,6 @@ def next_limit(
         noisy = add_on_grid(counted, standard_normal(own, counted), plan.clip_noise, 1.0, own)
     share = jnp.clip(0.5 + noisy / (plan.denominator * every), 0.0, 1.0)
     moved = before.clip_norm * jnp.exp(-plan.clip_rate * (share - plan.clip_quantile))
-    after = Limit(jnp.clip(moved, SHORTEST, LONGEST), share, jnp.zeros_like(counted))
+    after = ClipState(jnp.clip(moved, SHORTEST, LONGEST), share, jnp.zeros_like(counted))
     stays = before._replace(counted=counted)
     return after if every == 1 else tree.where((round + 1) % every == 0, after, stays)
