@@ -63,7 +63,7 @@ def test_no_noise_is_no_privacy(run_cli):
         (("--rounds", 0), ("server.rounds = 0",)),
         (("--cohort", 10, "--population", 100), ("privacy.min_separation = 313", "at most 9")),
         (("--mechanism", "blt", "--buffers", 0), ("privacy.buffers = 0",)),
-        (("--clip", -1), ("privacy.clip_norm = -1.0",)),
+        (("--clip-norm", -1), ("privacy.clip_norm = -1.0",)),
         (("--noise-multiplier", -1), ("privacy.noise_multiplier = -1.0",)),
         (("--min-separation", -5), ("privacy.min_separation = -5",)),
         (("--sampling", "poisson"), ("privacy.mechanism = 'tree': expected gaussian",)),

@@ -46,7 +46,7 @@ class PlanOptions:
     delta: Annotated[
         float | None, typer.Option("--delta", help="Well below one in the clients.")
     ] = None
-    cohort: Annotated[int | None, typer.Option("--cohort", help="Clients a round.")] = None
+    cohort: Annotated[int | None, typer.Option("--cohort", help="Clients per round.")] = None
     population: Annotated[int | None, typer.Option("--population", help="Clients there are.")] = (
         None
     )
@@ -64,8 +64,8 @@ class PlanOptions:
             "--max-participations", help="Turns of a client; 0: as the separation has it."
         ),
     ] = 0
-    clip: Annotated[
-        float, typer.Option("--clip", help="L2 bound of an update; epsilon is free of it.")
+    clip_norm: Annotated[
+        float, typer.Option("--clip-norm", help="L2 bound of an update; epsilon is free of it.")
     ] = 1.0
     bands: Annotated[
         int,
@@ -102,7 +102,7 @@ class PlanOptions:
             rounds=rounds,
             delta=given("--delta", self.delta),
             noise_multiplier=noise_multiplier,
-            clip_norm=self.clip,
+            clip_norm=self.clip_norm,
             bands=self.bands,
             buffers=self.buffers,
             honest_nodes=self.honest_nodes,

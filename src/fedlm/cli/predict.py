@@ -24,7 +24,7 @@ from fedlm.record.directory import RunDirectory
 
 def predict(
     run: Annotated[Path, typer.Argument(help="A run directory, or a Hugging Face folder.")],
-    text: Annotated[str | None, typer.Argument(help="A prompt; without it, one a line.")] = None,
+    text: Annotated[str | None, typer.Argument(help="A prompt; without it, one per line.")] = None,
     count: Annotated[int, typer.Option(min=1, max=100, help="How many next words.")] = 5,
     length: Annotated[
         int, typer.Option(min=0, max=10_000, help="Also go on for so many tokens.")

@@ -71,7 +71,7 @@ def prepare(
         str | None, typer.Option(help="The field or column with groups; groups by default.")
     ] = None,
     clients: Annotated[int | None, typer.Option(help="How many, of a synthetic source.")] = None,
-    groups: Annotated[str, typer.Option(help="Groups a level of a synthetic source: 8,50.")] = "",
+    groups: Annotated[str, typer.Option(help="Groups per level of a synthetic source: 8,50.")] = "",
     like: Annotated[
         Path | None,
         typer.Option(

@@ -89,7 +89,8 @@ def pretrain(
     """Train the model of RECIPE on pooled public text, to start a federation from.
 
     A round is client.max_steps steps of client.optimizer on batches drawn from all text;
-    server.schedule, warmup and end shape client.learning_rate. Then set model.init_from to the run.
+    server.schedule, warmup_rounds and final_fraction shape client.learning_rate. Then set
+    model.init_from to the run.
 
     Example: fedlm pretrain recipes/irc-pretrain.toml --out runs/public
     """

@@ -19,7 +19,7 @@ from fedlm.deploy.flower.parcels import COUNT, Entry, read_table, table_size
 
 LARGEST_REQUEST = 48 << 20
 PART_SECONDS = 30.0  # until the next part of a body is there
-SLOWEST = 16 << 10  # bytes a second, over a whole body
+SLOWEST = 16 << 10  # bytes per second, over a whole body
 SHORT = 1 << 16  # bytes that are hashed at once, without another thread
 
 

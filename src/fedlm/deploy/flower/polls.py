@@ -9,8 +9,8 @@ Promise:  no message that comes during a poll waits for the next one; a node tha
 Not here: who may poll (`superlink.py`), how often nodes do (`supernode.py`).
 
 Flower answers `pull-messages` at once, so a node that naps between two polls adds its nap to every
-exchange, and secure sums have five exchanges a round. Written for flwr 1.41; can go once the fleet
-interface waits by itself.
+exchange, and secure sums have five exchanges per round. Written for flwr 1.41; can go once the
+fleet interface waits by itself.
 """
 
 from __future__ import annotations
