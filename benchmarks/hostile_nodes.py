@@ -53,8 +53,8 @@ from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.processes import Child, children, follow_parent, free_port, wait_for_port
 from fedlm.deploy.registration import assign_members
+from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.tables import write_table
-from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.dispatch import Presence, Quorum
 from fedlm.engine.messages import TRAIN_REQUEST, Payload, TrainReply, TrainRequest
 from fedlm.recipe.build import flat_run
@@ -374,7 +374,7 @@ class MeasuredHere:
             out,
             transport=transport,
             quorum=quorum,
-            on_stats=lambda tally: server_app.record_nodes(directory, tally, None, 0, say),
+            on_stats=lambda stats: server_app.record_nodes(directory, stats, None, 0, say),
         )
         summary, error = None, ""
         try:
@@ -439,16 +439,16 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
 
 def told(out: Path) -> dict[str, Any]:
     """Return what a run recorded of its nodes."""
-    tallies = rounds_of(out)
+    rounds = rounds_of(out)
     unused: Counter[tuple[str, str]] = Counter()  # by node and why
     aside: set[str] = set()
-    for tally in tallies:
+    for stats in rounds:
         for why in ("garbage", "refused", "late"):
-            unused.update((node, why) for node in tally[why])
-        aside |= set(tally["put_aside"])
+            unused.update((node, why) for node in stats[why])
+        aside |= set(stats["put_aside"])
     return {
-        "rounds": len(tallies),
-        "answered": statistics.mean(len(tally["answered"]) for tally in tallies[1:] or tallies),
+        "rounds": len(rounds),
+        "answered": statistics.mean(len(stats["answered"]) for stats in rounds[1:] or rounds),
         "unused": unused,
         "aside": aside,
     }

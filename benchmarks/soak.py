@@ -41,8 +41,8 @@ from fedlm.corpus.shard import deal
 from fedlm.corpus.tokenizer_file import write_tokenizer
 from fedlm.deploy import workspace
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
+from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.server_app import RUN_ID
-from fedlm.deploy.tallies import rounds_of
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import open_store
 from fedlm.recipe.settings import parse
@@ -83,7 +83,7 @@ def round_faults(entries: Iterable[Mapping[str, Any]], rounds: int, what: str) -
 
 
 def answer_faults(
-    tallies: Iterable[Mapping[str, Any]],
+    rounds: Iterable[Mapping[str, Any]],
     ledgers: Mapping[str, Iterable[Mapping[str, Any]]],
     run: str,
     *,
@@ -96,10 +96,10 @@ def answer_faults(
             if entry["kind"] == "answer" and entry["run"] == run:
                 asked[name].setdefault(entry["round"], set()).add(entry["question"])
     faults = [
-        f"round {tally['round']}: {name} counted, and its ledger has no answer"
-        for tally in tallies
-        for name in tally["answered"]
-        if tally["round"] not in asked[name]
+        f"round {stats['round']}: {name} counted, and its ledger has no answer"
+        for stats in rounds
+        for name in stats["answered"]
+        if stats["round"] not in asked[name]
     ]
     for name, rounds in asked.items() if private else ():
         several = [number for number, questions in rounds.items() if len(questions) > 1]
@@ -411,8 +411,8 @@ class Killer:
                 continue
             if role in NODES and federation.run == run:
                 done = any(
-                    role in tally["answered"] and tally["round"] > number
-                    for tally in _tallies(federation.out)[-3:]
+                    role in stats["answered"] and stats["round"] > number
+                    for stats in _round_stats(federation.out)[-3:]
                 )
             else:
                 done = federation.run != run or federation.rounds() > number
@@ -423,7 +423,7 @@ class Killer:
                 self.log.say(f"{role} is back after {took:.0f} s")
 
 
-def _tallies(run: Path) -> list[Facts]:
+def _round_stats(run: Path) -> list[Facts]:
     try:
         return rounds_of(run)
     except Exception:  # the run has not begun
@@ -546,9 +546,9 @@ def run_faults(
     if private:
         faults += round_faults(lines_of(directory.ledger), rounds, "ledger")
     run = (directory.path / RUN_ID).read_text(encoding="ascii").strip()
-    tallies = [t for t in rounds_of(directory.path) if t["round"] < rounds]
-    faults += round_faults([{**t, "kind": "round"} for t in tallies], rounds, "nodes")
-    faults += answer_faults(tallies, ledgers, run, private=private)
+    stats = [t for t in rounds_of(directory.path) if t["round"] < rounds]
+    faults += round_faults([{**t, "kind": "round"} for t in stats], rounds, "nodes")
+    faults += answer_faults(stats, ledgers, run, private=private)
     if not whole:
         return faults
     figures = [e["perplexity"] for e in entries if e["kind"] == "round" and "perplexity" in e]

@@ -47,8 +47,8 @@ from fedlm.deploy.guard import parse_recipe
 from fedlm.deploy.node_ledger import NodeLedger, ToldFigures
 from fedlm.deploy.policy import POLICY, load_policy
 from fedlm.deploy.replies import Answers, Replies
+from fedlm.deploy.round_stats import read_rounds
 from fedlm.deploy.tables import read_table, write_table
-from fedlm.deploy.tallies import read_rounds
 from fedlm.deploy.versions import older_recipe
 from fedlm.deploy.word_counts import read_words
 from fedlm.deploy.workspace import KitSettings, WorkspaceSettings
@@ -374,7 +374,7 @@ def live_page() -> Target:
         board = Board(files.path)
         json.dumps([board.rows(), board.details("run"), board.sweeps()])
 
-    return Target(read, [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(HEADER, TALLIES)])
+    return Target(read, [_lines(HEADER, {**FLAT, **NODES}, FINAL), _lines(HEADER, ROUND_STATS)])
 
 
 def run_status() -> Target:
@@ -479,7 +479,14 @@ def federation_file() -> Target:
 
 
 SEATS = [{"name": "north", "first": 0, "clients": 3, "text": "ab", "leaves": [["a", 3]]}]
-TALLIES = {"round": 0, "answered": ["north"], "late": [], "away": [], "refused": [], "garbage": []}
+ROUND_STATS = {
+    "round": 0,
+    "answered": ["north"],
+    "late": [],
+    "away": [],
+    "refused": [],
+    "garbage": [],
+}
 
 
 def request_recipe() -> Target:
@@ -1087,7 +1094,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "federation-file": federation_file,
     "seats": file_target("seats.json", registration.load_assignments, [json.dumps(SEATS).encode()]),
     "counters": file_target("counters.json", Counters, [b'{"north": 3}']),
-    "rounds": file_target("rounds.jsonl", read_rounds, [_lines(TALLIES, TALLIES)]),
+    "rounds": file_target("rounds.jsonl", read_rounds, [_lines(ROUND_STATS, ROUND_STATS)]),
     "request-recipe": request_recipe,
     "messages": messages,
     "evaluation-messages": evaluation_messages,

@@ -41,14 +41,14 @@ def answer(number, question="q", run="r"):
 
 
 def test_a_node_that_counted_has_the_round_in_its_ledger():
-    tallies = [{"round": 0, "answered": ["north"]}, {"round": 1, "answered": ["north"]}]
+    stats = [{"round": 0, "answered": ["north"]}, {"round": 1, "answered": ["north"]}]
     whole = {"north": [{"kind": "begin"}, answer(0), answer(1)]}
-    assert answer_faults(tallies, whole, "r", private=True) == []
+    assert answer_faults(stats, whole, "r", private=True) == []
     short = {"north": [answer(0), answer(1, run="another")]}
-    assert "round 1" in answer_faults(tallies, short, "r", private=False)[0]
+    assert "round 1" in answer_faults(stats, short, "r", private=False)[0]
     twice = {"north": [answer(0), answer(1), answer(1, "another")]}
-    assert answer_faults(tallies, twice, "r", private=False) == []
-    assert "twice" in answer_faults(tallies, twice, "r", private=True)[0]
+    assert answer_faults(stats, twice, "r", private=False) == []
+    assert "twice" in answer_faults(stats, twice, "r", private=True)[0]
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])

@@ -96,7 +96,7 @@ class Federation:
             quorum=Quorum(quorum=1.0, deadline=deadline),
             run_id=RUN,
             say=(lambda text: None) if said is None else said.append,
-            on_stats=(lambda tally: None) if stats is None else stats.append,
+            on_stats=(lambda _: None) if stats is None else stats.append,
             secure_members=self.members,
         )
 

@@ -77,7 +77,7 @@ def test_a_node_with_another_base_or_none_refuses_by_name(whole, folder, tmp_pat
     over = deployed(whole, LocalTransport(made), assignments, on_stats=said.append)
     with pytest.raises(EngineError):
         round_of(over, whole.round.init(whole.start()))
-    refused = {k: v for tally in said for k, v in tally.refused.items()}
+    refused = {k: v for stats in said for k, v in stats.refused.items()}
     assert refused and all(words in v and "model.base_sha256" in v for v in refused.values())
     assert str(folder) not in str(refused), "files of a node are nobody's business"
 

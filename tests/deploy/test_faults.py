@@ -12,7 +12,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import workspace
 from fedlm.deploy.demo import demo
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
-from fedlm.deploy.tallies import read_rounds
+from fedlm.deploy.round_stats import read_rounds
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load
 from fedlm.training import Watcher
@@ -142,11 +142,11 @@ def test_an_absent_node_is_passed_over_and_used_again(world):
         world.start(role)
     world.wait(lambda: world.rounds() >= 1, "a round")
     world.roles["south"].kill()
-    tallies = lambda: read_rounds(world.folder / "run" / "nodes.jsonl")  # noqa: E731
-    world.wait(lambda: any(t["away"] == ["south"] for t in tallies()), "it is missed")
-    missed = min(t["round"] for t in tallies() if "south" in t["away"])
+    stats = lambda: read_rounds(world.folder / "run" / "nodes.jsonl")  # noqa: E731
+    world.wait(lambda: any(t["away"] == ["south"] for t in stats()), "it is missed")
+    missed = min(t["round"] for t in stats() if "south" in t["away"])
     world.start("south")
-    back = lambda: any("south" in t["answered"] for t in tallies() if t["round"] > missed)  # noqa: E731
+    back = lambda: any("south" in t["answered"] for t in stats() if t["round"] > missed)  # noqa: E731
     world.wait(back, "it is used again")
     assert world.roles["train"].alive, world.roles["train"].tail()
 

@@ -216,8 +216,8 @@ def test_a_private_run_tells_nobody_who_answered(place):
         networked, said = over_the_network(folder, made, "private", *PRIVATE, *figures)
         lines = {n["name"]: n for n in status.nodes_of(made, folder / "private")}
     assert networked["params_sha256"] == in_simulation(folder, "alone", *PRIVATE)["params_sha256"]
-    tallies = folder / "private" / "private/nodes.jsonl"
-    assert stat.S_IMODE(tallies.stat().st_mode) == 0o600
+    private = folder / "private" / "private/nodes.jsonl"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
     public = (folder / "private" / "nodes.jsonl").read_text()
     assert public.splitlines() == [f'{{"round": {n}, "nodes": 2}}' for n in range(3)]
     assert not any(name in text for text in said for name in NODES if "round" in text)

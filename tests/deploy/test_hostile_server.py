@@ -18,8 +18,8 @@ from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
+from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.server_app import record_nodes
-from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
 from fedlm.engine.messages import REFUSAL, SUMS, TrainRequest, encode_hello, encode_request
@@ -469,8 +469,8 @@ def test_a_run_begins_without_who_says_nothing(node):
 
 def test_a_node_that_moves_the_model_alone_is_named(tmp_path):
     spoken = []
-    tally = RoundStats(2, weights={"a": 1.0, "b": 1e6, "c": 2.0}, put_aside={"d": 13}, aside=["e"])
-    record_nodes(RunDirectory(tmp_path), tally, None, 5, spoken.append)
+    stats = RoundStats(2, weights={"a": 1.0, "b": 1e6, "c": 2.0}, put_aside={"d": 13}, aside=["e"])
+    record_nodes(RunDirectory(tmp_path), stats, None, 5, spoken.append)
     assert "without e" in spoken[0] and "d is put aside until round 13" in spoken[1]
     assert "b says that it has 100.0% of all weight" in spoken[2]
     even = RoundStats(3, weights={"a": 1.0, "b": 2.0, "c": 2.0})

@@ -215,8 +215,8 @@ def same(a, b):
 
 def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
     plain = ("federation.optimizer=fedavg", "federation.learning_rate=1.0")
-    transport, tallies = LocalTransport(workers), []
-    more = {"quorum": Quorum(quorum=0.25, deadline=5.0), "on_stats": tallies.append}
+    transport, stats = LocalTransport(workers), []
+    more = {"quorum": Quorum(quorum=0.25, deadline=5.0), "on_stats": stats.append}
     over = networked(recipe_of(folder, *plain), parts, workers, transport, **more)
     before, _ = rounds(over, 1)
     transport.away |= {"town-0", "town-2", "town-1"}
@@ -235,7 +235,7 @@ def test_a_place_whose_node_is_away_stays_as_it_was(folder, parts, workers):
     for a, b in zip(*backbones, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     assert not same(after.params[0], before.params[0])
-    assert facts["members"] == 1 and sorted(tallies[-1].away) == ["town-0", "town-1", "town-2"]
+    assert facts["members"] == 1 and sorted(stats[-1].away) == ["town-0", "town-1", "town-2"]
     transport.away.clear()
     assert rounds(over, 1, after)[1][0]["members"] == 4
 
@@ -254,10 +254,10 @@ def test_an_inner_place_that_is_away_passes_its_children_on(folder, parts, worke
 
 
 def test_a_round_in_levels_is_one_line(folder, parts, workers):
-    tallies = []
-    rounds(networked(recipe_of(folder, table=MIXED), parts, workers, on_stats=tallies.append), 1)
-    assert tallies[-1].answered == ["town-3", "town-0", "town-2", "town-1"]
-    assert tallies[-1].up_bytes == 4 * tallies[0].up_bytes > 0
+    stats = []
+    rounds(networked(recipe_of(folder, table=MIXED), parts, workers, on_stats=stats.append), 1)
+    assert stats[-1].answered == ["town-3", "town-0", "town-2", "town-1"]
+    assert stats[-1].up_bytes == 4 * stats[0].up_bytes > 0
 
 
 def test_too_few_nodes_end_the_run(folder, parts, workers):

@@ -17,8 +17,8 @@ from fedlm.deploy import member_list, workspace
 from fedlm.deploy.node import work
 from fedlm.deploy.node_ledger import NodeLedger
 from fedlm.deploy.processes import Child, children, free_port, wait_for_port
+from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.secure_worker import node_sum, vector_of
-from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.secure_messages import read_secure_request
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import dump, load

@@ -124,7 +124,7 @@ class World:
             seed=5,
             quorum=Quorum(deadline=deadline),
             say=(lambda text: None) if said is None else said.append,
-            on_stats=(lambda tally: None) if stats is None else stats.append,
+            on_stats=(lambda _: None) if stats is None else stats.append,
             file=file,
         )
 

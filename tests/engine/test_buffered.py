@@ -179,12 +179,12 @@ def test_a_node_that_refuses_frees_its_places(folder, store, nodes, tmp_path):
     refusing = {**made, "b": Worker(made["b"].store, Policy(smallest_cohort=100))}
     here = tuple(a._replace(text=refusing[a.name].text) for a in assignments)
     whole = simulated(folder, store, *BUFFERED, "server.rounds=9")
-    tallies = []
-    over = deployed(whole, Paced(refusing), here, tmp_path, on_stats=tallies.append)
+    stats = []
+    over = deployed(whole, Paced(refusing), here, tmp_path, on_stats=stats.append)
     _, told = played(over, begun(over), range(2))
-    for facts, tally in zip(told, tallies, strict=True):
+    for facts, round_stats in zip(told, stats, strict=True):
         assert facts["in_flight"] == 0 and facts["lost"] + facts["members"] == 9
-        assert facts["lost"] > 0 and "at least 100" in tally.refused["b"]
+        assert facts["lost"] > 0 and "at least 100" in round_stats.refused["b"]
 
 
 def test_nobody_who_answers_ends_the_run(folder, store, nodes, tmp_path):

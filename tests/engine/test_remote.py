@@ -13,8 +13,8 @@ from fedlm.core.types import Start
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
+from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.server_app import record_nodes
-from fedlm.deploy.tallies import rounds_of
 from fedlm.engine.dispatch import Quorum
 from fedlm.engine.messages import TrainReply, encode_reply, read_request
 from fedlm.federation.round import outgoing
@@ -189,7 +189,7 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
     only = round_of(
         deployed(whole, LocalTransport(made), assignments[:1]), state
     )  # north's members alone
-    tallies = []
+    stats = []
 
     def nonsense(payload):
         frames = (b"FLM1 and what not",)
@@ -201,9 +201,9 @@ def test_who_is_away_late_or_talks_nonsense_is_counted(folder, store, nodes):
         "late": LocalTransport(made, slow=["south"]),
         "garbage": LocalTransport({**made, "south": nonsense}),
     }.items():
-        more = {"quorum": Quorum(quorum=0.5, deadline=0.3), "on_stats": tallies.append}
+        more = {"quorum": Quorum(quorum=0.5, deadline=0.3), "on_stats": stats.append}
         total = round_of(deployed(whole, transport, assignments, **more), state)
-        assert "south" in getattr(tallies[-1], what) and tallies[-1].answered == ["north"]
+        assert "south" in getattr(stats[-1], what) and stats[-1].answered == ["north"]
         assert apart(total.delta, only.delta) == 0.0
         assert float(total.members) == (5 if what == "garbage" else 3)
 
@@ -235,11 +235,11 @@ def test_no_update_counts_beyond_its_bound(folder, store, nodes):
     whole = simulated(folder, store, *CASES["private"][:-1])
     state = whole.round.init(whole.start())
     loud = {name: louder(worker) for name, worker in made.items()}
-    tallies = []
-    over = deployed(whole, LocalTransport(loud), assignments, on_stats=tallies.append)
+    stats = []
+    over = deployed(whole, LocalTransport(loud), assignments, on_stats=stats.append)
     total = round_of(over, state, float(state.clip_norm))
     assert float(total.members) == float(total.refused) == 5 and float(total.weight) == 0
-    assert "plan allows 0.3" in tallies[0].garbage["north"] and "south" in tallies[0].garbage
+    assert "plan allows 0.3" in stats[0].garbage["north"] and "south" in stats[0].garbage
 
 
 def reporting(worker, **sums):
@@ -259,11 +259,11 @@ def test_an_impossible_report_is_garbage(settings, sums, folder, store, nodes):
     made, assignments, _ = nodes
     whole = simulated(folder, store, *settings)
     state = whole.round.init(whole.start())
-    clip_norm, tallies = float(state.clip_norm), []
+    clip_norm, stats = float(state.clip_norm), []
     hostile = {**made, "south": reporting(made["south"], **sums)}
-    over = deployed(whole, LocalTransport(hostile), assignments, on_stats=tallies.append)
+    over = deployed(whole, LocalTransport(hostile), assignments, on_stats=stats.append)
     total = round_of(over, state, clip_norm)
-    assert "report of" in tallies[0].garbage["south"]
+    assert "report of" in stats[0].garbage["south"]
     assert float(total.refused) == 2 and np.isfinite(float(total.weight + total.tokens))
     alone = deployed(whole, LocalTransport(made), assignments[:1])
     assert apart(total.delta, round_of(alone, state, clip_norm).delta) == 0.0
@@ -284,13 +284,13 @@ def test_who_sends_garbage_again_and_again_is_put_aside(folder, store, nodes):
     made, assignments, _ = nodes
     whole = simulated(folder, store)
     state = whole.round.init(whole.start())
-    transport, tallies = LocalTransport({**made, "south": reporting(made["south"], steps=1e9)}), []
-    over = deployed(whole, transport, assignments, on_stats=tallies.append)
+    transport, stats = LocalTransport({**made, "south": reporting(made["south"], steps=1e9)}), []
+    over = deployed(whole, transport, assignments, on_stats=stats.append)
     start = Start(outgoing(over.algorithm, state), np.inf)
     for round in range(5):
         over.engine.total(start, over.engine.prepare(round, MEMBERS))
-    assert [sorted(t.garbage) for t in tallies] == [["south"]] * 3 + [[]] * 2
-    assert tallies[2].put_aside == {"south": 13} and tallies[3].aside == ["south"]
+    assert [sorted(t.garbage) for t in stats] == [["south"]] * 3 + [[]] * 2
+    assert stats[2].put_aside == {"south": 13} and stats[3].aside == ["south"]
     assert transport.asked.count("south") == 3
 
 
@@ -341,9 +341,9 @@ def test_who_never_answers_is_put_aside_and_stays_so_after_a_restart(
         start = Start(outgoing(over.algorithm, state), np.inf)
         for round in range(first, first + 4):
             over.engine.total(start, over.engine.prepare(round, MEMBERS))
-    tallies = rounds_of(tmp_path)
-    assert [t["late"] for t in tallies] == [["south"]] * 3 + [[]] * 5
-    assert [t["aside"] for t in tallies] == [[]] * 3 + [["south"]] * 5
+    stats = rounds_of(tmp_path)
+    assert [t["late"] for t in stats] == [["south"]] * 3 + [[]] * 5
+    assert [t["aside"] for t in stats] == [[]] * 3 + [["south"]] * 5
     assert "south" not in transport.asked and any("aside until round 13" in s for s in said)
 
 

@@ -100,7 +100,7 @@ def server(transport, file=None, said=None, stats=None, deadline=0.15, **more):
         "seed": 5,
         "quorum": Quorum(deadline=deadline),
         "say": (lambda text: None) if said is None else said.append,
-        "on_stats": (lambda tally: None) if stats is None else stats.append,
+        "on_stats": (lambda _: None) if stats is None else stats.append,
         "file": file,
         **more,
     }

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from fedlm.core.errors import RecordError
-from fedlm.record.trust import HEAD, SEATS, trust_rows, whereabouts
+from fedlm.record.directory import ASSIGNMENTS
+from fedlm.record.trust import HEAD, trust_rows, whereabouts
 
 SECURE = {"wire": {"secure_nodes": 5, "secure_threshold": 4, "upload": "secure-20-clip1-members9"}}
 NOISY = {**SECURE, "privacy": {"mechanism": "distributed", "honest_nodes": 3}}
@@ -92,9 +93,9 @@ def test_what_a_relay_sees(recipe, node_sum, round_sum, stay):
 def test_where_members_were_is_read_from_the_run(tmp_path):
     assert whereabouts(tmp_path) == (False, False)
     for leaves, relays in (([], False), ([["b", 2]], True)):
-        (tmp_path / SEATS).write_text(json.dumps([{"name": "a", "leaves": leaves}]))
+        (tmp_path / ASSIGNMENTS).write_text(json.dumps([{"name": "a", "leaves": leaves}]))
         assert whereabouts(tmp_path) == (True, relays)
-    (tmp_path / SEATS).write_text("[7]")
+    (tmp_path / ASSIGNMENTS).write_text("[7]")
     with pytest.raises(RecordError, match="is damaged"):
         whereabouts(tmp_path)
 

@@ -209,7 +209,7 @@ def test_a_tree_has_a_frame_per_round(tmp_path):
 
 # ---- a federation --------------------------------------------------------------------------
 
-TALLY = {"round": 0, "answered": ["north"], "late": ["south"], "away": [], "refused": {},
+STATS = {"round": 0, "answered": ["north"], "late": ["south"], "away": [], "refused": {},
          "garbage": {}, "up_bytes": 5, "down_bytes": 6, "edges": {"north": [5, 6]}}  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_a_federation_shows_who_answered(tmp_path):
     path = make_run(tmp_path / "one")
     seats = [{"name": "north", "leaves": [["n1", 3]]}, {"name": "south"}]
     (path / "seats.json").write_text(json.dumps(seats))
-    (path / "nodes.jsonl").write_text(lines(TALLY, {**TALLY, "round": 1}, {**TALLY, "round": 1}))
+    (path / "nodes.jsonl").write_text(lines(STATS, {**STATS, "round": 1}, {**STATS, "round": 1}))
     board = Board(tmp_path)
     fresh(board)
     found = board.details("one")["federation"]
@@ -232,7 +232,7 @@ def test_names_that_a_plan_hides_are_for_the_owner_alone(tmp_path):
     (path / "seats.json").write_text(json.dumps([{"name": "north"}, {"name": "south"}]))
     (path / "nodes.jsonl").write_text(lines({"round": 0, "nodes": 2}))
     (path / "private").mkdir()
-    (path / "private" / "nodes.jsonl").write_text(lines(TALLY))
+    (path / "private" / "nodes.jsonl").write_text(lines(STATS))
     told = []
     for private in (False, True):
         board = Board(tmp_path, private=private)

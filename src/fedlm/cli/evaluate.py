@@ -21,7 +21,7 @@ from fedlm.privacy import release
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import Recipe, load
-from fedlm.record.directory import RunDirectory
+from fedlm.record.directory import ASSIGNMENTS, RunDirectory
 from fedlm.record.facts import SPLITS, facts_of
 from fedlm.run import Run
 from fedlm.training import check_same
@@ -165,7 +165,7 @@ def run_of(recipe: Recipe, directory: RunDirectory) -> Run:
     """Return the run of a directory, with the members at its nodes if it ran over a network."""
     if names_no_text(recipe.data):
         raise ConfigError(ELSEWHERE)
-    if not (directory.path / "seats.json").is_file():
+    if not (directory.path / ASSIGNMENTS).is_file():
         return build(recipe, STORES, out=directory.path)
     needs_flower()
     from fedlm.deploy.server_app import again  # flwr costs a second

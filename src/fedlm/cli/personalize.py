@@ -19,7 +19,7 @@ from fedlm.personal.ways import WAYS
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import names_no_text
 from fedlm.recipe.settings import load
-from fedlm.record.directory import RunDirectory
+from fedlm.record.directory import ASSIGNMENTS, RunDirectory
 from fedlm.run import Run
 from fedlm.training import check_same
 
@@ -112,7 +112,7 @@ def personalize(
 def _open(path: Path) -> Run:
     directory = RunDirectory.existing(path).finished()
     recipe = load(directory.recipe)
-    if names_no_text(recipe.data) or (directory.path / "seats.json").is_file():
+    if names_no_text(recipe.data) or (directory.path / ASSIGNMENTS).is_file():
         raise ConfigError(
             f"{path}: the text of its members is at nodes; expected a run whose text is here."
         )

@@ -12,6 +12,7 @@ import typer
 from fedlm.cli.console import note, out
 from fedlm.cli.train import RUNS
 from fedlm.core.errors import ConfigError, require
+from fedlm.watch.guard import is_loopback
 
 PORT = 7333
 
@@ -33,9 +34,7 @@ def watch(
         )
     require(folder.is_dir(), "FOLDER", str(folder), "a folder with runs", "Train one first.")
     require(0 <= port < 1 << 16, "--port", port, "a port, or 0 for any free one")
-    # Here, because the web server is an extra.
-    from fedlm.watch.guard import is_loopback
-    from fedlm.watch.server import serve  # an extra: starlette, uvicorn
+    from fedlm.watch.server import serve  # here, because it needs an extra: starlette, uvicorn
 
     if not is_loopback(host):
         note(

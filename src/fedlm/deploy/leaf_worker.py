@@ -83,7 +83,7 @@ def own_model(work: NodeWork, run: str, member: int, round: int, memory: NodeMem
     rounds = [r for r in memory.rounds(run, member) if r < round]
     if not rounds:
         return None
-    return memory.read(run, member, max(rounds), _blank(work)).model
+    return memory.read(run, member, max(rounds), _zeros(work)).model
 
 
 def with_own_layers(rules: LeafRules, model: Params, own: Params | None) -> Params:
@@ -103,7 +103,7 @@ def _before(
     above = leaf_frames.decode(request.frames[0], rules, work.sent_like, codec, dense())
     if (above.own is not None) != (last == NEVER):
         raise WireError("the start of a leaf has the layers that all began with, or lacks them.")
-    first = _blank(work)
+    first = _zeros(work)
     if above.own is not None:
         model = layer_attention.join_layers(
             rules.personal_layers, first.model, above.backbone, dict(above.own)
@@ -128,8 +128,8 @@ def _start(work: NodeWork, rules: LeafRules, before: LeafMemory, above: LeafStar
     return layer_attention.join_layers(rules.personal_layers, before.model, above.backbone, own)
 
 
-def _blank(work: NodeWork) -> LeafMemory:
-    """Return the shapes of what is kept."""
+def _zeros(work: NodeWork) -> LeafMemory:
+    """Return a leaf's memory in the right shapes, with a model of zeros."""
     assert work.at_home is not None
     model = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), work.sent_like)
     origin = layer_attention.personal_of(work.at_home.personal_layers, model)

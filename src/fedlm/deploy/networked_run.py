@@ -29,7 +29,7 @@ from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.local import bounds_of, told_to_nodes
 from fedlm.deploy.replies import Answers
-from fedlm.deploy.tallies import earlier_rounds
+from fedlm.deploy.round_stats import earlier_rounds
 from fedlm.engine.buffered import RemoteWaiting
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
@@ -69,7 +69,7 @@ def networked_run(
     *,
     transport: Any = None,
     quorum: Quorum = Quorum(),  # noqa: B008
-    on_stats: Callable[[RoundStats], None] = lambda tally: None,
+    on_stats: Callable[[RoundStats], None] = lambda stats: None,
     run_id: str | None = None,
     counters: Counters | None = None,
     say: Callable[[str], None] = lambda text: None,

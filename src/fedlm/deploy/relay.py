@@ -84,12 +84,12 @@ from fedlm.recipe import privacy_plan
 from fedlm.recipe.secure_sums import terms_of
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import leaf_plan
+from fedlm.record.directory import ASSIGNMENTS
 from fedlm.secure.members import MemberList
 from fedlm.secure.terms import Terms
 from fedlm.wire.dense import dense
 from fedlm.wire.frame import overhead
 
-ASSIGNMENTS = "seats.json"  # never renamed, because resumed runs look for this file
 COUNTERS = "counters.json"
 ROUNDS_KEPT = 2
 RUNS_KEPT = 8  # whose secure sums go on after a kill

@@ -32,45 +32,50 @@ from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, dump, load, with_defaults
-from fedlm.record.directory import PRIVATE_TALLIES, TALLIES, RunDirectory
+from fedlm.record.directory import ASSIGNMENTS, PRIVATE_ROUND_STATS, ROUND_STATS, RunDirectory
 from fedlm.record.journal import dumps
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher
 from fedlm.training import train as carry_out
 from fedlm.training.status import in_status
 
-ASSIGNMENTS = "seats.json"
 RUN_ID = "run.id"
 # A node with a larger share of the weight, among at least so many nodes, is named.
 HEAVY, LEAST_COMPARED = 0.9, 3
 
 
 def train(
-    home: Workspace, recipe: Recipe, path: Path, *, resume: bool, watcher: Watcher, stores: Path
+    workspace: Workspace,
+    recipe: Recipe,
+    path: Path,
+    *,
+    resume: bool,
+    watcher: Watcher,
+    stores: Path,
 ) -> Summary | None:
     """Train over the nodes and return the summary; None if the watcher stopped the run."""
-    settings = home.settings
+    settings = workspace.settings
     quorum = Quorum(quorum=settings.quorum, deadline=settings.deadline)
     directory = RunDirectory(path)
     with (
-        open_transport(home) as transport,
+        open_transport(workspace) as transport,
         directory.locked(),
         in_status(
             directory,
             watcher,
             recipe.server.evaluate_every,
-            home=home.path,
+            home=workspace.path,
             secret=_has_plan(recipe),  # the plan itself is made when nodes have registered
         ) as watcher,
     ):
         check_deployable(recipe)
-        history.note(home.history, "train", run=str(path), resume=resume)
-        recipe = with_tokenizer(recipe, home)
+        history.note(workspace.history, "train", run=str(path), resume=resume)
+        recipe = with_tokenizer(recipe, workspace)
         store = server_store(recipe, stores)
         resolved = parts.resolve(recipe, store)
         goes_on = directory.claim(dump(resolved), resume=resume, complete=with_defaults)
         watcher.claimed()
-        counters = Counters(home.counters)
+        counters = Counters(workspace.counters)
         assignments = (
             registration.load_assignments(directory.path / ASSIGNMENTS) if goes_on else None
         )
@@ -79,14 +84,14 @@ def train(
             same = registration.same_tokenizer(tokens, f"the server's store {store.path}")
             check = registration.heard(counters, same, watcher.say)
             assignments = registration.assign_members(
-                transport, sorted(home.nodes()), check, watcher.say, quorum
+                transport, sorted(workspace.nodes()), check, watcher.say, quorum
             )
             registration.save_assignments(directory.path / ASSIGNMENTS, assignments)
 
-        def stats(tally: RoundStats) -> None:
-            record_nodes(directory, tally, run.plan, len(assignments), watcher.say)
+        def on_stats(stats: RoundStats) -> None:
+            record_nodes(directory, stats, run.plan, len(assignments), watcher.say)
 
-        members = member_list.current(home).members if resolved.wire.secure_nodes else ()
+        members = member_list.current(workspace).members if resolved.wire.secure_nodes else ()
         run = networked_run(
             resolved,
             store,
@@ -94,7 +99,7 @@ def train(
             path,
             transport=transport,
             quorum=quorum,
-            on_stats=stats,
+            on_stats=on_stats,
             run_id=run_id(directory),
             counters=counters,
             say=watcher.say,
@@ -103,8 +108,9 @@ def train(
         registration.keep_told(directory.path, told_to_nodes(resolved, run.algorithm))
         if hides(run.plan):
             watcher.say(
-                f"Which nodes are asked stays secret under the plan: it is in {PRIVATE_TALLIES} of "
-                f"{directory.path}, for you alone, and fedlm federation status --run shows it."
+                "Which nodes are asked stays secret under the plan: it is in "
+                f"{PRIVATE_ROUND_STATS} of {directory.path}, for you alone, and "
+                "fedlm federation status --run shows it."
             )
         summary = carry_out(run, resume=True, watcher=watcher)  # the directory was claimed above
         if summary is not None:
@@ -128,7 +134,7 @@ def _has_plan(recipe: Recipe) -> bool:
 
 
 def deliver_again(
-    home: Workspace, path: Path, *, only: str, stores: Path, say: Callable[[str], None]
+    workspace: Workspace, path: Path, *, only: str, stores: Path, say: Callable[[str], None]
 ) -> list[str]:
     """Send the models of a finished run to its nodes once more; return who keeps them."""
     directory = RunDirectory.existing(path).finished()
@@ -136,14 +142,14 @@ def deliver_again(
     if assignments is None:
         raise ConfigError(f"{path} has no {ASSIGNMENTS}: it is no run over a federation's nodes.")
     run = again(load(directory.recipe), directory, stores)
-    with open_transport(home) as transport:
+    with open_transport(workspace) as transport:
         return deliver(
             run,
             assignments,
             transport,
             run_id=run_id(directory),
-            counters=Counters(home.counters),
-            deadline=home.settings.deadline,
+            counters=Counters(workspace.counters),
+            deadline=workspace.settings.deadline,
             only=only,
             say=say,
         )
@@ -156,14 +162,14 @@ def again(recipe: Recipe, directory: RunDirectory, stores: Path) -> Run:
     return networked_run(parts.resolve(recipe, store), store, assignments, directory.path)
 
 
-def with_tokenizer(recipe: Recipe, home: Workspace) -> Recipe:
+def with_tokenizer(recipe: Recipe, workspace: Workspace) -> Recipe:
     """Return a recipe that names neither text nor tokenizer with the federation's tokenizer."""
     data = recipe.data
     named = not parts.names_no_text(data) or "tokenizer" in data.model_fields_set
-    if named or not home.tokenizer.is_file():
+    if named or not workspace.tokenizer.is_file():
         return recipe
     said = {name: value for name, value in data if name in data.model_fields_set}
-    told = type(data)(**{**said, "tokenizer": str(home.tokenizer.resolve())})
+    told = type(data)(**{**said, "tokenizer": str(workspace.tokenizer.resolve())})
     return recipe.model_copy(update={"data": told})
 
 
@@ -186,7 +192,7 @@ def run_id(directory: RunDirectory) -> str:
 
 def record_nodes(
     directory: RunDirectory,
-    tally: RoundStats,
+    stats: RoundStats,
     plan: PrivacyPlan | None,
     nodes: int,
     say: Callable[[str], None],
@@ -196,31 +202,31 @@ def record_nodes(
     The file lies beside the journal, which is about the model only. Under a plan names go to a file
     that only its owner can see, and nothing is said: what is told is fixed before the run.
     """
-    told = release(plan, "nodes", asdict(tally), lambda: {"nodes": nodes})
-    with open(directory.path / TALLIES, "a", encoding="utf-8") as file:
+    told = release(plan, "nodes", asdict(stats), lambda: {"nodes": nodes})
+    with open(directory.path / ROUND_STATS, "a", encoding="utf-8") as file:
         file.write(dumps(dict(told)) + "\n")
     if hides(plan):
-        path = directory.path / PRIVATE_TALLIES
+        path = directory.path / PRIVATE_ROUND_STATS
         path.parent.mkdir(mode=0o700, exist_ok=True)
         private = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(private, "a", encoding="utf-8") as file:
             os.fchmod(private, 0o600)
-            file.write(json.dumps(asdict(tally)) + "\n")
+            file.write(json.dumps(asdict(stats)) + "\n")
         return
-    for name, reason in {**tally.refused, **tally.garbage}.items():
-        say(f"round {tally.round}: {name}: {reason}")
-    missing = [*tally.away, *tally.late, *tally.aside]
+    for name, reason in {**stats.refused, **stats.garbage}.items():
+        say(f"round {stats.round}: {name}: {reason}")
+    missing = [*stats.away, *stats.late, *stats.aside]
     if missing:
-        say(f"round {tally.round}: without {', '.join(missing)}")
-    for name, until in tally.put_aside.items():
+        say(f"round {stats.round}: without {', '.join(missing)}")
+    for name, until in stats.put_aside.items():
         say(
             f"{name} is put aside until round {until}: in several rounds in a row it was late, or "
             "what it sent could not be used"
         )
-    heaviest = max(tally.weights, key=tally.weights.__getitem__, default="")
-    share = tally.weights.get(heaviest, 0.0) / (sum(tally.weights.values()) or 1.0)
-    if len(tally.weights) >= LEAST_COMPARED and share > HEAVY:
+    heaviest = max(stats.weights, key=stats.weights.__getitem__, default="")
+    share = stats.weights.get(heaviest, 0.0) / (sum(stats.weights.values()) or 1.0)
+    if len(stats.weights) >= LEAST_COMPARED and share > HEAVY:
         say(
-            f"round {tally.round}: {heaviest} says that it has {share:.1%} of all weight: it moves "
+            f"round {stats.round}: {heaviest} says that it has {share:.1%} of all weight: it moves "
             "the model nearly alone. client.weight = 'uniform' or client.max_examples bounds it."
         )

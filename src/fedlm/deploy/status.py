@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlm.deploy.flower.client import SuperLinkClient
-from fedlm.deploy.tallies import rounds_of
+from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.workspace import Workspace
 
 COUNTED = ("answered", "late", "away", "refused", "garbage", "aside")

@@ -164,7 +164,8 @@ def _add(rows: Any) -> Any:
 
 def _client() -> Any:
     """Return the client of the coordination service; JAX has no public name for it."""
-    from jax._src import distributed  # private to jax: only where several processes meet
+    # Here, so that fedlm can be imported where a later JAX has no such module.
+    from jax._src import distributed
 
     return distributed.global_state.client
 

@@ -6,7 +6,7 @@ Promise:  a node that is there and sends nothing of use in several rounds in a r
           a while, each time for longer; one usable answer clears it; if nobody else is left, it is
           asked; a run that goes on knows what its earlier rounds recorded.
 Not here: what is unusable (`messages.py`, `bounds.py`, `remote.py`), the record
-          (`deploy/tallies.py`).
+          (`deploy/round_stats.py`).
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RemoteEngine:
         seed: int,
         exact: Codec,
         quorum: Quorum,
-        on_stats: Callable[[RoundStats], None] = lambda tally: None,
+        on_stats: Callable[[RoundStats], None] = lambda stats: None,
         homes: Mapping[int, Leaf] | None = None,
         counters: Counters | None = None,
         secret_names: bool = False,

@@ -46,7 +46,7 @@ class RemoteNodeSums:
         recipe: str,
         seed: int,
         quorum: Quorum,
-        on_stats: Callable[[RoundStats], None] = lambda tally: None,
+        on_stats: Callable[[RoundStats], None] = lambda stats: None,
         counters: Counters | None = None,
         say: Callable[[str], None] = lambda text: None,
         file: Path | None = None,

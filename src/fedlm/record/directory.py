@@ -28,9 +28,12 @@ from fedlm.core.errors import RecordError, nearest, shown
 from fedlm.record.checkpoint import sweep
 
 LOCK = ".lock"
+# Which nodes hold the members of a run over a network. The file keeps its first name, so that
+# earlier runs can be read and resumed.
+ASSIGNMENTS = "seats.json"
 # Which nodes answered each round. Who was asked tells of the draw, which a plan keeps secret; so
 # does the size of the file, which then lies in a folder that only its owner can look into.
-TALLIES, PRIVATE_TALLIES = "nodes.jsonl", "private/nodes.jsonl"
+ROUND_STATS, PRIVATE_ROUND_STATS = "nodes.jsonl", "private/nodes.jsonl"
 # The directories that this process has locked, and the threads that did: a lock may be taken again
 # by the thread that holds it.
 _HELD: dict[Path, int] = {}

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from fedlm.core.documents import JsonMapping, read_json
 from fedlm.core.errors import RecordError
+from fedlm.record.directory import ASSIGNMENTS
 
-SEATS = "seats.json"  # of a run whose members were at nodes: which node has which
 HEAD = ("who", "one client's update", "a node's sum", "the round's sum", "a node's figures")
 NOT_DEFENDED = (
     "poisoning: masks hide a bad update as well as a good one",
@@ -46,7 +46,7 @@ class Whereabouts(NamedTuple):
 
 def whereabouts(folder: Path) -> Whereabouts:
     """Return where the members of the run in a folder were."""
-    file = folder / SEATS
+    file = folder / ASSIGNMENTS
     if not file.is_file():
         return Whereabouts()
     try:

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from fedlm.core.documents import json_value, read_json
 from fedlm.core.errors import FedlmError, RecordError, damaged
 from fedlm.record import journal
-from fedlm.record.directory import LOCK, PRIVATE_TALLIES, TALLIES, RunDirectory
+from fedlm.record.directory import ASSIGNMENTS, LOCK, PRIVATE_ROUND_STATS, ROUND_STATS, RunDirectory
 from fedlm.record.facts import SPLITS
 from fedlm.record.status import LIVE, Status, is_alive, read_status
 from fedlm.watch.tail import Tail, ends_of
@@ -545,7 +545,6 @@ def pretrained_of(directory: RunDirectory) -> Path | None:
 # ---- a federation over a network -----------------------------------------------------------
 
 OUTCOMES = ("answered", "late", "away", "refused", "garbage", "aside")
-SEATS = "seats.json"
 
 
 class FederationView:
@@ -553,9 +552,9 @@ class FederationView:
 
     def __init__(self, directory: RunDirectory, *, private: bool) -> None:
         self.directory = directory
-        self._tails = [Tail(directory.path / TALLIES)]
+        self._tails = [Tail(directory.path / ROUND_STATS)]
         if private:
-            self._tails.append(Tail(directory.path / PRIVATE_TALLIES))
+            self._tails.append(Tail(directory.path / PRIVATE_ROUND_STATS))
         self._clear()
 
     def _clear(self) -> None:
@@ -614,7 +613,7 @@ class FederationView:
 
     def told(self) -> dict[str, Any] | None:
         """Return nodes, relays, counts and bytes; None if the run has no nodes."""
-        if not self.rounds and not (self.directory.path / SEATS).is_file():
+        if not self.rounds and not (self.directory.path / ASSIGNMENTS).is_file():
             return None
         named = bool(self.counts) or self.nodes is None
         return {
@@ -631,7 +630,7 @@ class FederationView:
     def _seats(self) -> list[dict[str, Any]]:
         """Return the nodes of the run, and of a relay the nodes below it."""
         try:
-            path = self.directory.path / SEATS
+            path = self.directory.path / ASSIGNMENTS
             return [
                 {"name": str(e["name"]), "below": [str(leaf[0]) for leaf in e.get("leaves") or ()]}
                 for e in read_json(path, str(path), RecordError)

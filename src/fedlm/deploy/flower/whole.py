@@ -4,10 +4,13 @@ In:       a message and who announces it; the tree of a message and what came wi
 Out:      what the server says of it; a function that pulls its objects.
 Promise:  a message is sent from the memory that holds it, without a copy; when one is received,
           memory holds a chunk beside it; large objects that the server has already are not sent
-          again; an answer is refused before more of it is
-          read than was allowed.
+          again; an answer is refused before more of it is read than was allowed.
 Not here: the connection (`line.py`), what the server does (`exchange.py`), requests for single
           objects, for servers that do not know these (`push.py`, `pull.py`).
+
+Flower has a request for each object of a message. Written for flwr 1.41, with the internals of its
+objects (`flwr.supercore.inflatable`) and its protobuf requests; can go once flwr sends and receives
+several objects in one request.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedlm.core.documents import json_value
 from fedlm.core.errors import SURPRISES, RecordError
-from fedlm.record.directory import PRIVATE_TALLIES, TALLIES
+from fedlm.record.directory import PRIVATE_ROUND_STATS, ROUND_STATS
 
 
 def earlier_rounds(run: Path) -> list[dict[str, Any]]:
@@ -28,14 +28,14 @@ def earlier_rounds(run: Path) -> list[dict[str, Any]]:
 
 def rounds_of(run: Path) -> list[dict[str, Any]]:
     """Read who answered in a run; under a privacy plan only the owner of the run can."""
-    private = run / PRIVATE_TALLIES
+    private = run / PRIVATE_ROUND_STATS
     if os.path.isfile(private):  # others may not even look
         return read_rounds(private)
-    rounds = read_rounds(run / TALLIES)
+    rounds = read_rounds(run / ROUND_STATS)
     if any("answered" not in entry for entry in rounds):
         raise RecordError(
             f"{run}: who answered is a secret of its owner under the run's privacy plan, in "
-            f"{PRIVATE_TALLIES}, which is not here."
+            f"{PRIVATE_ROUND_STATS}, which is not here."
         )
     return rounds
 
