@@ -125,7 +125,7 @@ POISSON = ("server.sampling=poisson", "privacy.mechanism=gaussian", "privacy.noi
         pytest.param(
             (*POISSON, "privacy.epsilon=1e-3"),
             ("privacy.epsilon = 0.001", "the first costs"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow,  # it composes many distributions
         ),
         ((*TREE, "privacy.min_separation=9"), ("privacy.min_separation = 9", "at most 8")),
         ((*TREE, "privacy.max_participations=1", "server.rounds=20"), ("at least 3, because",)),
@@ -302,10 +302,8 @@ def test_a_command_that_is_not_one(run_cli, args):
     assert "Error: " in result.stderr
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["client.learning_rate=1e9", pytest.param("client.learning_rate=1e30", marks=pytest.mark.slow)],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("change", ["client.learning_rate=1e9", "client.learning_rate=1e30"])
 def test_a_model_that_diverges(run_cli, tiny_recipe, tmp_path, change):
     result = run_cli("train", tiny_recipe, "--set", change, "--out", "run", "--json")
     refused(

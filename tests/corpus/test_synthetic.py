@@ -168,7 +168,7 @@ def test_only_words_can_be_made_up(tmp_path):
 
 
 MAKE = """
-import json, re, sys, time
+import json, re, sys
 from pathlib import Path
 from fedlm.corpus.store import Store, StoreSettings
 from fedlm.corpus.synthetic import population, write_synthetic
@@ -182,12 +182,9 @@ if sys.argv[1] == "make":
     write_synthetic(population("synthetic:stackoverflow"), path, StoreSettings())
     print(json.dumps({"before": before, "peak": peak()}))
 else:
-    began = time.perf_counter()
     store = Store(path)
-    members = len(store.training_clients)
-    seconds = time.perf_counter() - began
     store.train(300_000).sum()
-    found = {"seconds": seconds, "members": members, "clients": len(store)}
+    found = {"members": len(store.training_clients), "clients": len(store)}
     print(json.dumps({**found, "before": before, "peak": peak()}))
 """
 
@@ -205,7 +202,6 @@ def test_342_477_clients_are_made_and_opened_in_little_memory(tmp_path):
     assert made["peak"] < 1000
     opened = run("open")
     assert opened["clients"] == 342_477 and opened["members"] == 342_477 - 34_248
-    assert opened["seconds"] < 1
     assert opened["peak"] < 1000 and opened["peak"] - opened["before"] < 100
     assert (tmp_path / "store" / "clients.arrow").stat().st_size > 500e6
 

@@ -284,9 +284,8 @@ def test_what_was_answered_outlives_the_process(node, asked, tmp_path):
     assert NodeLedger(file, read_only=True).counter == 3
 
 
-@pytest.mark.parametrize(
-    "mechanism", ["tree", *(pytest.param(m, marks=pytest.mark.slow) for m in ("banded", "blt"))]
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mechanism", ["tree", "banded", "blt"])
 def test_a_plan_is_read_as_it_was_written(node, asked, tmp_path, mechanism):
     """Also one whose noise has a matrix that was searched for."""
     ledger = NodeLedger(tmp_path / "ledger.jsonl")

@@ -7,6 +7,7 @@ import pytest
 
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
+from fedlm.deploy import node_worker
 from fedlm.deploy.limits import within
 from fedlm.deploy.local import redacted
 from fedlm.deploy.node_worker import Worker
@@ -90,16 +91,23 @@ KILLERS = {
 
 
 @pytest.mark.parametrize("name", KILLERS)
-def test_a_question_that_killed_a_node_is_refused(name, node, decent):
-    worker, recipe = node(), decent
+def test_a_question_that_killed_a_node_is_refused(name, node, decent, monkeypatch):
+    worker, recipe, made = node(), decent, []
+    for kind in ("members_work", "leaf_work"):
+        make = getattr(node_worker, kind)
+        monkeypatch.setattr(
+            node_worker,
+            kind,
+            lambda *args, make=make, **more: made.append(1) or make(*args, **more),
+        )
     change = KILLERS[name]
     for old, new in zip(change[::2], change[1::2], strict=True):
         assert old in recipe
         recipe = recipe.replace(old, new, 1)
-    began = time.monotonic()
     assert ADMITTED not in said(worker, recipe)
-    assert time.monotonic() - began < 20
+    assert not made, "it is refused before anything of that size is made"
     assert ADMITTED in said(worker, decent), "the node lives and answers the next question"
+    assert made
 
 
 def test_blt_over_a_million_rounds_is_refused(node, folder):
@@ -168,13 +176,13 @@ def test_what_cannot_be_stopped_at_once_is_not_joined_by_more():
 
     def stuck():
         goes_on.wait(30)  # in a library: nothing reaches it there
+        seen.append("waited for")
 
-    began = time.monotonic()
     with pytest.raises(Refusal, match="longer than"):
         within(0.1, stuck, grace=0.1)
     with pytest.raises(Refusal, match="still busy"):
-        within(0.1, lambda: seen.append(1), grace=0.1)
-    assert time.monotonic() - began < 5 and not seen
+        within(0.1, lambda: seen.append("joined"), grace=0.1)
+    assert not seen, "neither was it waited for, nor joined"
     goes_on.set()
     for _ in range(100):
         try:

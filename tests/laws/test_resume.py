@@ -119,14 +119,8 @@ def test_a_truncated_checkpoint_costs_rounds_and_nothing_else(run_cli, tiny_reci
     same(run, whole)
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        pytest.param(("model.safetensors",), marks=pytest.mark.slow),
-        ("journal.jsonl", "checkpoints"),
-    ],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("lost", [(), ("model.safetensors",), ("journal.jsonl", "checkpoints")])
 def test_a_kill_before_the_first_round_or_after_the_last(
     run_cli, tiny_recipe, tmp_path, whole, lost
 ):
@@ -140,13 +134,9 @@ def test_a_kill_before_the_first_round_or_after_the_last(
     same(run, whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "number, times, kept",
-    [
-        (signal.SIGTERM, 1, 3),
-        pytest.param(signal.SIGINT, 1, 3, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 2, 0, marks=pytest.mark.slow),
-    ],
+    "number, times, kept", [(signal.SIGTERM, 1, 3), (signal.SIGINT, 1, 3), (signal.SIGINT, 2, 0)]
 )
 def test_a_signal_ends_in_a_command_that_goes_on(
     run_cli, tiny_recipe, tmp_path, monkeypatch, whole, number, times, kept

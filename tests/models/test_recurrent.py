@@ -71,15 +71,7 @@ def ragged_rows(batch, seq, vocab, seed):
 
 @pytest.mark.sample(1)
 # 16 rows have stages of several widths, 16 x 12 columns have several sizes of products.
-@pytest.mark.parametrize(
-    "batch, seq, layers",
-    [
-        (16, 5, 1),
-        pytest.param(3, 7, 1, marks=pytest.mark.slow),
-        pytest.param(16, 5, 2, marks=pytest.mark.slow),
-        pytest.param(16, 12, 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("batch, seq, layers", [(16, 5, 1), (3, 7, 1), (16, 5, 2), (16, 12, 1)])
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, layers):
     model = recurrent(KINDS[cell], 40, 12, 33, layers=layers, key=jr.key(1))

@@ -34,12 +34,6 @@ from tests.privacy.plans import CORRELATED, PLANS, ROUNDS, plan, strategy
 CHEAP = plan("tree")
 
 
-def quick_first(names):
-    """The names of plans; those whose matrix takes seconds to find are slow."""
-    dear = ("blt", "banded")
-    return [pytest.param(n, marks=pytest.mark.slow) if n in dear else n for n in names]
-
-
 def lines_of(rounds, plans=None, others=()):
     """The lines of a ledger with these rounds."""
     first = begin_entry({"": CHEAP} if plans is None else plans)
@@ -213,7 +207,7 @@ def test_a_digest_needs_the_secret():
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", quick_first(PLANS))
+@pytest.mark.parametrize("name", PLANS)
 def test_each_round_once_costs_what_the_plan_costs(name):
     chosen = {"": PLANS[name]}
     assert spent_of(lines_of([], chosen)).epsilon == 0
@@ -261,7 +255,7 @@ def rows_of(chosen, released):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", quick_first(CORRELATED))
+@pytest.mark.parametrize("name", CORRELATED)
 @pytest.mark.parametrize(
     "released",
     [[0, 1, 2, 3, 2, 3, 4, 5, 6, 7], [0, 0, 0, 1], [*range(8), *range(8)], [0, 1, 2, 3, 3, 3, 3]],

@@ -38,7 +38,7 @@ def by_trying(matrix, apart, most):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("most", [0, 1, 2])
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the matrix of blt takes seconds to find
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "blt" else []) for n in CORRELATED]
 )
 def test_every_mechanism_against_every_placement(name, most):

@@ -133,7 +133,8 @@ def test_secrets_are_their_owners_alone(tree, tmp_path):
 # ---- after a kill ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mechanism", [pytest.param("gaussian", marks=pytest.mark.slow), "tree"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
 def test_a_saved_round_is_not_played_again_with_other_lanes(
     request, tmp_path, monkeypatch, mechanism
 ):

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import io
-import time
 
 import httpx
 import numpy as np
@@ -41,10 +40,9 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedlm.core.errors import WireError
 from fedlm.deploy import certificates, signing, workspace
-from fedlm.deploy.flower import superlink
+from fedlm.deploy.flower import exchange, superlink
 from fedlm.deploy.flower.client import CONTROL_HEADER, _bundle
 from fedlm.deploy.flower.database import make_ready
-from fedlm.deploy.flower.exchange import HOLD_SECONDS
 from fedlm.deploy.flower.line import Answer
 from fedlm.deploy.flower.parcels import (
     GONE,
@@ -326,7 +324,8 @@ def test_a_request_that_is_repeated_does_no_harm(server, monkeypatch):
     assert server.files() == []
 
 
-def test_a_reply_that_comes_is_handed_to_who_waits(server):
+def test_a_reply_that_comes_is_handed_to_who_waits(server, monkeypatch):
+    monkeypatch.setattr(exchange, "HOLD_SECONDS", 3600.0)  # nothing else ends the wait
     message_id, head = asked(server)
     request, sent = PullAppMessagesRequest(message_ids=[message_id]).SerializeToString(), []
     _, body = body_of([request, HOLD])
@@ -346,9 +345,7 @@ def test_a_reply_that_comes_is_handed_to_who_waits(server):
     server.loop.run_until_complete(asyncio.sleep(0.1))
     assert not sent
     server.reply("north", head, answer_to(SMALL))
-    began = time.monotonic()
-    server.loop.run_until_complete(held)
-    assert time.monotonic() - began < HOLD_SECONDS / 2
+    server.loop.run_until_complete(asyncio.wait_for(held, 60))
     answer = Answer(Said(b"".join(sent)), lambda: None)
     assert len(answer.entries) == 6 + 1 and server.files() == []
 
