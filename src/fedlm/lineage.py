@@ -497,7 +497,7 @@ def spent_on(
 
 
 def _before(file: Path) -> tuple[int, list[list[Entry]]]:
-    """Return what a registered run started from: runs without a finite cost, ledgers of others.
+    """Return the number of a run's ancestors of unbounded cost, and the ledgers of the others.
 
     A run without a plan that is registered here too is counted there.
     """

@@ -61,7 +61,7 @@ def _joined_sparse(history: History, members: Members, round: int) -> History:
 def _others(
     population: int, out: Members, count: int, rng: np.random.Generator
 ) -> Integer[np.ndarray, " members"]:
-    """Draw `count` clients, or all if they are fewer, of those who are not in `out`, which rises.
+    """Draw up to `count` clients uniformly from those not in the sorted array `out`.
 
     The client of rank r among the others is r plus the number of those in `out` before it.
 

@@ -1,1 +1,1 @@
-"""Shared types, keys, trees and errors: values only, no I/O and no policy."""
+"""Shared types, keys, trees, errors and durable files: no policy."""

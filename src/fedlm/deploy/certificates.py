@@ -104,7 +104,7 @@ def load_certificate(pem: bytes, what: str = "the certificate") -> x509.Certific
 
 
 def until(certificate: bytes) -> float:
-    """Return the end of a certificate's time, in seconds since 1970."""
+    """Return when a certificate expires, in seconds since 1970."""
     return load_certificate(certificate).not_valid_after_utc.timestamp()
 
 

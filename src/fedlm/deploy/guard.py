@@ -39,7 +39,7 @@ from fedlm.recipe.settings import Recipe, parse
 
 
 class Admission(NamedTuple):
-    """What a run is entered with into the ledger."""
+    """The plan with which a run is entered into the ledger."""
 
     plan: PrivacyPlan | None
 
@@ -101,7 +101,7 @@ class Guard:
         asked: Asked,
         same: str,
     ) -> Admission | None:
-        """Return what to enter into the ledger before a request is answered; None if it is in."""
+        """Return the ledger entry to write before answering, or None if it is already written."""
         check_question(self.policy, request, recipe, plan, asked)
         known = self._known(request.run, plan, asked)
         most = most_turns(plan)

@@ -98,7 +98,7 @@ def with_own_layers(rules: LeafRules, model: Params, own: Params | None) -> Para
 def _before(
     work: NodeWork, rules: LeafRules, request: TrainRequest, memory: NodeMemory
 ) -> tuple[LeafMemory, LeafStart]:
-    """Return what this node kept after the round that last counted, and what it is sent."""
+    """Load this leaf's state after its last counted round, and decode the server's message."""
     codec, last = work.algorithm.download, request.remembered[0]
     above = leaf_frames.decode(request.frames[0], rules, work.sent_like, codec, dense())
     if (above.own is not None) != (last == NEVER):

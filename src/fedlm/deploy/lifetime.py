@@ -149,7 +149,7 @@ def lifetime(
 
 
 def _turns(run: RunEntry, client: str) -> int:
-    """Return how often a client took part in a run; all at once, as who took part most."""
+    """Return how often a client took part in a run; of `WHOLE`, the most of any client."""
     own, whole = len(run.turns.get(client, ())), len(run.turns.get(WHOLE, ()))
     if client == WHOLE:
         return whole + max((len(t) for c, t in run.turns.items() if c != WHOLE), default=0)

@@ -183,7 +183,7 @@ def _check_tree(recipe: Recipe, tree: FederationTable) -> None:
 
 
 def bounds_of(recipe: Recipe, vocabulary: int) -> Bounds:
-    """Return the most that a member can report of a round of a recipe."""
+    """Return the largest sums that a member can report for a round of a recipe."""
     client, rows = recipe.client, recipe.client.max_examples
     steps = min(client.max_steps or MOST_STEPS, MOST_STEPS)
     if rows is not None:

@@ -314,7 +314,7 @@ def _members(recipe: Recipe, leaves: tuple[Leaf, ...]) -> Population:
 
 
 def _tokens(leaves: tuple[Leaf, ...]) -> Callable[[int], int]:
-    """Return a function from client to tokens: all those of a node are its first client's."""
+    """Return a function from client to tokens; a node's tokens count for its first client."""
     silent = ["/".join(leaf.path) for leaf in leaves if not leaf.tokens]
     if silent:
         raise ConfigError(

@@ -125,7 +125,7 @@ class NodeLedger:
         return self.fingerprint(name)[:16]
 
     def fingerprint(self, text: str) -> str:
-        """Return a hash that only who has this ledger can compare with a guess."""
+        """Return a hash with this ledger's salt: nobody without it can test a guess."""
         return hmac.digest(bytes.fromhex(self.salt), text.encode(), "sha256").hex()
 
     @property

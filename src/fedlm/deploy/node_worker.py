@@ -145,7 +145,7 @@ class Worker:
 
     @property
     def text(self) -> str:
-        """A fingerprint of the text, which shows changes and nothing to who guesses the text."""
+        """A salted fingerprint of the text: it shows changes, and nobody can test a guess."""
         return self.ledger.fingerprint(f"{self.whole}|{self.store.manifest['clients_sha256']}")
 
     def train(self, request: TrainRequest) -> TrainReply:

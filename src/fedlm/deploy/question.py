@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 def check_question(
     policy: Policy, request: TrainRequest, recipe: Recipe, plan: PrivacyPlan | None, asked: Asked
 ) -> None:
-    """Raise `Refusal` if the recipe does not lead to a question, or the policy forbids it."""
+    """Raise `Refusal` if a question does not follow from the recipe, or the policy forbids it."""
     rounds = recipe.server.rounds
     if request.round >= rounds:
         raise Refusal(f"round {request.round} is asked for: the recipe has {rounds} rounds.")
@@ -69,7 +69,7 @@ def check_evaluation(
     plan: PrivacyPlan | None,
     asked: Asked,
 ) -> None:
-    """Raise `Refusal` if a question about held-out text is none that its recipe leads to."""
+    """Raise `Refusal` if a question about held-out text does not follow from the recipe."""
     rounds = recipe.server.rounds
     if request.round > rounds:
         raise Refusal(f"figures after round {request.round}: the recipe has {rounds} rounds.")
@@ -94,7 +94,7 @@ def _check_figures(
     plan: PrivacyPlan | None,
     asked: Asked,
 ) -> None:
-    """Raise `Refusal` for noisy figures that no recipe, or no policy, has."""
+    """Raise `Refusal` for noisy figures that the recipe has not, or the policy forbids."""
     if not has_noisy_figures(recipe, plan) or plan is None or plan.unit != "client":
         raise Refusal(
             "noisy figures of training clients are asked for: the recipe has none "
@@ -111,7 +111,7 @@ def _check_figures(
 
 
 def check_figures_due(request: EvaluateRequest, recipe: Recipe, told: Collection[int]) -> None:
-    """Raise `Refusal` if noisy figures after a round are more than a recipe leads to.
+    """Raise `Refusal` if a run would tell more noisy figures than its recipe plans.
 
     A run that ends early, because its budget holds fewer rounds, tells its last figures after a
     round of its own: one such round is answered, in place of the last one of the recipe. However

@@ -180,7 +180,7 @@ def same_tokenizer(wanted: str, where: str) -> HelloCheck:
 
 
 def heard(counters: Counters, then: HelloCheck, say: Callable[[str], None]) -> HelloCheck:
-    """Return a check that remembers how far a node's ledger has come, and then does another."""
+    """Return a check that records a node's ledger counter, then calls another check."""
 
     def check(name: str, hello: Hello) -> None:
         if hello.counter < counters.of(name):

@@ -431,7 +431,7 @@ class Relay:
 
 
 def check_reply(request: TrainRequest, reply: TrainReply) -> None:
-    """Raise `WireError` if a reply would spoil the sum of the others: as the server checks it."""
+    """Raise `WireError` if a reply would spoil a sum, by the same checks as the server's."""
     bounds = bounds_of(parse_recipe(request.recipe), MOST_WORDS)
     for sums in reply.sums:
         bounds.checked(sums, 1 if request.each else len(reply.members))

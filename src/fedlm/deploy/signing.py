@@ -120,7 +120,7 @@ def sign(
 
 
 class Marks:
-    """A time per key, on disk, that no accepted signature of the key has passed.
+    """For each key, a time on disk that no accepted signature is later than.
 
     All times are those of the nodes' own clocks, and run on with the server's: one writing serves
     all keys for a few seconds, however many there are and however seldom each comes.

@@ -56,7 +56,7 @@ class VersionedTransport:
         return message_id
 
     def fetch(self, message_id: str, max_bytes: int) -> Payload | None:
-        """Return a reply in this version; ask again in its own version who speaks the older one."""
+        """Return a reply in this version; repeat a request for a node of the older version."""
         if message_id in self._refused:
             return self._refused.pop(message_id)
         found = self.inner.fetch(self._moved.get(message_id, message_id), max_bytes)

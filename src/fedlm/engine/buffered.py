@@ -151,7 +151,7 @@ class RemoteWaiting:
         return Pending(one, made, dispatch, replies, len(frame))
 
     def _look(self, asked: Mapping[int, Pending]) -> None:
-        """Write the replies to disk that are there by now; ask who was not asked yet."""
+        """Save the replies that have arrived to disk, and send the requests not sent yet."""
         for here in asked.values():
             for name, reply in here.dispatch.arrived():
                 self.engine.counters.hear(name, reply.counter)
@@ -286,7 +286,7 @@ def outcome_of(kept: Mapping[str, Any]) -> Outcome:
 
 
 class _Glances:
-    """A transport that is asked who is there once a second, whoever wants to know."""
+    """A transport whose `presence` is polled at most once per second."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self._looked = transport, -math.inf

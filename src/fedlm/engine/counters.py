@@ -38,7 +38,7 @@ class Counters:
         return self._largest.get(node, 0)
 
     def hear(self, node: str, counter: int) -> None:
-        """Take a node's counter."""
+        """Record a node's counter if it is larger than before."""
         if counter <= self.of(node):
             return
         self._largest[node] = counter

@@ -88,7 +88,7 @@ ReplyT = TypeVar("ReplyT", bound=NodeReply)
 
 
 class RequestKind(NamedTuple, Generic[RequestT, ReplyT]):
-    """How a kind of request becomes a payload, and a payload the reply to it."""
+    """The encoder of one kind of request, and the parser of its replies."""
 
     encode: Callable[[RequestT], Payload]
     read: Callable[[Payload, RequestT], ReplyT]
@@ -199,7 +199,7 @@ class Dispatch(Generic[RequestT, ReplyT]):
         yield from self._release(over=True)
 
     def arrived(self) -> Iterator[tuple[str, ReplyT]]:
-        """Yield the replies that are there by now, without waiting; ask who was not asked yet."""
+        """Yield replies that have arrived, without waiting, and send requests not sent yet."""
         for name in list(self.pending):
             if self._read(name):
                 self.pending.remove(name)

@@ -237,7 +237,7 @@ def check_announced(part: Mapping[str, float], held: Held, *, all_rows: bool) ->
 
 
 def sums_of(part: Mapping[str, float]) -> Sums:
-    """Return the sums of a reply as the figures take them."""
+    """Convert a reply's sums by name to `Sums`."""
     return Sums(*(part[name] for name in Sums._fields))
 
 

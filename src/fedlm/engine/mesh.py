@@ -121,7 +121,7 @@ class LaneState(NamedTuple):
 
 
 class LaneInput(NamedTuple):
-    """What lanes read in a chunk and do not change; or, by a spec each, how it is spread."""
+    """The read-only inputs of a chunk, or their partition specs."""
 
     begun: tuple[Shared, Array] | P  # what members begin from, how long their updates may be
     base: Params | None  # frozen parameters
@@ -163,11 +163,11 @@ class Programs:
         self.to_send = jax.jit(self._change_to_send, static_argnums=0)
 
     def _out(self, place: Any) -> dict[str, Any]:
-        """Return the place of all results; where a model is divided, programs say it for each."""
+        """Return the sharding of results for `jit`; a divided model has one per leaf."""
         return {"out_shardings": place} if self.places.shards == 1 else {}
 
     def _spread(self, places: Any, values: PyTree) -> PyTree:
-        """Keep results in their places, if they differ from leaf to leaf."""
+        """Constrain results to their shardings, if a model is divided."""
         if self.places.shards == 1:
             return values
         return jax.lax.with_sharding_constraint(values, places(values))
@@ -264,7 +264,7 @@ class Programs:
 
 @kept_programs
 def programs_of(half: ClientHalf, devices: tuple[jax.Device, ...], shards: int = 1) -> Programs:
-    """Return the programs of what members do, shared by all who ask."""
+    """Return the compiled programs of members on some devices, shared by all engines."""
     return Programs(half, devices, shards)
 
 

@@ -134,7 +134,7 @@ class NodeRequest(abc.ABC):
 
     @property
     def digest(self) -> str:
-        """A fingerprint of all that is asked; the counter grows between two copies of a request."""
+        """A fingerprint of the request without its counter, which grows between two copies."""
         hashes = [hashlib.sha256(frame).hexdigest() for frame in self.frames]
         facts = {**asdict(self), "frames": hashes}
         del facts["counter"]
@@ -231,7 +231,7 @@ def respond(
 
 
 def at_version(payload: Payload, version: int) -> Payload:
-    """Return a message as another version writes it, or raise `WireError` if that cannot say it."""
+    """Convert a message to another version, or raise `WireError` if that cannot express it."""
     facts = dict(payload.facts)
     written = facts.get("version")
     if type(written) is not int or written not in COMPATIBLE or version not in COMPATIBLE:
@@ -333,7 +333,7 @@ def read_request(payload: Payload) -> TrainRequest:
 
 
 def _are_places(request: TrainRequest) -> bool:
-    """Return whether each member has a number of its own, beyond those of clients."""
+    """Return whether each member has a distinct number beyond those of clients."""
     numbers, population = request.numbers, request.population
     known = all(population <= number < population + MOST_MEMBERS for number in numbers)
     distinct = len(set(numbers)) == len(numbers) == len(request.members)

@@ -69,7 +69,7 @@ class Answered(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A node that holds text, at the meeting point or behind relays."""
+    """A node that holds text, connected to the server or behind relays."""
 
     path: tuple[str, ...]  # its name, after those of the relays before it
     assignment: Assignment  # through which it is asked

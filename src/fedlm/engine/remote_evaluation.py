@@ -47,7 +47,7 @@ NOTHING = Sums(*(0.0 for _ in Sums._fields))
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutAtNodes:
-    """The held-out text of nodes, which is asked and never seen."""
+    """The held-out text at nodes: the server asks for scores, and never sees the text."""
 
     transport: Transport | None  # None: nobody can be asked, as of a run that is over
     places: Mapping[int, Leaf]  # the nodes with text, in the order of their members

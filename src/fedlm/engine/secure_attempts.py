@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def signing(self) -> bool:
-        """Whether nodes may have signed the survivors of this attempt: then it is the last."""
+        """Whether nodes may have signed this attempt's survivors, so that no retry is allowed."""
         return "mask" in self.lists
 
     def _write(self) -> None:
@@ -249,7 +249,7 @@ class SecureSums:
             del reply
 
     def _believed(self, place: int, reply: SecureReply) -> SecureReply:
-        """Return what a reply says of its vector, up to the nodes that are known there."""
+        """Return a reply without frames, its count of nodes capped at those known behind it."""
         name = self.members[place].name
         most = max(len(a.leaves) for a in self.assignments if a.name == name)
         return replace(reply, frames=(), nodes=min(reply.nodes, max(1, most)))

@@ -39,7 +39,7 @@ class Integers(Protocol):
 
     @property
     def members(self) -> int:
-        """The most updates of a sum."""
+        """The largest number of updates in a sum."""
 
     def size(self, like: PyTree) -> int:
         """Return how many integers an update has."""
@@ -61,7 +61,7 @@ class Shares(Protocol):
         """Return the noise that one node adds to the sum of its clients' integers."""
 
     def excess(self, survivors: int) -> float:
-        """Return the variance in a sum over the one that epsilon counts."""
+        """Return the noise variance of a sum over `survivors` nodes, relative to the plan's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class SumVector:
         return self.integers.size(self.like) + len(COUNTS) * self.pieces
 
     def excess(self, survivors: int) -> float | None:
-        """Return how much more noise a sum of so many nodes has; None if nodes add none."""
+        """Return `Shares.excess` of a sum over `survivors` nodes; None if nodes add no noise."""
         return None if self.shares is None else self.shares.excess(survivors)
 
     def words(self, codes: np.ndarray, counts: dict[str, float], seed: bytes) -> np.ndarray:

@@ -80,7 +80,7 @@ class LaneMesh:
         self.mine = [i for i, lane in enumerate(by_lane) if lane[0].process_index == here]
 
     def of_lanes(self, values: PyTree) -> PyTree:
-        """Return the places of arrays whose first axis is the lane."""
+        """Return the shardings of arrays whose first axis is the lane."""
         if self.shards == 1:
             return self.per_lane
         return jax.tree.map(
@@ -88,7 +88,7 @@ class LaneMesh:
         )
 
     def of_all(self, values: PyTree) -> PyTree:
-        """Return the places of arrays that are the same in every lane."""
+        """Return the shardings of arrays that are the same in every lane."""
         if self.shards == 1:
             return self.replicated
         return jax.tree.map(
@@ -96,7 +96,7 @@ class LaneMesh:
         )
 
     def hold(self, values: PyTree) -> PyTree:
-        """Keep the arrays of a lane in their places, inside a lane's program."""
+        """Constrain the arrays of a lane to their shardings, inside a lane's program."""
         if self.shards == 1:
             return values
 

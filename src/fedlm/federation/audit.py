@@ -35,7 +35,7 @@ STRANGERS, LEAST_STRANGERS, MOST_NUMBERS = 1000, 100, 2_000_000_000
 
 
 class Seen(NamedTuple):
-    """The canaries of a run as its model shows them."""
+    """How strongly a run's model shows its canaries."""
 
     turns: np.ndarray  # rounds in which each canary took part
     scores: np.ndarray  # cosines of those canaries that count
@@ -52,7 +52,7 @@ def look(
     rounds: int,
     strangers: int = STRANGERS,
 ) -> Seen:
-    """Measure the canaries and the directions that nobody sent in the model of one run."""
+    """Measure a run's change along its canaries, and along directions that nobody sent."""
     state = init_node(algorithm, before, secret)
     turns = canary_turns(algorithm, state, rounds)
     population = algorithm.sampling.population

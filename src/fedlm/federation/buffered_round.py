@@ -77,7 +77,7 @@ class Buffer:
 
 
 class Flight(eqx.Module):
-    """The members that were asked and have not answered; one place for each of a cohort."""
+    """The members in flight, asked and not yet answered: one slot per member of a cohort."""
 
     members: Int[np.ndarray, " places"]  # EMPTY where nobody is
     began: Int[np.ndarray, " places"]  # the round in which each was asked
@@ -120,13 +120,13 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """Answers that come when their delay is over, on a clock that costs no time."""
+    """Simulated answers, each of which comes when its delay is over, on a virtual clock."""
 
     engine: Engine
     grace: float = 0.0
 
     def __call__(self, round: int, flying: Sequence[Flying], enough: int, clock: float) -> Landing:
-        """Train those who answer by then; time passes until the last of them."""
+        """Train the members whose simulated answers come in time; move the clock to the last."""
         due = np.sort(np.concatenate([one.due for one in flying]))
         until = due[enough - 1] + np.float32(self.grace)
         groups = []
@@ -197,12 +197,12 @@ class BufferedRound:
     # ---- who is in flight ----------------------------------------------------------------
 
     def _give_up(self, flight: Flight, round: int) -> tuple[Flight, int]:
-        """Free the places of members whose answers would be too old; return how many."""
+        """Free the slots of members whose answers would be too old; return how many."""
         old = (flight.members != EMPTY) & (round - flight.began > self.buffer.largest_staleness)
         return _freed(flight, old), int(old.sum())
 
     def _choose(self, flight: Flight, round: int) -> Members:
-        """Draw members for the free places, by the law, none of whom is in flight."""
+        """Draw members for the free slots by the sampling law, none of whom is in flight."""
         sampling = self.flat.algorithm.sampling
         rng = generator_for(self.flat.seed, "cohort", round=round)
         drawn = draw(sampling, rng, round, History(np.zeros(0), np.zeros(0)))
@@ -213,7 +213,7 @@ class BufferedRound:
         return np.sort(drawn[:free])
 
     def _ask(self, flight: Flight, asked: Members, round: int) -> Flight:
-        """Put members into free places."""
+        """Put members into free slots."""
         members, began, due = (x.copy() for x in (flight.members, flight.began, flight.due))
         places = np.flatnonzero(members == EMPTY)[: len(asked)]
         members[places], began[places] = asked, round
@@ -235,7 +235,7 @@ class BufferedRound:
         return found
 
     def _landed(self, flight: Flight, landing: Landing, round: int, sent: Message) -> Flight:
-        """Free the places of those who answered or never will, and keep the round's model."""
+        """Free the slots of members that answered or were lost, and store the round's model."""
         gone = {(group.began, int(m)) for group in landing.groups for m in group.members}
         gone |= {(int(began), int(member)) for began, member in landing.lost}
         pairs = zip(flight.began.tolist(), flight.members.tolist(), strict=True)
@@ -288,7 +288,7 @@ class BufferedRound:
         return self.flat.params(state)
 
     def renewed(self, state: NodeState, lines: int) -> NodeState:
-        """Return a state whose further draws are others, after a ledger of so many lines."""
+        """Return the state with a new secret, made from its old one and the ledger's length."""
         return self.flat.renewed(state, lines)
 
     def digest(self, state: NodeState) -> bytes:
@@ -319,7 +319,7 @@ def _put(held: np.ndarray, slot: int, new: PyTree) -> np.ndarray:
 
 
 def _add(total: Total | None, more: Total, worth: float) -> Total:
-    """Add the sum of a group to a total; its changes count `worth`, its weight and counts whole."""
+    """Add a group's sum to a total; `worth` scales its change, and not its weight and counts."""
     if worth != 1.0:
         more = replace(more, delta=tree.scale(more.delta, worth))
     return more if total is None else tree.add(total, more)

@@ -168,7 +168,7 @@ def cosines(own: Vector, others: Sequence[Parts], origin: Vector) -> list[float]
 
 
 def _blocks(size: int, count: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
-    """Yield parts of a vector that stay in a core's cache, with so many buffers of their size.
+    """Yield slices of a vector that fit into a core's cache, each with `count` buffers.
 
     Where they begin does not depend on how the vector is stored: sums have one order everywhere.
     """
@@ -329,7 +329,7 @@ def _parts_of(layers: Mapping[str, Vector], layer: str) -> list[Vector]:
 def cosine_matrix(
     rows: Sequence[Vector], columns: Sequence[Sequence[Vector]], origin: Vector
 ) -> Float[np.ndarray, "rows columns"]:
-    """Return the cosine of each of some changes of a layer and each of others, given in parts.
+    """Return the cosines between two sets of changes of a layer; columns come in parts.
 
     Some entries of all layers are in memory at a time. Pair by pair, each of a hundred nodes would
     be read a hundred times.

@@ -31,7 +31,7 @@ from fedlm.privacy.normal import standard_normal
 
 @dataclass(frozen=True, kw_only=True)
 class LeafRules:
-    """What a leaf mixes into its layers, and what may leave it."""
+    """How a leaf mixes personal layers, and how it clips and noises what it uploads."""
 
     personal_layers: tuple[str | None, ...]  # of each leaf of the model; None is the backbone
     temperature: float
@@ -50,7 +50,7 @@ class LeafRules:
 
     @property
     def keeps(self) -> bool:
-        """Whether a leaf has something that nobody else may know."""
+        """Whether a leaf holds parameters that must not leave its node."""
         personal = any(layer is not None for layer in self.personal_layers)
         return self.hides or (self.layers_stay and personal)
 

@@ -66,7 +66,7 @@ def total_like(update: Update) -> Total:
 
 
 def add_member(total: Total, update: Update, counts: Bool[Array, ""] | bool = True) -> Total:
-    """Add a member to the sum; a member that does not count yet leaves it unchanged."""
+    """Add a member to the sum; leave the sum unchanged unless `counts`."""
     one = jnp.where(counts, 1.0, 0.0)
     weight = tree.once(one * update.weight)
     return Total(
@@ -122,7 +122,7 @@ def clip_again(half: ClientHalf, arrived: Update, clip_norm: Array) -> Update:
 
 
 def left_out(sent: Update, arrived: Params, before: Params) -> Params:
-    """Return what a codec left out of an update, given what arrived of it."""
+    """Return the codec's compression error: the update minus its decoded form."""
     left = tree.sub(sent.delta, arrived)
     # A refused member sent nothing and keeps its residual.
     return tree.where(sent.refused > 0, before, left)

@@ -161,7 +161,7 @@ def secret_of(state: NodeState) -> bytes:
 
 
 def another_secret(secret: UInt32[Array, "4"], lines: int) -> UInt32[Array, "4"]:
-    """Return the secret that follows a secret after a ledger of so many lines.
+    """Return a new secret, made from an old one and the number of lines of the ledger.
 
     A round that is played again after its state was lost draws other members and other noise, so
     that it costs what any round costs: no two releases share the chance of staying out.
@@ -402,7 +402,7 @@ class FlatRound:
         return tree.join(state.params, self.algorithm.base)
 
     def renewed(self, state: NodeState, lines: int) -> NodeState:
-        """Return a state whose further draws are others, after a ledger of so many lines."""
+        """Return the state with a new secret, made from its old one and the ledger's length."""
         return replace(state, secret=another_secret(state.secret, lines))
 
     def digest(self, state: NodeState) -> bytes:

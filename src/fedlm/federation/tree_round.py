@@ -205,7 +205,7 @@ def init_tree(
 
 
 def _init_node_state(config: TreeConfig, node: int, params: Params, secret: bytes) -> TreeNodeState:
-    """Return a node's state before the first round, without what all nodes have alike."""
+    """Return a node's state before the first round, without parts that all nodes share."""
     topology, backbone = config.topology, config.backbone(params)
     algorithm, federation = config.algorithms[node], None
     if algorithm is not None and topology.clients[node]:
@@ -264,7 +264,7 @@ def received(config: TreeConfig, state: TreeState) -> list[Params]:
 
 
 def shown_models(config: TreeConfig, state: TreeState) -> list[Params]:
-    """Return the models of `received` as others may see them: of clipped, noisy changes alone."""
+    """Return the models of `received` as others may see them, made of clipped, noisy changes."""
     models = received(config, state)
     if not config.hides:
         return models
@@ -548,7 +548,7 @@ def up(config: TreeConfig, state: TreeState, node: int, results: Results) -> Rep
 
 
 def _carry_on(config: TreeConfig, state: TreeState, node: int, results: Results) -> Reported:
-    """Return a node that no child reports to, as it is; a leaf offers its layers as residuals."""
+    """Return a node without children's reports unchanged; a leaf offers its layers as residuals."""
     now, trained, residuals = results.now(node), results.trained.get(node), None
     if config.residuals and not config.topology.children[node]:
         layers = config.rest(node, _known(config, now)).items()

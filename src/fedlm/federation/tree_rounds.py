@@ -106,20 +106,20 @@ class TreeRound:
         return (shown_models if own_models_stay(self.plan) else received)(self.config, state)
 
     def own_models(self, state: TreeState) -> dict[str, Params]:
-        """Return the leaves' own models, without noise, where `models` gives others."""
+        """Return the leaves' own models without noise, if they differ from those of `models`."""
         if not own_models_stay(self.plan) or self.config.models_at_home:
             return {}
         models, topology = received(self.config, state), self.config.topology
         return {topology.names[n]: self._whole(models[n]) for n in topology.with_text}
 
     def params(self, state: TreeState) -> Params:
-        """Return the parameters of all nodes as they may be shown; frozen ones follow once."""
+        """Return the parameters of all nodes as they may be shown, then the frozen ones once."""
         shown = tuple(self._view(state)) if own_models_stay(self.plan) else state.params
         base = self.algorithm.base
         return shown if base is None else (shown, base)
 
     def renewed(self, state: TreeState, lines: int) -> TreeState:
-        """Return a state whose further draws are others, after a ledger of so many lines."""
+        """Return the state with new secrets, made from the old ones and the ledger's length."""
 
         def other(node: TreeNodeState) -> TreeNodeState:
             inner = node.federation
@@ -237,7 +237,7 @@ def _node_metrics(config: TreeConfig, round: int, node: int, results: Results) -
 def _heard(
     names: Sequence[str], weights: Mapping[str, np.ndarray], peers: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return how much a node listens to whom, by name, in the mean over layers."""
+    """Return a node's attention weights by name of the peer, averaged over layers."""
     found: dict[str, float] = {}
     for layer, share in weights.items():
         for peer, part in zip(peers[layer], share, strict=True):

@@ -60,7 +60,7 @@ def _same_matrix(plan: PrivacyPlan) -> tuple[Any, ...]:
 
 
 def may_grow(plan: PrivacyPlan) -> bool:
-    """Return whether rounds beyond the planned ones cost what the account says of every round."""
+    """Return whether a run under this plan may be extended beyond its planned rounds."""
     return plan.sampling.law in MECHANISMS[plan.mechanism].replay_laws
 
 

@@ -243,7 +243,7 @@ def _loss_of_one_round(event: DpEvent, step: float) -> Any:
 
 
 def _without_draws(leaves: Leaves) -> Leaves:
-    """Return the releases as if every client joined each fixed-size cohort, or told its bin."""
+    """Return the releases as if every client joined each fixed-size cohort and bins were known."""
     drawn = dp_accounting.SampledWithoutReplacementDpEvent
     return [
         (dp_accounting.GaussianDpEvent(2 * event.event.noise_multiplier), count)
@@ -254,7 +254,7 @@ def _without_draws(leaves: Leaves) -> Leaves:
 
 
 def _known_bins(leaves: Leaves) -> Leaves:
-    """Return the releases as if it were known in which bin a client is: that with most turns."""
+    """Return the releases as if each client were known to be in the bin with most turns."""
     return [
         (gaussian_event(event.noise_multiplier, event.most_turns), count)
         if isinstance(event, BallsInBinsEvent)

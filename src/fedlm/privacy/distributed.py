@@ -107,11 +107,11 @@ class DistributedNoise:
         return epsilon_of_rho(rounds * self.rho, delta)
 
     def excess(self, survivors: int) -> float:
-        """Return the variance in a sum over the one that epsilon counts."""
+        """Return the noise variance of a sum over `survivors` nodes, relative to the plan's."""
         return survivors / self.honest
 
     def reserve(self, nodes: int, chance: float = 2.0**-40) -> int:
-        """Return the steps that noise of all nodes leaves with at most this chance, in any value.
+        """Return the steps that the nodes' noise exceeds, in any value, with at most this chance.
 
         A discrete Gaussian of parameter s is subgaussian with s, hence a sum of n of them exceeds
         r in magnitude with probability at most 2 exp(-r^2 / (2 n s)).

@@ -363,7 +363,7 @@ def spent_of_run(
 
 
 def _costliest(plans: Iterable[PrivacyPlan]) -> list[PrivacyPlan | None]:
-    """Return the plans that can cost most: of those that differ only in who is drawn, one.
+    """Keep, of plans that differ only in population and cohort, the one that samples most.
 
     A larger share of the population per round never costs less.
     """

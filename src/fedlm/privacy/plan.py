@@ -132,7 +132,7 @@ def check_bins(sampling: Sampling, rounds: int) -> None:
 
 
 def check_without_separation(sampling: Sampling) -> None:
-    """Refuse a minimum separation, or a most of turns, where the sampling law does not keep it."""
+    """Refuse a minimum separation or a limit of turns that the sampling law does not keep."""
     for name in ("min_separation", "max_participations"):
         value = getattr(sampling, name)
         require(

@@ -291,7 +291,7 @@ CYCLIC = "cyclic-poisson"
 
 
 def _amplified(entry: Mechanism) -> Mechanism:
-    """Let a mechanism with narrow bands and columns of length one take secret cohorts too."""
+    """Add secret cohorts to a mechanism with narrow bands and columns of length one."""
     events = {CYCLIC: _cyclic_event, balls_in_bins.LAW: _bins_event}
     costs = {CYCLIC: _cyclic_cost, balls_in_bins.LAW: _bins_cost}
     secret = (CYCLIC, balls_in_bins.LAW)

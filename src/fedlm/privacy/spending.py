@@ -67,7 +67,7 @@ def largest_delta(books: Sequence[Book]) -> float | None:
 
 
 def made_no_promise(book: Book) -> bool:
-    """Return whether a ledger is that of a run without a privacy plan, or with exact sums told."""
+    """Return whether a ledger's run had no privacy plan, or told exact sums."""
     plans = plans_of(book).values()
     return bool(rounds_of(book)) and (not plans or any(plan.reveal for plan in plans))
 

@@ -345,7 +345,7 @@ def _outer(recipe: Recipe, topology: Topology, node: int) -> ServerMethod:
 
 
 def _at_home(config: TreeConfig, elsewhere: bool) -> dict[str, Any]:
-    """Return what changes where nodes keep models that nobody else may know."""
+    """Return the `TreeConfig` overrides for leaves that keep their own models at their nodes."""
     if not elsewhere or not config.leaf.keeps:
         return {}
     return {"models_at_home": True, "init_memory": _never}

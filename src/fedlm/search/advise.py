@@ -70,7 +70,7 @@ RUN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Everything that decides an answer but the minutes."""
+    """Everything that decides an answer, except the time limit."""
 
     store: Path
     recipe: Recipe
@@ -213,7 +213,7 @@ class Clock:
     began: float
 
     def until(self, part: float) -> Callable[[], bool]:
-        """Return whether a part of all the time has passed; a stop that was asked for is one."""
+        """Return a test whether a part of the time has passed, or a stop was asked for."""
         end = math.inf if self.seconds is None else self.began + part * self.seconds
         return lambda: self.asked() or time.monotonic() >= end
 
@@ -419,7 +419,7 @@ def line_of(share: float, scores: Sequence[Score], about: dict[str, Any]) -> Sha
 
 
 def sentences(lines: Sequence[ShareLine], about: dict[str, Any]) -> list[str]:
-    """Say in words what the figures say, and how little they are."""
+    """Say in words what the figures show, and how far they can be trusted."""
     first = lines[0]
     gain, error = first.gain[PERSONAL], first.error[PERSONAL]
     apart = abs(math.log1p(-min(gain, 0.999999)))

@@ -352,7 +352,7 @@ def board_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[st
 
 
 def short_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return what fits into eighty columns: the table without what a reader asks last."""
+    """Return the table without its less important columns, to fit into eighty characters."""
     head, whole = board_table(rows)
     kept = [head.index(name) for name in ("perplexity", "epsilon", "MB up per client", "seconds")]
     names = (f"{row['track']}/{row['entry']}" for row in rows)

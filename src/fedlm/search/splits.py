@@ -74,7 +74,7 @@ def without_last_clients(run: Run) -> Run:
 
 
 def last_clients(run: Run) -> HeldOutEvaluation:
-    """Return the evaluation on one half of the test clients, by their names, whatever the plan."""
+    """Return the evaluation on the half of the test clients that chose nothing."""
     return _halves_of_test(run)[1]
 
 

@@ -230,8 +230,11 @@ _finished = itertools.count(1)  # points of this process
 
 
 def _let_go() -> None:
-    """Free the programs of finished points now and then: points that differ in the server alone,
-    or come back to a setting, share them, and all of a long search would fill the memory."""
+    """Free the compiled programs of finished points after every few points.
+
+    Points that differ in the server alone share programs; those of a long search would fill the
+    memory.
+    """
     if next(_finished) % POINTS_KEPT == 0:
         jax.clear_caches()
 

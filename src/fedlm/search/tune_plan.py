@@ -32,7 +32,7 @@ TRIAL = {
 
 
 class Rung(NamedTuple):
-    """So many points are trained up to so many rounds."""
+    """A rung of successive halving: how many points, and the rounds that each is trained to."""
 
     points: int
     rounds: int

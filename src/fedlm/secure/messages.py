@@ -339,7 +339,7 @@ def read_signatures(session: Session, payload: bytes) -> dict[int, bytes]:
 
 
 def encode_revealed(session: Session, place: int, shares: Mapping[int, bytes]) -> bytes:
-    """Write the shares that a node reveals: of a survivor its self mask's, else its mask key's."""
+    """Write the revealed shares: of survivors' self masks, and of the others' mask keys."""
     entries = [_two(owner) + shares[owner] for owner in sorted(shares)]
     return _seal(REVEALED, session, _two(place), _two(len(entries)), *entries)
 

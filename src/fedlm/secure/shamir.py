@@ -59,7 +59,7 @@ def at(shares: Mapping[int, bytes], x: int, prime: int = PRIME) -> int:
 
 @functools.lru_cache(maxsize=4096)  # the same holders open one secret after the other
 def _weights(points: tuple[int, ...], x: int, prime: int) -> tuple[int, ...]:
-    """Return how much the value at each point counts in that at x."""
+    """Return the Lagrange weights at x of the values at some points."""
     found = []
     for xi in points:
         above = below = 1

@@ -69,7 +69,7 @@ class Parcel:
         self._next = 0
 
     async def open(self, signed: str | None) -> None:
-        """Read the table, which must have the hash that was signed, if one was."""
+        """Read the table of parts, and check it against the signed hash, if there is one."""
         try:
             if self._length < COUNT.size:
                 raise WireError("the body has no table of parts.")

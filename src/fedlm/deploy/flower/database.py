@@ -86,7 +86,7 @@ def _replace(path: Path, like: Path | None = None) -> None:
 
 
 def _hurry(connection: sqlite3.Connection, _: object) -> None:
-    """Leave out syncs: a database that is being made counts only once all of it is on disk."""
+    """Turn off SQLite's syncs while a new database is made; the finished file is synced once."""
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA journal_mode = MEMORY")
 

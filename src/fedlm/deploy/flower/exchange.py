@@ -103,13 +103,13 @@ class Exchange:
         await verb(caller, head, parcel, receive, send)
 
     def wake(self, names: Iterable[str]) -> None:
-        """Let those go on who wait for these objects, or for replies to these messages."""
+        """Wake requests that wait for these objects, or for replies to these messages."""
         for name in names:
             for event in self._waiting.get(name, ()):
                 event.set()
 
     def wake_all(self) -> None:
-        """Let everybody look again: objects have come by Flower's own requests."""
+        """Wake all waiting requests: objects have come by Flower's own requests."""
         self.wake(list(self._waiting))
 
     # ---- push --------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Exchange:
         return int(request.run_id)
 
     async def _held(self, names: Sequence[str], ask: Callable[[], Any], seconds: float) -> Any:
-        """Ask until there is an answer, whenever something of these names comes."""
+        """Call `ask` again whenever one of these names is woken, until it answers or time is up."""
         came, ends = asyncio.Event(), asyncio.get_running_loop().time() + seconds
         for name in names:
             self._waiting.setdefault(name, set()).add(came)  # before asking: no gap
@@ -335,7 +335,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the database's only writer's place from the start, so that nothing read is old."""
+        """Take the database's write lock first, so that reads in the block are current."""
         with self.state.session() as session:
             session.execute(text("UPDATE objectstore_locks SET lock_value = lock_value"))
             yield

@@ -31,14 +31,14 @@ PATHS: dict[str, str | None] = {
 
 
 class ForPaths:
-    """A middleware that is passed by unless the path of a request begins in a certain way."""
+    """A middleware that runs only for paths with a prefix."""
 
     def __init__(self, app: Any, prefix: str, inner: Middleware) -> None:
         self.app, self.prefix = app, prefix
         self.inner: Any = inner.cls(app, *inner.args, **inner.kwargs)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request to the middleware or by it."""
+        """Pass a request through the middleware, or around it."""
         needed = scope["type"] != "http" or scope["path"].startswith(self.prefix)
         await (self.inner if needed else self.app)(scope, receive, send)
 

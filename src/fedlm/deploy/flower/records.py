@@ -119,7 +119,7 @@ def _chunks(frame: bytes) -> list[tuple[str, Chunk]]:
 
 
 def from_records(records: RecordDict) -> Payload:
-    """Convert Flower records to a payload, or raises `WireError`."""
+    """Convert Flower records to a payload, or raise `WireError`."""
     kinds = [name for name in records if name != FRAMES]
     if len(kinds) != 1 or FRAMES not in records:
         raise WireError("message does not hold exactly facts and frames.")

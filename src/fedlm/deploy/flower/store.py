@@ -67,7 +67,7 @@ class FileStore(ObjectStore):
                 (folder / name).unlink(missing_ok=True)
 
     def _load(self, path: Path) -> None:
-        """Take up a message of an earlier process."""
+        """Load a message that an earlier process stored."""
         raw = path.read_bytes()
         try:
             tree = ObjectTree.FromString(raw[RUN_BYTES:])
@@ -85,7 +85,7 @@ class FileStore(ObjectStore):
 
     @contextlib.contextmanager
     def offering(self, objects: Mapping[str, bytes | bytearray]) -> Iterator[None]:
-        """Have objects at hand, whose hashes were checked, for what this thread stores."""
+        """Offer objects with checked hashes to the store calls of this thread inside the block."""
         self._offered.objects = objects
         try:
             yield

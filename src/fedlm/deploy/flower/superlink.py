@@ -284,7 +284,7 @@ class Stored:
         self._messages: dict[str, dict[str, list[float]]] = {}  # by node: when, and bytes
 
     def announce(self, node: str, messages: Iterable[str]) -> None:
-        """Count what a node sends from now on to these messages."""
+        """Count what a node sends from now on towards these messages."""
         held, now = self._messages.setdefault(node, {}), time.monotonic()
         for message in messages:
             held[message] = held.pop(message, [now, 0.0])  # it is the newest
@@ -312,7 +312,7 @@ class Stored:
 
 
 class Sightings:
-    """The processes that use each node's key: two at a time are a kit that was copied."""
+    """The processes that use each node's key: two at a time mean that a kit was copied."""
 
     def __init__(self, file: Path | None, say: Callable[[str], None]) -> None:
         self.file, self.say = file, say
@@ -320,7 +320,7 @@ class Sightings:
         self._twice: dict[str, float] = {}
 
     def see(self, node: str, process: str) -> None:
-        """Take a request of a process; one that another has followed must not come back."""
+        """Record the process of a request, and tell if it returns after another one."""
         known = self._known.setdefault(node, [])
         if known and known[-1] == process:
             return

@@ -54,7 +54,7 @@ class RunTransport:
     """Sends and fetches the messages of one run on the SuperLink."""
 
     def __init__(self, client: RuntimeHttpClient, sender: Sender, post: Post | None = None) -> None:
-        """Take a client for single requests, and `post` for those of many parts, if there are."""
+        """Take a client for single requests, and `post` if the server knows those of many parts."""
         self.client, self.sender, self.post = client, sender, post
         self._pushed, self._awaited = Pushed(), ""
         self.node = Node(node_id=sender.node_id)
