@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from fedlm.secure import keys, local, messages, node, server
-from fedlm.secure.terms import Session
+from fedlm.secure.terms import Session, Terms
 from fedlm.wire.frame import Reader
 from fedlm.wire.pack import pack, packed_bytes, unpack
 
@@ -54,7 +54,13 @@ class Sum:
     def __init__(self, nodes: int, megabytes: float, bits: int, absent: float, neighbors: int):
         self.size = int(megabytes * 8e6 / bits)
         members, self.identities = local.made_up_members(nodes)
-        terms = local.terms_for(members, self.size, bits, neighbors=neighbors)
+        terms = Terms(
+            members=members,
+            threshold=max(nodes // 2 + 1, -(-2 * nodes // 3)),
+            bits=bits,
+            size=self.size,
+            neighbors=neighbors,
+        )
         self.gone = min(int(absent * nodes), nodes - terms.threshold)
         self.session = Session(terms, secrets.token_hex(16), 0, 0)
         rng = np.random.default_rng(0)

@@ -84,13 +84,13 @@ from fedlm.record.status import StatusFile, read_status
 from fedlm.search import sweep
 from fedlm.secure import node as secure_node
 from fedlm.secure import server as secure_server
-from fedlm.secure.local import made_up_members, terms_for
+from fedlm.secure.local import made_up_members
 from fedlm.secure.members import encode as encode_members
 from fedlm.secure.members import first as first_members
 from fedlm.secure.members import read as read_members
 from fedlm.secure.messages import HEAD
 from fedlm.secure.store import NodeStore
-from fedlm.secure.terms import Session
+from fedlm.secure.terms import Session, Terms
 from fedlm.watch.board import Board
 from fedlm.wire.catalog import CODECS, named
 from fedlm.wire.frame import open_frame, seal_frame
@@ -818,7 +818,8 @@ def flower_message() -> Target:
 def secure_sums() -> Target:
     """Give any bytes to the step that the first two name, also behind a right head."""
     members, identities = made_up_members(3)
-    session = Session(terms_for(members, 4, 8), "5ec05ec0", 0, 0)
+    terms = Terms(members=members, threshold=2, bits=8, size=4)
+    session = Session(terms, "5ec05ec0", 0, 0)
     states = {i: secure_node.begin(session, identities[i]) for i in range(3)}
     steps: list[Callable[[bytes], Any]] = []
     seeds: list[bytes] = []
@@ -877,7 +878,8 @@ def secure_state() -> Target:
     """Read any file as a node's state of its secure sums."""
     files = Files()
     members, identities = made_up_members(3)
-    session = Session(terms_for(members, 4, 8), "5ec05ec0", 0, 0)
+    terms = Terms(members=members, threshold=2, bits=8, size=4)
+    session = Session(terms, "5ec05ec0", 0, 0)
     store = NodeStore(files.path, identities[0])
     store.keys(session)
     seed = (files.path / "5ec05ec0.json").read_bytes()

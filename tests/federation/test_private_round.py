@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 
 from fedlm.core import tree
+from fedlm.core.keys import cipher_key_for
 from fedlm.core.types import BatchSpec, Loss, Sampling, Start, Update
 from fedlm.engine.loop import LoopEngine
 from fedlm.federation.algorithm import Algorithm
@@ -18,7 +19,7 @@ from fedlm.federation.member import add_member, empty_total
 from fedlm.federation.round import (
     CohortSampler,
     _noise_key,
-    canary,
+    direction,
     init_node,
     private_seed,
     server_half,
@@ -214,15 +215,18 @@ def test_canaries_are_the_last_of_the_population_and_send_a_clipped_direction():
     members = np.array([1, 3, 4, 6])
     assert with_text(chosen, members).tolist() == [1, 3]
     after = server_half(chosen, state, empty_total(WIDE), members)
-    sent = [canary(private_seed(state), number, WIDE) for number in (4, 6)]
+
+    def sent_by(number):
+        return direction(cipher_key_for(private_seed(state), "canary", member=number), WIDE)
+
+    sent = [sent_by(number) for number in (4, 6)]
     wanted = tree.scale(tree.add(*sent), CLIP / 4)
     for x, y in zip(jax.tree.leaves(after.params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
     assert float(tree.norm(sent[0])) == pytest.approx(1, rel=1e-5)
     alike = sum(float(jnp.sum(a * b)) for a, b in zip(*map(jax.tree.leaves, sent), strict=True))
     assert abs(alike) < 0.2, "two canaries have unrelated directions"
-    again = canary(private_seed(state), 4, WIDE)
-    assert tree.sha256(again) == tree.sha256(sent[0])
+    assert tree.sha256(sent_by(4)) == tree.sha256(sent[0])
 
 
 # ---- what is told, and what is remembered ----------------------------------------------

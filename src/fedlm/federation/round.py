@@ -191,11 +191,6 @@ def with_text(algorithm: Algorithm, members: Members) -> Members:
     return members[members < algorithm.sampling.population - algorithm.canaries]
 
 
-def canary(seed: int, number: int, like: Params) -> Params:
-    """Return the direction that a canary sends whenever it takes part."""
-    return direction(cipher_key_for(seed, "canary", member=number), like)
-
-
 def direction(key: CipherKey, like: Params) -> Params:
     """Draw a direction of length one, uniformly."""
     drawn = standard_normal(key, like)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedlm.secure import node, server
 from fedlm.secure.keys import IdentityKey
-from fedlm.secure.terms import Member, Session, Terms
+from fedlm.secure.terms import Member, Session
 
 STEPS = ("keys", "share", "mask", "sign", "reveal")
 
@@ -96,19 +96,3 @@ def secure_sum(
     state, total = server.take_revealed(state, ask("reveal", all_of(signed, question)))
     sent = sum(len(answer) for step in seen.answers.values() for answer in step.values())
     return Summed(total, state.survivors, state.faults, sent, seen.received)
-
-
-def terms_for(
-    members: tuple[Member, ...], size: int, bits: int, *, colluders: int = 0, neighbors: int = 0
-) -> Terms:
-    """Return terms with the usual threshold: two thirds of the members, at least the least."""
-    n = len(members)
-    threshold = min(n, max((n + colluders) // 2 + 1, -(-2 * n // 3)))
-    return Terms(
-        members=members,
-        threshold=threshold,
-        bits=bits,
-        size=size,
-        colluders=colluders,
-        neighbors=neighbors,
-    )
