@@ -121,9 +121,9 @@ def _work(
 def leaf_work(recipe: Recipe, store: Store, *, population: int) -> NodeWork:
     """Return the work of training on all text of this store as one leaf of any tree.
 
-    `population` is how many clients the federation has, which is at least as many as leaves: with
-    noise a leaf takes part in every round, so that they count only for what delta is small. The
-    engine takes decoded parameters and returns updates before they are encoded.
+    `population` is the number of clients of the federation, at least as many as leaves. With noise
+    a leaf takes part in every round, so that the number decides only which delta is small enough.
+    The engine takes decoded parameters and returns updates before they are encoded.
     """
     rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
     spec = parts.model_spec(recipe, store.vocabulary)

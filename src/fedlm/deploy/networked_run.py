@@ -127,8 +127,8 @@ class _Nodes:
     ) -> Engine:
         """Return the engine that asks nodes.
 
-        In a tree `homes` tells whose text a leaf has, `at_home` what leaves it if it keeps its own
-        model.
+        In a tree `homes` maps each leaf to the holder of its text, and `at_home` has the rules of
+        leaves that keep their own models.
         """
         told = self.told(algorithm)
         if self.recipe.wire.secure_nodes and self.transport is not None:

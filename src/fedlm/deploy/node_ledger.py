@@ -132,8 +132,8 @@ class NodeLedger:
     def noise_secret(self) -> int:
         """The secret from which this node draws its noise.
 
-        It is one with the ledger, so that whoever knows that a question was answered also has the
-        noise of the answer: the same question never has other noise.
+        It follows from the ledger's salt: a ledger that knows of an answer can make its noise
+        again, so that the same question never gets other noise.
         """
         digest = hmac.digest(bytes.fromhex(self.salt), b"noise of this node", "sha256")
         return int.from_bytes(digest[:16], "little")

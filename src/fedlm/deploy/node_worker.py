@@ -98,10 +98,10 @@ class Worker:
     ) -> None:
         """Create a worker for a store, whose members are its clients, or one if `whole`.
 
-        Without a `ledger` and a `memory` it remembers its answers, and its members what methods
-        have them remember, only as long as it lives. What it is given at the end of a run goes to
-        the folder `models`, its own model under its `name`. `base` is the model on which
-        it lets adapters be trained; `secure` is its half of secure sums.
+        Without a `ledger` and a `memory`, its answers and the state of its members are lost with
+        the process. Models that it is given at the end of a run go to the folder `models`, its
+        own under its `name`. `base` is the model on which it lets adapters be trained; `secure`
+        is its half of secure sums.
         """
         self.secure = secure
         self.models, self.name = models, name

@@ -55,8 +55,8 @@ def assign_members(
     """Wait for the hello of every node, then number members in the order of node names.
 
     A node that says nonsense or does not fit is left out and named; so is one that has said nothing
-    by the deadline. If fewer than the quorum are left, the first is an error, the second a longer
-    wait.
+    by the deadline. If fewer nodes than the quorum are left, nonsense is an error, and silence
+    makes the server wait longer.
     """
     hellos: dict[str, Hello] = {}
     asked: dict[str, _Asked] = {name: _Asked() for name in names}

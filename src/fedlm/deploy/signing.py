@@ -122,8 +122,8 @@ def sign(
 class Marks:
     """For each key, a time on disk that no accepted signature is later than.
 
-    All times are those of the nodes' own clocks, and run on with the server's: one writing serves
-    all keys for a few seconds, however many there are and however seldom each comes.
+    Times are by each node's own clock, moved on with the server's: one write covers all keys for a
+    few seconds, however many there are and however seldom each is used.
     """
 
     def __init__(self, file: Path | None, now: Callable[[], float]) -> None:

@@ -576,8 +576,8 @@ class MeshEngine:
     def _from_all(self, join: Any, total: Total) -> Total:
         """Sum the lanes of all processes, on one lane of this process.
 
-        There the server's step is done once; a sum that stayed on every lane would have each lane
-        do it, and the second round compile it for another place than the first.
+        The server's step then runs there alone. If the sum stayed on every lane, each lane would
+        run the step, and the second round would compile it again, for other devices.
         """
         if not multihost.alone():
             jax.block_until_ready(total)  # processes differ in speed; they join when all are done

@@ -149,8 +149,8 @@ class SecureSums:
         """Take the members of a list that every node of it has too.
 
         `assignments` number members over the whole federation, whose size is `population`; `file`
-        keeps the attempt under way for whoever asks and is killed. Unless it `waits`, a round that
-        too few nodes are there for is given up at the deadline.
+        keeps the attempt under way, so that a server goes on with it after a kill. Unless it
+        `waits`, a round for which too few nodes are there is given up at the deadline.
         """
         self.transport, self.assignments, self.members = transport, tuple(assignments), members
         self.run, self.recipe, self.population = run, recipe, population

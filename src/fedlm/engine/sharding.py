@@ -34,8 +34,8 @@ def divided_axis(shape: Sequence[int], shards: int) -> int | None:
     """Return the axis along which an array is divided, or None for one that all devices hold whole.
 
     It is the longest axis of a matrix that the number of shards divides, the first of several.
-    Vectors (biases, gains of norms) stay whole: they are small, and a divided one would draw the
-    features that it is added to after it.
+    Vectors (biases, gains of norms) stay whole: they are small, and XLA would divide the features
+    that a divided one is added to.
 
     >>> divided_axis((10_000, 96), 4), divided_axis((30, 96), 4), divided_axis((96,), 4)
     (0, 1, None)

@@ -134,7 +134,7 @@ class Algorithm:
     def client_half(self) -> ClientHalf:
         """The part that members carry out.
 
-        Algorithms of which it is the same share the programs that train, whatever the server does.
+        Algorithms with equal client halves share training programs, whatever their servers do.
         """
         clips = self.plan is not None
         return ClientHalf(self.local, self.turns, self.upload, self.download, clips, self.feedback)
@@ -142,7 +142,7 @@ class Algorithm:
     def server_half(self, round: int) -> ServerHalf:
         """Return the part that the server carries out in a round.
 
-        Algorithms of which it is the same share the server's program, whatever members do.
+        Algorithms with equal server halves share the server's program, whatever members do.
         """
         plan = self.plan
         return ServerHalf(

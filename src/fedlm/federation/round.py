@@ -164,7 +164,7 @@ def another_secret(secret: UInt32[Array, "4"], lines: int) -> UInt32[Array, "4"]
     """Return a new secret, made from an old one and the number of lines of the ledger.
 
     A round that is played again after its state was lost draws other members and other noise, so
-    that it costs what any round costs: no two releases share the chance of staying out.
+    that it costs what any round costs: a client may stay out of each release independently.
     """
     before = np.asarray(secret).astype("<u4").tobytes()
     made = hmac.digest(before, f"fedlm/again/{lines}".encode(), "sha256")[:16]

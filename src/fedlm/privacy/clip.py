@@ -1,18 +1,18 @@
 """Sensitivity: how long one member's update may be.
 
 In:       an update of any length.
-Out:      the same direction, with L2 norm at most `limit` and weight one, and whether it was
-          inside before.
+Out:      the same direction, with L2 norm at most `clip_norm` and weight one, and whether it
+          was within it before.
 Promise:  no input, however large or malformed, leaves with a longer norm or a larger weight; what
           is not finite, or close to it, leaves as zero and counts as refused.
 Not here: noise (`noise.py`); gradient clipping for stability (`methods/optimizers.py`).
 
-An adaptive limit follows a quantile of the update norms (Andrew et al. 2021): how many members
+An adaptive clip norm follows a quantile of the update norms (Andrew et al. 2021): how many members
 were unclipped, less half of how many came, is a count that one member moves by a half either way,
-and not at all if it is replaced by zero. It is released with noise of its own and moves the limit
-of the next round.
+and not at all if it is replaced by zero. It is released with noise of its own and moves the
+clip norm of the next round.
 
-Correlated noise is made for one limit, so there it stands still until the noise restarts. All
+Correlated noise is made for one clip norm, so there it stands still until the noise restarts. All
 counts of a restart are added up and released once, at its end, with one noise of stddev c. Let a
 client join n_k rounds of restart k, and n_v rounds in the block of node v of a tree. It moves the
 count by n_k / 2 at most, and node v by n_v; counts and nodes together are one release with normal
@@ -56,11 +56,11 @@ from fedlm.privacy.grid import FINE, add_on_grid
 from fedlm.privacy.normal import standard_normal
 from fedlm.privacy.plan import PrivacyPlan
 
-# Norms are rounded; a slightly smaller scale keeps them below the limit in any summation order.
+# Norms are rounded; a slightly smaller scale keeps them below it in any order of summation.
 HAIR = 1.0 - 2.0**-18
 # The inverse of a larger number is so small that processors take it for zero.
 LARGEST = 2.0**125
-# The range of an adaptive limit if updates vanish or explode: squared norms stay finite.
+# The range of an adaptive clip norm if updates vanish or explode: squared norms stay finite.
 SHORTEST, LONGEST = 1e-12, 1e12
 COUNT = FINE + 1  # the stream of a key that the key of the count's noise is made from
 

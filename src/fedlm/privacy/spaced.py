@@ -49,7 +49,8 @@ def spaced(
 ) -> Mechanism:
     """Make the registry entry of correlated noise from its noise, sensitivity and own checks.
 
-    `released` is the sensitivity of what goes out, where `squared`, as published, is of more.
+    `squared` is the published sensitivity; `released` is that of what really is released, where
+    this is less than papers count.
     """
     exact = released or squared
 

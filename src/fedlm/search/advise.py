@@ -336,7 +336,7 @@ class Bench:
 def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
     """Make a member's model by every side, each at every rate, then look at the text of the report.
 
-    What was `kept` of its local training is not done again.
+    The local training of a `kept` score is not repeated.
     """
 
     def at(rate: float) -> list[Attempt]:
