@@ -64,7 +64,7 @@ def serve(folder: Path, first: int, keep: bool, remat: bool) -> None:
     local = local_training(catalog.loss, adam, part=ON_BASE)
     shared = OnBase(base, trained)
     step = jax.jit(lambda shared, carry, batch: local.step(shared, carry, batch))
-    carry = local.init(shared, jax.random.key(0), None, jax.numpy.int32(0))
+    carry = local.init(shared, jax.random.key(0), None, jax.numpy.ones(()))
     drawn: dict[tuple[int, int], np.ndarray] = {}
     kept: dict[tuple[int, int], FrozenFeatures] = {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -41,7 +41,7 @@ def step_of(name: str, portion: TrainablePart, batch: jax.Array):  # type: ignor
     params = catalog.make(name, SIZES[name], key_for(0, "init"))
     local = local_training(catalog.loss, optax.sgd(0.1), part=portion)
     ground = local.shared(params, key_for(0, "partial"))
-    carry = local.init(ground, key_for(0, "upload"), None, jnp.int32(0))
+    carry = local.init(ground, key_for(0, "upload"), None, jnp.ones(()))
     run = jax.jit(local.step)
     share = tree.size(carry.params) / tree.size(params)
     if carry.mask is not None:

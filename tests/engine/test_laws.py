@@ -104,10 +104,9 @@ def test_mesh_equals_loop(optimizer, weight):
 
 
 def test_mesh_equals_loop_where_the_clients_rate_changes_over_rounds():
-    rate = schedule("cosine", 1.0, rounds=8, warmup=2, end=0.1)
-    inner = client_optimizer("sgd", 0.1)
-    local = local_training(catalog.loss, inner, WEIGHTS["examples"], schedule=rate)
-    chosen = dataclasses.replace(algorithm(), local=local)
+    rate = schedule("cosine", 0.1, rounds=8, warmup=2, end=0.1)
+    local = local_training(catalog.loss, client_optimizer("sgd", 1.0), WEIGHTS["examples"])
+    chosen = dataclasses.replace(algorithm(), local=local, rate_of=lambda round: float(rate(round)))
     loop, mesh = (E(chosen, rows_of, SHAPE, 7) for E in (LoopEngine, MeshEngine))
     moved = []
     for round in (0, 6):

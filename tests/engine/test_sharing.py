@@ -18,7 +18,6 @@ from tests.engine.test_traffic import on_a_base
 
 # Each changes what a member computes.
 OTHERS = """
-client.learning_rate=0.25
 client.optimizer=adam
 client.optimizer=momentum
 client.gradient_clip_norm=0.5
@@ -42,6 +41,7 @@ server.warmup_rounds=2
 NOISE = "privacy.mechanism=gaussian privacy.clip_norm=0.5 privacy.delta=1e-2"
 # These change numbers that programs take as arguments, or nothing that is compiled.
 SAME = ["run.seed=3", "server.rounds=3", "server.cohort=3", "client.epochs=2"]
+SAME += ["client.learning_rate=0.25", "client.schedule=cosine client.warmup_rounds=2"]
 
 
 @pytest.fixture(scope="module")

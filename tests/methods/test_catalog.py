@@ -55,7 +55,7 @@ def test_one_client_takes_the_server_downhill(name):
     memory, key = server.init(PARAMS), key_for(0, "partial")
     shared = client.shared(server.send(PARAMS, memory), key)
     kept = None if client.init_memory is None else client.init_memory(shared)
-    carry = client.step(shared, client.init(shared, key, kept, jnp.int32(0)), jnp.ones((2, 3)))
+    carry = client.step(shared, client.init(shared, key, kept, jnp.ones(())), jnp.ones((2, 3)))
     update = client.finish(shared, carry, jnp.float32(2.0))
     after, _ = server.step(PARAMS, memory, client.expand(PARAMS, key, update.delta))
     assert jax.tree.structure(after) == jax.tree.structure(PARAMS)
@@ -82,8 +82,8 @@ def test_what_a_method_says_of_itself_is_what_is_refused(name):
         (method.needs_optimizer != "sgd", {"gradient_clip_norm": 1.0}, "client.gradient_clip_norm"),
         (not method.needs_constant_schedule, {"schedule": "cosine"}, "server.schedule"),
         (not method.needs_constant_schedule, {"warmup_rounds": 2}, "server.warmup_rounds"),
-        (method.takes_client_schedule, {"client_schedule": "linear"}, "client.schedule"),
-        (method.takes_client_schedule, {"client_warmup_rounds": 1}, "client.warmup_rounds"),
+        (method.takes_rate, {"client_schedule": "linear"}, "client.schedule"),
+        (method.takes_rate, {"client_warmup_rounds": 1}, "client.warmup_rounds"),
         (method.may_be_private, {"private": True}, "client.method"),
     ):
         if fits:
@@ -106,7 +106,7 @@ def test_fedadamw_by_hand():
     x, block, direction, t = np.array([1.0, -2.0]), 0.0, np.zeros(2), 0
     for _ in range(2):
         shared = client.shared(server.send(params, memory), key)
-        carry = client.init(shared, key, None, jnp.int32(0))
+        carry = client.init(shared, key, None, jnp.ones(()))
         m, v, start = np.zeros(2), np.full(2, block), x
         for k in (1, 2):
             carry = client.step(shared, carry, jnp.ones((2, 3)))

@@ -212,8 +212,8 @@ class ClientMethod(NamedTuple):
     """One member's work as pure functions that any engine can run.
 
     `shared(sent, key)` turns the server's message and the round's key into the input that all
-    members of the round share. `init(shared, key, client_state, round)` returns its first carry,
-    `step(shared, carry, tokens)` trains on one batch and returns the next carry, and
+    members of the round share. `init(shared, key, client_state, rate)` returns its first carry,
+    with the factor of all its steps; `step(shared, carry, tokens)` trains on one batch, and
     `finish(shared, carry, examples)` turns the last carry into an `Update`. `expand(params, key,
     delta)` turns a sum of updates into the change of the whole model. `init_memory(shared)`, if
     given, returns the state of a member before its first turn. `lift(shared, delta)`, if given,
@@ -221,7 +221,7 @@ class ClientMethod(NamedTuple):
     """
 
     shared: Callable[[Message, PRNGKeyArray], Shared]
-    init: Callable[[Shared, PRNGKeyArray, ClientMemory, Int[Array, ""]], PyTree]
+    init: Callable[[Shared, PRNGKeyArray, ClientMemory, Float[Array, ""]], PyTree]
     step: Callable[[Shared, PyTree, Batch], PyTree]
     finish: Callable[[Shared, PyTree, Float[Array, ""]], Update]
     expand: Callable[[Params, PRNGKeyArray, PyTree], PyTree]

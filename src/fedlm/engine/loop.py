@@ -134,7 +134,7 @@ class LoopEngine:
         key = key_for(self.seed, "upload", round=round, member=member)
         client_state = tree.from_host(start.client_state)
         memory = None if client_state is None else client_state.own
-        carry = self._begin(local, shared, key, memory, jnp.int32(round))
+        carry = self._begin(local, shared, key, memory, jnp.float32(algorithm.rate_of(round)))
         for batch in self._steps(member, order):
             carry = self._step(local, shared, carry, batch)
         examples = jnp.float32(min(rows, self.shape.max_examples or rows))
@@ -154,9 +154,9 @@ class LoopEngine:
     @staticmethod
     @partial(jax.jit, static_argnums=0)
     def _begin(
-        local: ClientMethod, shared: Shared, key: PRNGKeyArray, memory: ClientMemory, round: Array
+        local: ClientMethod, shared: Shared, key: PRNGKeyArray, memory: ClientMemory, rate: Array
     ) -> PyTree:
-        return local.init(shared, key, memory, round)
+        return local.init(shared, key, memory, rate)
 
     @staticmethod
     @partial(jax.jit, static_argnums=0)

@@ -103,7 +103,7 @@ class Stream(NamedTuple):
     keys: Any  # lanes capacity 2
     places: Any  # lanes capacity: the member's place in the cohort
     segments: Any  # lanes: how many are real
-    round: Any  # lanes: its number
+    rate: Any  # lanes: the factor of all steps of the round
     order: Any = None  # lanes capacity batch: numbers of rows, if their features are kept
     features: Any = None  # lanes capacity batch sequence embed: put there before a chunk runs
 
@@ -244,7 +244,7 @@ class Programs:
             memory = None if client_state is None else client_state.own
             carry = jax.lax.cond(
                 stream.opens[i],
-                lambda: hold(local.init(shared, key, memory, stream.round)),
+                lambda: hold(local.init(shared, key, memory, stream.rate)),
                 lambda: carry,
             )
             _, carry = jax.lax.while_loop(
@@ -386,7 +386,7 @@ class MeshEngine:
             keys=np.zeros((*full, 2), np.uint32),
             places=np.zeros(full, np.int32),
             segments=np.array([len(lane) for lane in chunk], np.int32),
-            round=np.full(len(chunk), round, np.int32),
+            rate=np.full(len(chunk), self.algorithm.rate_of(round), np.float32),
             order=None if self.frozen is None else np.zeros((*full, batch), np.int32),
         )
         for lane, segments in enumerate(chunk):
@@ -590,7 +590,7 @@ def _start_lane(local: ClientMethod, shared: Shared) -> LaneState:
     """Return a lane that has done nothing yet."""
     key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
     client_state = None if local.init_memory is None else local.init_memory(shared)
-    carry = local.init(shared, key, client_state, jnp.int32(0))  # that one has its own, too
+    carry = local.init(shared, key, client_state, jnp.ones(()))  # that one has its own, too
     update = lifted(local, shared, local.finish(shared, carry, jnp.zeros(())))
     return LaneState(carry, total_like(update))
 

@@ -37,6 +37,10 @@ from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
 
 
+def _one(round: int) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class ClientHalf:
     """What members do: all that their compiled programs depend on, and nothing of the server."""
@@ -88,6 +92,9 @@ class Algorithm:
     feedback: bool = False  # members add to an update what the codec left out of their last one
     # What members remember stays with them; the server knows in which round they last counted.
     memory_at_nodes: bool = False
+    # The factor of all steps of members in a round: their learning rate, where a method's optimiser
+    # has rate one. Not compared: programs take it as an argument.
+    rate_of: Callable[[int], float] = field(default=_one, compare=False, repr=False)
     seed: int = 0  # of the choices that both sides derive
     # Gives the same arrays whenever it is called. Not compared: programs take a base as an
     # argument, so that algorithms which differ in it alone share them.
@@ -205,7 +212,7 @@ def _update_like(
         key = key_for(0, "partial")  # only shapes count
         shared = on_base(base, local.shared(sent, key))
         client_state = None if local.init_memory is None else local.init_memory(shared)
-        carry = local.init(shared, key, client_state, jnp.int32(0))
+        carry = local.init(shared, key, client_state, jnp.ones(()))
         update = local.finish(shared, carry, jnp.zeros(()))
         return update, lifted(local, shared, update)
 

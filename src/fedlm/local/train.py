@@ -55,7 +55,7 @@ class Carry(NamedTuple):
     steps: Scalar
     mask: PyTree = None  # one number per leaf, if the member trains its own leaves
     extra: PyTree = None  # state that a method adds
-    rate: Scalar | None = None  # what the learning rate is multiplied by, if rounds differ in it
+    rate: Scalar | None = None  # what steps are multiplied by; None: the method has its own rate
 
 
 @by_value
@@ -67,21 +67,20 @@ def local_training(
     part: TrainablePart = ALL,
     proximal: float = 0.0,
     remember: bool = False,
-    schedule: Callable[[Array], Scalar] | None = None,
 ) -> ClientMethod:
     """Return the client method that takes one gradient step per batch, on its mean loss.
 
     `part` says which numbers are trained. `proximal` is the strength of the pull back to the start
     (FedProx). `remember` keeps the optimiser's state from one turn of a member to the next;
-    otherwise every turn begins with a fresh state. `schedule(round)` multiplies the learning rate
-    of all steps of a round; every optimiser's step is proportional to its rate.
+    otherwise every turn begins with a fresh state. All steps of a turn are multiplied by the rate
+    that the round gives: with an optimiser of rate one it is the learning rate, since every
+    optimiser's step is proportional to its rate, and runs that differ in it share their programs.
     """
 
-    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array) -> Carry:
+    def init(shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, rate: Array) -> Carry:
         start = part.init(shared)
         mask = part.draw(start, jr.fold_in(key, 1)) if part.draw else None
         carry = begin_carry(start, client_state if remember else optimizer.init(start), mask)
-        rate = None if schedule is None else jnp.asarray(schedule(round), jnp.float32)
         return carry._replace(rate=rate)
 
     def step(shared: Shared, carry: Carry, batch: Batch) -> Carry:

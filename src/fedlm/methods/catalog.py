@@ -92,10 +92,10 @@ def _check_steps(name: str, method: Method, related: RelatedSettings) -> None:
         ("warmup_rounds", related.client_warmup_rounds, 0),
     ):
         require(
-            method.takes_client_schedule or value == wanted,
+            method.takes_rate or value == wanted,
             f"client.{setting}",
             value,
-            f"{wanted!r} with {name!r}: {method_names(lambda m: m.takes_client_schedule)} may "
+            f"{wanted!r} with {name!r}: {method_names(lambda m: m.takes_rate)} may "
             "change a member's learning rate over the rounds",
         )
     require(

@@ -69,7 +69,7 @@ def fedadamw_client(
     bound = optax.clip_by_global_norm(clip) if clip > 0 else optax.identity()
 
     def init(
-        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, rate: Array
     ) -> train.Carry:
         params = shared["params"]
         second = jax.tree.map(lambda v, x: jnp.broadcast_to(v, x.shape), shared["second"], params)

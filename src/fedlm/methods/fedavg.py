@@ -48,7 +48,6 @@ def build_fedavg(options: MethodOptions) -> Halves:
             options.weigh,
             part=part,
             proximal=options.proximal,
-            schedule=options.inner_schedule,
         )
         for part in options.parts
     )
@@ -60,5 +59,5 @@ METHOD = Method(
     proximal="FedProx's mu",
     trains_parts=True,
     may_be_private=True,
-    takes_client_schedule=True,
+    takes_rate=True,
 )

@@ -43,7 +43,7 @@ def feddyn_client(
     """
 
     def init(
-        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, rate: Array
     ) -> train.Carry:
         return train.begin_carry(shared, optimizer.init(shared), extra=client_state)
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxtyping import Array
-
-from fedlm.core.types import ClientMethod, LossFn, Scalar, ServerMethod, TrainablePart
+from fedlm.core.types import ClientMethod, LossFn, ServerMethod, TrainablePart
 from fedlm.local.train import ALL, WEIGHTS, Weigh
 from fedlm.methods.optimizers import Optimizer
 
@@ -23,7 +21,7 @@ class MethodOptions:
     """What a method may be built from; each method reads what it needs."""
 
     loss: LossFn
-    inner: Optimizer  # the clients' optimiser
+    inner: Optimizer  # the clients' optimiser, of rate one for a method that takes its rate
     outer: Optimizer  # the server's optimiser, with its schedule
     base: Optimizer  # the server's optimiser at learning rate one
     client_learning_rate: float
@@ -33,7 +31,6 @@ class MethodOptions:
     proximal: float = 0.0  # FedProx's mu, FedDyn's alpha or FedAdamW's
     weight_decay: float = 0.0  # of the clients' AdamW, for methods that define its step
     gradient_clip_norm: float = 0.0
-    inner_schedule: Callable[[Array], Scalar] | None = None  # factor of the clients' rate, by round
     participation: float = 1.0  # the share of all clients that joins a round
 
 
@@ -51,7 +48,8 @@ class Method:
     proximal: str = ""  # what the paper calls `client.proximal`; empty: the method has no such term
     needs_proximal: bool = False  # it must be above zero
     needs_optimizer: str = ""  # of clients, if the method defines their step itself
-    takes_client_schedule: bool = False  # the clients' learning rate may change over rounds
+    # Clients take their learning rate from the round: it may change from one to the next.
+    takes_rate: bool = False
     needs_constant_schedule: bool = False  # the server's step has no schedule
     trains_parts: bool = False  # works with `wire.trainable` and `wire.error_feedback`
     may_be_private: bool = False  # all that a client sends is one change, which a clip bounds

@@ -48,7 +48,7 @@ def mimelite_client(
     """
 
     def init(
-        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, rate: Array
     ) -> train.Carry:
         params = shared["params"]
         like = jax.eval_shape(base.init, params)

@@ -46,7 +46,7 @@ def scaffold_client(
     """
 
     def init(
-        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, round: Array
+        shared: Shared, key: PRNGKeyArray, client_state: ClientMemory, rate: Array
     ) -> train.Carry:
         return train.begin_carry(shared["params"], (), extra=client_state)
 

@@ -74,6 +74,7 @@ def algorithm_of(
         canaries=recipe.privacy.canaries,
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
+        rate_of=rate_of(recipe),
         seed=recipe.run.seed,
         make_base=_base_maker(start, keep) if keep else None,
     )
@@ -112,8 +113,7 @@ def method_options(
     )
     return MethodOptions(
         loss=catalog.loss,
-        inner=inner_of(recipe),
-        inner_schedule=inner_schedule(recipe),
+        inner=inner_of(recipe, 1.0 if METHODS[client.method].takes_rate else None),
         outer=outer_of(recipe, rate),
         base=outer_of(recipe, 1.0),
         client_learning_rate=client.learning_rate,
@@ -159,7 +159,7 @@ def pooled_algorithm(recipe: Recipe) -> Algorithm:
         "no [privacy], no [wire] and no client.method: public text is in one place",
     )
     require(
-        inner_schedule(recipe) is None,
+        client.schedule == "constant" and client.warmup_rounds == 0,
         "client.schedule" if client.schedule != "constant" else "client.warmup_rounds",
         client.schedule if client.schedule != "constant" else client.warmup_rounds,
         "none in pretraining: there server.schedule and server.warmup_rounds are those of the "
@@ -195,17 +195,17 @@ def inner_of(recipe: Recipe, rate: Rate | None = None) -> Optimizer:
     )
 
 
-def inner_schedule(recipe: Recipe) -> optax.Schedule | None:
-    """Return the factor of `client.learning_rate` by round; None if it is one in every round."""
+def rate_of(recipe: Recipe, learning_rate: float | None = None) -> Callable[[int], float]:
+    """Return the clients' learning rate by round: of the recipe, or another on its schedule."""
     client = recipe.client
-    factor = schedule(
+    rate = schedule(
         client.schedule,
-        1.0,
+        client.learning_rate if learning_rate is None else learning_rate,
         rounds=recipe.server.rounds,
         warmup=client.warmup_rounds,
         end=client.final_fraction,
     )
-    return factor if callable(factor) else None
+    return (lambda round: float(rate(round))) if callable(rate) else (lambda round: rate)
 
 
 def outer_of(recipe: Recipe, rate: Rate) -> Optimizer:

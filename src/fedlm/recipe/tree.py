@@ -45,7 +45,7 @@ from fedlm.recipe.assemble import (
     algorithm_of,
     check_settings,
     inner_of,
-    inner_schedule,
+    rate_of,
     trained_leaves,
     trained_part,
 )
@@ -232,8 +232,9 @@ def leaf_algorithm(
         "'lora' or 'fixed'), and no client.method beside it: nodes send each other whole parts of "
         "models",
     )
-    rate = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
-    inner, weigh = inner_of(recipe, rate), WEIGHTS[client.weight]
+    # A rate that rises within a round is the optimiser's own; then the round gives its factor.
+    rises = schedule("constant", client.learning_rate, rounds=steps, warmup=steps, end=0.0)
+    inner, weigh = inner_of(recipe, rises if steps else 1.0), WEIGHTS[client.weight]
     trains = {} if made.make_base is None else {"part": kind.on_base}
     local = local_training(
         catalog.loss,
@@ -242,9 +243,8 @@ def leaf_algorithm(
         **trains,
         proximal=client.proximal,
         remember=keep,
-        schedule=inner_schedule(recipe),
     )
-    return replace(made, local=local)
+    return replace(made, local=local, rate_of=rate_of(recipe, 1.0 if steps else None))
 
 
 def _participation(
