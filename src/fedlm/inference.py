@@ -30,7 +30,6 @@ from fedlm.evaluate.generate import LONGEST_WORD, Speaker, next_words, speaker
 from fedlm.evaluate.keystrokes import SUGGESTIONS, Keystrokes, TypedWord, keystrokes
 from fedlm.models import catalog
 from fedlm.models.interop import huggingface
-from fedlm.recipe.parts import dimensions
 from fedlm.recipe.settings import Model, load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
@@ -42,7 +41,7 @@ LETTER_BYTE = re.compile("<0x[89A-F][0-9A-F]>")
 def load_params(model: Model, vocabulary: int, weights: Path) -> Params:
     """Read the weights of a finished run."""
     architecture = catalog.NAMED[model.name].architecture
-    like = catalog.shapes(architecture, dimensions(model, vocabulary))
+    like = catalog.shapes(architecture, catalog.dimensions(model, vocabulary))
     return checkpoint.from_bytes(weights.read_bytes(), like, str(weights))
 
 

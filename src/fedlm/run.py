@@ -97,15 +97,33 @@ class Evaluation(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """The number of rounds, and the rounds between evaluations and between checkpoints."""
+    """How many rounds a run has, what may end it earlier, and what is due after how many."""
 
     rounds: int
-    evaluate_every: int = 10
-    checkpoint_every: int = 10
+    asked_rounds: int  # by the recipe; a privacy budget may hold fewer
+    evaluate_every: int
+    checkpoint_every: int
+    patience: int = 0  # evaluations without a lower perplexity before the run stops; 0: no end
+    budget: float | None = None  # the most epsilon that may be spent; None: no bound
+    calibrated: bool = False  # whether noise was chosen for these rounds, to spend the budget
+    # Learning rates over the rounds, by the name of their setting.
+    schedules: Mapping[str, str] = field(default_factory=dict)
 
     def evaluates(self, round: int) -> bool:
         """Return whether the model is scored after a round, counted from zero."""
         return round + 1 == self.rounds or (round + 1) % self.evaluate_every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a run leaves besides its journal and the trained model."""
+
+    trackers: tuple[str, ...]  # names of programs that get a copy of each round's figures
+    keep_checkpoints: int  # how many of the newest
+    keep_best: bool  # the model with the lowest perplexity on the way
+    adapters: bool  # adapters alone, beside the model; not if the model under them is trained too
+    baselines: bool  # figures of n-gram models
+    prompts: tuple[str, ...]  # texts whose next words are told at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +154,7 @@ class Run:
     start: Callable[[], Params]  # the model before the first round
     store: Store  # the tokenizer, and whatever text is here
     cadence: Cadence
+    outputs: Outputs
     recipe: Any  # the resolved settings, for the header; the loop does not act on them
     private_evaluation: ScheduledEvaluation | None = None  # noisy figures of training clients
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.cells import Cells
 from benchmarks.sizes import CELLS, HEAD, keep, row, settings
 from fedlm.models import catalog
-from fedlm.recipe.parts import dimensions
 from fedlm.recipe.settings import load
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +18,7 @@ ASKED = argparse.Namespace(rounds=50, cohort=10, examples=64, rows=500)
 def test_a_cell_has_the_published_count(cell):
     recipe = load(ROOT / "recipes" / "irc.toml", tuple(settings(cell, ASKED)))
     entry = catalog.NAMED[cell.name]
-    size = dimensions(recipe.model, recipe.data.vocabulary)
+    size = catalog.dimensions(recipe.model, recipe.data.vocabulary)
     assert catalog.count(entry.architecture, size) == catalog.count(entry.architecture, entry.size)
     rates = {"sgd": 0.001, "adamw": 1.0}  # FedAdam's; averaging is FedAvg with one
     assert recipe.server.learning_rate == rates[recipe.client.optimizer]

@@ -10,7 +10,7 @@ Not here: the architectures (one file per family).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedlm.core import tree
 from fedlm.core.by_value import by_value
+from fedlm.core.errors import require
 from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, PyTree, ScoreFn
 from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, Measure, Rectifier, SiCifg
@@ -207,6 +208,66 @@ class _Names(Mapping[str, Named]):
 
 
 NAMED = _Names()
+
+
+def dimensions(settings: Iterable[tuple[str, Any]], vocab: int) -> Dimensions:
+    """Return the sizes of a named model, changed where settings say so.
+
+    Args:
+      settings: the names and values of `[model]`; a value of None leaves a size as it is.
+      vocab: the number of the tokenizer's entries.
+
+    Raises:
+      ConfigError: the sizes do not fit each other.
+
+    >>> dimensions([("name", "gpt2"), ("heads", 4), ("layers", None)], 500).heads
+    4
+    """
+    said = {name: value for name, value in settings if value is not None}
+    name, named = said["name"], NAMED[said["name"]]
+    sizes = {k: v for k, v in said.items() if k in Dimensions.__dataclass_fields__}
+    size = replace(named.size, **{"vocab": vocab, **sizes})
+    require(
+        size.vocab >= vocab,
+        "model.vocab",
+        size.vocab,
+        f"at least {vocab}, the vocabulary of the tokenizer",
+        "Prepare the text with the model's own tokenizer: fedlm prepare --tokenizer tokenizer.json."
+        if said.get("init_from")
+        else "",
+    )
+    attends = ARCHITECTURES[named.architecture].attends
+    require(
+        not size.guessing or attends,
+        "model.guessing",
+        size.guessing,
+        f"nothing with model.name = {name!r}: a fresh recurrent model always begins so",
+    )
+    if attends:
+        _check_heads(size)
+    return size
+
+
+def _check_heads(size: Dimensions) -> None:
+    require(
+        size.head_size is not None or size.embedding_size % size.heads == 0,
+        "model.heads",
+        size.heads,
+        f"a divisor of model.embedding_size, which is {size.embedding_size}",
+    )
+    require(
+        size.heads % (size.key_heads or 1) == 0,
+        "model.key_heads",
+        size.key_heads,
+        f"a divisor of model.heads, which is {size.heads}",
+    )
+    width = size.head_size or size.embedding_size // size.heads
+    require(
+        size.head_size is None or width % 2 == 0,
+        "model.head_size",
+        size.head_size,
+        "an even number: rotary positions turn pairs",
+    )
 
 
 def make(architecture: str, size: Dimensions, key: PRNGKeyArray) -> Params:

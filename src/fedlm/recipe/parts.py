@@ -34,6 +34,7 @@ from fedlm.corpus.store import FORMAT, Progress, Store, StoreSettings, write, wr
 from fedlm.corpus.tokenizer import FILE, TextTokenizer, kind_of, token_dtype
 from fedlm.corpus.tokenizer_file import load_library
 from fedlm.corpus.vocabulary import Vocabulary
+from fedlm.engine import multihost
 from fedlm.engine.catalog import ENGINES
 from fedlm.engine.frozen_features import FrozenFeatures
 from fedlm.engine.mesh import MeshEngine
@@ -51,7 +52,7 @@ from fedlm.recipe.settings import Data, Model, Recipe, Server
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
-from fedlm.run import Cadence
+from fedlm.run import Cadence, Outputs
 
 # Counting n-grams holds a few numbers per training token in memory; beyond this it is skipped.
 MOST_COUNTED_TOKENS = 50_000_000
@@ -208,7 +209,7 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
 def resolve(recipe: Recipe, store: Store) -> Recipe:
     """Return the recipe with all values filled in that its model, store and plan decide."""
     recipe = recipe.model_copy(update={"model": with_base_sizes(recipe.model)})
-    size = dimensions(recipe.model, store.vocabulary)
+    size = catalog.dimensions(recipe.model, store.vocabulary)
     sizes = {
         name: getattr(size, name) for name in type(recipe.model).model_fields if hasattr(size, name)
     }
@@ -248,54 +249,6 @@ def with_base_sizes(model: Model) -> Model:
             "Leave the setting out.",
         )
     return model.model_copy(update=sizes)
-
-
-def dimensions(model: Model, vocab: int) -> catalog.Dimensions:
-    """Return the sizes of the named model, changed where the recipe says so."""
-    fields = catalog.Dimensions.__dataclass_fields__
-    said = {k: v for k, v in model if v is not None and k in fields}
-    named = catalog.NAMED[model.name]
-    size = replace(named.size, **{"vocab": vocab, **said})
-    require(
-        size.vocab >= vocab,
-        "model.vocab",
-        size.vocab,
-        f"at least {vocab}, the vocabulary of the tokenizer",
-        "Prepare the text with the model's own tokenizer: fedlm prepare --tokenizer tokenizer.json."
-        if model.init_from
-        else "",
-    )
-    require(
-        not size.guessing or catalog.ARCHITECTURES[named.architecture].attends,
-        "model.guessing",
-        size.guessing,
-        f"nothing with model.name = {model.name!r}: a fresh recurrent model always begins so",
-    )
-    if catalog.ARCHITECTURES[named.architecture].attends:
-        _check_heads(size)
-    return size
-
-
-def _check_heads(size: catalog.Dimensions) -> None:
-    require(
-        size.head_size is not None or size.embedding_size % size.heads == 0,
-        "model.heads",
-        size.heads,
-        f"a divisor of model.embedding_size, which is {size.embedding_size}",
-    )
-    require(
-        size.heads % (size.key_heads or 1) == 0,
-        "model.key_heads",
-        size.key_heads,
-        f"a divisor of model.heads, which is {size.heads}",
-    )
-    width = size.head_size or size.embedding_size // size.heads
-    require(
-        size.head_size is None or width % 2 == 0,
-        "model.head_size",
-        size.head_size,
-        "an even number: rotary positions turn pairs",
-    )
 
 
 # ---- the parts of a run --------------------------------------------------------------------
@@ -371,7 +324,7 @@ def pooled_rows(rows: ClientRows) -> Rows:
 def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
     """Return the architecture, the sizes and the adapters that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
-    size = dimensions(recipe.model, vocabulary)
+    size = catalog.dimensions(recipe.model, vocabulary)
     return ModelSpec(named.architecture, size, recipe.model.name, adapters_of(recipe))
 
 
@@ -555,6 +508,8 @@ def engine_of(
     _check_frozen(recipe, frozen is not None)
     kind, shard = ENGINES[recipe.run.engine], recipe.run.shard
     require(shard == 1 or kind is MeshEngine, "run.shard", shard, "1, unless run.engine = 'mesh'")
+    several = "mesh for several processes"
+    require(kind is MeshEngine or multihost.alone(), "run.engine", recipe.run.engine, several)
     options: dict[str, Any] = {} if shard == 1 else {"shard": shard}
     return kind(algorithm, rows_of, batch_spec(recipe), recipe.run.seed, frozen=frozen, **options)
 
@@ -593,7 +548,7 @@ def frozen_features(
         return None
     place = Path(shared) if shared else folder
     own = place / str(jax.process_index())  # processes do not write each other's files
-    embed = dimensions(recipe.model, recipe.data.vocabulary).embedding_size
+    embed = catalog.dimensions(recipe.model, recipe.data.vocabulary).embedding_size
     return FrozenFeatures(
         lambda: algorithm.base.frozen,  # type: ignore[union-attr]
         embed,
@@ -674,7 +629,7 @@ def evaluation_of(
 
 def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan], out: Path) -> Any:
     """Return the parts that flat runs and trees have in common, by name."""
-    server = recipe.server
+    server, run, privacy = recipe.server, recipe.run, recipe.privacy
     return {
         "model": model_spec(recipe, store.vocabulary),
         "store": store,
@@ -683,7 +638,23 @@ def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan],
         "plans": plans,
         "cadence": Cadence(
             rounds=privacy_plan.planned_rounds(recipe, plans.values()),
+            asked_rounds=server.rounds,
             evaluate_every=server.evaluate_every,
-            checkpoint_every=recipe.run.checkpoint_every,
+            checkpoint_every=run.checkpoint_every,
+            patience=server.patience,
+            budget=privacy.epsilon,
+            calibrated=privacy.mechanism is not None and privacy.noise_multiplier is None,
+            schedules={
+                "server.schedule": server.schedule,
+                "client.schedule": recipe.client.schedule,
+            },
+        ),
+        "outputs": Outputs(
+            trackers=run.trackers,
+            keep_checkpoints=run.keep_checkpoints,
+            keep_best=run.keep_best,
+            adapters=not TRAINABLE[recipe.wire.trainable].exact_mean,
+            baselines=run.baselines,
+            prompts=run.prompts,
         ),
     }

@@ -63,13 +63,13 @@ def _in_status(run: Run, watcher: Watcher) -> AbstractContextManager[Watcher]:
 
 
 def _check_start(run: Run) -> None:
-    check_installed(run.recipe.run.trackers)
+    check_installed(run.outputs.trackers)
     compare_processes(run)
-    recipe = run.recipe
+    patience, keep_best = run.cadence.patience, run.outputs.keep_best
     require(
-        not (recipe.server.patience or recipe.run.keep_best) or bool(run.evaluation.splits()),
-        "server.patience" if recipe.server.patience else "run.keep_best",
-        recipe.server.patience or recipe.run.keep_best,
+        not (patience or keep_best) or bool(run.evaluation.splits()),
+        "server.patience" if patience else "run.keep_best",
+        patience or keep_best,
         "held-out text whose figures may be told, by which models are compared",
         "Under a privacy plan that is text of held-out clients: set data.test_clients.",
     )

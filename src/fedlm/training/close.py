@@ -27,7 +27,7 @@ from fedlm.record.facts import Facts, facts_of
 from fedlm.record.journal import Journal, dumps
 from fedlm.run import Run
 from fedlm.training.early_stopping import EarlyStopping
-from fedlm.training.node_runs import write_run, write_weights
+from fedlm.training.node_runs import write_run, write_trained
 from fedlm.training.watcher import Watcher
 from fedlm.training.write_ahead import Resumed, WriteAhead
 
@@ -36,19 +36,18 @@ Summary = dict[str, Any]
 
 def close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     """Write weights, final figures, report and summary; all can be remade from a checkpoint."""
-    directory, recipe, state, say = run.record, run.recipe, last.state, watcher.say
+    directory, cadence, state, say = run.record, run.cadence, last.state, watcher.say
     say("evaluating on all held-out text")
     with listening(watcher.scored):
         splits = {split: run.evaluation.final(state, split) for split in run.evaluation.splits()}
     counted: Metrics = {}
-    if recipe.run.baselines:
+    if run.outputs.baselines:
         say("counting n-grams on the training tokens")
         counted = run.evaluation.baselines(list(splits))
-    if run.cadence.rounds < recipe.server.rounds and not last.ended:
+    if cadence.rounds < cadence.asked_rounds and not last.ended:
         say(
-            f"The privacy budget ends here: round {run.cadence.rounds + 1} of "
-            f"{recipe.server.rounds} would pass epsilon {recipe.privacy.epsilon:g}. The model is "
-            "kept."
+            f"The privacy budget ends here: round {cadence.rounds + 1} of {cadence.asked_rounds} "
+            f"would pass epsilon {cadence.budget:g}. The model is kept."
         )
     journal = Journal(directory.journal)
     journal.rewind(int(state.round))
@@ -66,15 +65,14 @@ def close(run: Run, last: Resumed, watcher: Watcher) -> Summary:
     journal.append(release(run.plan, "final", final))
     journal.sync()
     own = run.round.own_models(state)
-    # Of what `write_weights` writes.
+    # Of what `write_trained` writes.
     hashes = ([tree.sha256(merged(m)) for m in of.values()] for of in (models, own))
     lineage.add_models(directory.path, run.store, *hashes)
-    write_weights(directory.weights, models.pop(""), recipe, run.store.vocabulary)
+    write_trained(run, directory.weights, models.pop(""))
     for name, params in models.items():
         _write_node(run, name, params, state, splits)
     for name, params in own.items():
-        path = directory.own_weights_of(name)
-        write_weights(path, params, recipe, run.store.vocabulary, private=True)
+        write_trained(run, directory.own_weights_of(name), params, private=True)
     facts = facts_of(directory.path)
     for warning in tree_report.warnings(facts.header, facts.rounds):
         say(f"Warning: {warning}")
@@ -114,7 +112,7 @@ def _predictions(run: Run, params: Params) -> list[Metrics]:
     """Return the likeliest next words after the prompts of the recipe."""
     return [
         {"prompt": prompt, "next": predict(params, run.store.tokenizer, prompt)}
-        for prompt in run.recipe.run.prompts
+        for prompt in run.outputs.prompts
     ]
 
 

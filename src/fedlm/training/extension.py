@@ -46,19 +46,19 @@ def extend_rounds(run: Run, say: Callable[[str], None]) -> None:
     say(f"{directory.path}: extended from {before} to {rounds} rounds.")
 
 
-def _rounds(recipe: JsonMapping) -> Any:
-    server = recipe.get("server")
+def _rounds(tables: JsonMapping) -> Any:
+    server = tables.get("server")
     return server.get("rounds") if isinstance(server, dict) else None
 
 
-def _without_rounds(recipe: JsonMapping) -> JsonObject:
-    server = recipe.get("server")
+def _without_rounds(tables: JsonMapping) -> JsonObject:
+    server = tables.get("server")
     kept = {k: v for k, v in server.items() if k != "rounds"} if isinstance(server, dict) else None
-    return {**recipe, "server": kept}
+    return {**tables, "server": kept}
 
 
 def _check(run: Run, before: FederationState, rounds: int) -> None:
-    path, server = run.record.path, run.recipe.server
+    path, cadence = run.record.path, run.cadence
     require(
         type(before) is int and rounds > before,
         "server.rounds",
@@ -66,10 +66,10 @@ def _check(run: Run, before: FederationState, rounds: int) -> None:
         f"more than the {before} rounds with which {path} was begun",
         "Its rounds cannot be taken back: begin another run.",
     )
-    for name, law in (("server", server.schedule), ("client", run.recipe.client.schedule)):
+    for setting, law in cadence.schedules.items():
         require(
             law == "constant",
-            f"{name}.schedule",
+            setting,
             law,
             f"'constant' to extend {path}: the learning rate of its rounds was made for {before}",
             "Begin another run with model.init_from.",
@@ -83,9 +83,7 @@ def _check(run: Run, before: FederationState, rounds: int) -> None:
     )
     for plan in run.plans.values():
         require(
-            may_grow(plan) and run.recipe.privacy.noise_multiplier is not None
-            if plan.unit == "client"
-            else may_grow(plan),
+            may_grow(plan) and not cadence.calibrated,
             "server.rounds",
             rounds,
             f"{before}: the privacy plan of {path} ({plan.mechanism} noise, "

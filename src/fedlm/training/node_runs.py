@@ -21,30 +21,40 @@ from fedlm.core.types import Params
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.models.adapters import factors, merged, without_adapters
-from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
-from fedlm.recipe import parts
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.journal import Journal, dumps
+from fedlm.run import Run
 
 NOTHING_TOLD = {"perplexity": None, "accuracy": None}
 
 
-def write_weights(
-    path: Path, params: Params, recipe: Recipe, vocabulary: int, *, private: bool = False
-) -> None:
-    """Write a model as safetensors by leaf name, with its settings in the metadata.
+def write_trained(run: Run, path: Path, params: Params, *, private: bool = False) -> None:
+    """Write a model that a run has trained, with the settings of the run's recipe."""
+    model, vocabulary = run.recipe.model.model_dump_json(), run.store.vocabulary
+    write_weights(path, params, model, vocabulary, adapters=run.outputs.adapters, private=private)
 
-    Adapters are merged into the model, and written once more alone, beside it.
+
+def write_weights(
+    path: Path,
+    params: Params,
+    model: str,
+    vocabulary: int,
+    *,
+    adapters: bool = True,
+    private: bool = False,
+) -> None:
+    """Write a model as safetensors by leaf name, with its settings as JSON in the metadata.
+
+    Adapters are merged into the model and, with `adapters`, written once more alone, beside it.
     """
-    model = recipe.model.model_dump_json()
     data = checkpoint.to_bytes(merged(params), model=model, vocabulary=vocabulary)
     write_atomically(path, data, private=private)
-    alone = factors(params)
-    if alone and not TRAINABLE[recipe.wire.trainable].exact_mean:  # or the base moved too
+    alone = factors(params) if adapters else {}
+    if alone:
         base = tree.sha256(without_adapters(params))
         data = checkpoint.to_bytes(alone, base=base)
         write_atomically(adapter_beside(path), data, private=private)
@@ -75,7 +85,8 @@ def write_run(
     """
     directory.path.mkdir(parents=True, exist_ok=True)
     directory.recipe.unlink(missing_ok=True)
-    write_weights(directory.weights, params, recipe, store.vocabulary)
+    model = recipe.model.model_dump_json()
+    write_weights(directory.weights, params, model, store.vocabulary)
     tokenizer = (store.path / "tokenizer.json").read_bytes()
     write_atomically(directory.tokenizer, tokenizer)
     write_atomically(directory.special_tokens, special_tokens_map(store.tokenizer))
@@ -85,7 +96,7 @@ def write_run(
         "command": f"fedlm evaluate {directory.path}",
         "recipe": recipe.model_dump(mode="json", exclude_none=True),
         "store": {k: v for k, v in store.manifest.items() if k != "settings"},
-        "parameters": parts.model_spec(recipe, store.vocabulary).parameters,
+        "parameters": tree.size(without_adapters(params)),
         "start": NOTHING_TOLD,
         "part_of": {**part_of, "rounds": rounds},
         "versions": {"python": platform.python_version(), "fedlm": version("fedlm")},

@@ -32,7 +32,7 @@ from fedlm.record.trackers import TrackerContext, Trackers
 from fedlm.run import Hooks, Run, rounds
 from fedlm.training.begin import Begun
 from fedlm.training.early_stopping import EarlyStopping
-from fedlm.training.node_runs import write_weights
+from fedlm.training.node_runs import write_trained
 from fedlm.training.processes import check_equal
 from fedlm.training.watcher import Watcher
 
@@ -67,12 +67,12 @@ class RoundRecord:
         self.sums = {name: last[name] for name in SUMMED}
         self.journal = Journal(run.record.journal)
         self.trackers = Trackers(
-            run.recipe.run.trackers,
+            run.outputs.trackers,
             _tracker_context(run, self.on_record, before.rounds),
             watcher.say,
         )
-        self.early = EarlyStopping(run.recipe.server.patience, before.rounds)
-        wanted = run.recipe.run.keep_best or self.early.patience > 0
+        self.early = EarlyStopping(run.cadence.patience, before.rounds)
+        wanted = run.outputs.keep_best or self.early.patience > 0
         self.keeps_best = len(run.round.names) == 1 and wanted
         # In a tree each place keeps the best model that it received, by its own held-out text.
         self.best_of: dict[str, EarlyStopping] | None = None
@@ -189,7 +189,7 @@ class RoundRecord:
         check_equal(state)
         self.journal.sync()
         if self.ahead is None:  # otherwise every round is saved before it is recorded
-            most = self.run.recipe.run.keep_checkpoints
+            most = self.run.outputs.keep_checkpoints
             checkpoint.save(self.run.record.checkpoints, int(state.round), state, most)
 
 
@@ -201,7 +201,7 @@ def _save_best(run: Run, state: FederationState, names: Sequence[str]) -> None:
     for name in names:
         file = run.record.node(name).best if name else run.record.best
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_weights(file, models[name], run.recipe, run.store.vocabulary)
+        write_trained(run, file, models[name])
 
 
 def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerContext:

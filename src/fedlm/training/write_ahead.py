@@ -153,7 +153,7 @@ class WriteAhead:
         """Write the state of a round, then its line in the ledger, each safe on disk."""
         round = int(state.round)
         facts = {"ledger": len(self.entries), "told": dict(told)}
-        keep = self.run.recipe.run.keep_checkpoints
+        keep = self.run.outputs.keep_checkpoints
         checkpoint.save(self.directory.checkpoints, round, state, keep, facts)
         self._append(round_entry(round - 1, self.run.round.digest(state).hex()))
 
@@ -190,7 +190,7 @@ class WriteAhead:
         Releases besides one per round leave less of the budget than the plan counted on.
         """
         entries = self.entries or self.book.entries()
-        wanted, budget = self.run.cadence.rounds, self.run.recipe.privacy.epsilon
+        wanted, budget = self.run.cadence.rounds, self.run.cadence.budget
         before = self._before()
         plain = len(entries) == 1 + round and ledger.rounds_of(entries) == list(range(round))
         if budget is None or (plain and not before and self.run.private_evaluation is None):
@@ -211,7 +211,7 @@ class WriteAhead:
 
     def check_budget(self, rounds: int, say: Say) -> None:
         """Say how many rounds a run can afford if these are not all; refuse a run without any."""
-        wanted, budget = self.run.cadence.rounds, self.run.recipe.privacy.epsilon
+        wanted, budget = self.run.cadence.rounds, self.run.cadence.budget
         if rounds == wanted:
             return
         besides = "the vocabulary, the start model and noisy figures are paid from it too"
