@@ -75,6 +75,8 @@ def _noise(sent: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 class Poisoned:
     """An engine in which a share of every cohort sends something else than it trained."""
 
+    adds_noise = False
+
     def __init__(self, inner: Engine, attack: Attack, share: float, seed: int) -> None:
         self.inner, self.attack, self.share, self.seed = inner, attack, share, seed
 

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from fedlm.core.errors import DivergenceError
 from fedlm.core.releasable import Releasable
@@ -29,6 +30,7 @@ from fedlm.corpus.population import Population
 from fedlm.corpus.store import Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import Metrics, Played
+from fedlm.federation.topology import Topology
 from fedlm.models.catalog import ModelSpec, ModuleSpec
 from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.privacy.plan import PrivacyPlan
@@ -50,6 +52,10 @@ class Round(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the models that a state holds; the federation's own is ''."""
+
+    @property
+    def topology(self) -> Topology | None:
+        """The nodes of a tree; None if the federation is flat."""
 
     def init(self, params: Params) -> FederationState:
         """Return the state before the first round."""
@@ -90,6 +96,13 @@ class Evaluation(Protocol):
 
     def of_models(self, models: Mapping[str, Params], split: str) -> Metrics:
         """Return all figures of saved models, given by name, on one split."""
+
+    def rows(self, split: str | None = None) -> Int[np.ndarray, "rows width"] | None:
+        """Return the rows of a split, or without one those that are watched during training.
+
+        None where the text is not here or may not be scored, and in a tree, whose nodes have their
+        own.
+        """
 
     def baselines(self, splits: list[str]) -> Metrics:
         """Return the figures of n-gram models of the training text on the same targets."""

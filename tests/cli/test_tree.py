@@ -74,6 +74,11 @@ def test_the_summary_names_every_node(folder):
     assert len(list((folder / "run" / "nodes").iterdir())) == 7
 
 
+def test_keys_are_counted_for_one_model_alone(folder):
+    refused = call(folder, "evaluate", "run", "--keystrokes")
+    assert refused.code == 2 and "expected a flat run whose text is here" in refused.stderr
+
+
 def test_the_report_shows_tree_matrix_and_routes(folder):
     page = (folder / "run" / "report.html").read_text()
     for words in ("town", "text of every place", "routed as residuals", "Attention going up"):

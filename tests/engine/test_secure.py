@@ -37,6 +37,8 @@ def sent(member, size=0.2):
 class Given:
     """An engine whose members' updates are given."""
 
+    adds_noise = False
+
     def __init__(self, updates):
         self.given = updates
 

@@ -49,7 +49,7 @@ class Away:
 
     @property
     def adds_noise(self):
-        return getattr(self.inner, "adds_noise", False)
+        return self.inner.adds_noise
 
 
 def runs_of(folder: Path, *changes: str, engines=("mesh", "loop")):

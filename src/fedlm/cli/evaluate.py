@@ -79,11 +79,10 @@ def evaluate(
         found: JsonObject = {"run": str(run), "split": split}
         found |= made.evaluation.of_models(models, split)
         if keystrokes:
-            text = getattr(made.evaluation, "text", {}).get(split)
-            if text is None:
+            held = made.evaluation.rows(split)
+            if held is None:
                 raise ConfigError("--keystrokes: expected a flat run whose text is here.")
-            rows, _ = text.rows(1)
-            found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, rows)
+            found["keystrokes"] = keystrokes_on(models[""], made.store.tokenizer, held)
     if as_json:
         emit(found)
         return

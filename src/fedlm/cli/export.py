@@ -13,7 +13,7 @@ from fedlm.core.documents import JsonObject
 from fedlm.core.errors import FedlmError, either, require
 from fedlm.core.words import count, number
 from fedlm.engine.devices import use_devices
-from fedlm.evaluate.perplexity import figures
+from fedlm.evaluate.perplexity import Evaluator, figures
 from fedlm.inference import load_params
 from fedlm.personal.model import mixture_of
 from fedlm.publish.formats import FORMATS, write_export
@@ -99,12 +99,13 @@ def _int8_cost(directory: RunDirectory, file: Path, best: bool) -> JsonObject:
     except FedlmError as error:
         note(f"What int8 costs is not known, because the text is not here: {error}")
         return {}
-    watched = getattr(run.evaluation, "watched", None)
+    watched = run.evaluation.rows()
     if watched is None:
         note("What int8 costs is not known: no held-out text may be scored here.")
         return {}
     rows = watched[:COST_ROWS]
     params = load_params(recipe.model, run.store.vocabulary, directory.weights_to_use(best=best))
-    before = figures(run.evaluation.evaluator(params, rows))["perplexity"]  # type: ignore[attr-defined]
+    scored = Evaluator(run.model.score, run.store.special, any_width=True)
+    before = figures(scored(params, rows))["perplexity"]
     after = perplexity_by_onnx(file.read_bytes(), rows)
     return {"perplexity_float32": before, "perplexity_int8": after, "rows": len(rows)}

@@ -317,8 +317,12 @@ class Engine(Protocol):
 
     `prepare` packs batches ahead of their use, perhaps on another thread. It may be skipped:
     `total` and `updates` also take a plain `Cohort(round, members)`. `updates` yields in the
-    cohort's order and leaves out members that did not answer.
+    cohort's order and leaves out members that did not answer. `adds_noise` tells whether a total
+    carries the noise of a privacy plan already.
     """
+
+    @property
+    def adds_noise(self) -> bool: ...
 
     def prepare(self, round: int, members: Members) -> Cohort: ...
 

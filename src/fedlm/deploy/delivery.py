@@ -30,7 +30,6 @@ from fedlm.engine.evaluate_messages import EvaluateRequest
 from fedlm.engine.remote import Leaf, leaves_of
 from fedlm.engine.remote_evaluation import HeldOutAtNodes
 from fedlm.evaluate.held_out import Ask
-from fedlm.federation.tree_rounds import TreeRound
 from fedlm.inference import load_params
 from fedlm.models.partial import TRAINABLE
 from fedlm.recipe import parts
@@ -65,7 +64,7 @@ def deliver(
 
     With `only`, the name of a node, nobody else is asked.
     """
-    in_tree = isinstance(run.round, TreeRound)
+    in_tree = run.round.topology is not None
     places, names = _places(run, assignments)
     online = {name for name, node in transport.presence().items() if node.online}
     asked = [
@@ -117,9 +116,9 @@ def _places(
 ) -> tuple[dict[int, Leaf], dict[int, str]]:
     """Return the nodes with text by place, and the names of places in a tree."""
     leaves = leaves_of(assignments)
-    if not isinstance(run.round, TreeRound):
+    topology, clients = run.round.topology, run.population.size
+    if topology is None:
         return dict(enumerate(leaves)), {}
-    topology, clients = run.round.config.topology, run.population.size
     homes = homes_of(topology, leaves, clients)
     order = sorted(homes, key=lambda number: homes[number].first)
     places = {number - clients: homes[number] for number in order}

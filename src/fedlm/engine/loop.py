@@ -56,6 +56,8 @@ from fedlm.federation.member import (
 class LoopEngine:
     """An engine that trains one member after the other, one call per batch, through real codecs."""
 
+    adds_noise = False
+
     def __init__(
         self,
         algorithm: Algorithm,

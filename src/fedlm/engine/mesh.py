@@ -271,6 +271,8 @@ def programs_of(half: ClientHalf, devices: tuple[jax.Device, ...], shards: int =
 class MeshEngine:
     """An engine that trains a cohort in lanes, of `shard` devices each that share a model."""
 
+    adds_noise = False
+
     def __init__(
         self,
         algorithm: Algorithm,

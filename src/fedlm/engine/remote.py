@@ -98,6 +98,8 @@ def leaves_of(assignments: Sequence[Assignment]) -> tuple[Leaf, ...]:
 class RemoteEngine:
     """An engine that asks the nodes of a cohort's members, and sums their answers."""
 
+    adds_noise = False
+
     def __init__(
         self,
         algorithm: Algorithm,

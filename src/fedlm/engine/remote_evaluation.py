@@ -284,6 +284,9 @@ class NodeEvaluation:
         """Raise `ConfigError`: saved models are scored where the text is."""
         raise ConfigError(ELSEWHERE)
 
+    def rows(self, split: str | None = None) -> None:
+        """Return nothing: the text is at nodes."""
+
     def baselines(self, splits: list[str]) -> Figures:
         """Return nothing: there is no training text to count here."""
         return {}

@@ -26,6 +26,8 @@ SUMS = ("weight", "nats", "tokens", "steps", "refused", "unclipped")
 class RobustEngine:
     """An engine that asks another one for single updates and returns their centre."""
 
+    adds_noise = False
+
     def __init__(
         self,
         inner: Engine,

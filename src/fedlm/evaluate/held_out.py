@@ -143,6 +143,12 @@ class HeldOutEvaluation:
             rows = rows[np.sort(rng.choice(len(rows), self.watch_rows, replace=False))]
         return rows
 
+    def rows(self, split: str | None = None) -> np.ndarray | None:
+        """Return the rows of a split, or without one the watched sample; None without any."""
+        if split is None:
+            return self.watched
+        return self.text[split].rows(1)[0] if split in self.text else None
+
     def watch(self, state: FederationState) -> Figures:
         """Return perplexity and accuracy on the sample, or None values if no text may be scored."""
         if self.watched is None:

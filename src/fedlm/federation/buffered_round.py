@@ -148,6 +148,7 @@ class BufferedRound:
     delays: Callable[[int, Members], np.ndarray]  # of members asked in a round
 
     names = ("",)
+    topology = None
 
     def init(self, params: Params) -> NodeState:
         """Return the state before the first round: nobody is in flight."""

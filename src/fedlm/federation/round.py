@@ -356,6 +356,7 @@ class FlatRound:
     secret: Callable[[], bytes] = lambda: bytes(16)
 
     names = ("",)
+    topology = None
 
     def init(self, params: Params) -> NodeState:
         """Return the state before the first round."""
@@ -364,7 +365,7 @@ class FlatRound:
     def play(self, state: NodeState, rounds: range) -> Generator[Played, None, None]:
         """Play rounds one after the other; the next cohort is prepared while one trains."""
         algorithm, engine = self.algorithm, self.engine
-        if noise_at_nodes(algorithm) and not getattr(engine, "adds_noise", False):
+        if noise_at_nodes(algorithm) and not engine.adds_noise:
             raise EngineError(
                 "the plan has nodes add the noise, and this engine has no such nodes: the sums "
                 "would have none. Set wire.secure_nodes."

@@ -140,6 +140,9 @@ class TreeEvaluation:
         table = [[one(node, leaf) for leaf in leaves] for node in range(len(names))]
         return {"nodes": list(names), "places": [names[n] for n in leaves], "perplexity": table}
 
+    def rows(self, split: str | None = None) -> None:
+        """Return nothing: every node has rows of its own."""
+
     def baselines(self, splits: list[str]) -> Figures:
         """Return nothing: n-grams over all text would compare only with a centralised model."""
         return {}

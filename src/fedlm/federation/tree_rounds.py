@@ -21,6 +21,7 @@ from fedlm.core.types import Engine, Params, Total, Update
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.layer_attention import Routed, entropy, length
 from fedlm.federation.round import Metrics, Played, another_secret, mean_loss
+from fedlm.federation.topology import Topology
 from fedlm.federation.tree_round import (
     Results,
     TreeConfig,
@@ -52,6 +53,11 @@ class TreeRound:
     def names(self) -> tuple[str, ...]:
         """The names of the models: the empty name, which is the root's too, and every node's."""
         return ("", *self.config.topology.names)
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes of the tree."""
+        return self.config.topology
 
     def init(self, params: Params) -> TreeState:
         """Return the state before the first round; each node that holds text has its own secret."""

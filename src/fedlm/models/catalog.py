@@ -303,6 +303,8 @@ class ModelSpec:
     name: str = ""  # the recipe's `model.name`; if empty, the name of the architecture
     adapters: Adapters | None = None  # what is trained on the frozen model; None: the model itself
 
+    origin = ""  # its values are drawn
+
     def init(self, key: PRNGKeyArray) -> Params:
         """Return a fresh model, with adapters if it has any."""
         return self.adapt(make(self.architecture, self.size, key), key)
@@ -354,6 +356,8 @@ class ModuleSpec:
     """
 
     module: Any
+
+    origin = "python"  # its values are those that its maker gave it
 
     def _split(self) -> tuple[Params, Any]:
         return eqx.partition(self.module, eqx.is_inexact_array)

@@ -29,7 +29,6 @@ from fedlm.core.types import FederationState, Say
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.federation.round import Metrics
 from fedlm.models.adapters import without_adapters
-from fedlm.models.catalog import ModuleSpec
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
 from fedlm.recipe.settings import with_defaults
@@ -115,7 +114,7 @@ def unless_stopped(run: Run, last: Resumed) -> Resumed:
 
 def _begin_lineage(run: Run, ahead: WriteAhead | None) -> None:
     """Write down what the run learns from and starts from, and register it in its store."""
-    start = run.recipe.model.init_from or ("python" if _given_module(run) else "")
+    start = run.recipe.model.init_from or run.model.origin
     lineage.begin_lineage(
         run.record.path,
         run.store,
@@ -134,10 +133,6 @@ def start_sha256(run: Run) -> str:
     Fresh adapters are no part of it: with them no start model would be recognised.
     """
     return tree.sha256(without_adapters(run.start()))
-
-
-def _given_module(run: Run) -> bool:
-    return isinstance(run.model, ModuleSpec)
 
 
 def check_same(run: Run) -> None:

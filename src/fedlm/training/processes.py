@@ -54,10 +54,10 @@ def compare_processes(run: Run) -> None:
     """Raise `ConfigError` if this process would compute another run than process 0."""
     if multihost.alone():
         return
-    patience = run.cadence.patience
+    alone, patience = run.round.topology is None, run.cadence.patience
+    require(alone, "processes", "several", "one for a tree ([federation])")
     require(patience == 0, "server.patience", patience, "0 for several processes")
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
-    require("federation" not in recipe, "processes", "several", "one for a tree ([federation])")
     for table, name in (
         ("data", "source"),
         ("data", "store"),

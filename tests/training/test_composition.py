@@ -1,6 +1,7 @@
-"""The recipe is a value of a run: it is in headers, and nothing else acts on it in training."""
+"""A run is composed: its recipe is a value in headers, and nobody asks of which kind a part is."""
 
 import ast
+import re
 from pathlib import Path
 
 import fedlm
@@ -61,3 +62,16 @@ def test_nothing_that_makes_parts_is_imported():
         nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
         modules = {n.module for n in nodes if (n.module or "").startswith("fedlm.recipe")}
         assert modules <= wanted, path.name
+
+
+def test_nobody_asks_of_which_kind_a_part_is():
+    """Who carries a run out asks its parts: protocols in `run.py` and `core/types.py`."""
+    kinds = re.compile(r"(Round|Engine|Evaluation|Spec)$")
+    asked = []
+    for room in ("run.py", "training", "federation", "engine", "deploy", "record", "cli"):
+        for path in sorted([SRC / room] if room.endswith(".py") else (SRC / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                    names = re.findall(r"\w+", ast.unparse(node.args[1]))
+                    asked += [(path.name, name) for name in names if kinds.search(name)]
+    assert not asked
