@@ -5,19 +5,26 @@ import json
 import re
 import sys
 
+import equinox as eqx
 import pytest
 
+from fedlm.cohort.delays import DELAYS
 from fedlm.cohort.sampling import LAWS
+from fedlm.core.keys import key_for
 from fedlm.corpus.sources import CORPORA, READERS, Document, read
 from fedlm.engine.catalog import ENGINES
 from fedlm.local.train import WEIGHTS
 from fedlm.methods.catalog import METHODS
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from fedlm.models.catalog import ARCHITECTURES, NAMED
+from fedlm.models.catalog import ARCHITECTURES, NAMED, PUBLISHED, Dimensions, make
+from fedlm.models.cells import MEASURES, RECTIFIERS
+from fedlm.models.interop import huggingface
+from fedlm.models.interop.families import FAMILIES
 from fedlm.models.partial import TRAINABLE
 from fedlm.personal.ways import WAYS
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.publish.formats import FORMATS
+from fedlm.recipe.federation import NODE_WEIGHTS
 from fedlm.record.trackers import TRACKERS
 from fedlm.server.robust import RULES
 from fedlm.wire.catalog import CODECS
@@ -29,7 +36,11 @@ REGISTRIES = {
     "client.optimizer": CLIENT_OPTIMIZERS,
     "client.weight": WEIGHTS,
     "client.method": METHODS,
+    "client.delay": DELAYS,
+    "federation.weight": NODE_WEIGHTS,
     "model.name": ARCHITECTURES,
+    "model.si_measure": MEASURES,
+    "model.si_rectifier": RECTIFIERS,
     "privacy.mechanism": MECHANISMS,
     "wire.upload": CODECS,
     "wire.trainable": TRAINABLE,
@@ -38,6 +49,8 @@ REGISTRIES = {
     "run.trackers": TRACKERS,
     "server.aggregate": RULES,
     "files": READERS,
+    "published sizes": PUBLISHED,
+    "families": FAMILIES,
     "formats": FORMATS,
     "ways": WAYS,
 }
@@ -49,6 +62,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedlm.cohort.delays import DELAYS, DelayLaw
 from fedlm.cohort.sampling import LAWS, Law
 from fedlm.corpus.sources import CORPORA, READERS, Document
 from fedlm.engine.catalog import ENGINES
@@ -58,12 +72,15 @@ from fedlm.methods import fedavg
 from fedlm.methods.catalog import METHODS
 from fedlm.methods.method import Method
 from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from fedlm.models.catalog import ARCHITECTURES, from_cell
+from fedlm.models.catalog import ARCHITECTURES, PUBLISHED, Dimensions, Named, from_cell
+from fedlm.models.cells import MEASURES, RECTIFIERS
+from fedlm.models.interop.families import FAMILIES
 from fedlm.models.partial import TRAINABLE, PartKind, subset
 from fedlm.personal.ways import WAYS, federated
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.privacy.gaussian import GAUSSIAN
 from fedlm.publish.formats import FORMATS
+from fedlm.recipe.federation import NODE_WEIGHTS
 from fedlm.record.trackers import TRACKERS
 from fedlm.server.robust import RULES
 from fedlm.wire.catalog import CODECS, Family
@@ -123,7 +140,13 @@ LAWS["mine"] = Law(lambda sampling, rng, round, history: np.arange(sampling.coho
 CLIENT_OPTIMIZERS["mine"] = lambda rate, momentum, decay: optax.lion(rate)
 WEIGHTS["mine"] = lambda examples, tokens: jnp.sqrt(tokens)
 METHODS["mine"] = Method(build=half_of_fedavg)
+DELAYS["mine"] = DelayLaw(lambda rng, shape: float(rng.uniform(0.5, 1.5)))
+NODE_WEIGHTS["mine"] = lambda tokens: tokens**0.5
 ARCHITECTURES["mine"] = from_cell(lambda size: Leaky())
+MEASURES["mine"] = lambda x, floor: x / jnp.maximum(jnp.sum(jnp.abs(x), 1, keepdims=True), floor)
+RECTIFIERS["mine"] = jnp.abs
+PUBLISHED["mine-tiny"] = Named("si-cifg", Dimensions(embedding_size=6, hidden_size=6))
+FAMILIES["mine"] = replace(FAMILIES["gpt2"], model="MineForCausalLM")
 MECHANISMS["mine"] = replace(GAUSSIAN, clip_moves="never")
 CODECS["mine"] = Family(lambda: dense()._replace(name="mine"))
 TRAINABLE["mine"] = PartKind(make=first_leaf)
@@ -168,15 +191,16 @@ def test_each_kind_takes_one_line(mine):
     lines = [line for line in MODULE.splitlines() if re.match(r"[A-Z_]+\[", line)]
     assert len(lines) == len(REGISTRIES)
     for registry in REGISTRIES.values():
-        assert list(registry)[-1] in ("mine", ".shout")
-    assert "mine" in NAMED
+        assert list(registry)[-1] in ("mine", "mine-tiny", ".shout")
+    assert {"mine", "mine-tiny"} <= set(NAMED)
 
 
 def test_a_recipe_of_new_parts(mine, run_cli, tiny_recipe, tmp_path):
     """A corpus, cell, optimisers, schedule, weight, law, trainable part, codec and tracker."""
     settings = [f"{name}=mine" for name in REGISTRIES if "." in name]
     left_out = ("client.method", "privacy.mechanism", "run.engine", "run.trackers")
-    left_out += ("server.aggregate",)
+    left_out += ("server.aggregate", "client.delay", "federation.weight")
+    left_out += ("model.si_measure", "model.si_rectifier")
     settings = [s for s in settings if s.split("=")[0] not in left_out]
     summary = trained(
         run_cli, tiny_recipe, "new", *settings, "run.trackers=['mine']", "server.cohort=2"
@@ -201,6 +225,34 @@ def test_a_recipe_with_a_new_method_engine_and_rule(mine, run_cli, tiny_recipe, 
         "train", tiny_recipe, "--set", "client.method=mine", "--set", "client.proximal=1"
     )
     assert "client.proximal = 1.0: expected 0 with 'mine'" in refused.stderr
+
+
+def test_a_recipe_with_a_new_size_and_new_parts_of_a_cell(mine, run_cli, tiny_recipe, tmp_path):
+    tiny_recipe.write_text(re.sub(r"(?m)^(embedding|hidden)_size.*", "", tiny_recipe.read_text()))
+    chosen = ("model.name=mine-tiny", "model.si_measure=mine", "model.si_rectifier=mine")
+    late = ("client.delay=mine", "server.mode=buffered", "server.buffer=2")
+    assert trained(run_cli, tiny_recipe, "sizes", *chosen, *late)["rounds"] == 2
+    model = header(tmp_path / "sizes")["recipe"]["model"]
+    assert (model["hidden_size"], model["si_measure"]) == (6, "mine")
+
+
+def test_a_tree_with_a_new_weight_of_nodes(mine, run_cli, tiny_recipe):
+    tree = ("federation.levels=[0]", "federation.personal_layers=none")
+    found = {
+        weight: trained(run_cli, tiny_recipe, weight, *tree, f"federation.weight={weight}")
+        for weight in ("mine", "tokens")
+    }
+    assert found["mine"]["params_sha256"] != found["tokens"]["params_sha256"]
+
+
+def test_a_folder_of_a_new_family(mine, tmp_path):
+    size = Dimensions(vocab=9, embedding_size=4, hidden_size=8, layers=1, heads=2, length=5)
+    model = make("gpt2", size, key_for(0, "init"))
+    config = huggingface.config_of("mine", size, {})
+    (tmp_path / huggingface.CONFIG).write_text(json.dumps(config))
+    (tmp_path / huggingface.WEIGHTS).write_bytes(huggingface.weights_of("mine", size, model))
+    assert huggingface.read_base(tmp_path).architecture == "gpt2"
+    assert eqx.tree_equal(huggingface.load(tmp_path, size), model)
 
 
 @pytest.mark.slow

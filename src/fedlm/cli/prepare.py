@@ -18,9 +18,10 @@ from fedlm.corpus.tokenizer import FILE, kind_of
 from fedlm.corpus.vocabulary import Counting, Vocabulary
 from fedlm.privacy import vocabulary as vocabularies
 from fedlm.recipe.parts import documents_of, given_tokenizer, store_settings
-from fedlm.recipe.settings import parse
+from fedlm.recipe.settings import Data, parse
 from fedlm.recipe.vocabulary import vocabulary_of
 
+DATA = Data()  # the defaults
 SHOWN_EVERY = 0.1  # seconds between two looks at the progress
 
 
@@ -35,7 +36,7 @@ def prepare(
         typer.Option(help="words (the default), bpe or bytes; or the path of a tokenizer.json."),
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Entries, specials included; 10000 by default.")
+        int | None, typer.Option(help=f"Entries, specials included; {DATA.vocabulary} by default.")
     ] = None,
     vocabulary_epsilon: Annotated[
         float | None,
@@ -46,7 +47,9 @@ def prepare(
     ] = None,
     vocabulary_words: Annotated[
         int | None,
-        typer.Option(help="Distinct words of a client that are counted; 1000 by default."),
+        typer.Option(
+            help=f"Distinct words of a client that are counted; {DATA.vocabulary_words} by default."
+        ),
     ] = None,
     lowercase: Annotated[
         bool | None, typer.Option("--lowercase/--no-lowercase", help="Fold case; by default it is.")
@@ -57,9 +60,13 @@ def prepare(
     eos: Annotated[
         str | None, typer.Option(help="The token of a tokenizer.json that ends a line.")
     ] = None,
-    test_clients: Annotated[float, typer.Option(help="Share of clients held out whole.")] = 0.1,
-    validation: Annotated[float, typer.Option(help="Share of each client's text held out.")] = 0.1,
-    split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = 0,
+    test_clients: Annotated[float, typer.Option(help="Share of clients held out whole.")] = (
+        DATA.test_clients
+    ),
+    validation: Annotated[float, typer.Option(help="Share of each client's text held out.")] = (
+        DATA.validation
+    ),
+    split_seed: Annotated[int, typer.Option(help="Which clients are held out.")] = DATA.split_seed,
     user_field: Annotated[
         str | None,
         typer.Option(help="The field that names the person: all devices become one client."),
@@ -129,9 +136,8 @@ def prepare(
         asked["tokenizer"] = tokenizer = str(like)
     elif like is not None:
         taken = _vocabulary_of(like, asked)
-    _only_file(
-        tokenizer or "words", {"--vocabulary": vocabulary, "--lowercase": lowercase}, bos, eos
-    )
+    fitted = {"--vocabulary": vocabulary, "--lowercase": lowercase}
+    _only_file(tokenizer or DATA.tokenizer, fitted, bos, eos)
     data = parse({"data": {k: v for k, v in asked.items() if v is not None}}).data
     given = given_tokenizer(data, bos, eos) if taken is None else None
     settings = store_settings(data, given)
@@ -211,7 +217,9 @@ def _with_cost(
     return vocabulary._replace(write_ledger=ledger_copier(words))
 
 
-def _only_file(tokenizer: str, fitted: dict[str, object], bos: str | None, eos: str | None) -> None:
+def _only_file(
+    tokenizer: str, fitted: Mapping[str, object], bos: str | None, eos: str | None
+) -> None:
     """Refuse options of fitted tokenizers beside a file, and options of files without one."""
     if kind_of(tokenizer) == FILE:
         for name, value in fitted.items():

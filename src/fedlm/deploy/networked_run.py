@@ -48,6 +48,7 @@ from fedlm.privacy.release import hides
 from fedlm.privacy.release import splits as release_splits
 from fedlm.recipe import parts
 from fedlm.recipe.build import flat_run
+from fedlm.recipe.federation import NODE_WEIGHTS
 from fedlm.recipe.private_evaluation import private_evaluation_at_nodes
 from fedlm.recipe.secure_sums import nodes_of, secure_engine
 from fedlm.recipe.settings import Recipe
@@ -290,7 +291,7 @@ def _tree(nodes: _Nodes) -> Run:
         engine=engine,
         text=text if nodes.score_models else None,
         nothing_held=nothing_held,
-        tokens=_tokens(leaves) if settings_of(recipe).weight == "tokens" else None,
+        tokens=_tokens(leaves) if NODE_WEIGHTS[settings_of(recipe).weight] else None,
     )
 
 

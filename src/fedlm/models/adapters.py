@@ -23,6 +23,7 @@ from jaxtyping import PRNGKeyArray
 from fedlm.core import tree
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.types import Params
+from fedlm.models.embedding import Dtype
 from fedlm.models.layers import Adapted, Linear
 from fedlm.models.split import layer_of
 
@@ -38,7 +39,7 @@ class Adapters:
     alpha: float = 16.0
     targets: tuple[str, ...] = QUERIES_AND_VALUES  # patterns of names
     last_blocks: int = 0  # only in so many blocks, from the end; 0: in all
-    base_dtype: str = "float32"  # of what is frozen
+    base_dtype: Dtype = "float32"  # of what is frozen
 
 
 def linear_layers(model: Params) -> dict[str, Linear]:

@@ -25,9 +25,9 @@ from fedlm.core.by_value import by_value
 from fedlm.core.errors import require
 from fedlm.core.types import PAD, Batch, Loss, LossFn, Params, Precomputed, PyTree, ScoreFn
 from fedlm.models.adapters import Adapters, adapt
-from fedlm.models.cells import Cell, Cifg, Lstm, Measure, Rectifier, SiCifg
+from fedlm.models.cells import Cell, Cifg, Lstm, SiCifg
 from fedlm.models.conformer import conformer
-from fedlm.models.embedding import Positions
+from fedlm.models.embedding import Dtype, Positions
 from fedlm.models.llama import llama
 from fedlm.models.loss import scores, token_loss
 from fedlm.models.recurrent import recurrent
@@ -47,11 +47,11 @@ class Dimensions:
     positions: Positions = "sinusoidal"
     length: int = 1024  # number of learned positions, if positions are learned
     cell_layer_norm: bool = False
-    si_measure: Measure = "max"
+    si_measure: str = "max"  # a name in `MEASURES`
     si_floor: float = 1e-6
     si_candidate: bool = True
     si_state: bool = True
-    si_rectifier: Rectifier = "relu"
+    si_rectifier: str = "relu"  # a name in `RECTIFIERS`
     si_scaled_floor: float = 0.0
     si_row_floor: float = 0.1
     activation: Activation = "gelu"  # of a feed-forward layer that is not gated
@@ -68,7 +68,7 @@ class Dimensions:
     tied: bool = True  # the embedding is the output matrix
     guessing: bool = False  # a fresh decoder begins at the cost of guessing; others always do
     remat: bool = False  # a decoder computes its blocks again for their gradients
-    dtype: str = "float32"  # of features and products in training; parameters are float32
+    dtype: Dtype = "float32"  # of features and products in training; parameters are float32
 
 
 Maker = Callable[[Dimensions, PRNGKeyArray], Params]

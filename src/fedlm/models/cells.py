@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ from jaxtyping import Array, Float
 State = Float[Array, "batch units"]
 Floor = float | Float[Array, "batch 1"]  # one for all rows, or one for each
 Gates = Sequence[State]
-Measure = Literal["max", "p8", "p16", "l2", "rms", "none"]
-Rectifier = Literal["relu", "soft"]
 
 
 class Cell(Protocol):
@@ -142,11 +140,11 @@ class SiCifg:
     """
 
     layer_norm: bool = False
-    measure: Measure = "max"
+    measure: str = "max"  # a name in `MEASURES`
     floor: float = 1e-6
     candidate: bool = True
     state: bool = True
-    rectifier: Rectifier = "relu"
+    rectifier: str = "relu"  # a name in `RECTIFIERS`
     scaled_floor: float = 0.0
     gates: int = 3
 

@@ -28,6 +28,7 @@ from fedlm.models.layers import (
 )
 
 Positions = Literal["learned", "sinusoidal", "alibi", "none"]
+Dtype = Literal["float32", "bfloat16"]  # of features in training, and of frozen models
 
 
 class Stem(eqx.Module):

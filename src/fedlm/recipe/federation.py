@@ -8,8 +8,8 @@ Not here: what the settings do (`tree.py`, `federation/tree_round.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -22,6 +22,8 @@ from fedlm.methods.optimizers import SERVER_OPTIMIZERS
 from fedlm.recipe.choices import one_of
 
 Outer = Annotated[str, one_of(SERVER_OPTIMIZERS)]
+# The weight of a node at its parent, from the tokens below it; None: all nodes count alike.
+NODE_WEIGHTS: dict[str, Callable[[int], float] | None] = {"uniform": None, "tokens": float}
 # Every number has an end: one that a stranger chose must not overflow what is made from it.
 LARGEST_COUNT, LARGEST_SIZE = (1 << 31) - 1, 1 << 20
 LARGEST_FLOAT = 1e30  # far inside float32
@@ -140,7 +142,7 @@ class FederationTable(BaseModel):
         default=(0.9,),
         description="Momenta of the nodes' server steps, from the root down; the last repeats.",
     )
-    weight: Literal["uniform", "tokens"] = Field(
+    weight: Annotated[str, one_of(NODE_WEIGHTS)] = Field(
         default="uniform",
         description="How much a node counts at its parent: all alike, or by its tokens.",
     )

@@ -29,7 +29,7 @@ from fedlm.methods.optimizers import CLIENT_OPTIMIZERS, SCHEDULES, SERVER_OPTIMI
 from fedlm.models.adapters import QUERIES_AND_VALUES
 from fedlm.models.catalog import NAMED
 from fedlm.models.cells import MEASURES, RECTIFIERS
-from fedlm.models.embedding import Positions
+from fedlm.models.embedding import Dtype, Positions
 from fedlm.models.partial import TRAINABLE
 from fedlm.models.transformer import Activation
 from fedlm.privacy.catalog import MECHANISMS
@@ -195,7 +195,7 @@ class Model(Table):
         "name it; another model there is refused. A server tells it to nodes, which have the model "
         "themselves.",
     )
-    base_dtype: Literal["float32", "bfloat16"] = Field(
+    base_dtype: Dtype = Field(
         default="float32",
         description='Type of the frozen model under adapters (`wire.trainable = "lora"`): '
         "`bfloat16` takes half the memory.",
@@ -280,7 +280,7 @@ class Model(Table):
         description="Decoders: whether a block is computed again for its gradient, in place of "
         "keeping all it computed: for long rows.",
     )
-    dtype: Literal["float32", "bfloat16"] | None = Field(
+    dtype: Dtype | None = Field(
         default=None,
         description="Type of features and products while a model is trained; a feature in "
         "`bfloat16` takes half the bytes of one in `float32`, the default. Parameters, optimisers, "

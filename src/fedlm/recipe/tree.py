@@ -49,7 +49,7 @@ from fedlm.recipe.assemble import (
     trained_leaves,
     trained_part,
 )
-from fedlm.recipe.federation import FederationTable, topology_of
+from fedlm.recipe.federation import NODE_WEIGHTS, FederationTable, topology_of
 from fedlm.recipe.private_evaluation import private_evaluation_of, refuse_private_evaluation
 from fedlm.recipe.settings import Recipe
 from fedlm.record.mmap_cache import Shelf
@@ -398,11 +398,11 @@ def _weight(
     node: int,
 ) -> float:
     """Return the weight of a node in the mean at its parent."""
-    weight = 1.0
-    if settings.weight == "tokens":
+    weight, weigh = 1.0, NODE_WEIGHTS[settings.weight]
+    if weigh is not None:
         assert tokens is not None
         below = topology.below(node)
-        weight = float(sum(tokens(c) for n in below for c in topology.clients[n]))
+        weight = weigh(sum(tokens(c) for n in below for c in topology.clients[n]))
     return float(topology.places[node].setting("weight", weight))
 
 
@@ -453,7 +453,7 @@ def _check_leaf_noise(settings: FederationTable, topology: Topology) -> None:
         "Give [federation] levels or nodes, or leave the noise out.",
     )
     require(
-        settings.noise_multiplier == 0 or settings.weight == "uniform",
+        settings.noise_multiplier == 0 or NODE_WEIGHTS[settings.weight] is None,
         "federation.weight",
         settings.weight,
         "'uniform' beside federation.noise_multiplier: how many tokens a leaf has is a fact of its "
