@@ -9,9 +9,12 @@ from importlib.util import find_spec
 import pytest
 
 from fedlm.core.errors import ConfigError
+from fedlm.core.releasable import Releasable
 from fedlm.privacy.release import release
-from fedlm.recipe.settings import Recipe, parse
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import Recipe, load, parse
 from fedlm.record.trackers import EXTRAS, TRACKERS, TrackerContext, Trackers, check_installed
+from fedlm.training import Watcher, train
 
 RECIPE = {
     "server": {"rounds": 6},
@@ -294,3 +297,30 @@ def test_training_with_all_trackers_prints_one_json_object(
     assert "Warning" not in done.stderr
     for name in here:
         assert list((tmp_path / "runs" / "tiny" / name).rglob("*"))
+
+
+def test_a_resumed_run_tells_trackers_what_may_be_told(tiny_recipe, tmp_path, monkeypatch):
+    """Also of the rounds that its journal holds: the rule is applied to them once more."""
+    seen = []
+
+    class Listener:
+        def __init__(self, context):
+            seen.append(context.earlier)
+
+        def log(self, round, metrics):
+            seen.append([metrics])
+
+        def close(self):
+            pass
+
+    monkeypatch.setitem(TRACKERS, "listener", Listener)
+    plan = ("server.sampling=poisson", "privacy.noise_multiplier=1", "data.test_clients=0.3")
+    changes = ("server.rounds=2", "run.trackers=['listener']", "privacy.mechanism=gaussian", *plan)
+    monkeypatch.chdir(tmp_path)
+    run = build(load(tiny_recipe, changes), tmp_path / "stores", out=tmp_path / "run")
+    assert train(run, watcher=Watcher(stop=lambda: True)) is None
+    assert train(run, resume=True)["rounds"] == 2
+    first, played, earlier, _ = seen
+    assert not first and [told["round"] for told in earlier] == [0]
+    assert all(isinstance(told, Releasable) for told in (*played, *earlier))
+    assert dict(earlier[0]) == dict(played[0]) and "loss" not in earlier[0]

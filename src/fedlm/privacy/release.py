@@ -144,7 +144,7 @@ def release(
 
 
 def recall(plan: PrivacyPlan | None, told: JsonMapping) -> Releasable:
-    """Return the facts of a round again that were released, but that a crash kept from the journal.
+    """Return the facts of a round again that were released before: from a checkpoint or a journal.
 
     The rule is applied once more; numbers that follow from the plan stay as they were.
     """

@@ -17,17 +17,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedlm.core.documents import JsonObject
+from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.errors import FedlmError, require
 from fedlm.core.releasable import Releasable
 
-TrackedMetrics = Mapping[str, Any]  # a Releasable, or a line of the journal
 # Noise can be subtracted if its seed is known, and prompts are text: both stay in the run.
 WITHHELD = (("privacy", "seed"), ("federation", "noise_seed"), ("run", "prompts"))
 LAST = "round/round"  # metric that marks a round as complete in MLflow
@@ -42,9 +41,7 @@ class TrackerContext:
     name: str
     first_round: int  # 0, or the round at which a resumed run continues
     recipe: JsonObject
-    earlier: Sequence[
-        TrackedMetrics
-    ] = ()  # the journal's rounds before the first, each with its number
+    earlier: Sequence[Releasable] = ()  # rounds before the first, each with its number
 
     def config(self) -> JsonObject:
         """Return the resolved recipe without noise seeds and prompts."""
@@ -57,7 +54,7 @@ class TrackerContext:
 class Tracker(Protocol):
     """A program that follows a run, round by round."""
 
-    def log(self, round: int, metrics: TrackedMetrics) -> None:
+    def log(self, round: int, metrics: Releasable) -> None:
         """Record the metrics of one round."""
         ...
 
@@ -79,7 +76,7 @@ class TensorBoard:
         folder = str(context.directory / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=context.first_round or None)
 
-    def log(self, round: int, metrics: TrackedMetrics) -> None:
+    def log(self, round: int, metrics: Releasable) -> None:
         for name, value in scalars(metrics).items():
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
@@ -119,7 +116,7 @@ class WeightsAndBiases:
         known.write(self._run.id)
         _catch_up(self, context)
 
-    def log(self, round: int, metrics: TrackedMetrics) -> None:
+    def log(self, round: int, metrics: Releasable) -> None:
         if round >= self._run.step:  # `step` is the first missing round, also on the server
             self._run.log(scalars(metrics), step=round, commit=True)
 
@@ -187,7 +184,7 @@ class MLflow:
             self._client.log_batch(run.info.run_id, params=params[at : at + PARAMS_PER_REQUEST])
         return run
 
-    def log(self, round: int, metrics: TrackedMetrics) -> None:
+    def log(self, round: int, metrics: Releasable) -> None:
         if round <= self._last:
             return
         from mlflow.entities import Metric  # an extra
@@ -265,7 +262,7 @@ class Trackers:
             )
 
 
-def scalars(metrics: TrackedMetrics) -> dict[str, float]:
+def scalars(metrics: JsonMapping) -> dict[str, float]:
     """Return the finite numbers of a round under the names that trackers show.
 
     >>> scalars({"loss": 2.5, "perplexity": float("inf"), "nodes": {}})

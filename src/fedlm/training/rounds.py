@@ -24,7 +24,7 @@ from fedlm.evaluate.progress import listening
 from fedlm.federation.round import Metrics, Played
 from fedlm.models.adapters import merged
 from fedlm.privacy.evaluation import ScheduledEvaluation
-from fedlm.privacy.release import extend, release
+from fedlm.privacy.release import extend, recall, release
 from fedlm.record import checkpoint
 from fedlm.record.facts import facts_of
 from fedlm.record.journal import Journal, dumps
@@ -212,5 +212,5 @@ def _tracker_context(run: Run, first: int, earlier: list[Metrics]) -> TrackerCon
         name=run.record.path.resolve().name,
         first_round=first,
         recipe=recipe,
-        earlier=earlier,
+        earlier=[recall(run.plan, told) for told in earlier],
     )
