@@ -218,6 +218,22 @@ def test_another_recipe_or_text_at_a_host_is_refused(processes, tmp_path, change
 
 
 @network
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("run.engine=loop", "run.engine = 'loop': expected mesh for several processes"),
+        ("server.patience=2", "server.patience = 2: expected 0 for several processes"),
+        ("federation.levels=[0]", "processes = 'several': expected one for a tree"),
+    ],
+)
+def test_what_several_processes_cannot_train_is_refused(processes, tmp_path, setting, words):
+    for process in processes.both("--set", setting):
+        _, err = ended(process, 2)
+        assert words in err and "Traceback" not in err
+    assert not (tmp_path / "host-0" / "run").exists()
+
+
+@network
 def test_who_is_not_there_is_not_waited_for_forever(processes):
     late = processes.start(1, "--patience", 2)
     _, err = ended(late, 2)

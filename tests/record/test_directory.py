@@ -76,6 +76,7 @@ def test_the_difference_is_found_across_tables():
     assert difference(there, here) == "model.hidden_size is None there and 3 here"
     assert difference(there, there) == "no setting differs"
     assert difference({}, {"a": {"b": 1}}) == "a.b is None there and 1 here"
+    assert difference({"a": "x", "b": "y"}, {"a": "x", "b": "z"}) == "b is 'y' there and 'z' here"
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):

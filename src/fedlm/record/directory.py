@@ -332,6 +332,8 @@ def difference(there: JsonObject, here: JsonObject) -> str:
     """Describe the first setting in which two recipes differ."""
     for table in sorted(there.keys() | here.keys()):
         a, b = there.get(table, {}), here.get(table, {})
+        if a == b:
+            continue
         if not isinstance(a, dict) or not isinstance(b, dict):
             return f"{table} is {shown(a)} there and {shown(b)} here"
         for name in sorted(a.keys() | b.keys()):
