@@ -1,5 +1,7 @@
 """The Python API trains what the command line trains, and keeps to the same laws."""
 
+import shutil
+
 import equinox as eqx
 import jax
 import jax.random as jr
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import fedlm
+from fedlm.corpus.concat import JoinedStore
 from fedlm.record.directory import LOCK
 from fedlm.record.journal import read
 
@@ -105,3 +108,163 @@ def test_a_private_federation_tells_no_loss(store, tmp_path):
         assert told.loss is None and told.epsilon > 0
     run = fed.finish()
     assert fedlm.epsilon(run.path).epsilon == run.summary["epsilon"] == told.epsilon
+
+
+# ---- one composition ---------------------------------------------------------------------------
+
+USED = {  # settings of tables that Federation has no argument for, each with a value of its own
+    "client__learning_rate": 0.1,
+    "client__optimizer": "adam",
+    "client__gradient_clip_norm": 0.01,
+    "client__weight": "uniform",
+    "client__proximal": 1.0,
+    "client__method": "mimelite",
+    "server__optimizer": "fedavgm",
+    "server__learning_rate": 0.3,
+    "server__schedule": "linear",
+    "server__beta2": 0.5,
+    "wire__trainable": "low-rank",
+    "federation__levels": (0,),
+}
+
+
+def tables_of(store, **settings):
+    """Return the tables of the recipe that `federation` composes."""
+    tables = {
+        "data": {"store": str(store.path), "sequence_length": 8},
+        "model": {"name": "cifg", **SIZES},
+        "client": {"batch_size": 4},
+        "server": {"cohort": 3, "rounds": 2},
+        "wire": {},
+        "run": {"baselines": False, "trackers": ()},
+    }
+    for name, value in settings.items():
+        table, key = name.split("__")
+        tables.setdefault(table, {})[key] = value
+    return tables
+
+
+def outcome(store, **settings):
+    fed = federation(store, rounds=2, **settings)
+    for _ in fed.rounds():
+        pass
+    return fed.finish()
+
+
+@pytest.mark.parametrize("settings", [{}, {n: USED[n] for n in ("client__optimizer",)}])
+def test_a_federation_is_the_recipe_of_the_same_tables(store, tmp_path, settings):
+    run = fedlm.train(tables_of(store, **settings), tmp_path / "run")
+    made = outcome(store, out=tmp_path / "federation", **settings)
+    assert sha(made) == sha(run)
+    assert fedlm.load_run(tmp_path / "federation").summary == made.summary
+    again = fedlm.train(tmp_path / "federation/recipe.toml", tmp_path / "again")
+    assert sha(again) == sha(made), "the recipe that it saved repeats the run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USED)
+def test_every_setting_is_used(store, tmp_path, name):
+    settings = {name: USED[name], "wire__rank": 1}
+    made = sha(outcome(store, **settings))
+    assert made != sha(outcome(store))
+    assert made == sha(fedlm.train(tables_of(store, **settings), tmp_path / "run"))
+
+
+METHOD = fedlm.fedavg(client=optax.sgd(0.5), server=optax.adam(0.01))
+
+
+def test_what_a_method_decides_is_not_given_twice(store):
+    decided = [name for name in USED if not name.startswith("wire")]
+    further = ["client__momentum", "client__schedule", "server__adam_epsilon", "server__momentum"]
+    for name in decided + further:
+        with pytest.raises(fedlm.ConfigError, match=rf"^{name} = .*: expected .*method=.*\.$"):
+            federation(store, method=METHOD, **{name: USED.get(name, 0.5)})
+
+
+def test_optimisers_that_a_recipe_can_name_train_what_it_trains(store):
+    own = fedlm.fedavg(client=optax.sgd(0.5), server=optax.adam(0.01, b2=0.99, eps=1e-5))
+    given, named = outcome(store, method=own), outcome(store)
+    assert sha(given) == sha(named)
+    assert given.run.custom == {"method": "Averaging"} and not named.run.custom
+
+
+def test_a_method_weighs_clients_as_it_says(store):
+    method = fedlm.fedavg(optax.sgd(0.5), optax.sgd(1.0), weight="tokens", proximal=0.1)
+    client = federation(store, method=method).run.recipe.client
+    assert (client.weight, client.proximal) == ("tokens", 0.1), "the header tells what was done"
+    with pytest.raises(fedlm.ConfigError, match=r"client\.weight = 'token'"):
+        federation(store, method=fedlm.fedavg(optax.sgd(0.5), optax.sgd(1.0), weight="token"))
+
+
+def test_error_feedback_reaches_optimisers_of_ones_own(store):
+    lossy = {"method": METHOD, "upload": "uniform-4"}
+    fed = federation(store, wire__error_feedback=True, **lossy)
+    assert fed.run.algorithm.feedback and fed.run.algorithm.remembers
+    refused = {"wire__error_feedback": True, "server__mode": "buffered"}
+    with pytest.raises(fedlm.ConfigError, match=r"wire\.error_feedback = True.*remembers"):
+        federation(store, **lossy, **refused)
+
+
+def test_a_setting_with_an_argument_of_its_own_is_refused(store):
+    for name, value in {
+        "server__cohort": 5,
+        "server__rounds": 5,
+        "run__seed": 1,
+        "wire__upload": "uniform-8",
+        "data__store": "elsewhere",
+        "data__source": "sotu",
+        "model__name": "lstm",
+        "model__hidden_size": 8,
+        "tune__points": 3,
+    }.items():
+        with pytest.raises(fedlm.ConfigError, match=rf"^{name} = .*: expected nothing.*\.$"):
+            federation(store, **{name: value})
+
+
+def test_a_model_is_one_of_fedlm_or_a_module(store):
+    with pytest.raises(
+        fedlm.ConfigError, match=r"model = 'cifg': expected a model of fedlm\.models"
+    ):
+        federation(store, model="cifg")
+
+
+def test_several_stores_read_as_one_are_all_trained_on(store, tmp_path):
+    paths = [shutil.copytree(store.path, tmp_path / name) for name in ("east", "west")]
+    run = federation(JoinedStore(paths)).run
+    assert run.population.size == 2 * len(store.training_clients)
+    assert run.recipe.data.stores == tuple(map(str, paths)) and run.recipe.data.store is None
+
+
+def test_settings_are_written_as_table_and_key(store):
+    with pytest.raises(fedlm.ConfigError, match=r"learning_rate = 0\.1: expected .*table__key"):
+        federation(store, learning_rate=0.1)
+    with pytest.raises(fedlm.ConfigError, match=r"Did you mean 'learning_rate'"):
+        federation(store, client__lerning_rate=0.1)
+    with pytest.raises(fedlm.ConfigError, match=r"data\.lowercase = False: the store"):
+        federation(store, data__lowercase=False)
+
+
+def test_a_module_has_no_settings_of_a_named_model(store):
+    model = Bigram(jr.normal(jr.key(0), (store.vocabulary, store.vocabulary)))
+    for name, value in {"model__init_from": "x", "wire__trainable": "lora"}.items():
+        with pytest.raises(fedlm.ConfigError, match=rf"^{name} = .*: expected .*module.*\.$"):
+            federation(store, model=model, **{name: value})
+
+
+def test_a_module_learns_by_the_settings_of_a_recipe(store):
+    model = Bigram(0.1 * jr.normal(jr.key(0), (store.vocabulary, store.vocabulary)))
+    plain, faster = (outcome(store, model=model, **more) for more in ({}, {"client__epochs": 3}))
+    assert sha(plain) != sha(faster) != sha(outcome(store, model=model, server__optimizer="fedavg"))
+    assert plain.run.custom == {"model": "ModuleSpec"}
+
+
+CANARIES = {**PLAN, "canaries": 5, "seed": 1}
+
+
+@pytest.mark.parametrize("method", [None, METHOD])
+def test_canaries_are_drawn_and_train_nothing(store, tmp_path, method):
+    more = {"server__sampling": "poisson", "method": method, "out": tmp_path / "run"}
+    fed = federation(store, rounds=4, privacy=CANARIES, **more)
+    assert fed.run.algorithm.canaries == 5
+    assert fed.run.algorithm.sampling.population == fed.run.population.size + 5
+    assert [told.number for told in fed.rounds()] == [1, 2, 3, 4]

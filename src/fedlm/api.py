@@ -13,7 +13,7 @@ import contextlib
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,18 +27,15 @@ from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, either, require
 from fedlm.core.releasable import Releasable
 from fedlm.corpus import tokenizer_file
-from fedlm.corpus.population import of_store
+from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
-from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.round import Played
 from fedlm.inference import load_models
 from fedlm.inference import predict as next_words
-from fedlm.local.train import WEIGHTS
-from fedlm.methods.catalog import METHODS
-from fedlm.methods.method import MethodOptions
-from fedlm.models.catalog import ModelSpec, ModuleSpec
+from fedlm.models.catalog import NAMED, Dimensions, ModelSpec, ModuleSpec
+from fedlm.models.partial import TRAINABLE, PartKind
 from fedlm.privacy import account
 from fedlm.privacy.claim import Claim
 from fedlm.privacy.plan import PrivacyPlan
@@ -46,12 +43,9 @@ from fedlm.publish.card import CARD, card
 from fedlm.publish.finished_run import FinishedRun
 from fedlm.publish.formats import FORMATS, write_export
 from fedlm.publish.pages import page_of
-from fedlm.recipe import parts, privacy_plan
-from fedlm.recipe.build import build, round_of, run_to_look_at
-from fedlm.recipe.private_evaluation import private_evaluation_of
-from fedlm.recipe.secure_sums import engine_for
+from fedlm.recipe import parts
+from fedlm.recipe.build import OwnParts, build, run_to_look_at
 from fedlm.recipe.settings import Privacy, Recipe, load, parse
-from fedlm.recipe.sum_rules import check_sums
 from fedlm.recipe.vocabulary import vocabulary_of
 from fedlm.record.checkpoint import from_bytes
 from fedlm.record.directory import RunDirectory
@@ -60,7 +54,6 @@ from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.training import Summary, Watcher, finish, play
 from fedlm.training import train as carry_out
-from fedlm.wire.catalog import named as codec_named
 
 STORES = Path(".fedlm/stores")
 Text = str | Path | Iterable[tuple[str, str] | tuple[str, str, tuple[str, ...]]]
@@ -184,14 +177,11 @@ def load_run(path: str | Path, model: eqx.Module | None = None) -> TrainedRun:
     directory = RunDirectory.existing(Path(path)).finished()
     custom = facts_of(directory.path).header.get("custom") or {}
     recipe = load(directory.recipe)
-    if custom:
-        store = parts.open_store(recipe.data, STORES)
-        needs_module = custom.get("model") == ModuleSpec.__name__
-        wanted = "the equinox module that this run trained" if needs_module else "nothing"
-        require((model is not None) == needs_module, "model", model, wanted)
-        spec = ModuleSpec(model) if needs_module else parts.model_spec(recipe, store.vocabulary)
-        # Its optimisers have done their work: any serve to read what they made.
-        run = _composed(recipe, store, spec, None, directory.path)
+    # If the optimisers were given too, they have done their work: the recipe's serve as well.
+    if custom.get("model") == ModuleSpec.__name__:
+        wanted = "the equinox module that this run trained"
+        require(model is not None, "model", model, wanted)
+        run = build(recipe, STORES, out=directory.path, own=_own_parts(ModuleSpec(model)))
     else:
         require(model is None, "model", model, "nothing: the run's recipe names its model")
         run = _looked_at(recipe, directory)
@@ -416,7 +406,10 @@ class RoundReport(NamedTuple):
 
 
 class Federation:
-    """A flat federation that is trained round by round, from Python.
+    """A federation that is trained round by round, from Python.
+
+    With a model of `fedlm.models` and without `method` it trains what `fedlm train` trains on the
+    recipe that it saves in `out`.
 
     Args:
       store: a client store, from `prepare`.
@@ -424,17 +417,22 @@ class Federation:
         (batch, seq) to logits of shape (batch, seq, vocabulary).
       cohort: the number of clients per round.
       rounds: the number of planned rounds, on which a privacy plan and a schedule depend.
-      method: `fedavg(...)`; by default SGD at clients and Adam at the server.
+      method: `fedavg(...)` with optax optimisers, which decide the settings of optimisers and
+        weights; by default those of a recipe: SGD with `client__learning_rate` 0.5 and FedAdam with
+        `server__learning_rate` 0.01.
       privacy: the settings of a recipe's `[privacy]` table, as a `Privacy` or a mapping.
       upload: the codec of updates by name, as `uniform-8`.
       download: the codec of models by name.
       out: the run directory. A privacy plan requires it, because every release is on record before
         it is yielded; otherwise the default is a folder that is removed at exit.
       seed: the seed of the model, the samples and the shuffles.
-      **settings: further settings as `table__key=value`, as `client__batch_size=8`.
+      **settings: further settings of a recipe as `table__key=value`, as `client__batch_size=8`.
+        Tables of a tree (`federation__levels=(0,)`) need a model of `fedlm.models` and no `method`.
 
     Raises:
-      ConfigError: a setting is unknown, out of range, or contradicts another.
+      ConfigError: a setting is unknown, out of range, contradicts another, or is decided by another
+        argument.
+      CorpusError: the store cannot be used.
 
     >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
     >>> from fedlm.models import cifg
@@ -459,33 +457,43 @@ class Federation:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        asked = dict(privacy) if isinstance(privacy, Mapping) else dict(privacy or {})
-        asked = {name: value for name, value in asked.items() if value is not None}
         require(
-            out is not None or not asked.get("mechanism"),
+            isinstance(model, ModelSpec | eqx.Module),
+            "model",
+            model,
+            "a model of fedlm.models, as fedlm.models.cifg(store), or an equinox module",
+        )
+        spec = model if isinstance(model, ModelSpec) else ModuleSpec(model)
+        given = {
+            "data": _text_settings(store),
+            "model": _model_settings(spec, store),
+            "server": {"cohort": cohort, "rounds": rounds},
+            "privacy": {k: v for k, v in dict(privacy or {}).items() if v is not None},
+            "wire": {"upload": upload, "download": download},
+            "run": {"seed": seed},
+        }
+        further = _by_table(settings)
+        _check_further(further, given, spec, method)
+        tables = {
+            name: {**DEFAULTS.get(name, {}), **given.get(name, {}), **further.get(name, {})}
+            for name in {**DEFAULTS, **given, **further}
+        }
+        if method is not None:
+            private = tables["privacy"].get("mechanism") is not None
+            weight = "uniform" if private else method.weight
+            tables["client"] |= {"weight": weight, "proximal": method.proximal}
+        recipe = parse(tables)
+        noisy_leaves = recipe.federation is not None and recipe.federation.noise_multiplier > 0
+        require(
+            out is not None or not (recipe.privacy.mechanism or noisy_leaves),
             "out",
             out,
             "a run directory under a privacy plan: a release is on record before it is yielded",
         )
-        spec = model if isinstance(model, ModelSpec) else ModuleSpec(model)
-        tables: JsonObject = {
-            "data": {"store": str(store.path)},
-            "model": spec.settings(),
-            "server": {"cohort": cohort, "rounds": rounds, "evaluate_every": 1},
-            "privacy": asked,
-            "wire": {"upload": upload, "download": download},
-            # A checkpoint after every round, so that a loop can be left and resumed anywhere.
-            "run": {"seed": seed, "baselines": False, "trackers": (), "checkpoint_every": 1},
-        }
-        for name, value in settings.items():
-            table, _, key = name.partition("__")
-            tables.setdefault(table, {})[key] = value
-        if asked.get("mechanism"):
-            tables.setdefault("client", {}).setdefault("weight", "uniform")
-        recipe = parts.resolve(parse(tables), store)
         path = Path(out) if out is not None else _temporary() / "run"
         _lanes(recipe.run.devices)
-        self.run, self._begun = _composed(recipe, store, spec, method, path), False
+        self.run = build(recipe, STORES, out=path, own=_own_parts(spec, method))
+        self._begun = False
         self._playing: Generator[Played, None, None] | None = None
 
     def rounds(self, count: int | None = None, *, resume: bool = False) -> Iterator[RoundReport]:
@@ -533,71 +541,147 @@ class Federation:
         return TrainedRun(self.run, summary)
 
 
-def _composed(recipe: Recipe, store: Store, spec: Any, method: Averaging | None, path: Path) -> Run:
-    """Return a flat run with optimisers and a model that no recipe can name."""
-    rows = parts.client_rows(recipe, store, parts.training_clients(recipe, store))
-    people = of_store(store, rows.clients)
-    participation = privacy_plan.participation_of(recipe, people.size, path, store.ledgers)
-    chosen = method or fedavg(optax.sgd(0.5), optax.adam(0.01))
-    private = isinstance(participation, PrivacyPlan)
-    clients, server = METHODS["fedavg"].build(
-        MethodOptions(
-            loss=spec.loss,
-            inner=chosen.client,
-            outer=chosen.server,
-            base=chosen.server,
-            client_learning_rate=1.0,
-            server_learning_rate=1.0,
-            weigh=WEIGHTS["uniform" if private else chosen.weight],
-            proximal=chosen.proximal,
+# Where the defaults of a Federation are not those of a recipe. With a checkpoint after every round
+# a loop can be left and resumed anywhere.
+DEFAULTS: dict[str, JsonObject] = {
+    "client": {},
+    "server": {"evaluate_every": 1},
+    "run": {"baselines": False, "trackers": (), "checkpoint_every": 1},
+}
+# What the optimisers of `fedavg(...)` decide.
+BY_METHOD = {
+    "client": (
+        "optimizer",
+        "learning_rate",
+        "momentum",
+        "weight_decay",
+        "schedule",
+        "warmup_rounds",
+        "final_fraction",
+        "gradient_clip_norm",
+        "weight",
+        "method",
+        "proximal",
+    ),
+    "server": (
+        "optimizer",
+        "learning_rate",
+        "momentum",
+        "beta2",
+        "adam_epsilon",
+        "schedule",
+        "warmup_rounds",
+        "final_fraction",
+    ),
+}
+
+
+def _text_settings(store: Store) -> JsonObject:
+    """Return the settings that name a store."""
+    if isinstance(store, JoinedStore):
+        return {"stores": tuple(str(part.path) for part in store.parts)}
+    return {"store": str(store.path)}
+
+
+def _model_settings(spec: ModelSpec | ModuleSpec, store: Store) -> JsonObject:
+    """Return the `[model]` table of a model; that of a module is empty."""
+    if isinstance(spec, ModuleSpec):
+        return {}
+    size, named = spec.size, NAMED[spec.name or spec.architecture].size
+    found = dict(spec.settings())
+    if size.vocab != store.vocabulary:
+        found["vocab"] = size.vocab
+    if size.length != named.length:
+        found["length"] = size.length
+    return found
+
+
+def _by_table(settings: Mapping[str, Any]) -> dict[str, JsonObject]:
+    """Return settings that are given as `table__key=value`, by table."""
+    found: dict[str, JsonObject] = {}
+    for name, value in settings.items():
+        table, _, key = name.partition("__")
+        require(
+            bool(table and key),
+            name,
+            value,
+            "an argument of Federation, or a setting of a recipe as table__key=value",
+            "An example is client__batch_size=8.",
         )
-    )
-    algorithm = Algorithm(
-        participation=participation,
-        local=clients[0],
-        server=server,
-        upload=codec_named("wire.upload", recipe.wire.upload),
-        download=codec_named("wire.download", recipe.wire.download),
-        seed=recipe.run.seed,
-    )
-    check_sums(recipe)
-    engine = engine_for(
-        recipe, algorithm, lambda trained: parts.engine_of(recipe, trained, rows.train)
-    )
-    plan = algorithm.plan
-    shared = parts.shared_parts(recipe, store, algorithm.plans, path)
-    custom = {"method": type(chosen).__name__, "model": type(spec).__name__}
+        found.setdefault(table, {})[key] = value
+    return found
 
-    def start() -> Any:
-        if isinstance(spec, ModelSpec):
-            return parts.start_model(recipe, store, spec)  # perhaps of model__init_from
-        return spec.init(parts.start_key(recipe))
 
-    require(
-        recipe.server.mode == "synchronous" or not algorithm.remembers,
-        "server.mode",
-        recipe.server.mode,
-        "'synchronous' with a method whose clients keep a state",
-    )
-    round = round_of(recipe, algorithm, engine)
-    return Run(
-        population=people,
-        algorithm=algorithm,
-        engine=engine,
-        round=round,
-        evaluation=parts.evaluation_of(
-            recipe, rows, plan, round.models, count=False, score=spec.score
-        ),
-        private_evaluation=private_evaluation_of(
-            recipe, rows, plan, round.models, score=spec.score
-        ),
-        **{
-            **shared,
-            "model": spec,
-            "start": start,
-            "custom": custom,
-        },
-    )
+def _check_further(
+    further: Mapping[str, JsonObject],
+    given: Mapping[str, JsonObject],
+    spec: ModelSpec | ModuleSpec,
+    method: Averaging | None,
+) -> None:
+    """Refuse further settings that an argument of `Federation` decides, or cannot go with."""
+    for table, values in further.items():
+        for key, value in values.items():
+            argument = "privacy" if table == "privacy" else key
+            wanted = (
+                f"nothing beside the argument {argument}"
+                if key in given.get(table, {})
+                else _unless_decided(table, key)
+                or _unless_own_method(table, key, value, method)
+                or _unless_module(table, key, value, spec)
+            )
+            require(wanted is None, f"{table}__{key}", value, wanted or "", "Leave it out.")
+
+
+def _unless_decided(table: str, key: str) -> str | None:
+    """Return what is wanted in place of a setting that the store or the model decides."""
+    if table == "data" and key in ("source", "store", "stores"):
+        return "nothing beside the argument store"
+    if table == "model" and key in ("name", *(field.name for field in fields(Dimensions))):
+        return "nothing beside the argument model, which decides it"
+    return "nothing: only fedlm tune reads it" if table == "tune" else None
+
+
+def _unless_own_method(table: str, key: str, value: Any, method: Averaging | None) -> str | None:
+    """Return what is wanted in place of a setting that a user's own method does not go with."""
+    if method is None:
+        return None
+    if key in BY_METHOD.get(table, ()):
+        return "nothing beside method=, which decides it"
+    if (table, key) == ("wire", "trainable") and _part(value).exact_mean:
+        return "another part beside method=: the server must step to the mean itself"
+    return "nothing beside method=, whose federation is flat" if table == "federation" else None
+
+
+def _unless_module(table: str, key: str, value: Any, spec: ModelSpec | ModuleSpec) -> str | None:
+    """Return what is wanted in place of a setting that a user's own module cannot have."""
+    if isinstance(spec, ModelSpec):
+        return None
+    if table == "model":
+        return "nothing beside an equinox module, which decides its weights and sizes"
+    if (table, key) == ("wire", "trainable") and _part(value).adapts:
+        return "another part beside an equinox module, whose layers fedlm does not know"
+    if (table, key) == ("run", "prompts"):
+        return "nothing beside an equinox module, which the finished run's predict() asks"
+    if table == "federation":
+        return "nothing beside an equinox module, whose federation is flat"
+    return None
+
+
+def _part(trainable: object) -> PartKind:
+    """Return what a choice of `wire.trainable` trains; of an unknown one, which is refused, all."""
+    return TRAINABLE.get(str(trainable), TRAINABLE["all"])
+
+
+def _own_parts(spec: ModelSpec | ModuleSpec, method: Averaging | None = None) -> OwnParts:
+    """Return the parts that no recipe can name; none if there is neither a method nor a module."""
+    options: JsonObject = {}
+    names: dict[str, str] = {}
+    if method is not None:
+        options |= {"inner": method.client, "outer": method.server, "base": method.server}
+        names["method"] = type(method).__name__
+    if isinstance(spec, ModelSpec):
+        return OwnParts(None, options, names)
+    return OwnParts(spec, {**options, "loss": spec.loss}, {**names, "model": type(spec).__name__})
 
 
 def _lanes(count: int) -> None:

@@ -9,22 +9,35 @@ Not here: single parts (`parts.py`), trees (`tree.py`), the loop (`run.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fedlm.cohort.delays import Delays
 from fedlm.core.errors import ConfigError
-from fedlm.core.types import Engine
+from fedlm.core.types import Engine, Params
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
+from fedlm.methods.catalog import METHODS
+from fedlm.models.catalog import ModuleSpec
+from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.recipe import privacy_plan
-from fedlm.recipe.assemble import algorithm_of, check_settings, pooled_algorithm
+from fedlm.recipe.assemble import (
+    algorithm_of,
+    check_settings,
+    method_options,
+    parts_of,
+    pooled_algorithm,
+    trained_leaves,
+)
 from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
     check_base,
@@ -38,6 +51,7 @@ from fedlm.recipe.parts import (
     pooled_rows,
     resolve,
     shared_parts,
+    start_key,
     start_maker,
     training_clients,
 )
@@ -50,6 +64,18 @@ from fedlm.record.directory import RunDirectory
 from fedlm.run import Evaluation, Run
 
 
+class OwnParts(NamedTuple):
+    """The parts of a flat run that a user gives as Python objects, because no recipe names them."""
+
+    model: ModuleSpec | None = None  # None: the model that the recipe names
+    # Fields of `MethodOptions`, in place of those that the recipe gives.
+    options: Mapping[str, Any] = MappingProxyType({})
+    names: Mapping[str, str] = MappingProxyType({})  # for the header
+
+
+NO_OWN_PARTS = OwnParts()
+
+
 def build(
     recipe: Recipe,
     cache: Path,
@@ -57,15 +83,18 @@ def build(
     *,
     out: Path = Path(),
     pooled: bool = False,
+    own: OwnParts = NO_OWN_PARTS,
 ) -> Run:
     """Open the recipe's store and return its run; with `pooled`, a run of central training."""
     store = open_store(recipe.data, cache, progress)
     resolved = resolve(recipe, store)
-    check_memory(resolved, model_spec(resolved, store.vocabulary))
+    if own.model is None:
+        check_memory(resolved, model_spec(resolved, store.vocabulary))
     if pooled:
         return pretraining(resolved, store, out=out)
-    kind = flat_run if resolved.federation is None else tree_run
-    return kind(resolved, store, out=out)
+    if resolved.federation is not None:
+        return tree_run(resolved, store, out=out)
+    return flat_run(resolved, store, out=out, own=own)
 
 
 def flat_run(
@@ -78,24 +107,29 @@ def flat_run(
     waiting: Callable[[Engine, Buffer], Waiting] | None = None,
     evaluation: Callable[[Algorithm], Evaluation] | None = None,
     private_evaluation: Callable[[Algorithm], ScheduledEvaluation | None] | None = None,
+    own: OwnParts = NO_OWN_PARTS,
 ) -> Run:
     """Return the run of a flat federation.
 
     Its members are the store's clients, or `members`, which `engine` reaches elsewhere; there
     `waiting` makes what waits for their answers in buffered rounds. It is evaluated on the store's
     held-out text, or by `evaluation` of its algorithm. Noisy figures are of the training clients
-    here, or those of `private_evaluation`; where members are elsewhere there are no others.
+    here, or those of `private_evaluation`; where members are elsewhere there are no others. Parts
+    of a user's `own` take the place of the recipe's.
     """
     check_settings(recipe)
     people = people_of(recipe, store, members)
     if people.elsewhere:
         check_sums(recipe, network=True)
     size, rows = people.population.size, people.rows
-    shapes = model_spec(recipe, store.vocabulary).shapes()
-    start = start_maker(recipe, store)
+    spec, start = own.model or model_spec(recipe, store.vocabulary), start_maker(recipe, store)
+    if own.model is not None:
+        start = partial(own.model.init, start_key(recipe))
     participation = privacy_plan.participation_of(recipe, size, out, people.ledgers)
-    kept = 0 if people.elsewhere else None
+    kept, shapes = 0 if people.elsewhere else None, spec.shapes()
     algorithm = people.work(algorithm_of(recipe, participation, shapes, start, remembered=kept))
+    if own.options:
+        algorithm = _with_options(algorithm, recipe, shapes, own.options)
     check_base(recipe, algorithm)
     directory = RunDirectory(out)
     frozen = None if engine else frozen_features(recipe, algorithm, rows.train, directory.frozen)
@@ -110,7 +144,7 @@ def flat_run(
     round = round_of(recipe, algorithm, made, waiting)
     noisy = private_evaluation(algorithm) if private_evaluation else None
     if not people.elsewhere:
-        noisy = private_evaluation_of(recipe, rows, algorithm.plan, round.models)
+        noisy = private_evaluation_of(recipe, rows, algorithm.plan, round.models, score=spec.score)
     return Run(
         population=people.population,
         algorithm=algorithm,
@@ -124,13 +158,27 @@ def flat_run(
             algorithm.plan,
             round.models,
             count=count,
+            score=spec.score,
             # A finished run has forgotten its features, and its model may be a merged one.
             frozen=None if directory.summary.is_file() else frozen,
         ),
         start=start,
         private_evaluation=noisy,
-        **shared_parts(recipe, store, algorithm.plans, out),
+        custom=own.names,
+        **{**shared_parts(recipe, store, algorithm.plans, out), "model": spec},
     )
+
+
+def _with_options(
+    algorithm: Algorithm, recipe: Recipe, like: Params, options: Mapping[str, Any]
+) -> Algorithm:
+    """Return the algorithm with both halves of its method made anew, from other options."""
+    whole = trained_leaves(recipe, like) is None
+    parts = parts_of(recipe, like) if whole else (TRAINABLE[recipe.wire.trainable].on_base,)
+    made = replace(method_options(recipe, algorithm.sampling, parts), **options)
+    clients, server = METHODS[recipe.client.method].build(made)
+    turns = clients if len(clients) > 1 else ()
+    return replace(algorithm, local=clients[0], turns=turns, server=server)
 
 
 def run_to_look_at(recipe: Recipe, store: Store, population_size: int, *, out: Path) -> Run:
