@@ -1,12 +1,15 @@
 """The Python API trains what the command line trains, and keeps to the same laws."""
 
 import shutil
+from dataclasses import replace
 
 import equinox as eqx
 import jax
 import jax.random as jr
+import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 import fedlm
 from fedlm.corpus.concat import JoinedStore
@@ -86,11 +89,30 @@ def test_a_module_of_ones_own_learns(store, tmp_path):
     fed = federation(store, rounds=6, model=model, method=method, out=tmp_path / "run")
     figures = [told.perplexity for told in fed.rounds()]
     assert figures[-1] < 0.8 * figures[0]
-    trained = fed.finish().evaluate("test")
+    run = fed.finish()
+    trained = run.evaluate("test")
     assert trained["perplexity"] == pytest.approx(figures[-1], rel=0.5)
+    long = "the cat sat on the mat the dog ran on the mat"  # longer than a row
+    for text in ("", "the cat", long):
+        words = run.predict(text, top=2)
+        assert words[0]["probability"] > words[1]["probability"] > 0
+    assert run.predict("on the", top=1) == run.predict("dog the", top=1), "a bigram looks back once"
     assert fedlm.load_run(tmp_path / "run", model=model).evaluate("test") == trained
     with pytest.raises(fedlm.ConfigError, match=r"model = None.*equinox module"):
         fedlm.load_run(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_module_of_ones_own_is_exported_to_onnx(store, tmp_path):
+    pytest.importorskip("jax2onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    model = Bigram(0.1 * jr.normal(jr.key(0), (store.vocabulary, store.vocabulary)))
+    run = outcome(store, model=model)
+    file = run.export("onnx", tmp_path / "out")
+    rows = np.arange(16, dtype=np.int32).reshape(2, 8) % store.vocabulary
+    (logits,) = runtime.InferenceSession(file).run(None, {"tokens": rows})
+    weights = load_file(run.path / "model.safetensors")["table"]
+    assert np.allclose(logits, weights[rows], atol=1e-6)
 
 
 def test_a_private_federation_wants_its_directory(store):
@@ -268,3 +290,24 @@ def test_canaries_are_drawn_and_train_nothing(store, tmp_path, method):
     assert fed.run.algorithm.canaries == 5
     assert fed.run.algorithm.sampling.population == fed.run.population.size + 5
     assert [told.number for told in fed.rounds()] == [1, 2, 3, 4]
+
+
+def test_a_plan_made_before_is_the_plan_of_the_federation(store, tmp_path):
+    clients = fedlm.Sampling(law="poisson", population=len(store.training_clients), cohort=3)
+    plan = fedlm.PrivacyPlan(sampling=clients, rounds=4, **PLAN)
+    fed = federation(store, privacy=plan, out=tmp_path / "run")
+    assert fed.run.plan == plan
+    by_settings = federation(store, privacy=PLAN, server__sampling="poisson", out=tmp_path / "run")
+    assert by_settings.run.plan == plan
+    for name, changed in {
+        "rounds": replace(plan, rounds=5),
+        "cohort": replace(plan, sampling=replace(clients, cohort=4)),
+        "population": replace(plan, sampling=replace(clients, population=1000)),
+        "unit": replace(plan, unit="leaf"),
+    }.items():
+        with pytest.raises(fedlm.ConfigError, match=rf"^privacy\.{name} = .*: expected .*\.$"):
+            federation(store, privacy=changed, out=tmp_path / "run")
+    with pytest.raises(fedlm.ConfigError, match=r"server__sampling = .*the argument privacy"):
+        federation(store, privacy=plan, server__sampling="fixed", out=tmp_path / "run")
+    with pytest.raises(fedlm.ConfigError, match=r"^privacy = 'gaussian': expected .*\.$"):
+        federation(store, privacy="gaussian", out=tmp_path / "run")

@@ -19,21 +19,24 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from fedlm import lineage
 from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
-from fedlm.core.errors import ConfigError, either, require
+from fedlm.core.errors import ConfigError, either, require, shown
 from fedlm.core.releasable import Releasable
+from fedlm.core.types import Params
 from fedlm.corpus import tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.sources import Document
 from fedlm.corpus.store import Store, write
 from fedlm.engine.devices import use_devices
+from fedlm.evaluate.generate import Speaker
 from fedlm.federation.round import Played
-from fedlm.inference import load_models
-from fedlm.inference import predict as next_words
+from fedlm.inference import load_models, predict, words_after
 from fedlm.models.catalog import NAMED, Dimensions, ModelSpec, ModuleSpec
 from fedlm.models.partial import TRAINABLE, PartKind
 from fedlm.privacy import account
@@ -292,13 +295,17 @@ class TrainedRun:
         """Return the likeliest next words after a text, with their probabilities.
 
         Args:
-          text: the prompt.
+          text: the prompt; an equinox module reads its last `data.sequence_length` tokens.
           top: the number of words.
 
         Returns:
           A mapping with `word` and `probability` (between 0 and 1) per word, the likeliest first.
         """
-        return next_words(self._models()[""], self.run.store.tokenizer, text, top)
+        params, tokenizer = self._models()[""], self.run.store.tokenizer
+        if not isinstance(self.run.model, ModuleSpec):
+            return predict(params, tokenizer, text, top)
+        module, length = self._module(params), self.run.recipe.data.sequence_length
+        return words_after(lambda capacity: _row_speaker(module, length), tokenizer, text, top)
 
     def report(self) -> Path:
         """Draw the HTML report again, and return its path."""
@@ -326,12 +333,17 @@ class TrainedRun:
         if kind == "safetensors":
             write_atomically(file, record.weights.read_bytes())
         else:
-            length, params = self.run.recipe.data.sequence_length, self._models()[""]
-            write_onnx(lambda tokens: params.features(tokens) @ params.readout.T, length, file)
+            length = self.run.recipe.data.sequence_length
+            write_onnx(self._module(self._models()[""]), length, file)
         write_atomically(target / "tokenizer.json", record.tokenizer.read_bytes())
         made = card(FinishedRun(record), kind, "module of one's own")
         write_atomically(target / CARD, made.encode())
         return file
+
+    def _module(self, params: Params) -> Any:
+        """Return the equinox module that was trained, with trained weights."""
+        assert isinstance(self.run.model, ModuleSpec)
+        return eqx.combine(params, self.run.model.module)
 
     def _models(self) -> JsonObject:
         record, model = self.run.record, self.run.recipe.model
@@ -340,6 +352,21 @@ class TrainedRun:
             like = self.run.model.shapes()
             return {"": from_bytes(record.weights.read_bytes(), like, str(record.weights))}
         return load_models(model, size, record, self.run.round.names)
+
+
+def _row_speaker(module: Any, length: int) -> Speaker:
+    """Return a module as a predictor of the next token, which reads rows of `length` tokens."""
+
+    @eqx.filter_jit
+    def logits(module: Any, row: Array, last: Array) -> Array:
+        return module(row)[0, last]
+
+    def advance(before: tuple[int, ...], token: int) -> tuple[tuple[int, ...], Array]:
+        tokens = (*before, token)[-length:]
+        row = jnp.zeros((1, length), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens))
+        return tokens, logits(module, row, jnp.asarray(len(tokens) - 1))
+
+    return Speaker(tuple, advance)
 
 
 # ---- a federation, round by round ------------------------------------------------------------
@@ -420,7 +447,8 @@ class Federation:
       method: `fedavg(...)` with optax optimisers, which decide the settings of optimisers and
         weights; by default those of a recipe: SGD with `client__learning_rate` 0.5 and FedAdam with
         `server__learning_rate` 0.01.
-      privacy: the settings of a recipe's `[privacy]` table, as a `Privacy` or a mapping.
+      privacy: the settings of a recipe's `[privacy]` table, as a `Privacy` or a mapping; or a
+        `PrivacyPlan` with the training clients, `cohort` and `rounds` of this federation.
       upload: the codec of updates by name, as `uniform-8`.
       download: the codec of models by name.
       out: the run directory. A privacy plan requires it, because every release is on record before
@@ -450,7 +478,7 @@ class Federation:
         cohort: int,
         rounds: int,
         method: Averaging | None = None,
-        privacy: Privacy | JsonMapping | None = None,
+        privacy: Privacy | PrivacyPlan | JsonMapping | None = None,
         upload: str = "float32",
         download: str = "float32",
         out: str | Path | None = None,
@@ -464,22 +492,22 @@ class Federation:
             "a model of fedlm.models, as fedlm.models.cifg(store), or an equinox module",
         )
         spec = model if isinstance(model, ModelSpec) else ModuleSpec(model)
-        given = {
+        given: dict[str, JsonObject] = {
             "data": _text_settings(store),
             "model": _model_settings(spec, store),
             "server": {"cohort": cohort, "rounds": rounds},
-            "privacy": {k: v for k, v in dict(privacy or {}).items() if v is not None},
             "wire": {"upload": upload, "download": download},
             "run": {"seed": seed},
         }
+        _add_privacy(given, privacy)
         further = _by_table(settings)
         _check_further(further, given, spec, method)
-        tables = {
+        tables: dict[str, JsonObject] = {
             name: {**DEFAULTS.get(name, {}), **given.get(name, {}), **further.get(name, {})}
             for name in {**DEFAULTS, **given, **further}
         }
         if method is not None:
-            private = tables["privacy"].get("mechanism") is not None
+            private = tables.get("privacy", {}).get("mechanism") is not None
             weight = "uniform" if private else method.weight
             tables["client"] |= {"weight": weight, "proximal": method.proximal}
         recipe = parse(tables)
@@ -493,6 +521,8 @@ class Federation:
         path = Path(out) if out is not None else _temporary() / "run"
         _lanes(recipe.run.devices)
         self.run = build(recipe, STORES, out=path, own=_own_parts(spec, method))
+        if isinstance(privacy, PrivacyPlan):
+            _check_same_plan(privacy, self.run.plan)
         self._begun = False
         self._playing: Generator[Played, None, None] | None = None
 
@@ -596,6 +626,40 @@ def _model_settings(spec: ModelSpec | ModuleSpec, store: Store) -> JsonObject:
     return found
 
 
+def _add_privacy(given: dict[str, JsonObject], privacy: object) -> None:
+    """Add the settings of a privacy argument to the tables; a plan also says how to sample."""
+    require(
+        privacy is None or isinstance(privacy, (Privacy, PrivacyPlan, Mapping)),
+        "privacy",
+        privacy,
+        "a Privacy, a mapping of its settings, a PrivacyPlan or None",
+    )
+    if isinstance(privacy, PrivacyPlan):
+        numbers = _numbers_of(privacy)
+        given["server"]["sampling"] = privacy.sampling.law
+        given["privacy"] = {k: v for k, v in numbers.items() if k in Privacy.model_fields}
+    elif isinstance(privacy, (Privacy, Mapping)):
+        given["privacy"] = {k: v for k, v in dict(privacy).items() if v is not None}
+
+
+def _numbers_of(plan: PrivacyPlan) -> JsonObject:
+    """Return the numbers of a plan and of its sampling law by name."""
+    return {**vars(plan.sampling), **{k: v for k, v in vars(plan).items() if k != "sampling"}}
+
+
+def _check_same_plan(given: PrivacyPlan, made: PrivacyPlan | None) -> None:
+    """Refuse a plan that is not the one which the settings of its federation make."""
+    found = {} if made is None else _numbers_of(made)
+    for name, value in _numbers_of(given).items():
+        require(
+            found.get(name) == value or (name == "matrix" and not value),  # found when a run begins
+            f"privacy.{name}",
+            value,
+            f"{shown(found.get(name))}, as this federation has it",
+            "Make the plan with that, or give a Privacy.",
+        )
+
+
 def _by_table(settings: Mapping[str, Any]) -> dict[str, JsonObject]:
     """Return settings that are given as `table__key=value`, by table."""
     found: dict[str, JsonObject] = {}
@@ -621,7 +685,7 @@ def _check_further(
     """Refuse further settings that an argument of `Federation` decides, or cannot go with."""
     for table, values in further.items():
         for key, value in values.items():
-            argument = "privacy" if table == "privacy" else key
+            argument = "privacy" if table == "privacy" or key == "sampling" else key
             wanted = (
                 f"nothing beside the argument {argument}"
                 if key in given.get(table, {})
