@@ -137,7 +137,13 @@ def train(
       RecordError: `out` cannot be used, or holds a run of another recipe or text.
       DivergenceError: loss or parameters are no longer finite.
 
-    >>> run = train({"data": {"source": "sotu"}}, "runs/sotu")  # doctest: +SKIP
+    >>> store = prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> tables = {"data": {"store": str(store.path)}, "server": {"cohort": 2, "rounds": 1},
+    ...           "model": {"name": "cifg", "embedding_size": 4, "hidden_size": 4},
+    ...           "client": {"batch_size": 4}}
+    >>> run = train(tables, store.path.parent / "run")
+    >>> run.summary["rounds"]
+    1
     """
     if isinstance(recipe, (str, Path)):
         made = load(Path(recipe), tuple(changes))
@@ -214,6 +220,7 @@ def epsilon(
         releases in its ledger, or the rounds of a journal that was copied without it.
 
     Raises:
+      ConfigError: the numbers of the plan do not go together.
       RecordError: the directory is no run, or the run has no privacy plan.
 
     >>> from fedlm.core.types import Sampling
@@ -418,16 +425,20 @@ def fedavg(
 class RoundReport(NamedTuple):
     """The figures of one round that may be published; figures that it does not have are None.
 
-    `perplexity` is per token on held-out text, `loss` in nats per token, `epsilon` the privacy
-    spent so far; `told` holds all figures of the round by name.
+    Attributes:
+      number: the number of the round, from one.
+      perplexity: per token, on held-out text.
+      loss: of the round's members in training, in nats per token; None under a privacy plan.
+      epsilon: the privacy spent so far; None without a privacy plan.
+      told: all figures of the round by name.
 
     >>> RoundReport(number=1, perplexity=80.0, loss=None, epsilon=None, told={}).perplexity
     80.0
     """
 
-    number: int  # from one
+    number: int
     perplexity: float | None
-    loss: float | None  # of the members in training; None under a privacy plan
+    loss: float | None
     epsilon: float | None
     told: Releasable
 

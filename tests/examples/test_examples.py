@@ -12,6 +12,13 @@ from tests.models.interop.test_huggingface import write as write_folder
 from tests.recipe.test_init_from import words
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+ELSEWHERE = {"onnx_keyboard.py": "record/test_export.py"}  # needs a model that is exported there
+
+
+def test_every_example_is_run_by_a_test():
+    for script in EXAMPLES.glob("*.py"):
+        file = Path(__file__).parents[1] / ELSEWHERE.get(script.name, "examples/test_examples.py")
+        assert f'"{script.name}"' in file.read_text(encoding="utf-8"), script.name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The commands and the Python of the README run as they stand there, on text made here."""
+"""Commands and Python of README and quickstart run as they stand there, on text made here."""
 
 import contextlib
 import gzip
@@ -6,19 +6,22 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import RECIPE, call
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUICKSTART = (ROOT / "docs/index.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.slow  # whole runs
 
 
-def block(heading: str, language: str = "") -> str:
+def block(heading: str, language: str = "", page: str = README) -> str:
     """Return the first fenced block under a heading."""
-    section = README.split(f"## {heading}\n", 1)[1]
+    section = page.split(f"## {heading}\n", 1)[1]
     found = re.search(rf"^```{language}\n(.*?)^```$", section, re.M | re.S)
     return found.group(1)
 
@@ -54,14 +57,19 @@ def test_your_own_text(letters):
 
 
 def test_from_python(letters):
-    code = block("From Python", "python")
+    readme = block("From Python", "python")
+    quickstart = block("Use it from Python", "python", QUICKSTART)
     small = {"hidden_size=256": "hidden_size=8", "rounds=500": "rounds=2", "cohort=50": "cohort=5"}
-    for written, used in small.items():
-        assert written in code
-        code = code.replace(written, used)
-    with contextlib.chdir(letters):
-        exec(compile(code, "README.md", "exec"), {})
-    assert (letters / "out/model.safetensors").is_file()
+    for number, code in enumerate({readme, quickstart}):  # one, as long as they are the same
+        for written, used in small.items():
+            assert written in code
+            code = code.replace(written, used)
+        folder = letters / f"page{number}"
+        folder.mkdir()
+        shutil.copy(letters / "letters.jsonl.gz", folder)
+        with contextlib.chdir(folder):
+            exec(compile(code, "page", "exec"), {})
+        assert (folder / "out/model.safetensors").is_file()
 
 
 def test_privacy(tmp_path):

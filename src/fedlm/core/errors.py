@@ -83,8 +83,17 @@ class EngineError(FedlmError):
 
     Its text names the member and the cause; the rounds that were recorded before it stay.
 
-    >>> issubclass(EngineError, FedlmError)
-    True
+    >>> import fedlm, optax
+    >>> def broken(gradients, state, params=None):
+    ...     raise ValueError("no step is known.")
+    >>> store = fedlm.prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> model = fedlm.models.cifg(store, embedding_size=4, hidden_size=4)
+    >>> client = optax.GradientTransformation(optax.sgd(0.5).init, broken)
+    >>> method = fedlm.fedavg(client=client, server=optax.sgd(1.0))
+    >>> fed = fedlm.Federation(store, model, cohort=7, rounds=1, method=method, run__engine="loop")
+    >>> list(fed.rounds())
+    Traceback (most recent call last):
+    fedlm.core.errors.EngineError: member 0 failed in round 0: no step is known.
     """
 
 
@@ -93,8 +102,13 @@ class DivergenceError(FedlmError):
 
     What was saved before stays in the run directory.
 
-    >>> issubclass(DivergenceError, FedlmError)
-    True
+    >>> import fedlm
+    >>> store = fedlm.prepare([(f"c{n}", "the cat sat on the mat\\n" * 4) for n in range(8)])
+    >>> model = fedlm.models.cifg(store, embedding_size=4, hidden_size=4)
+    >>> fed = fedlm.Federation(store, model, cohort=2, rounds=2, server__learning_rate=1e30)
+    >>> list(fed.rounds())
+    Traceback (most recent call last):
+    fedlm.core.errors.DivergenceError: round ...; training stopped. Usual causes: ...
     """
 
 

@@ -81,30 +81,58 @@ Batch = Tokens | Precomputed
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """The tokens of a vocabulary that do not stand for text."""
+    """The tokens of a vocabulary that do not stand for text.
 
-    bos: int  # before the first token of a text
-    eos: int  # after the last token of a line
-    oov: int | None  # for text that the vocabulary has no token for; None: no such token
-    reserved: tuple[int, ...]  # never offered as a word: all special tokens
+    Attributes:
+      bos: the token before the first token of a text.
+      eos: the token after the last token of a line.
+      oov: the token for text that the vocabulary has no token for; None if there is no such token.
+      reserved: all special tokens, which are never offered as a word.
+
+    >>> import fedlm
+    >>> store = fedlm.prepare([("ann", "the cat sat")], test_clients=0.0)
+    >>> store.special.eos in store.special.reserved
+    True
+    """
+
+    bos: int
+    eos: int
+    oov: int | None
+    reserved: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The law by which members join a round, over clients numbered from zero.
 
+    Attributes:
+      law: `fixed`, `poisson`, `spaced`, `cyclic-poisson` or `balls-in-bins`, as `server.sampling`
+        of a recipe.
+      population: the number of clients that may be drawn.
+      cohort: the number of clients per round: exactly with `fixed` and `spaced`, in expectation
+        with the other laws.
+      min_separation: the number of rounds strictly between two turns of a client, with `spaced`,
+        `cyclic-poisson` and `balls-in-bins`.
+      max_participations: the most turns of a client in the whole run, with `spaced`; 0 is as many
+        as the separation allows.
+
+    The numbers are checked when a plan or a run is made from them, which raises `ConfigError`.
+
     >>> Sampling(law="poisson", population=1000, cohort=10).min_separation
     0
+    >>> Sampling(law="fixed", population=5, cohort=10).check()
+    Traceback (most recent call last):
+    fedlm.core.errors.ConfigError: server.cohort = 10: expected between 1 and the 5 ...
     """
 
-    law: str  # a name in `cohort.sampling.LAWS`
+    law: str
     population: int
-    cohort: int  # exactly (fixed, spaced) or in expectation (the other laws)
-    min_separation: int = 0  # where the law keeps it: rounds strictly between two participations
-    max_participations: int = 0  # spaced: per client and run; 0: as many as the separation allows
+    cohort: int
+    min_separation: int = 0
+    max_participations: int = 0
 
     def check(self) -> None:
-        """Refuse a cohort that the population cannot fill."""
+        """Raise `ConfigError` if the population cannot fill the cohort."""
         require(self.population > 0, "population", self.population, "at least one client")
         require(
             1 <= self.cohort <= self.population,

@@ -456,6 +456,10 @@ class Store:
     Args:
       path: the folder of the store.
 
+    Attributes:
+      path: the folder of the store.
+      manifest: the fields of its `store.json`: counts of clients and tokens, hashes, settings.
+
     Raises:
       CorpusError: the folder is no store, or it is damaged.
 
@@ -550,10 +554,12 @@ class Store:
 
     @property
     def vocabulary(self) -> int:
+        """The number of tokens that the tokenizer knows, special tokens included."""
         return int(self.manifest["vocabulary"])
 
     @property
     def settings(self) -> StoreSettings:
+        """The settings that the store was prepared with."""
         return StoreSettings(**self.manifest["settings"])
 
     @cached_property
@@ -622,9 +628,11 @@ class Store:
         return int(self._column(number, "held_bytes").as_py())
 
     def client(self, number: int) -> str:
+        """Return the name of a client."""
         return str(self._column(number, "client").as_py())
 
     def groups(self, number: int) -> tuple[str, ...]:
+        """Return the names of a client's groups, the widest first."""
         return tuple(self._column(number, "groups").as_py())
 
     @cached_property

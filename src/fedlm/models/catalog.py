@@ -296,7 +296,21 @@ def count(architecture: str, size: Dimensions) -> int:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """An architecture and its size, from which a model or only its shapes can be made."""
+    """An architecture and its size, from which a model or only its shapes can be made.
+
+    The functions of `fedlm.models` return one, for `Federation`.
+
+    Attributes:
+      architecture: the name of the architecture.
+      size: the sizes by name.
+      name: the recipe's `model.name`; if empty, the name of the architecture.
+      adapters: the adapters that are trained on the frozen model; None if the model is trained.
+
+    >>> import fedlm
+    >>> spec = fedlm.models.cifg(10_000, embedding_size=96, hidden_size=670)
+    >>> spec.architecture, spec.size.vocab, spec.parameters
+    ('cifg', 10000, 1412250)
+    """
 
     architecture: str
     size: Dimensions

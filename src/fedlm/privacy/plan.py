@@ -25,6 +25,36 @@ from fedlm.privacy.sensitivity import participations
 class PrivacyPlan:
     """Every number that the privacy claim depends on; no other setting may restate one.
 
+    `fedlm.epsilon(plan)` tells its cost before any training; `Federation(privacy=plan)` trains
+    under it, if sampling and rounds are those of the federation.
+
+    Attributes:
+      mechanism: the noise on each round's sum of updates: `gaussian`, `distributed`, `tree`,
+        `banded`, `toeplitz` or `blt`.
+      sampling: the law by which clients are drawn.
+      rounds: the number of planned rounds.
+      clip_norm: the longest update that one client may send, as an L2 norm.
+      noise_multiplier: the standard deviation of the noise on a sum, in multiples of `clip_norm`.
+      delta: the delta of the claim: a probability, well below one in the number of clients.
+      restart_every: the number of rounds after which correlated noise begins anew; 0 is never.
+      bands: the number of bands of the matrix, with `banded` and `toeplitz`; 0 is
+        `min_separation` + 1.
+      buffers: the number of copies of the model that the noise of `blt` remembers.
+      honest_nodes: with `distributed`, how many nodes of a secure sum keep their noise secret.
+      matrix: the numbers of the matrix of `banded` (its first column) or `blt` (decays, then
+        scales). They are found once, when a run begins, because an optimiser may find others
+        elsewhere; empty before.
+      clip_quantile: the fraction of updates that an adaptive clip norm leaves unclipped; 0 keeps
+        the clip norm fixed.
+      clip_rate: how fast an adaptive clip norm moves, as a factor in the exponent.
+      clip_noise: the standard deviation of the noise on how many updates were unclipped, in
+        updates, per `clip_every` rounds.
+      reveal: whether the journal also holds sums without noise, which no claim covers.
+      unit: whose text is hidden: that of one `client`, or of a whole `leaf` of a tree.
+
+    The numbers are checked where a plan is used (`fedlm.epsilon`, `Federation`), which raises
+    `ConfigError` if the mechanism does not go with them.
+
     >>> import fedlm
     >>> spaced = fedlm.Sampling(law="spaced", population=1000, cohort=10, min_separation=50)
     >>> plan = PrivacyPlan(mechanism="tree", sampling=spaced, rounds=100, clip_norm=0.5,
@@ -33,24 +63,22 @@ class PrivacyPlan:
     True
     """
 
-    mechanism: str  # a name in `catalog.MECHANISMS`
+    mechanism: str
     sampling: Sampling
-    rounds: int  # planned; a matrix mechanism is built for this many
+    rounds: int
     clip_norm: float
-    noise_multiplier: float  # noise stddev in units of clip_norm
+    noise_multiplier: float
     delta: float
-    restart_every: int = 0  # correlated noise begins anew after so many rounds; 0: never
-    bands: int = 0  # banded, toeplitz: bands of the matrix; 0 is min_separation + 1
-    buffers: int = 3  # blt
-    honest_nodes: int = 0  # distributed: survivors whose noise alone is the plan's
-    # banded: the first column; blt: decays, then scales. Found once, when a run begins, and read
-    # ever after: an optimiser may find others elsewhere. Empty: not chosen yet.
+    restart_every: int = 0
+    bands: int = 0
+    buffers: int = 3
+    honest_nodes: int = 0
     matrix: tuple[float, ...] = ()
-    clip_quantile: float = 0.0  # the share of updates that an adaptive clip lets through; 0: fixed
-    clip_rate: float = 0.2  # how fast it follows
-    clip_noise: float = 0.0  # stddev of the noise on how many were let through in `clip_every`
-    reveal: bool = False  # whether the journal also holds sums without noise; no claim covers them
-    unit: str = "client"  # whose text is hidden: one `client`'s, or the whole of a tree's `leaf`
+    clip_quantile: float = 0.0
+    clip_rate: float = 0.2
+    clip_noise: float = 0.0
+    reveal: bool = False
+    unit: str = "client"
 
     @property
     def sum_multiplier(self) -> float:
