@@ -132,6 +132,37 @@ def test_a_private_federation_tells_no_loss(store, tmp_path):
     assert fedlm.epsilon(run.path).epsilon == run.summary["epsilon"] == told.epsilon
 
 
+def test_what_prepare_would_not_use_is_refused():
+    for name, value in {"sequence_length": 5, "groups": ("north",), "store": "elsewhere"}.items():
+        with pytest.raises(
+            fedlm.ConfigError, match=rf"^{name} = .*: expected nothing.*data__{name}"
+        ):
+            fedlm.prepare(TEXT, **{name: value})
+    for name in ("user_field", "text_field", "groups_field"):
+        with pytest.raises(fedlm.ConfigError, match=rf"^{name} = 'x': expected nothing for pairs"):
+            fedlm.prepare(TEXT, **{name: "x"})
+    with pytest.raises(fedlm.ConfigError, match="Did you mean 'vocabulary'"):
+        fedlm.prepare(TEXT, vocabulry=20)
+
+
+@pytest.mark.parametrize(
+    "pair", ["abc", ("ann",), ("ann", 3), ("ann", "text", "north"), ("ann", "text", (), 1)]
+)
+def test_text_that_is_no_pair_is_refused(pair):
+    with pytest.raises(fedlm.CorpusError, match=r"^item 1 of the text is .*: expected \(client"):
+        fedlm.prepare([("bob", "the dog ran"), pair])
+
+
+def test_rounds_are_counted_from_one(store):
+    with pytest.raises(fedlm.ConfigError, match=r"^count = 0: expected at least 1"):
+        list(federation(store).rounds(0))
+
+
+def test_changes_are_of_a_recipe_file(store, tmp_path):
+    with pytest.raises(fedlm.ConfigError, match=r"^changes = .*: expected nothing"):
+        fedlm.train(tables_of(store), tmp_path / "run", changes=["server.rounds=1"])
+
+
 # ---- one composition ---------------------------------------------------------------------------
 
 USED = {  # settings of tables that Federation has no argument for, each with a value of its own

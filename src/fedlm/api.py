@@ -26,13 +26,13 @@ from jaxtyping import Array
 from fedlm import lineage
 from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
-from fedlm.core.errors import ConfigError, either, require, shown
+from fedlm.core.errors import ConfigError, CorpusError, either, require, shown
 from fedlm.core.releasable import Releasable
 from fedlm.core.types import Params
 from fedlm.corpus import tokenizer_file
 from fedlm.corpus.concat import JoinedStore
 from fedlm.corpus.sources import Document
-from fedlm.corpus.store import Store, write
+from fedlm.corpus.store import Store, StoreSettings, write
 from fedlm.engine.devices import use_devices
 from fedlm.evaluate.generate import Speaker
 from fedlm.federation.round import Played
@@ -85,11 +85,16 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
     2
     """
     data = parse({"data": settings}).data
+    decide = [field.name for field in fields(StoreSettings)]
+    for name, value in settings.items():
+        way_out = f"Give it to Federation as data__{name}, or to a recipe's [data]."
+        require(name in decide, name, value, "nothing: it does not decide a store", way_out)
     if isinstance(source, (str, Path)):
         documents = parts.documents_of(data, str(source))
     else:
-        wanted = "nothing for pairs, whose first part is the client"
-        require(data.user_field is None, "user_field", data.user_field, wanted)
+        for name in ("user_field", "text_field", "groups_field"):
+            value = getattr(data, name)
+            require(value is None, name, value, "nothing for pairs, which have no fields")
         documents = _given(source)
     given = parts.given_tokenizer(data)
     path = Path(out) if out is not None else _temporary() / "store"
@@ -98,9 +103,16 @@ def prepare(source: Text, out: str | Path | None = None, **settings: Any) -> Sto
 
 
 def _given(pairs: Iterable[Any]) -> Iterator[Document]:
-    for pair in pairs:
-        client, text, *groups = pair
-        yield Document(str(client), tuple(groups[0]) if groups else (), text)
+    """Yield the documents of pairs of client and text, perhaps with groups."""
+    for number, pair in enumerate(pairs):
+        whole = isinstance(pair, (tuple, list)) and len(pair) in (2, 3)
+        groups = pair[2] if whole and len(pair) == 3 else ()
+        if not whole or not isinstance(pair[1], str) or not isinstance(groups, (tuple, list)):
+            raise CorpusError(
+                f"item {number} of the text is {shown(pair)}: expected (client, text) or (client, "
+                "text, groups), where groups is a tuple of names."
+            )
+        yield Document(str(pair[0]), tuple(groups), pair[1])
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
@@ -127,7 +139,7 @@ def train(
     Args:
       recipe: a TOML file, tables as a mapping, or a `Recipe`.
       out: the run directory.
-      changes: settings to change, as `table.key=value`; they apply only if `recipe` is a file.
+      changes: settings to change, as `table.key=value`, if `recipe` is a file.
       resume: continue from the newest checkpoint in `out`.
       progress: print a line per evaluated round.
 
@@ -145,9 +157,12 @@ def train(
     >>> run.summary["rounds"]
     1
     """
+    changes = tuple(changes)
     if isinstance(recipe, (str, Path)):
-        made = load(Path(recipe), tuple(changes))
+        made = load(Path(recipe), changes)
     else:
+        wanted = "nothing, unless the recipe is a file"
+        require(not changes, "changes", changes, wanted, "Change the tables themselves.")
         made = recipe if isinstance(recipe, Recipe) else parse(dict(recipe))
     _lanes(made.run.devices)
     run = build(made, STORES, out=Path(out))
@@ -547,9 +562,11 @@ class Federation:
           resume: continue a run directory that another process began.
 
         Raises:
+          ConfigError: `count` is below one.
           RecordError: the run directory cannot be used, or holds another run.
           DivergenceError: loss or parameters are no longer finite.
         """
+        require(count is None or count >= 1, "count", count, "at least 1 round, or None for all")
         resume, self._begun = resume or self._begun, True
         if self._playing is not None:
             self._playing.close()  # a loop that was left holds the directory no longer
