@@ -217,7 +217,7 @@ def test_a_federation_is_the_recipe_of_the_same_tables(store, tmp_path, settings
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_every_setting_is_used(store, tmp_path, name):
-    settings = {name: USED[name], "wire__rank": 1}
+    settings = {name: USED[name], **({"wire__rank": 1} if name == "wire__trainable" else {})}
     made = sha(outcome(store, **settings))
     assert made != sha(outcome(store))
     assert made == sha(fedlm.train(tables_of(store, **settings), tmp_path / "run"))
@@ -274,7 +274,11 @@ def test_a_setting_with_an_argument_of_its_own_is_refused(store):
             federation(store, **{name: value})
 
 
-def test_a_model_is_one_of_fedlm_or_a_module(store):
+def test_models_and_methods_are_those_of_fedlm_or_optax_and_equinox(store):
+    with pytest.raises(fedlm.ConfigError, match=r"^method = 'scaffold': .*client__method"):
+        federation(store, method="scaffold")
+    with pytest.raises(fedlm.ConfigError, match=r"^hiden_size = 3: .*Did you mean 'hidden_size'"):
+        fedlm.models.cifg(store, hiden_size=3)
     with pytest.raises(
         fedlm.ConfigError, match=r"model = 'cifg': expected a model of fedlm\.models"
     ):
@@ -286,6 +290,13 @@ def test_several_stores_read_as_one_are_all_trained_on(store, tmp_path):
     run = federation(JoinedStore(paths)).run
     assert run.population.size == 2 * len(store.training_clients)
     assert run.recipe.data.stores == tuple(map(str, paths)) and run.recipe.data.store is None
+
+
+def test_a_federation_begins_with_the_model_of_another_run(store, tmp_path):
+    first = outcome(store, out=tmp_path / "run")
+    again = federation(store, model__init_from=str(first.path)).run
+    before = load_file(first.path / "model.safetensors")
+    assert np.array_equal(again.start().embedding, before["embedding"])
 
 
 def test_settings_are_written_as_table_and_key(store):

@@ -343,7 +343,7 @@ class TrainedRun:
           folder: the folder, which is made if it is missing.
 
         Raises:
-          ConfigError: `kind` is unknown.
+          ConfigError: `kind` is unknown, or the model cannot be written so.
         """
         require(kind in FORMATS, "kind", kind, either(FORMATS))
         target, record = Path(folder), self.run.record
@@ -516,6 +516,13 @@ class Federation:
             "model",
             model,
             "a model of fedlm.models, as fedlm.models.cifg(store), or an equinox module",
+        )
+        require(
+            method is None or isinstance(method, Averaging),
+            "method",
+            method,
+            "fedlm.fedavg(...) or None",
+            "client__method names a method of a recipe, as 'scaffold'.",
         )
         spec = model if isinstance(model, ModelSpec) else ModuleSpec(model)
         given: dict[str, JsonObject] = {

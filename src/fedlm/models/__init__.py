@@ -44,9 +44,9 @@ def named(name: str, vocabulary: Any, **sizes: Any) -> ModelSpec:
 
     >>> named("transformer", 2_000, layers=2).size.layers
     2
-    >>> named("lama", 2_000)
+    >>> named("transformers", 2_000)
     Traceback (most recent call last):
-    fedlm.core.errors.ConfigError: name = 'lama': expected ... lists. Did you mean 'llama'?
+    fedlm.core.errors.ConfigError: name = 'transformers': expected ... Did you mean 'transformer'?
     """
     require(
         name in NAMED, "name", name, "a model that fedlm models lists", nearest(str(name), NAMED)
