@@ -9,8 +9,11 @@ Not here: what settings are allowed (`settings.py`), stores and evaluation (`par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
+from typing import Any
 
 import optax
 
@@ -52,18 +55,21 @@ def algorithm_of(
     start: Callable[[], Params],
     *,
     remembered: int | None = None,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> Algorithm:
     """Return the algorithm that a recipe describes.
 
     `remembered` is the number of clients whose memory is kept here; not given, all. `start` makes
     the model before training: its parameters that are never trained become the algorithm's base.
+    `own` are fields of `MethodOptions` in place of those that the recipe gives; an optimiser of
+    clients among them has its own learning rate.
     """
     sampling = participation.sampling if isinstance(participation, PrivacyPlan) else participation
     check_recipe(recipe, like, sampling.population if remembered is None else remembered)
     keep = trained_leaves(recipe, like)
     kind = TRAINABLE[recipe.wire.trainable]
     parts = parts_of(recipe, like) if keep is None else (kind.on_base,)
-    options = method_options(recipe, sampling, parts)
+    options = replace(method_options(recipe, sampling, parts), **own)
     clients, server = METHODS[recipe.client.method].build(options)
     return Algorithm(
         participation=participation,
@@ -74,7 +80,7 @@ def algorithm_of(
         canaries=recipe.privacy.canaries,
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
-        rate_of=rate_of(recipe),
+        rate_of=(lambda round: 1.0) if "inner" in own else rate_of(recipe),
         seed=recipe.run.seed,
         make_base=_base_maker(start, keep) if keep else None,
     )

@@ -10,7 +10,6 @@ Not here: single parts (`parts.py`), trees (`tree.py`), the loop (`run.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,25 +17,20 @@ from typing import Any, NamedTuple
 
 from fedlm.cohort.delays import Delays
 from fedlm.core.errors import ConfigError
-from fedlm.core.types import Engine, Params
+from fedlm.core.types import Engine
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.store import Progress, Store
 from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.buffered_round import Buffer, BufferedRound, Simulated, Waiting
 from fedlm.federation.round import FlatRound
-from fedlm.methods.catalog import METHODS
 from fedlm.models.catalog import ModuleSpec
-from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.evaluation import ScheduledEvaluation
 from fedlm.recipe import privacy_plan
 from fedlm.recipe.assemble import (
     algorithm_of,
     check_settings,
-    method_options,
-    parts_of,
     pooled_algorithm,
-    trained_leaves,
 )
 from fedlm.recipe.memory import check_memory
 from fedlm.recipe.parts import (
@@ -127,9 +121,9 @@ def flat_run(
         start = partial(own.model.init, start_key(recipe))
     participation = privacy_plan.participation_of(recipe, size, out, people.ledgers)
     kept, shapes = 0 if people.elsewhere else None, spec.shapes()
-    algorithm = people.work(algorithm_of(recipe, participation, shapes, start, remembered=kept))
-    if own.options:
-        algorithm = _with_options(algorithm, recipe, shapes, own.options)
+    algorithm = people.work(
+        algorithm_of(recipe, participation, shapes, start, remembered=kept, own=own.options)
+    )
     check_base(recipe, algorithm)
     directory = RunDirectory(out)
     frozen = None if engine else frozen_features(recipe, algorithm, rows.train, directory.frozen)
@@ -167,18 +161,6 @@ def flat_run(
         custom=own.names,
         **{**shared_parts(recipe, store, algorithm.plans, out), "model": spec},
     )
-
-
-def _with_options(
-    algorithm: Algorithm, recipe: Recipe, like: Params, options: Mapping[str, Any]
-) -> Algorithm:
-    """Return the algorithm with both halves of its method made anew, from other options."""
-    whole = trained_leaves(recipe, like) is None
-    parts = parts_of(recipe, like) if whole else (TRAINABLE[recipe.wire.trainable].on_base,)
-    made = replace(method_options(recipe, algorithm.sampling, parts), **options)
-    clients, server = METHODS[recipe.client.method].build(made)
-    turns = clients if len(clients) > 1 else ()
-    return replace(algorithm, local=clients[0], turns=turns, server=server)
 
 
 def run_to_look_at(recipe: Recipe, store: Store, population_size: int, *, out: Path) -> Run:
