@@ -117,19 +117,28 @@ def decoder(params: Params, tokens: jax.Array, said: dict[str, Any]) -> jax.Arra
     return norm(x, "last")
 
 
-def make_loss(said: dict[str, Any]):  # type: ignore[no-untyped-def]
-    """Mean nats over the targets of a batch that are not PAD."""
+def make_nats(said: dict[str, Any]):  # type: ignore[no-untyped-def]
+    """Nats of every target of a batch, and whether it counts: PAD does not."""
     attentive = said["architecture"] == "transformer"
     features = decoder if attentive else recurrent
     readout = "stem.embedding" if attentive else "embedding"
 
-    def loss(params: Params, batch: dict[str, jax.Array], rng: jax.Array) -> jax.Array:
-        tokens = batch["tokens"]
+    def nats_of(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         targets = tokens[:, 1:]
         logits = features(params, tokens[:, :-1], said) @ params[readout].T
         logs = jax.nn.log_softmax(logits)
         nats = -jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
-        counts = targets != 0
+        return nats, targets != 0
+
+    return nats_of
+
+
+def make_loss(said: dict[str, Any]):  # type: ignore[no-untyped-def]
+    """Mean nats over the targets of a batch that are not PAD."""
+    nats_of = make_nats(said)
+
+    def loss(params: Params, batch: dict[str, jax.Array], rng: jax.Array) -> jax.Array:
+        nats, counts = nats_of(params, batch["tokens"])
         return jnp.sum(nats * counts) / jnp.maximum(jnp.sum(counts), 1)
 
     return loss
