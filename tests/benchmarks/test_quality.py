@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from benchmarks.peers import given, quality
 from benchmarks.peers.contenders import HERE, OURS
 from benchmarks.peers.quality import METHODS, PEERS, SEEDS, Cell, Size
 from fedlm.core.errors import ConfigError
+from fedlm.core.keys import generator_for
+from fedlm.recipe import parts
+from fedlm.recipe.build import build
 
 IDLE = """
 import sys
@@ -111,30 +115,44 @@ def test_a_peer_without_an_environment_is_named_and_left_out(tmp_path, monkeypat
     assert "No cell" in quality.tell(cells, Size())
 
 
-@pytest.mark.slow
-def test_two_rounds_of_fedlm_beside_a_peer_that_stays_at_the_start(tmp_path, monkeypatch):
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A size of two rounds on a little text."""
     text = tmp_path / "text.jsonl"
     words = ["the cat sat on the mat", "a dog ran", "the cat ran", "on the mat sat a dog"]
-    text.write_text(
-        "".join(
-            json.dumps({"client": f"c{n}", "text": "\n".join(words[: n % 4 + 1] * 3)}) + "\n"
-            for n in range(20)
-        )
-    )
+    said = [{"client": f"c{n}", "text": "\n".join(words[: n % 4 + 1] * 3)} for n in range(20)]
+    text.write_text("".join(json.dumps(each) + "\n" for each in said))
     (tmp_path / "tiny.toml").write_text(f'[data]\nsource = "{text}"\n')
+    monkeypatch.setattr(quality, "STORES", tmp_path / "stores")
+    more = ("data.vocabulary=32", "model.embedding_size=4", "model.hidden_size=5")
+    shape = ("server.cohort=2", "client.batch_size=4", "client.max_examples=6")
+    return Size(2, (*more, *shape), tmp_path / "tiny.toml")
+
+
+def test_contenders_are_given_the_rows_of_the_batches_that_fedlm_makes(tiny, tmp_path):
+    recipe = quality.recipe_of(Cell("fedjax", "FedProx", 1), tiny)
+    run = build(recipe, quality.STORES, out=tmp_path / "run")
+    rows = parts.people_of(run.recipe, run.store, None).rows.train
+    rounds = list(quality.rounds_of(run))
+    assert [len(members) for members in rounds] == [2, 2]
+    for number, members in enumerate(rounds):
+        for name, found in members.items():
+            rng = generator_for(1, "shuffle", round=number, member=int(name))
+            chosen = rng.permutation(len(rows(int(name))))[:6]
+            np.testing.assert_array_equal(found, np.maximum(rows(int(name))[chosen], 0))
+    told = quality.settings_of(run, (2,))
+    assert (told["proximal"], told["rate"], told["server_optimizer"]) == (0.1, 1.0, "fedavg")
+    assert (told["batch"], told["seed"], told["marks"]) == (4, 1, [2])
+
+
+@pytest.mark.slow
+def test_two_rounds_of_fedlm_beside_a_peer_that_stays_at_the_start(tiny, tmp_path, monkeypatch):
     script = tmp_path / "idle.py"
     script.write_text(IDLE.format(here=str(HERE)))
-    idle = quality.Peer("idle", str(script), tuple(METHODS))
-    monkeypatch.setitem(PEERS, "pfl", idle)
-    monkeypatch.setattr(quality, "STORES", tmp_path / "stores")
-    monkeypatch.setattr(quality, "interpreter", lambda name: type(tmp_path)(sys.executable))
-    more = ("data.vocabulary=32", "model.embedding_size=4", "model.hidden_size=5")
-    size = Size(2, (*more, "server.cohort=2"), tmp_path / "tiny.toml")
-    cells, both = (
-        Cells(tmp_path / "results"),
-        [Cell(OURS, "MimeLite", 0), Cell("pfl", "MimeLite", 0)],
-    )
-    quality.work(both, size, cells, tmp_path / "out")
-    ours, idle = (cells.read(cell.name, quality.digest_of(cell, size)) for cell in both)
+    monkeypatch.setitem(PEERS, "pfl", quality.Peer("idle", str(script), tuple(METHODS)))
+    monkeypatch.setattr(quality, "interpreter", lambda name: Path(sys.executable))
+    cells, both = Cells(tmp_path / "results"), [Cell(who, "MimeLite", 0) for who in (OURS, "pfl")]
+    quality.work(both, tiny, cells, tmp_path / "out")
+    ours, idle = (cells.read(cell.name, quality.digest_of(cell, tiny)) for cell in both)
     assert ours["curve"][0][1] < idle["curve"][0][1] < 40, "fedlm learns, the other stays"
     assert idle["versions"] == {"idle": "1"} and not list((tmp_path / "out").iterdir())
