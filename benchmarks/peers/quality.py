@@ -27,8 +27,10 @@ The definitions agree: Adam corrects its moments for their start and adds epsilo
 FedProx's term is mu / 2 times the squared distance; momentum is a plain sum of gradients, of which
 a client of MimeLite adds 0.9 times the server's to each of its gradients. Where a peer leaves a
 choice to its user it is fedlm's: the loss of a batch is the mean over its targets, and a last batch
-is as small as it is. `fedjax, own batches` is FedJAX with its own shuffle of the same rows, whose
-last batch is filled up with more of them: what that choice is worth.
+is as small as it is. Two lines leave that agreement, and so no longer see the same batches:
+`fedjax, own batches` is FedJAX with its own shuffle of the same rows, whose last batch is filled up
+with more of them; `fedlm, other batches` is fedlm with another shuffle of its members' rows, and
+tells how far that alone moves a seed.
 
 Rates are of a few that were tried with fedlm and seed 0, none of them with a peer. The table asks
 whether contenders agree, not which method is best.
@@ -45,7 +47,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +110,9 @@ PEERS: dict[str, Peer] = {
         "fedjax", "fedjax_rounds.py", tuple(METHODS), options=("--own-batches",)
     ),
 }
-CONTENDERS = (OURS, *PEERS)
+OTHER = "fedlm, other batches"
+ANOTHER_SHUFFLE = 1000  # is added to the seed of batches alone
+CONTENDERS = (OURS, *PEERS, OTHER)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         require(self.contender in CONTENDERS, "contender", self.contender, ", ".join(CONTENDERS))
-        has = METHODS if self.contender == OURS else PEERS[self.contender].methods
+        has = PEERS[self.contender].methods if self.contender in PEERS else METHODS
         require(self.method in has, "method", self.method, f"{', '.join(has)} by {self.contender}")
 
     @property
@@ -136,6 +140,7 @@ def ordered() -> list[Cell]:
         for method in how.methods:
             for seed in SEEDS:
                 cells += [Cell(OURS, method, seed), Cell(peer, method, seed)]
+    cells += [Cell(OTHER, method, seed) for method in METHODS for seed in SEEDS]
     return list(dict.fromkeys(cells))
 
 
@@ -231,6 +236,17 @@ def by_fedlm(run: Run, marks: tuple[int, ...]) -> Trained:
     return Trained(models, {"seconds": round(time.perf_counter() - began, 1)})
 
 
+def with_other_batches(run: Run) -> Run:
+    """Return a run with another shuffle of its members' rows, the same start and members."""
+    assert isinstance(run.round, FlatRound)
+    seed = run.recipe.run.seed + ANOTHER_SHUFFLE
+    table = run.recipe.run.model_copy(update={"seed": seed})
+    rows = parts.people_of(run.recipe, run.store, None).rows
+    recipe = run.recipe.model_copy(update={"run": table})
+    engine = parts.engine_of(recipe, run.algorithm, rows.train)
+    return replace(run, engine=engine, round=replace(run.round, engine=engine))
+
+
 def by_peer(peer: Peer, run: Run, marks: tuple[int, ...], folder: Path) -> Trained:
     """Have a peer train in a process of its own, and read the models that it leaves."""
     start = run.start()
@@ -253,10 +269,11 @@ def make(cell: Cell, size: Size, cells: Cells, out: Path) -> Facts:
     """Train one cell, score its models and keep the figures."""
     folder = (out / plain_name(cell.name)).resolve()
     run = build(recipe_of(cell, size), STORES, out=folder / "run")
-    if cell.contender == OURS:
-        trained = by_fedlm(run, size.marks)
-    else:
+    if cell.contender in PEERS:
         trained = by_peer(PEERS[cell.contender], run, size.marks, folder)
+    else:
+        own = run if cell.contender == OURS else with_other_batches(run)
+        trained = by_fedlm(own, size.marks)
     facts: Facts = {"contender": cell.contender, "method": cell.method, "seed": cell.seed}
     facts["changes"] = [*METHODS[cell.method]]
     facts["curve"] = [[mark, held_out(run, params)] for mark, params in trained.models.items()]

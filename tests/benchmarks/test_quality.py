@@ -46,7 +46,7 @@ def test_every_contender_follows_the_recipe_of_its_method():
         ours = Cell(OURS, cell.method, cell.seed)
         assert quality.recipe_of(cell, Size()) == quality.recipe_of(ours, Size())
     cells = quality.ordered()
-    methods = [len(METHODS), *(len(peer.methods) for peer in PEERS.values())]
+    methods = [2 * len(METHODS), *(len(peer.methods) for peer in PEERS.values())]
     assert len(set(cells)) == len(cells) == len(SEEDS) * sum(methods)
     assert [cell.contender for cell in cells[:2]] == [OURS, "fedjax"]
 
@@ -143,6 +143,15 @@ def test_contenders_are_given_the_rows_of_the_batches_that_fedlm_makes(tiny, tmp
     told = quality.settings_of(run, (2,))
     assert (told["proximal"], told["rate"], told["server_optimizer"]) == (0.1, 1.0, "fedavg")
     assert (told["batch"], told["seed"], told["marks"]) == (4, 1, [2])
+
+
+def test_other_batches_are_of_the_same_members(tiny, tmp_path):
+    recipe = quality.recipe_of(Cell(quality.OTHER, "FedAvg", 1), tiny)
+    run = build(recipe, quality.STORES, out=tmp_path / "run")
+    other = quality.with_other_batches(run)
+    assert other.algorithm is run.algorithm and other.start is run.start
+    assert other.round.seed == run.round.seed == 1, "members are drawn by it"
+    assert other.round.engine.seed == 1001 and run.round.engine.seed == 1
 
 
 @pytest.mark.slow
