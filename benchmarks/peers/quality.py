@@ -323,7 +323,7 @@ def lines_of(found: dict[Cell, Facts], size: Size) -> list[list[str]]:
             apart = [value - ours[seed] for seed, value in theirs.items() if seed in ours]
             less, within = "-", "-"
             if contender != OURS and apart:
-                less = ", ".join(f"{value:+.1g}" for value in apart)
+                less = ", ".join(f"{value:+.2g}" for value in apart)
                 if len(apart) > 1:
                     inside = all(abs(value) <= spread for value in apart)
                     within = f"{'yes' if inside else 'no'} ({spread:.2g})"

@@ -87,7 +87,7 @@ def test_one_seed_says_nothing_about_a_spread_and_divergence_is_not_within(tmp_p
     cells = Cells(tmp_path)
     keep(cells, Cell(OURS, "FedProx", 1), 50.0)
     keep(cells, Cell("pfl", "FedProx", 1), 50.25)
-    assert lines(cells)["FedProx", "pfl"][-2:] == ["+0.2", "-"]
+    assert lines(cells)["FedProx", "pfl"][-2:] == ["+0.25", "-"]
     keep(cells, Cell(OURS, "FedProx", 2), 52.0)
     keep(cells, Cell("pfl", "FedProx", 2), math.inf)
     assert lines(cells)["FedProx", "pfl"][-1] == "no (1.4)"
