@@ -123,7 +123,7 @@ def _stream(batch_size: int, sequence_length: int) -> Any:
         keys=jnp.zeros((*full, 2), jnp.uint32),
         places=numbers,
         segments=jnp.zeros(1, jnp.int32),
-        round=jnp.zeros(1, jnp.int32),
+        rate=jnp.ones(1),
     )
 
 
