@@ -196,7 +196,8 @@ def stop(number, frame):
     raise SystemExit(7)
 signal.signal(signal.SIGINT, stop)
 print("here", flush=True)
-time.sleep(600)
+while True:  # a signal that comes just before a sleep is handled after it
+    time.sleep(0.1)
 """
 
 
