@@ -51,20 +51,25 @@ class TakeTurns(TrainingProcessCallback):
         return not self.turns.begins(), Metrics()
 
 
+def model_of(said, params, central):  # type: ignore[no-untyped-def]
+    """Return pfl's model of a module that begins with `params`; `central` makes its server."""
+    module = make(said, library=True)
+    put(module, params)
+    # pfl asks a module for `metrics` as well as `loss`.
+    module.metrics = lambda tokens: {"loss": Weighted(module.loss(tokens).item(), 1)}
+    return PyTorchModel(
+        model=module,
+        local_optimizer_create=lambda _, lr: torch.optim.SGD(trained(module), lr=lr),
+        central_optimizer=central(trained(module)),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     work = load(parser.parse_args().folder)
     said = work.settings
-    module = make(said, library=True)
-    put(module, work.params)
-    # pfl asks a module for `metrics` as well as `loss`.
-    module.metrics = lambda tokens: {"loss": Weighted(module.loss(tokens).item(), 1)}
-    model = PyTorchModel(
-        model=module,
-        local_optimizer_create=lambda _, lr: torch.optim.SGD(trained(module), lr=lr),
-        central_optimizer=torch.optim.SGD(trained(module), lr=1.0),
-    )
+    model = model_of(said, work.params, lambda params: torch.optim.SGD(params, lr=1.0))
     users = {
         name: PyTorchTensorDataset((torch.from_numpy(rows).long(),), user_id=name)
         for name, rows in zip(said["names"], work.rows, strict=True)

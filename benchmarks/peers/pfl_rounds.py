@@ -26,9 +26,9 @@ from pfl.callback.base import TrainingProcessCallback
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.data.pytorch import PyTorchTensorDataset
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
-from pfl.metrics import Metrics, Weighted
-from pfl.model.pytorch import PyTorchModel
-from torch_models import make, put, take, trained
+from pfl.metrics import Metrics
+from pfl_round import model_of
+from torch_models import take
 from turns import versions
 
 
@@ -66,15 +66,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     given = load(parser.parse_args().folder)
     said = given.settings
-    module = make(said, library=True)
-    put(module, given.params)
-    # pfl asks a module for `metrics` as well as `loss`.
-    module.metrics = lambda tokens: {"loss": Weighted(module.loss(tokens).item(), 1)}
-    model = PyTorchModel(
-        model=module,
-        local_optimizer_create=lambda _, lr: torch.optim.SGD(trained(module), lr=lr),
-        central_optimizer=server_optimizer(said, trained(module)),
-    )
+    model = model_of(said, given.params, lambda params: server_optimizer(said, params))
     users = [
         PyTorchTensorDataset((torch.from_numpy(rows).long(),), user_id=f"{number}.{name}")
         for number, members in enumerate(given.rounds)

@@ -37,7 +37,8 @@ from fedlm.privacy.noise import Noise, silent
 from fedlm.privacy.plan import PrivacyPlan
 
 
-def _one(round: int) -> float:
+def own_rate(round: int) -> float:
+    """Return one: the optimiser of the members has its own learning rate."""
     return 1.0
 
 
@@ -92,9 +93,9 @@ class Algorithm:
     feedback: bool = False  # members add to an update what the codec left out of their last one
     # What members remember stays with them; the server knows in which round they last counted.
     memory_at_nodes: bool = False
-    # The factor of all steps of members in a round: their learning rate, where a method's optimiser
-    # has rate one. Not compared: programs take it as an argument.
-    rate_of: Callable[[int], float] = field(default=_one, compare=False, repr=False)
+    # The members' learning rate by round, for methods whose optimiser has rate one; one where an
+    # optimiser has its own. Other methods do not read it. Not compared: programs take it as data.
+    rate_of: Callable[[int], float] = field(default=own_rate, compare=False, repr=False)
     seed: int = 0  # of the choices that both sides derive
     # Gives the same arrays whenever it is called. Not compared: programs take a base as an
     # argument, so that algorithms which differ in it alone share them.

@@ -22,7 +22,7 @@ from fedlm.core import tree
 from fedlm.core.errors import either, require
 from fedlm.core.keys import key_for
 from fedlm.core.types import Params, Sampling, TrainablePart
-from fedlm.federation.algorithm import Algorithm
+from fedlm.federation.algorithm import Algorithm, own_rate
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
 from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings
@@ -80,7 +80,7 @@ def algorithm_of(
         canaries=recipe.privacy.canaries,
         turns=clients if len(clients) > 1 else (),
         feedback=recipe.wire.error_feedback,
-        rate_of=(lambda round: 1.0) if "inner" in own else rate_of(recipe),
+        rate_of=own_rate if "inner" in own else rate_of(recipe),
         seed=recipe.run.seed,
         make_base=_base_maker(start, keep) if keep else None,
     )
