@@ -218,7 +218,10 @@ def test_a_page_shows_only_what_the_plan_allows(private, tmp_path):
     """Facts that a journal should not hold do not reach a page, whoever planted them."""
     copy = tmp_path / "planted"
     copy.mkdir()
-    lines = [json.loads(x) for x in (private / "one" / "journal.jsonl").read_text().splitlines()]
+    journal = (private / "one" / "journal.jsonl").read_text()
+    (copy / "journal.jsonl").write_text(journal)
+    before = page_of([copy])  # noise may have put any digits there
+    lines = [json.loads(x) for x in journal.splitlines()]
     for line in lines:
         line |= {"loss": 7.654321, "tokens": 7654321, "train_tokens": 7654321}
         if line["kind"] == "final":
@@ -227,7 +230,8 @@ def test_a_page_shows_only_what_the_plan_allows(private, tmp_path):
     lines[0]["store"] |= {"train_clients": 7654321, "clients_sha256": "7654321"}
     (copy / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = page_of([copy])
-    assert not [words for words in ("7.654", "7,654", "76,543", "7654", "76.5") if words in page]
+    planted = ("7.654", "7,654", "76,543", "7654", "76.5")
+    assert not [words for words in planted if page.count(words) > before.count(words)]
     assert "trained for" in page and "held-out clients" in page
     # The same facts are shown where no plan hides them.
     del lines[0]["privacy"]
