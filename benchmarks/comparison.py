@@ -11,7 +11,7 @@ Not here: what a search does (`search/tune.py`), which text chooses (`search/spl
           (`cells.py`).
 
     python -m benchmarks.comparison cells-irc                  # all cells that are missing
-    python -m benchmarks.comparison cells-irc --only CIFG --hours 3
+    python -m benchmarks.comparison cells-irc --only CIFG SI-CIFG --hours 3
     python -m benchmarks.comparison cells-irc --table          # from the kept files alone
     python -m benchmarks.comparison cells-irc --smoke          # all cells, tiny, for two rounds
     python -m benchmarks.comparison --list
@@ -260,9 +260,9 @@ class Work:
         }
         self.cells.write(name, recipe_digest(recipe), facts)
 
-    def missing(self, only: str | None) -> list[tuple[str, Side, int | None]]:
+    def missing(self, only: Sequence[str]) -> list[tuple[str, Side, int | None]]:
         """Return the cells that are not kept, those of the first seed first; no seed is tuning."""
-        sides = [side for side in self.comparison.sides if only in (None, side.name)]
+        sides = [side for side in self.comparison.sides if not only or side.name in only]
         found: list[tuple[str, Side, int | None]] = []
         for side in sides:
             if self.kept_tuning(side) is None:
@@ -273,7 +273,7 @@ class Work:
                     found.append((self.run_name(side, seed), side, seed))
         return found
 
-    def make_all(self, only: str | None, over: Callable[[], bool]) -> None:
+    def make_all(self, only: Sequence[str], over: Callable[[], bool]) -> None:
         """Make the missing cells one after the other until the time is over."""
         passed: set[str] = set()  # another process is at these
         while not over():
@@ -353,11 +353,11 @@ def best_weights(directory: RunDirectory, node: str) -> Path:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def results(work: Work, only: str | None = None) -> list[Facts]:
+def results(work: Work, only: Sequence[str] = ()) -> list[Facts]:
     """Return the kept figures of all sides that have any."""
     found = []
     for side in work.comparison.sides:
-        if only not in (None, side.name):
+        if only and side.name not in only:
             continue
         cells = [work.kept_run(side, seed) for seed in work.comparison.seeds]
         runs = [{**run, **_reached(work.comparison, run)} for run in cells if run is not None]
@@ -427,12 +427,12 @@ def curves(found: Sequence[Facts]) -> str:
     return with_names(chart, [(one.name, one.colour) for one in series], HEIGHT)
 
 
-def tell(work: Work, only: str | None = None) -> str:
+def tell(work: Work, only: Sequence[str] = ()) -> str:
     """Return the table of what is kept, and draw its curves beside the files."""
     found = results(work, only)
     if not found:
         return f"No cell of {work.comparison.name} is kept yet in {work.cells.folder}.\n"
-    if only is None:
+    if not only:
         write_atomically(work.cells.folder / "curves.svg", curves(found).encode())
     left = len(work.missing(only))
     said = f"\n{left} cells are missing.\n" if left else ""
@@ -478,7 +478,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", help="a comparison file, or its name")
     parser.add_argument("--out", type=Path, help="where runs are; may be removed in the end")
     parser.add_argument("--results", type=Path, help="where results are kept")
-    parser.add_argument("--only", help="one side, by its name")
+    parser.add_argument("--only", nargs="+", default=[], help="sides, by their names")
     parser.add_argument("--hours", type=float, help="begin no cell after so many hours")
     parser.add_argument("--table", action="store_true", help="only the table, from kept results")
     parser.add_argument(
