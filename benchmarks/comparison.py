@@ -492,6 +492,10 @@ def main() -> None:
             print(f"{file.stem:20} {made.hours:5.1f} h  {made.question}")
         return
     made = read_comparison(called(asked.file))
+    sides = [side.name for side in made.sides]
+    for name in asked.only:
+        if name not in sides:
+            raise SystemExit(f"{made.name} has no side {name!r}. {nearest(name, sides)}")
     if asked.smoke:
         use_devices(1)
         folder = Path(tempfile.mkdtemp(prefix="fedlm-smoke-"))

@@ -90,17 +90,17 @@ def test_cells_are_made_once_and_the_table_is_made_of_them_alone(small, tmp_path
     monkeypatch.chdir(tmp_path)
     made = read_comparison(small)
     work = Work(made, Cells(tmp_path / "results"), tmp_path / "runs")
-    names = [name for name, _, _ in work.missing(None)]
+    names = [name for name, _, _ in work.missing(())]
     assert names[:2] == ["cifg tuning", "si-cifg, wide tuning"] and len(names) == 6
     assert "No cell" in tell(work)
     with claimed(work.folder("cifg seed 0")) as mine:
         assert mine
-        work.make_all(None, lambda: False)
-    assert [name for name, _, _ in work.missing(None)] == ["cifg seed 0"], "somebody is at that one"
-    work.make_all("cifg", lambda: True)
-    assert len(work.missing(None)) == 1, "no cell is begun when the time is over"
-    work.make_all("cifg", lambda: False)
-    assert work.missing(None) == []
+        work.make_all((), lambda: False)
+    assert [name for name, _, _ in work.missing(())] == ["cifg seed 0"], "somebody is at that one"
+    work.make_all(["cifg"], lambda: True)
+    assert len(work.missing(())) == 1, "no cell is begun when the time is over"
+    work.make_all(["cifg"], lambda: False)
+    assert work.missing(()) == []
     cell = json.loads((tmp_path / "results" / "si-cifg-wide-seed-1.json").read_text())
     assert cell["curve"][-1][0] == 4 and cell["last"] > 1 and cell["commit"] and cell["jax"]
     assert [point[1] > 0 for point in cell["curve"]] == [True, True]
