@@ -1,5 +1,6 @@
 """What every way of a personal model owes; a new one joins by being in the registry."""
 
+import dataclasses
 import json
 import math
 import stat
@@ -8,16 +9,19 @@ import jax
 import numpy as np
 import pytest
 
+from fedlm.core import tree
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.core.keys import key_for
 from fedlm.core.types import PAD
 from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
+from fedlm.personal import adapters
 from fedlm.personal.cache import cache_from, cache_of
 from fedlm.personal.choose import CHOSEN, Personalized, check_ways, outcome_table, personalize
 from fedlm.personal.members import OwnText, member_called, members_of
 from fedlm.personal.model import Personal, Scorer, mixture_perplexity, open_personal
-from fedlm.personal.ways import WAYS, Attempt, Workshop
+from fedlm.personal.neighbours import neighbours_from, neighbours_of
+from fedlm.personal.ways import WAYS, Attempt, Workshop, _last
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import client_rows
 from fedlm.recipe.settings import load
@@ -83,6 +87,79 @@ def test_a_cache_is_saved_and_a_damaged_one_refused():
     assert not empty.chances(rows(2, 1)).any()
 
 
+# ---- neighbours ------------------------------------------------------------------------------
+
+
+def kept_text(count=40, seed=0, embed=6):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, embed)).astype(np.float32), rng.integers(4, VOCAB, count)
+
+
+def test_chances_of_neighbours_sum_to_one_and_the_nearest_counts_most():
+    features, targets = kept_text()
+    made = neighbours_of(features, targets, VOCAB)
+    sharp = dataclasses.replace(made, width=made.width * 1e-3)
+    asked = features[:9] + 1e-3
+    for n, feature in enumerate(asked):
+        every = made.next(feature)
+        assert math.isclose(every.sum(), 1.0, rel_tol=1e-6)
+        np.testing.assert_allclose(
+            made.chances(asked, np.full(9, 7))[n], every[7], rtol=1e-4, atol=1e-9
+        )
+        assert sharp.next(feature).argmax() == targets[n]
+    by_hand = np.exp(-np.sum((features - asked[0]) ** 2, axis=1) / made.width)
+    want = by_hand[targets == targets[0]].sum() / by_hand.sum()
+    assert math.isclose(made.next(asked[0])[targets[0]], want, rel_tol=1e-4)
+
+
+def test_equal_positions_count_alike_whatever_their_order():
+    """The first position of every row is the same: no ten of them may be picked."""
+    features = np.repeat(np.ones((1, 6), np.float32), 30, axis=0)
+    made = neighbours_of(features, np.arange(30) % 3 + 4, VOCAB)
+    np.testing.assert_allclose(made.next(np.ones(6, np.float32))[4:7], 1 / 3, rtol=1e-6)
+
+
+def test_neighbours_are_saved_and_damaged_ones_refused():
+    features, targets = kept_text()
+    made = neighbours_of(features, targets, VOCAB)
+    again = neighbours_from(made.to_bytes(), VOCAB, 6, "neighbours")
+    np.testing.assert_array_equal(again.next(features[0]), made.next(features[0]))
+    lost = dataclasses.replace(made, width=float("nan")).to_bytes()
+    foreign = dataclasses.replace(made, targets=made.targets + 9).to_bytes()
+    for data, words, embed in [
+        *((b"", VOCAB, 6), (b"x" * 99, VOCAB, 6), (made.to_bytes(), VOCAB + 1, 6)),
+        *((made.to_bytes(), VOCAB, 7), (lost, VOCAB, 6), (foreign, VOCAB, 6)),
+    ]:
+        with pytest.raises(RecordError, match="damaged"):
+            neighbours_from(data, words, embed, "neighbours")
+    assert neighbours_of(features[:5], targets[:5], VOCAB) is None, "too little text"
+
+
+def test_the_last_rows_hold_as_many_targets_as_are_kept():
+    text = rows(20, 1)  # six targets each, the last row two
+    assert len(_last(text, 2)) == 1 and len(_last(text, 3)) == 2 and len(_last(text, 8)) == 2
+    np.testing.assert_array_equal(_last(text, 9), text[-3:])
+    assert len(_last(text, 10**6)) == 20 and len(_last(text[:0], 5)) == 0
+
+
+# ---- adapters --------------------------------------------------------------------------------
+
+
+def test_fresh_factors_change_nothing_and_changes_have_a_low_rank(shop):
+    factors, fixed = adapters.begin(shop.federated, key_for(0, "partial"))
+    before = tree.named_leaves(shop.federated)
+    for name, leaf in tree.named_leaves(adapters.adapted(factors, fixed)).items():
+        np.testing.assert_array_equal(leaf, before[name])
+    assert factors, "the model has matrices"
+    trained = {k: x + 1.0 + jax.numpy.arange(x.size).reshape(x.shape) for k, x in factors.items()}
+    after = tree.named_leaves(adapters.adapted(trained, fixed))
+    for name in before:
+        change = np.asarray(after[name] - before[name])
+        assert np.any(change) == (name in factors)
+        if name in factors:
+            assert np.linalg.matrix_rank(change, tol=1e-2) <= adapters.RANK
+
+
 # ---- every way -------------------------------------------------------------------------------
 
 
@@ -94,7 +171,7 @@ def test_a_way_is_no_worse_than_the_federation_where_it_chose(attempt, way):
     before = attempt.score(WAYS["federated"](attempt))
     if not way.startswith("local"):
         assert attempt.score(made) <= before * (1 + 1e-9)
-    if way not in ("federated", "local", "local+cache"):
+    if way != "federated" and not way.startswith("local"):
         assert attempt.score(made) < before  # this member's text is easy to learn
 
 
@@ -219,6 +296,27 @@ def test_the_model_of_a_client_is_kept_and_served(trained, tmp_path):
     (folder / "personal.json").write_text("[]")
     refused = call(trained, "predict", run, "the cat", "--client", name)
     assert refused.code == 2 and "damaged" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["adapters", "neighbours", "finetune+neighbours"])
+def test_a_memory_of_ones_text_is_kept_and_served(trained, way):
+    run = trained / "runs" / "tiny"
+    ways = ("--ways", way, "--split", "test", "--passes", 4, "--json")
+    members = call(trained, "personalize", run, "--all", *ways).json["by_member"]
+    name = next(m["client"] for m in members if m["way"] == way)
+    kept = call(trained, "personalize", run, "--client", name, *ways)
+    assert kept.code == 0 and kept.json["way"] == way, kept.stderr
+    judged = call(trained, "evaluate", run, "--client", name, "--json").json
+    assert math.isclose(judged["perplexity"], kept.json["perplexity"], rel_tol=1e-5)
+    assert len(call(trained, "predict", run, "the cat", "--client", name, "--json").json["next"])
+    file = RunDirectory(run).client(name).path / "neighbours.safetensors"
+    assert file.is_file() == ("neighbours" in way)
+    if file.is_file():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        file.write_bytes(file.read_bytes()[:-9])
+        refused = call(trained, "predict", run, "the cat", "--client", name)
+        assert refused.code == 2 and "damaged" in refused.stderr
 
 
 @pytest.mark.sample(3)

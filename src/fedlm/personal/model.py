@@ -1,6 +1,6 @@
-"""A member's own model, as it is asked: one model or two, perhaps with a cache of its words.
+"""A member's own model, as it is asked: one model or two, perhaps with a memory of its text.
 
-In:       parameters, a share of a second model's logits, a cache and its share.
+In:       parameters, a share of a second model's logits; a cache or neighbours, and their share.
 Out:      nats of targets, next-token logits one token at a time, files.
 Promise:  token by token it gives the chances that rows are scored by; what is saved is loaded
           equal.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +25,24 @@ from fedlm.core.documents import read_json
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.types import PAD, Params, PyTree
-from fedlm.evaluate.generate import Speaker
+from fedlm.evaluate.generate import Speaker, speaker
 from fedlm.inference import load_params, speak
 from fedlm.models import catalog
 from fedlm.personal.cache import WordCache, cache_from
+from fedlm.personal.neighbours import Neighbours, neighbours_from
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 from fedlm.record.journal import dumps
 
 FACTS, SECOND, CACHE = "personal.json", "second.safetensors", "cache.safetensors"
-MOST_CACHE_BYTES = 1 << 30
+NEIGHBOURS = "neighbours.safetensors"
+MOST_MEMORY_BYTES = 1 << 30
 ROWS = 16  # scored at once: all logits of so many rows are in memory
 
+T = TypeVar("T")
 Nats = Float[np.ndarray, "rows targets"]
 Rows = Int[np.ndarray, "rows width"]
+Features = Float[np.ndarray, "rows targets embed"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Personal:
     share: float = 0.0  # of the second model's logits
     cache: WordCache | None = None
     cache_share: float = 0.0  # of the cache's chances
+    neighbours: Neighbours | None = None  # by the features of the first model
+    neighbour_share: float = 0.0  # of their chances
     note: str = ""  # how it was made, in words
 
     def nats(self, rows: Rows, scorer: Scorer) -> Nats:
@@ -59,13 +65,18 @@ class Personal:
             found = scorer.nats(self.params, rows)
         else:
             found = scorer.mixed(self.params, self.second, rows, [self.share])[0]
-        if self.cache is None:
-            return found
-        return with_cache(found, self.cache.chances(rows), self.cache_share, rows)
+        if self.cache is not None:
+            found = mixed_in(found, self.cache.chances(rows), self.cache_share, rows)
+        if self.neighbours is not None:
+            own = chances_of(self.neighbours, scorer.features(self.params, rows), rows)
+            found = mixed_in(found, own, self.neighbour_share, rows)
+        return found
 
     def speaker(self, capacity: int) -> Speaker:
         """Return the model as a predictor of the next token, for up to `capacity` tokens."""
-        parts = [speak(p, capacity) for p in (self.params, self.second) if p is not None]
+        first = speak_with_features if self.neighbours is not None else speak
+        parts = [first(self.params, capacity)]
+        parts += [] if self.second is None else [speak(self.second, capacity)]
 
         def advance(state: PyTree, token: int) -> tuple[PyTree, Array]:
             both = [part.advance(s, token) for part, s in zip(parts, state, strict=True)]
@@ -73,17 +84,46 @@ class Personal:
             if len(both) > 1:
                 logits = (1 - self.share) * logits + self.share * both[1][1]
             if self.cache is not None:
-                own = jnp.asarray(self.cache.next(token), logits.dtype)
-                own = jnp.pad(own, (0, logits.shape[0] - own.shape[0]))
-                chances = (1 - self.cache_share) * jax.nn.softmax(logits) + self.cache_share * own
-                logits = jnp.log(jnp.maximum(chances, 1e-30))
+                logits = _blended(logits, self.cache.next(token), self.cache_share)
+            if self.neighbours is not None:
+                (_, features), _ = both[0]
+                own = self.neighbours.next(np.asarray(features[0], np.float32))
+                logits = _blended(logits, own, self.neighbour_share)
             return tuple(s for s, _ in both), logits
 
         return Speaker(lambda: tuple(part.start() for part in parts), advance)
 
 
-def with_cache(nats: Nats, chances: Nats, share: float, rows: Rows) -> Nats:
-    """Return the nats of a mixture of a model's chances and a cache's."""
+def speak_with_features(params: Params, capacity: int) -> Speaker:
+    """Return a model as a predictor of the next token, whose state ends with its features."""
+
+    def start(batch: int) -> PyTree:
+        return params.start(batch, capacity), jnp.zeros((batch, params.readout.shape[1]))
+
+    def advance(model: Params, state: PyTree, token: Array) -> tuple[PyTree, Array]:
+        inner, features = model.advance(state[0], token)
+        return (inner, features), features @ model.readout.T
+
+    return speaker(params, start, advance)
+
+
+def _blended(logits: Array, own: np.ndarray, share: float) -> Array:
+    """Return the logits of a mixture of a model's chances and those of a memory."""
+    padded = np.pad(own, (0, logits.shape[0] - len(own)))
+    chances = (1 - share) * jax.nn.softmax(logits) + share * jnp.asarray(padded, logits.dtype)
+    return jnp.log(jnp.maximum(chances, 1e-30))
+
+
+def chances_of(neighbours: Neighbours, features: Features, rows: Rows) -> Nats:
+    """Return the chance that neighbours give to every target of rows; zero where it is PAD."""
+    found = np.zeros(rows[:, 1:].shape)
+    real = rows[:, 1:] != PAD
+    found[real] = neighbours.chances(features[real], rows[:, 1:][real])
+    return found
+
+
+def mixed_in(nats: Nats, chances: Nats, share: float, rows: Rows) -> Nats:
+    """Return the nats of a mixture of a model's chances and those of a memory."""
     mixed = (1 - share) * np.exp(-nats) + share * chances
     return np.where(rows[:, 1:] != PAD, -np.log(np.maximum(mixed, 1e-300)), 0.0)
 
@@ -109,6 +149,15 @@ class Scorer:
             return jax.lax.map(at, shares)
 
         return jax.jit(of)
+
+    @cached_property
+    def _features(self) -> Callable[..., Array]:
+        return jax.jit(lambda params, rows: params.features(jnp.maximum(rows[:, :-1], 0)))
+
+    def features(self, params: Params, rows: Rows) -> Features:
+        """Return what a model makes of each position, before its output matrix."""
+        found = [np.asarray(self._features(params, block)) for block, _ in _blocks(rows)]
+        return np.concatenate(found)[: len(rows)].astype(np.float32)
 
     def nats(self, params: Params, rows: Rows) -> Nats:
         """Return the nats of every target; zero where a target is PAD."""
@@ -151,6 +200,7 @@ def write_mixture(directory: RunDirectory, model: Personal, second: bytes | None
     for name, data in (
         (SECOND, second),
         (CACHE, None if model.cache is None else model.cache.to_bytes()),
+        (NEIGHBOURS, None if model.neighbours is None else model.neighbours.to_bytes()),
     ):
         file = directory.path / name
         if data is None:
@@ -161,6 +211,7 @@ def write_mixture(directory: RunDirectory, model: Personal, second: bytes | None
         "way": model.way,
         "share": model.share,
         "cache_share": model.cache_share,
+        "neighbour_share": model.neighbour_share,
         "note": model.note,
     }
     write_atomically(directory.path / FACTS, (dumps(facts) + "\n").encode(), private=True)
@@ -170,26 +221,35 @@ def open_personal(directory: RunDirectory, vocabulary: int) -> Personal:
     """Read a member's model, or raise `RecordError`."""
     file = directory.path / FACTS
     facts = read_json(file, str(file), RecordError)
-    names = ("share", "cache_share")
-    shares: list[Any] = [facts.get(name) for name in names] if _is_table(facts) else [None]
+    names = ("share", "cache_share", "neighbour_share")
+    shares: list[Any] = [facts.get(name, 0) for name in names] if _is_table(facts) else [None]
     if not all(type(x) in (int, float) and 0 <= x <= 1 for x in shares):
         raise RecordError(f"{file} is damaged: personalize the member again.")
     settings = load(directory.recipe).model
-    second, cache = directory.path / SECOND, directory.path / CACHE
-    counts = None
-    if cache.is_file():
-        if cache.stat().st_size > MOST_CACHE_BYTES:
-            raise RecordError(f"{cache} is damaged: it is too large.")
-        counts = cache_from(cache.read_bytes(), vocabulary, str(cache))
+    second, cache, near = (directory.path / name for name in (SECOND, CACHE, NEIGHBOURS))
+    params = load_params(settings, vocabulary, directory.finished().weights)
+    counts = _memory(cache, lambda data: cache_from(data, vocabulary, str(cache)))
+    embed = params.readout.shape[1]
+    kept = _memory(near, lambda data: neighbours_from(data, vocabulary, embed, str(near)))
     return Personal(
         way=str(facts.get("way", "")),
-        params=load_params(settings, vocabulary, directory.finished().weights),
+        params=params,
         second=load_params(settings, vocabulary, second) if second.is_file() else None,
-        share=float(facts["share"]),
+        share=float(shares[0]),
         cache=counts,
-        cache_share=float(facts["cache_share"]),
+        cache_share=float(shares[1]),
+        neighbours=kept,
+        neighbour_share=float(shares[2]),
         note=str(facts.get("note", "")),
     )
+
+
+def _memory(file: Path, parse: Callable[[bytes], T]) -> T | None:
+    if not file.is_file():
+        return None
+    if file.stat().st_size > MOST_MEMORY_BYTES:
+        raise RecordError(f"{file} is damaged: it is too large.")
+    return parse(file.read_bytes())
 
 
 def _is_table(facts: object) -> bool:
@@ -200,7 +260,11 @@ def mixture_of(path: Path) -> str | None:
     """Say what a saved model has that its weights alone do not hold; None if nothing."""
     parts = [
         said
-        for name, said in ((SECOND, "a second model"), (CACHE, "a cache of its words"))
+        for name, said in (
+            (SECOND, "a second model"),
+            (CACHE, "a cache of its words"),
+            (NEIGHBOURS, "features of its text"),
+        )
         if (path / name).is_file()
     ]
     return " and ".join(parts) or None

@@ -13,24 +13,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedlm.core.keys import generator_for
+from fedlm.core.keys import generator_for, key_for
 from fedlm.core.types import PAD, Params, PyTree
 from fedlm.local.train import gradient
 from fedlm.methods.optimizers import Optimizer
 from fedlm.models import catalog
+from fedlm.personal import adapters
 from fedlm.personal.cache import cache_of
-from fedlm.personal.model import Personal, Rows, Scorer, mixture_perplexity, with_cache
+from fedlm.personal.model import (
+    Personal,
+    Rows,
+    Scorer,
+    chances_of,
+    mixed_in,
+    mixture_perplexity,
+)
+from fedlm.personal.neighbours import MOST, neighbours_of
 from fedlm.training.early_stopping import EarlyStopping
 
 SHARES = (0.25, 0.5, 0.75)  # of a member's own model, between the two
 CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+NEIGHBOUR_WIDTHS = (0.1, 0.3, 1.0)  # in units of `neighbours_of`
 
 
 class TrainedModel(NamedTuple):
@@ -58,10 +68,20 @@ class Workshop:
 
     @cached_property
     def _step(self) -> Callable[..., Any]:
+        return self._step_of(lambda params, _: params)
+
+    @cached_property
+    def _adapter_step(self) -> Callable[..., Any]:
+        return self._step_of(adapters.adapted)
+
+    def _step_of(self, whole: Callable[[Params, PyTree], Params]) -> Callable[..., Any]:
+        """Return a compiled step of what is trained; `whole` joins it with what is fixed."""
         optimizer = self.optimizer
 
-        def step(params: Params, memory: PyTree, batch: Any, scale: Any) -> tuple[Params, Any]:
-            change, _, _ = gradient(catalog.loss, params, batch)
+        def step(
+            params: Params, fixed: PyTree, memory: PyTree, batch: Any, scale: Any
+        ) -> tuple[Params, Any]:
+            change, _, _ = gradient(catalog.loss, params, batch, lambda p: whole(p, fixed))
             change, memory = optimizer.update(change, memory, params)
             return jax.tree.map(lambda a, b: a + scale * b, params, change), memory
 
@@ -69,7 +89,7 @@ class Workshop:
 
     def at_scale(self, scale: float) -> Workshop:
         """Return the workshop with steps of another size, and the same programs."""
-        _ = self._step  # compiled programs are copied only if they are there
+        _ = self._step, self._adapter_step  # programs are copied only if they are there
         other = copy.copy(self)
         other.scale = scale
         return other
@@ -80,19 +100,38 @@ class Workshop:
         Passes go on from the last model, and the best one is kept; before the first pass it is the
         start itself.
         """
+        return self._walk_on(self._step, start, None, lambda params: params, own, choose, member)
+
+    def adapt(self, start: Params, own: Rows, choose: Rows, member: int) -> TrainedModel:
+        """Train low-rank changes of a model's matrices in the same way; the model stays."""
+        factors, fixed = adapters.begin(start, key_for(self.seed, "partial", member=member))
+        whole = partial(adapters.adapted, fixed=fixed)
+        return self._walk_on(self._adapter_step, factors, fixed, whole, own, choose, member)
+
+    def _walk_on(
+        self,
+        take: Callable[..., Any],
+        params: Params,
+        fixed: PyTree,
+        whole: Callable[[Params], Params],
+        own: Rows,
+        choose: Rows,
+        member: int,
+    ) -> TrainedModel:
         watch = EarlyStopping(self.patience)
-        params, memory = start, self.optimizer.init(start)
+        start, memory = whole(params), self.optimizer.init(params)
         best, pass_steps = TrainedModel(start, 0), max(1, -(-len(own) // self.batch_size))
         every, steps = self.look_every or pass_steps, self.passes * pass_steps
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
         for step, batch in enumerate(self._walk(own, member), 1):
-            params, memory = self._step(params, memory, batch, self.scale)
+            params, memory = take(params, fixed, memory, batch, self.scale)
             if step % every and step < steps:
                 continue
-            found = self.perplexity(params, choose)
+            model = whole(params)
+            found = self.perplexity(model, choose)
             if watch.hear({"round": step, "perplexity": found}):
                 passes = step / pass_steps
-                best = TrainedModel(params, int(passes) if passes.is_integer() else passes)
+                best = TrainedModel(model, int(passes) if passes.is_integer() else passes)
             if watch.exhausted or not np.isfinite(found):
                 break
         return best
@@ -132,6 +171,11 @@ class Attempt:
         return self.shop.train(self.shop.federated, self.own, self.choose, self.member)
 
     @cached_property
+    def adapted(self) -> TrainedModel:
+        """The federation's model with the member's own low-rank changes."""
+        return self.shop.adapt(self.shop.federated, self.own, self.choose, self.member)
+
+    @cached_property
     def alone(self) -> TrainedModel:
         """A model that knows nothing but the member's own text."""
         return self.shop.train(self.shop.fresh(), self.own, self.choose, self.member)
@@ -163,6 +207,12 @@ def local(at: Attempt) -> Personal:
 def finetune(at: Attempt) -> Personal:
     """Go on from the federation's model on the member's own text, until it gets no better."""
     return Personal("finetune", at.tuned.params, note=f"{at.tuned.passes:.3g} passes")
+
+
+def own_adapters(at: Attempt) -> Personal:
+    """Train a low-rank change of every matrix on the member's own text, and nothing else."""
+    note = f"rank {adapters.RANK}, {at.adapted.passes:.3g} passes"
+    return Personal("adapters", at.adapted.params, note=note)
 
 
 def mix_weights(at: Attempt) -> Personal:
@@ -207,9 +257,24 @@ def finetune_and_cache(at: Attempt) -> Personal:
     return _cached("finetune+cache", finetune(at), at)
 
 
+def neighbours(at: Attempt) -> Personal:
+    """Mix in what followed in the member's own text where the model felt the same (kNN-Per)."""
+    return _with_neighbours("neighbours", federated(at), at)
+
+
+def finetune_and_neighbours(at: Attempt) -> Personal:
+    """Fine-tune, and mix in what followed in the member's own text at such places."""
+    return _with_neighbours("finetune+neighbours", finetune(at), at)
+
+
 def local_and_cache(at: Attempt) -> Personal:
     """Train on the member's own text alone, and mix in a cache of its words."""
     return _cached("local+cache", local(at), at)
+
+
+def local_and_neighbours(at: Attempt) -> Personal:
+    """Train on the member's own text alone, and mix in what followed there at such places."""
+    return _with_neighbours("local+neighbours", local(at), at)
 
 
 def _cached(way: str, model: Personal, at: Attempt) -> Personal:
@@ -218,13 +283,41 @@ def _cached(way: str, model: Personal, at: Attempt) -> Personal:
     chances = counts.chances(at.choose)
 
     def score(share: float) -> float:
-        return mixture_perplexity(with_cache(plain, chances, share, at.choose), at.choose)
+        return mixture_perplexity(mixed_in(plain, chances, share, at.choose), at.choose)
 
     share = min((0.0, *CACHE_SHARES), key=score)
     note = f"{model.note}, {share:g} of a cache"
     if not share:
         return _as(way, model)
     return replace(model, way=way, cache=counts, cache_share=share, note=note)
+
+
+def _with_neighbours(way: str, model: Personal, at: Attempt) -> Personal:
+    scorer, own = at.shop.scorer, _last(at.own, MOST)
+    real = own[:, 1:] != PAD
+    features = scorer.features(model.params, own)[real]
+    kept = neighbours_of(features, own[:, 1:][real], at.shop.vocabulary)
+    if kept is None:  # too little text
+        return _as(way, model)
+    plain, asked = model.nats(at.choose, scorer), scorer.features(model.params, at.choose)
+    found = [(mixture_perplexity(plain, at.choose), 0.0, kept)]
+    for width in NEIGHBOUR_WIDTHS:
+        near = replace(kept, width=width * kept.width)
+        chances = chances_of(near, asked, at.choose)
+        for share in CACHE_SHARES:
+            mixed = mixed_in(plain, chances, share, at.choose)
+            found.append((mixture_perplexity(mixed, at.choose), share, near))
+    _, share, near = min(found, key=lambda entry: entry[0])
+    if not share:
+        return _as(way, model)
+    note = f"{model.note}, {share:g} of neighbours, width {near.width / kept.width:g}"
+    return replace(model, way=way, neighbours=near, neighbour_share=share, note=note)
+
+
+def _last(rows: Rows, tokens: int) -> Rows:
+    """Return the last rows that hold so many targets, or all."""
+    held = np.cumsum(np.count_nonzero(rows[::-1, 1:] != PAD, axis=1))
+    return rows[max(0, len(rows) - 1 - int(np.searchsorted(held, tokens))) :]
 
 
 def _as(way: str, model: Personal) -> Personal:
@@ -235,11 +328,15 @@ WAYS: dict[str, Way] = {
     "federated": federated,
     "local": local,
     "finetune": finetune,
+    "adapters": own_adapters,
     "weights": mix_weights,
     "logits": mix_logits,
     "cache": cache,
+    "neighbours": neighbours,
     "finetune+cache": finetune_and_cache,
+    "finetune+neighbours": finetune_and_neighbours,
     "local+cache": local_and_cache,
+    "local+neighbours": local_and_neighbours,
 }
 
 

@@ -1,0 +1,125 @@
+"""A member's own text by what its model felt there: neighbours of a feature, and what followed.
+
+In:       features of positions, and the tokens that came next.
+Out:      the chance of a target after a feature; the chances of all next tokens.
+Promise:  chances sum to one over the vocabulary; the nearer a neighbour, the more it counts; what
+          is saved is loaded equal, and a damaged file is refused.
+Not here: features (`model.py`), which width and share a member takes (`ways.py`).
+
+    p(w | f) = sum_{i: w_i = w} k_i / sum_i k_i,   k_i = exp(-|f - f_i|^2 / width)
+
+Marfoq et al. (2022, kNN-Per) count the ten nearest alone. Many positions of a member's text are
+equal up to rounding (the first of every row), and rounding would decide which ten: here all count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from fedlm.core.errors import RecordError
+
+MOST = 50_000  # positions that are kept, the last ones of a member's text
+NEAREST, SAMPLE = (
+    10,
+    256,
+)  # the unit of widths: how far the tenth of others is, of so many positions
+LEAST = 1e-4  # of a feature's squared length: nearer ones differ by rounding
+BLOCK = 256  # features asked at once
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """Features of positions, and the tokens that came next."""
+
+    vocabulary: int
+    features: Float[np.ndarray, "kept embed"]
+    targets: Int[np.ndarray, " kept"]
+    width: float
+
+    def chances(
+        self, features: Float[np.ndarray, "asked embed"], targets: Int[np.ndarray, " asked"]
+    ) -> Float[np.ndarray, " asked"]:
+        """Return the chance of a target after each feature."""
+        found = np.zeros(len(targets))
+        for at, near in self._near(features):
+            own = self.targets[None, :] == targets[at, None]
+            found[at] = np.sum(near * own, axis=1) / np.sum(near, axis=1)
+        return found
+
+    def next(self, feature: Float[np.ndarray, " embed"]) -> Float[np.ndarray, " vocabulary"]:
+        """Return the chances of all tokens after a feature."""
+        ((_, near),) = self._near(feature[None])
+        return np.bincount(self.targets, near[0], self.vocabulary) / near.sum()
+
+    def _near(self, features: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield how near all that is kept is to some features, one for the nearest."""
+        for first in range(0, len(features), BLOCK):
+            at = slice(first, first + BLOCK)
+            apart = _apart(features[at], self.features)
+            yield at, np.exp((apart.min(axis=1, keepdims=True) - apart) / self.width)
+
+    def to_bytes(self) -> bytes:
+        """Return all of it as safetensors."""
+        arrays = {
+            "vocabulary": np.array([self.vocabulary], np.int64),
+            "features": self.features,
+            "targets": self.targets,
+            "width": np.array([self.width], np.float64),
+        }
+        return bytes(save(arrays))
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the squared distances of features."""
+    lengths = np.sum(np.square(one), 1)[:, None] + np.sum(np.square(other), 1)[None]
+    return np.maximum(lengths - 2 * one @ other.T, 0.0)
+
+
+def neighbours_of(
+    features: Float[np.ndarray, "positions embed"],
+    targets: Int[np.ndarray, " positions"],
+    vocabulary: int,
+) -> Neighbours | None:
+    """Keep positions with a width of one unit; None if there are too few to know one."""
+    features, targets = features[-MOST:].astype(np.float32), targets[-MOST:].astype(np.int32)
+    if len(targets) <= NEAREST + 1:
+        return None
+    asked = np.linspace(0, len(targets) - 1, min(SAMPLE, len(targets))).astype(int)
+    far = np.partition(_apart(features[asked], features), NEAREST, axis=1)[:, NEAREST]
+    least = LEAST * float(np.mean(np.sum(np.square(features), axis=1)))
+    unit = max(float(np.mean(far)), least)
+    return Neighbours(vocabulary, features, targets, unit) if unit > 0 else None
+
+
+def neighbours_from(data: bytes, vocabulary: int, embed: int, what: str) -> Neighbours:
+    """Read saved neighbours, or raise `RecordError`."""
+    try:
+        arrays = load(data)
+        made = Neighbours(
+            int(arrays["vocabulary"][0]),
+            arrays["features"],
+            arrays["targets"],
+            float(arrays["width"][0]),
+        )
+    except (SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
+        raise RecordError(f"{what} is damaged: {' '.join(str(error).split())[:200]}.") from None
+    features, targets = made.features, made.targets
+    if (
+        made.vocabulary != vocabulary
+        or features.dtype != np.float32
+        or targets.dtype != np.int32
+        or targets.ndim != 1
+        or not 0 < len(targets) <= MOST
+        or features.shape != (len(targets), embed)
+        or not np.all(np.isfinite(features))
+        or bool(np.any((targets < 0) | (targets >= vocabulary)))
+        or not (np.isfinite(made.width) and made.width > 0)
+    ):
+        raise RecordError(f"{what} is damaged: it does not fit {vocabulary} words.")
+    return made
