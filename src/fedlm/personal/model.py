@@ -10,7 +10,7 @@ Not here: how a member finds it (`ways.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +68,7 @@ class Personal:
         if self.cache is not None:
             found = mixed_in(found, self.cache.chances(rows), self.cache_share, rows)
         if self.neighbours is not None:
-            own = chances_of(self.neighbours, scorer.features(self.params, rows), rows)
+            (own,) = chances_of(self.neighbours, scorer.features(self.params, rows), rows)
             found = mixed_in(found, own, self.neighbour_share, rows)
         return found
 
@@ -114,11 +114,16 @@ def _blended(logits: Array, own: np.ndarray, share: float) -> Array:
     return jnp.log(jnp.maximum(chances, 1e-30))
 
 
-def chances_of(neighbours: Neighbours, features: Features, rows: Rows) -> Nats:
-    """Return the chance that neighbours give to every target of rows; zero where it is PAD."""
-    found = np.zeros(rows[:, 1:].shape)
+def chances_of(
+    neighbours: Neighbours, features: Features, rows: Rows, widths: Sequence[float] = (1.0,)
+) -> Float[np.ndarray, "widths rows targets"]:
+    """Return the chances that neighbours give to targets, by multiples of their width.
+
+    They are zero where a target is PAD.
+    """
     real = rows[:, 1:] != PAD
-    found[real] = neighbours.chances(features[real], rows[:, 1:][real])
+    found = np.zeros((len(widths), *real.shape))
+    found[:, real] = neighbours.chances_by_width(features[real], rows[:, 1:][real], widths)
     return found
 
 

@@ -14,9 +14,11 @@ equal up to rounding (the first of every row), and rounding would decide which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from safetensors import SafetensorError
@@ -30,7 +32,7 @@ NEAREST, SAMPLE = (
     256,
 )  # the unit of widths: how far the tenth of others is, of so many positions
 LEAST = 1e-4  # of a feature's squared length: nearer ones differ by rounding
-BLOCK = 256  # features asked at once
+BLOCK, KEPT_BLOCK = 128, 4096  # features asked at once; what is kept is a multiple of
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +48,34 @@ class Neighbours:
         self, features: Float[np.ndarray, "asked embed"], targets: Int[np.ndarray, " asked"]
     ) -> Float[np.ndarray, " asked"]:
         """Return the chance of a target after each feature."""
-        found = np.zeros(len(targets))
-        for at, near in self._near(features):
-            own = self.targets[None, :] == targets[at, None]
-            found[at] = np.sum(near * own, axis=1) / np.sum(near, axis=1)
-        return found
+        return self.chances_by_width(features, targets, [1.0])[0]
+
+    def chances_by_width(
+        self,
+        features: Float[np.ndarray, "asked embed"],
+        targets: Int[np.ndarray, " asked"],
+        widths: Sequence[float],
+    ) -> Float[np.ndarray, "widths asked"]:
+        """Return the chances if the width were some multiples of what it is."""
+        at = jnp.asarray(widths, jnp.float32) * self.width
+        # Programs have sizes: what is kept is filled up with positions that are infinitely far.
+        more = -len(self.targets) % KEPT_BLOCK
+        kept = jnp.asarray(np.pad(self.features, ((0, more), (0, 0))))
+        words = jnp.asarray(np.pad(self.targets, (0, more), constant_values=-1))
+        found = []
+        for first in range(0, len(targets), BLOCK):
+            asked, wanted = features[first : first + BLOCK], targets[first : first + BLOCK]
+            fill = BLOCK - len(wanted)
+            asked = np.pad(asked, ((0, fill), (0, 0)))
+            wanted = np.pad(wanted, (0, fill)).astype(np.int32)
+            found.append(np.asarray(_shares(asked, wanted, kept, words, at))[:, : BLOCK - fill])
+        return np.concatenate(found, axis=1) if found else np.zeros((len(widths), 0))
 
     def next(self, feature: Float[np.ndarray, " embed"]) -> Float[np.ndarray, " vocabulary"]:
         """Return the chances of all tokens after a feature."""
-        ((_, near),) = self._near(feature[None])
-        return np.bincount(self.targets, near[0], self.vocabulary) / near.sum()
-
-    def _near(self, features: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield how near all that is kept is to some features, one for the nearest."""
-        for first in range(0, len(features), BLOCK):
-            at = slice(first, first + BLOCK)
-            apart = _apart(features[at], self.features)
-            yield at, np.exp((apart.min(axis=1, keepdims=True) - apart) / self.width)
+        (apart,) = _apart(feature[None], self.features)
+        near = np.exp((apart.min() - apart) / self.width)
+        return np.bincount(self.targets, near, self.vocabulary) / near.sum()
 
     def to_bytes(self) -> bytes:
         """Return all of it as safetensors."""
@@ -73,6 +86,20 @@ class Neighbours:
             "width": np.array([self.width], np.float64),
         }
         return bytes(save(arrays))
+
+
+@jax.jit
+def _shares(asked, wanted, kept, words, widths):  # type: ignore[no-untyped-def]
+    lengths = jnp.sum(jnp.square(asked), 1)[:, None] + jnp.sum(jnp.square(kept), 1)[None]
+    apart = jnp.maximum(lengths - 2 * asked @ kept.T, 0.0)
+    apart = jnp.where(words[None] < 0, jnp.inf, apart)
+    least, own = jnp.min(apart, axis=1, keepdims=True), words[None] == wanted[:, None]
+
+    def share(width):  # type: ignore[no-untyped-def]
+        near = jnp.exp((least - apart) / width)
+        return jnp.sum(jnp.where(own, near, 0.0), axis=1) / jnp.sum(near, axis=1)
+
+    return jax.lax.map(share, widths)
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -301,9 +301,9 @@ def _with_neighbours(way: str, model: Personal, at: Attempt) -> Personal:
         return _as(way, model)
     plain, asked = model.nats(at.choose, scorer), scorer.features(model.params, at.choose)
     found = [(mixture_perplexity(plain, at.choose), 0.0, kept)]
-    for width in NEIGHBOUR_WIDTHS:
+    every = chances_of(kept, asked, at.choose, NEIGHBOUR_WIDTHS)
+    for width, chances in zip(NEIGHBOUR_WIDTHS, every, strict=True):
         near = replace(kept, width=width * kept.width)
-        chances = chances_of(near, asked, at.choose)
         for share in CACHE_SHARES:
             mixed = mixed_in(plain, chances, share, at.choose)
             found.append((mixture_perplexity(mixed, at.choose), share, near))
