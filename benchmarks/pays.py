@@ -7,7 +7,7 @@ Promise:  every side gets the same model, rates, weight decay, patience and most
           its optimiser; every leaf keeps the best model on its way, by its own text to choose by;
           the figure is of rows that neither training, stopping nor any personal choice saw, the
           same for all sides and shares. No line of a table has tried more rates than the others of
-          its share, and local training may take a memory of its own text too. Killed at any moment,
+          its share, and local training may take a cache of its own words too. Killed at any moment,
           the same command goes on.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
@@ -114,11 +114,8 @@ FEDERATIONS: dict[str, tuple[str, ...]] = {
 SIDES = (LOCAL, *FEDERATIONS, CENTRAL)
 HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
 # What a leaf makes of the federation's model; the row to choose by decides among them.
-WAYS = (
-    *("federated", "finetune", "weights", "logits", "cache", "finetune+cache"),
-    *("neighbours", "finetune+neighbours"),
-)
-ALONE = (LOCAL, "local+cache", "local+neighbours")  # a memory of one's own needs no federation
+WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
+ALONE = (LOCAL, "local+cache")  # a cache of one's own words needs no federation either
 CHOSEN = "chosen"
 BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
 HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity", "below local", "hurt"]
