@@ -9,7 +9,8 @@ from fedlm.core.types import PAD
 from fedlm.models import packing as packs
 from fedlm.models.packing import FEWEST_COLUMNS, enough, widths
 
-pack, gather = jax.jit(packs.pack), jax.jit(packs.gather)
+pack = jax.jit(packs.pack, static_argnums=1)
+gather = jax.jit(packs.gather)
 
 
 def rows_of(lengths, seq):
@@ -27,28 +28,33 @@ CASES = {
     "few rows": [3, 0, 7],
     "no pairs": [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 2],
     "three long rows": [7, 7, 7] + [1] * 13,
+    "nearly full": [7] * 13 + [6, 3, 5],
 }
+either = pytest.mark.parametrize("alone", [False, True], ids=["paired", "alone if full"])
 
 
 @pytest.mark.sample(2)
+@either
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_every_target_has_exactly_one_column(lengths):
+def test_every_target_has_exactly_one_column(lengths, alone):
     targets = rows_of(lengths, 7)
-    packing = pack(targets)
+    packing = pack(targets, alone)
     found = np.asarray(gather(packing, targets))
     assert sorted(found[found != PAD]) == sorted(np.asarray(targets)[np.asarray(targets) != PAD])
     assert int(np.asarray(packing.used).sum()) == sum(lengths)
     assert not np.asarray(packing.used)[int(packing.size) :].any()
 
 
+@either
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_columns_follow_the_stages(lengths):
+def test_columns_follow_the_stages(lengths, alone):
     """What the time loop assumes: in each slot whole rows follow each other, token by token."""
-    packing = pack(rows_of(lengths, 7))
+    packing = pack(rows_of(lengths, 7), alone)
     row, time, used = (np.asarray(x) for x in (packing.row, packing.time, packing.used))
     column, begin = 0, 0
-    slots = [[] for _ in range(widths(len(lengths))[0])]
-    for width, end in zip(widths(len(lengths)), np.asarray(packing.ends), strict=True):
+    wide = widths(len(lengths), alone)
+    slots = [[] for _ in range(wide[0])]
+    for width, end in zip(wide, np.asarray(packing.ends), strict=True):
         for _ in range(begin, int(end)):
             for slot in range(width):
                 slots[slot].append((row[column], time[column], used[column]))
@@ -69,6 +75,17 @@ def test_the_longest_row_shares_a_slot_with_the_shortest():
     assert int(packing.size) == 8 * 7 == sum(CASES["a staircase"])
     # 7 + 1 three times and 1 + 1 five times: eight slots for two steps, four for the other six.
     assert int(pack(rows_of(CASES["three long rows"], 7)).size) == 8 * 2 + 4 * 6
+
+
+def test_rows_that_are_nearly_full_have_slots_to_themselves():
+    """Then there are half as many time steps, and each is twice as wide."""
+    for name in ("all full", "nearly full"):
+        rows = rows_of(CASES[name], 7)
+        assert np.asarray(pack(rows, True).ends)[-1] == 7
+        assert np.asarray(pack(rows, False).ends)[-1] > 7
+    ragged = rows_of(CASES["a staircase"], 7)
+    np.testing.assert_array_equal(pack(ragged, True).ends[1:], pack(ragged, False).ends)
+    assert int(pack(ragged, True).size) == int(pack(ragged, False).size)
 
 
 def test_the_least_size_that_is_enough_is_computed():

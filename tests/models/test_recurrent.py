@@ -8,6 +8,7 @@ import pytest
 
 from fedlm.core.types import PAD
 from fedlm.models import catalog
+from fedlm.models import recurrent as module
 from fedlm.models.cells import MEASURES, RECTIFIERS, Cifg, Lstm, SiCifg
 from fedlm.models.recurrent import plain_sequence, recurrent
 from tests.oracle import STEPS, plain_cross_entropy
@@ -80,6 +81,23 @@ def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, laye
     for seed in range(4):
         rows = ragged_rows(batch, seq, 40, seed)
         (a, d_a), (b, d_b) = loss_and_gradient(model, rows), plain(model, rows)
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+        for x, y in zip(jax.tree.leaves(d_a), jax.tree.leaves(d_b), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_rows_with_slots_to_themselves_have_the_same_gradients(cell, monkeypatch):
+    """A layer that does not fit in a cache: full rows are alone, ragged ones share slots."""
+    monkeypatch.setattr(module, "CACHED", 0)
+    model = doubled(recurrent(KINDS[cell], 40, 12, 33, key=jr.key(1)))
+    fast = jax.jit(jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats))
+    plain = jax.jit(jax.value_and_grad(plain_loss))
+    full = np.random.default_rng(0).integers(4, 40, (16, 6))
+    nearly = full.copy()
+    nearly[[3, 9], 4:] = PAD
+    for rows in (full, nearly, ragged_rows(16, 5, 40, 0)):
+        (a, d_a), (b, d_b) = fast(model, rows), plain(model, rows)
         np.testing.assert_allclose(a, b, rtol=1e-12)
         for x, y in zip(jax.tree.leaves(d_a), jax.tree.leaves(d_b), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11)

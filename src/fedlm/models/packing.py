@@ -11,6 +11,9 @@ other: the longest with the shortest, and so on, so that slots have about the sa
 that still run at a time step are the first slots. A step has one of four widths (all slots, three
 quarters, a half, a quarter), and time is divided into one stage per width: all steps of a stage
 have the same width, and the length of a stage is data.
+
+Where a step must read more weights than a cache holds, half as many steps are worth more than even
+slots: if rows are nearly full, each has a slot to itself (`alone`), in a stage before the others.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ T = TypeVar("T")
 # With fewer columns, choosing a size costs more than skipping unused columns saves.
 FEWEST_COLUMNS = 128
 FEWEST_ROWS = 16
+FULL = 7 / 8  # of all places hold a token: rows may be alone
 
 
 class Packing(NamedTuple):
@@ -44,25 +48,35 @@ class Packing(NamedTuple):
     size: Int[Array, ""]  # number of leading columns that are computed
 
 
-def widths(batch: int) -> tuple[int, ...]:
+def widths(batch: int, alone: bool = False) -> tuple[int, ...]:
     """Return the numbers of slots that a time step may have, widest first.
 
-    >>> widths(16), widths(3)
-    ((8, 6, 4, 2), (3,))
+    >>> widths(16), widths(16, alone=True), widths(3)
+    ((8, 6, 4, 2), (16, 8, 6, 4, 2), (3,))
     """
     if batch < FEWEST_ROWS or batch % 8:
         return (batch,)
-    return tuple(batch * part // 8 for part in (4, 3, 2, 1))
+    paired = tuple(batch * part // 8 for part in (4, 3, 2, 1))
+    return (batch, *paired) if alone else paired
 
 
-def pack(targets: Int[Array, "batch seq"]) -> Packing:
-    """Assign columns to the targets that count; a row ends with its last target that is not PAD."""
+def pack(targets: Int[Array, "batch seq"], alone: bool = False) -> Packing:
+    """Assign columns to the targets that count; a row ends with its last target that is not PAD.
+
+    With `alone`, rows that are nearly full have slots to themselves.
+    """
     batch, seq = targets.shape
     lengths = jnp.max(jnp.where(targets != PAD, jnp.arange(seq)[None] + 1, 0), axis=1)
     first, second = _slots(lengths)
+    load = lengths[first] + jnp.where(first == second, 0, lengths[second])
+    if alone and len(first) < batch:
+        full = jnp.sum(lengths) > FULL * batch * seq
+        order, empty = jnp.argsort(-lengths, stable=True), (0, batch - len(first))
+        first, second = (jnp.where(full, order, jnp.pad(x, empty)) for x in (first, second))
+        load = jnp.where(full, lengths[order], jnp.pad(load, empty))
     until = lengths[first]
-    load = until + jnp.where(first == second, 0, lengths[second])
-    slot, when, ends, size = _stages(load, batch * seq // load.shape[0], widths(batch))
+    steps = batch * seq // widths(batch)[0]
+    slot, when, ends, size = _stages(load, steps, batch * seq, widths(batch, alone))
     later = when >= until[slot]
     time = when - jnp.where(later, until[slot], 0)
     return Packing(
@@ -86,7 +100,7 @@ def _slots(lengths: Int[Array, " batch"]) -> tuple[Int[Array, " slots"], Int[Arr
     return first[fullest], second[fullest]
 
 
-def _stages(load: Int[Array, " slots"], steps: int, widths: tuple[int, ...]):  # type: ignore[no-untyped-def]
+def _stages(load: Int[Array, " slots"], steps: int, columns: int, widths: tuple[int, ...]):  # type: ignore[no-untyped-def]
     """Return slot and time step of each column, the end of each stage, and the column count."""
     running = jnp.sum(load[:, None] > jnp.arange(steps)[None], axis=0)
     ends = jnp.stack([jnp.sum(running > narrower) for narrower in (*widths[1:], 0)])
@@ -94,7 +108,7 @@ def _stages(load: Int[Array, " slots"], steps: int, widths: tuple[int, ...]):  #
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         wide = jnp.where((running > narrower) & (running <= width), width, wide)
     after = jnp.cumsum(wide)
-    column = jnp.arange(load.shape[0] * steps)
+    column = jnp.arange(columns)
     when = jnp.sum(after[None, :] <= column[:, None], axis=1)
     begin = (after - wide)[jnp.minimum(when, steps - 1)]
     slot = jnp.where(when < steps, column - begin, 0)

@@ -24,6 +24,7 @@ from fedlm.models.layers import Predictors, in_dtype, tied
 from fedlm.models.packing import Packing, enough, gather, pack, widths
 
 SIZES = 16  # compiled sizes of the products before and after the loop
+CACHED = 2 << 20  # bytes of a second-level cache: a time step that reads more waits for memory
 
 
 class Layer(eqx.Module):
@@ -36,6 +37,7 @@ class Layer(eqx.Module):
 
 
 Columns = Float[Array, "columns embed"]
+Slots = tuple[int, ...]  # of the stages of a packing (`packing.widths`)
 
 
 def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
@@ -54,7 +56,9 @@ def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sequence(cell: Cell, batch: int, packing: Packing, inputs: Columns, weights: Layer) -> Columns:
+def sequence(
+    cell: Cell, slots: Slots, packing: Packing, inputs: Columns, weights: Layer
+) -> Columns:
     """Run all rows of a batch through one recurrent layer, over the columns of a packing.
 
     The inputs are multiplied by `w_x` in one product before the time loop, and each weight
@@ -75,13 +79,13 @@ def sequence(cell: Cell, batch: int, packing: Packing, inputs: Columns, weights:
 
     Where a new row begins in a slot, h_{t-1} and c_{t-1} are zero and no gradient flows back.
     """
-    return _forward(cell, batch, packing, inputs, weights)[0]
+    return _forward(cell, slots, packing, inputs, layer)[0]
 
 
-def _stages(packing: Packing, batch: int):  # type: ignore[no-untyped-def]
+def _stages(packing: Packing, slots: Slots):  # type: ignore[no-untyped-def]
     """Yield width, first step, end step (exclusive) and first column of each stage."""
     begin, column = jnp.int32(0), jnp.int32(0)
-    for place, width in enumerate(widths(batch)):
+    for place, width in enumerate(slots):
         end = packing.ends[place]
         yield width, begin, end, column
         begin, column = end, column + (end - begin) * width
@@ -107,7 +111,7 @@ def _put(x, part, at):  # type: ignore[no-untyped-def]
     return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis=0)
 
 
-def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-def]
+def _forward(cell, slots, packing, inputs, layer):  # type: ignore[no-untyped-def]
     columns = inputs.shape[0]
     embed, units = layer.project.shape
 
@@ -120,10 +124,10 @@ def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-de
     from_inputs = enough(packing.size, columns, gate_inputs, SIZES)
     sizes = (units,) * cell.gates + (units, units, embed, embed)
     kept = tuple(jnp.zeros((columns, size), inputs.dtype) for size in sizes)
-    h, c = (jnp.zeros((batch, size), inputs.dtype) for size in (embed, units))
+    h, c = (jnp.zeros((slots[0], size), inputs.dtype) for size in (embed, units))
     follows = _follows(packing, inputs)
     w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
-    for width, begin, end, column in _stages(packing, batch):
+    for width, begin, end, column in _stages(packing, slots):
 
         def advance(t, carry, width=width, begin=begin, column=column):  # type: ignore[no-untyped-def]
             h, c, kept = carry
@@ -140,7 +144,7 @@ def _forward(cell, batch, packing, inputs, layer):  # type: ignore[no-untyped-de
     return kept[-1], (packing, inputs, layer, kept[:-1])
 
 
-def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
+def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
     packing, inputs, layer, (*zs, cs, ms, before) = saved
     columns = inputs.shape[0]
     follows = _follows(packing, inputs)
@@ -149,7 +153,7 @@ def _backward(cell, batch, saved, d_hs):  # type: ignore[no-untyped-def]
     # The gradients of the gates and of h, per column. They have buffers of their own: a buffer
     # that a step both reads and writes would be copied in every step.
     kept = [jnp.zeros_like(x) for x in (*zs, d_hs)]
-    for width, begin, end, column in reversed(list(_stages(packing, batch))):
+    for width, begin, end, column in reversed(list(_stages(packing, slots))):
 
         def retreat(i, carry, width=width, begin=begin, end=end, column=column):  # type: ignore[no-untyped-def]
             d_h, d_c, kept = carry
@@ -190,6 +194,11 @@ def _widen(d, width, like):  # type: ignore[no-untyped-def]
 sequence.defvjp(_forward, _backward)
 
 
+def _step_bytes(layer: Layer) -> int:
+    """Return how much of a layer every time step reads."""
+    return (layer.w_h.size + layer.project.size) * layer.w_h.dtype.itemsize
+
+
 class Recurrent(eqx.Module):
     """An embedding, recurrent layers, and the same embedding as output matrix."""
 
@@ -216,17 +225,18 @@ class Recurrent(eqx.Module):
         self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
     ) -> Predictors:
         """Return features and targets for the loss, without the gaps of short rows."""
-        packing = pack(targets)
+        alone = any(_step_bytes(layer) > CACHED for layer in self.layers)
+        packing = pack(targets, alone)
         found, readout = tied(self.embedding, gather(packing, inputs))
-        features = self._through(packing, inputs.shape[0], found)
+        features = self._through(packing, widths(inputs.shape[0], alone), found)
         return Predictors(features, readout, gather(packing, targets))
 
     def _through(
-        self, packing: Packing, batch: int, found: Float[Array, "columns embed"]
+        self, packing: Packing, slots: Slots, found: Float[Array, "columns embed"]
     ) -> Columns:
         x = jnp.where(packing.used[:, None], found, 0.0)
         for layer in self.layers:
-            x = sequence(self.cell, batch, packing, x, layer)
+            x = sequence(self.cell, slots, packing, x, layer)
         return x
 
     def start(self, batch: int, capacity: int = 0) -> tuple[tuple[Array, Array], ...]:
