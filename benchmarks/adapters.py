@@ -4,8 +4,9 @@
 
 In:       a Hugging Face folder of Llama architecture (by default random numbers in the shape of
           SmolLM2-135M); a Python that has torch, transformers and peft, or none.
-Out:      three tables: tokens per second, step by step in turns; peak memory at long rows; seconds
-          until the first step, cold and at a second start.
+Out:      three tables: tokens per second, step by step in turns, and the share of what the machine
+          does on nothing but a large product, measured in turns with them; peak memory at long
+          rows; seconds until the first step, cold and at a second start.
 Promise:  every contender is a process of its own and computes only in its turn; the same base,
           rows, targets, rank and optimiser; the frozen features that are kept come from the disk.
 Not here: whole rounds (`benchmarks/peers`).
@@ -40,10 +41,11 @@ PEER = Path(__file__).parent / "peers" / "peft_step.py"
 
 
 def serve(folder: Path, first: int, keep: bool, remat: bool) -> None:
-    """Answer `step ROWS WIDTH` with the seconds of one step, until the input ends."""
+    """Answer `step ROWS WIDTH` with the seconds of one step, and `probe` with GFLOP/s."""
     import jax  # here: the process that only asks needs none of it
     import jax.numpy as jnp
 
+    from benchmarks.probe import matmul_gflops
     from fedlm.core import tree
     from fedlm.core.types import OnBase, Precomputed
     from fedlm.engine.devices import use_devices
@@ -69,6 +71,9 @@ def serve(folder: Path, first: int, keep: bool, remat: bool) -> None:
     kept: dict[tuple[int, int], FrozenFeatures] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for line in sys.stdin:
+            if line.split() == ["probe"]:
+                print(json.dumps({"gflops": matmul_gflops()}), flush=True)
+                continue
             rows, width = (int(part) for part in line.split()[1:])
             size = rows, width
             if size not in drawn:
@@ -121,8 +126,11 @@ class Contender:
         )  # fmt: skip
 
     def step(self, rows: int, width: int) -> dict[str, float]:
+        return self.ask(f"step {rows} {width}")
+
+    def ask(self, question: str) -> dict[str, float]:
         assert self.child.stdin and self.child.stdout
-        self.child.stdin.write(f"step {rows} {width}\n")
+        self.child.stdin.write(f"{question}\n")
         self.child.stdin.flush()
         line = self.child.stdout.readline()
         if not line:
@@ -141,9 +149,27 @@ def ours(folder: Path, first: int, *, keep: bool = False, remat: bool = False) -
     return [sys.executable, "-m", "benchmarks.adapters", "--serve", str(folder), str(first), *flags]
 
 
+def token_flops(config: dict[str, Any], width: int, forward: int, backward: int) -> float:
+    """Return the operations of a token in products, for blocks that run forward and backward.
+
+    What is frozen has no gradient of its own: two a weight forward, two backward. Adapters
+    themselves are left out: eight columns.
+    """
+    embed, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or embed // heads
+    keys = config.get("num_key_value_heads", heads)
+    block = embed * head * (2 * heads + 2 * keys) + 3 * embed * config["intermediate_size"]
+    attention = 4.0 * width * heads * head
+    passes = forward * (2 * block + attention) + backward * (2 * block + 2 * attention)
+    return float(passes + 4 * config["vocab_size"] * embed)
+
+
 def speed(folder: Path, layers: int, asked: Any, say: Console) -> list[dict[str, Any]]:
     """Take steps in turns; return the median tokens per second of each contender."""
     third = layers - layers // 3
+    config = json.loads((folder / "config.json").read_text())
+    blocks = {"all blocks": (layers, layers), "last third": (layers, layers - third)}
+    blocks["last third, features kept"] = (layers - third, layers - third)
     commands = {
         "fedlm, all blocks": ours(folder, 0),
         "fedlm, last third": ours(folder, third),
@@ -155,7 +181,9 @@ def speed(folder: Path, layers: int, asked: Any, say: Console) -> list[dict[str,
     contenders = {name: Contender(command) for name, command in commands.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     first_loss = {}
+    probes = []
     for turn in range(asked.steps + 1):
+        probes.append(contenders["fedlm, all blocks"].ask("probe")["gflops"])
         for name, contender in contenders.items():
             found = contender.step(asked.rows, asked.width)
             first_loss.setdefault(name, found["loss"])
@@ -165,10 +193,17 @@ def speed(folder: Path, layers: int, asked: Any, say: Console) -> list[dict[str,
     for contender in contenders.values():
         contender.end()
     tokens = asked.rows * asked.width
+
+    def rate(name: str) -> float:
+        each = token_flops(config, asked.width, *blocks[name.split(", ", 1)[1]])
+        return each * tokens / statistics.median(times[name]) / 1e9
+
     return [
         {
             "contender": name,
             "tokens_per_second": tokens / statistics.median(times[name]),
+            "gflops": rate(name),
+            "share_of_probe": rate(name) / statistics.median(probes),
             "fastest": tokens / min(times[name]),
             "first_loss": first_loss[name],
         }
