@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def measure(leaves: int, model: str, resident: int, steps: int, rounds: int) -> 
             # The rounds come first: what they leave behind is not the steps' memory.
             playing = made.round.play(made.round.init(params), range(rounds))
             for _ in range(rounds):
-                spent.append(_timed(lambda: next(playing)) + _timed(alone))
+                spent.append(_timed(partial(next, playing)) + _timed(alone))
         del playing
         gc.collect()
         begin = held("RssAnon")

@@ -71,6 +71,8 @@ from fedlm.engine.messages import (
 )
 from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface
+from fedlm.personal.cache import cache_from, cache_of
+from fedlm.personal.neighbours import neighbours_from, neighbours_of
 from fedlm.privacy import ledger
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
@@ -451,6 +453,25 @@ def saved_state() -> Target:
     like = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int32)}
     seed = checkpoint.to_bytes(like, round=3)
     return Target(lambda data: checkpoint.from_bytes(data, like, "checkpoint"), [seed])
+
+
+def word_cache() -> Target:
+    """Load any cache of a member's words."""
+    seed = cache_of(np.array([[1, 5, 6], [1, 5, 7]]), 8).to_bytes()
+    return Target(lambda data: cache_from(data, 8, "cache"), [seed])
+
+
+def own_neighbours() -> Target:
+    """Load any features of a member's text; what is accepted gives chances."""
+    rng = np.random.default_rng(0)
+    made = neighbours_of(rng.normal(size=(20, 3)), rng.integers(0, 8, 20), 8)
+    assert made is not None
+
+    def read(data: bytes) -> None:
+        found = neighbours_from(data, 8, 3, "neighbours").next(np.zeros(3, np.float32))
+        assert np.isclose(found.sum(), 1.0)
+
+    return Target(read, [made.to_bytes()])
 
 
 # ---- federations -----------------------------------------------------------------------------
@@ -1093,6 +1114,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "node-ledger": node_ledger,
     "lineage": ancestry,
     "checkpoint": saved_state,
+    "word-cache": word_cache,
+    "own-neighbours": own_neighbours,
     "federation-file": federation_file,
     "seats": file_target("seats.json", registration.load_assignments, [json.dumps(SEATS).encode()]),
     "counters": file_target("counters.json", Counters, [b'{"north": 3}']),

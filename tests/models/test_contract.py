@@ -100,6 +100,14 @@ def test_products_in_bfloat16_change_loss_and_gradient_little(name, size, batch)
     assert one @ two > least * np.linalg.norm(one) * np.linalg.norm(two)
 
 
+@every
+def test_a_loss_has_a_value_without_a_gradient(name, size):
+    """By shapes: the way of a layer that nobody differentiates is another one."""
+    model = jax.eval_shape(lambda: fresh(name, size))
+    found = jax.eval_shape(catalog.loss, model, jax.ShapeDtypeStruct((16, 12), jnp.int32))
+    assert found.nats.shape == found.tokens.shape == ()
+
+
 @pytest.mark.sample(3)
 @every
 def test_products_in_bfloat16_are_that_and_counts_are_not(name, size):
@@ -277,6 +285,7 @@ def test_a_few_steps_of_sgd_lower_the_loss_with_one_compilation(name, size):
     model, seen = fresh(name, size), []
     tokens = (4 + (np.arange(10) + np.arange(3)[:, None]) % 5).astype(np.int32)
     rate = np.float32(0.3 / (3 * 9))
+    traced = 0
     for step in range(25):
         nats, grad = loss_and_gradient(model, tokens)
         traced = traced if step else len(TRACES)

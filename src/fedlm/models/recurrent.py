@@ -56,9 +56,7 @@ def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sequence(
-    cell: Cell, slots: Slots, packing: Packing, inputs: Columns, weights: Layer
-) -> Columns:
+def sequence(cell: Cell, slots: Slots, packing: Packing, inputs: Columns, layer: Layer) -> Columns:
     """Run all rows of a batch through one recurrent layer, over the columns of a packing.
 
     The inputs are multiplied by `w_x` in one product before the time loop, and each weight

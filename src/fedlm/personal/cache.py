@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import SURPRISES, RecordError
 from fedlm.core.types import PAD
 
 
@@ -103,7 +103,7 @@ def cache_from(data: bytes, vocabulary: int, what: str) -> WordCache:
             arrays["pairs"],
             arrays["pair_counts"],
         )
-    except (SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
+    except (SafetensorError, *SURPRISES) as error:
         raise RecordError(f"{what} is damaged: {' '.join(str(error).split())[:200]}.") from None
     both = ((made.words, made.word_counts, 1), (made.pairs, made.pair_counts, vocabulary))
     for keys, counts, most in both:

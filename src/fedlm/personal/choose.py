@@ -10,7 +10,6 @@ Not here: the ways themselves (`ways.py`), printing (`cli/personalize.py`).
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from fedlm.inference import load_params
 from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
 from fedlm.personal.members import OwnText
-from fedlm.personal.model import Personal, mixture_perplexity, write_mixture
+from fedlm.personal.model import FACTS, Personal, mixture_perplexity, write_mixture
 from fedlm.personal.ways import WAYS, Attempt, Workshop, attempt_all
 from fedlm.privacy import release
 from fedlm.recipe import parts
@@ -93,7 +92,7 @@ def shop_for(run: Run, shop: Workshop, member: OwnText) -> Workshop:
     """Return the workshop with the model that a member starts from; programs are shared."""
     if not member.node:
         return shop
-    own = copy.copy(shop)
+    own = shop.at_scale(shop.scale)
     own.federated = model_at(run, member.node)
     return own
 
@@ -170,6 +169,8 @@ def save_outcome(run: Run, outcome: Personalized) -> Path:
     directory = run.record.client(outcome.name)
     directory.path.mkdir(parents=True, exist_ok=True)
     directory.path.chmod(0o700)
+    # Written last: a member's weights are never served with what belongs to earlier ones.
+    (directory.path / FACTS).unlink(missing_ok=True)
     recipe = parts.recipe_to_look_at(run.recipe, run.population.size)
     hidden = release.hides(run.plan)
     write_run(

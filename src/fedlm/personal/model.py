@@ -38,6 +38,7 @@ FACTS, SECOND, CACHE = "personal.json", "second.safetensors", "cache.safetensors
 NEIGHBOURS = "neighbours.safetensors"
 MOST_MEMORY_BYTES = 1 << 30
 ROWS = 16  # scored at once: all logits of so many rows are in memory
+FEATURE_ROWS = 512  # whose features are in memory at a time
 
 T = TypeVar("T")
 Nats = Float[np.ndarray, "rows targets"]
@@ -68,7 +69,7 @@ class Personal:
         if self.cache is not None:
             found = mixed_in(found, self.cache.chances(rows), self.cache_share, rows)
         if self.neighbours is not None:
-            (own,) = chances_of(self.neighbours, scorer.features(self.params, rows), rows)
+            (own,) = chances_of(self.neighbours, self.params, rows, scorer)
             found = mixed_in(found, own, self.neighbour_share, rows)
         return found
 
@@ -100,11 +101,12 @@ def speak_with_features(params: Params, capacity: int) -> Speaker:
     def start(batch: int) -> PyTree:
         return params.start(batch, capacity), jnp.zeros((batch, params.readout.shape[1]))
 
-    def advance(model: Params, state: PyTree, token: Array) -> tuple[PyTree, Array]:
-        inner, features = model.advance(state[0], token)
-        return (inner, features), features @ model.readout.T
+    return speaker(params, start, _advance_with_features)
 
-    return speaker(params, start, advance)
+
+def _advance_with_features(model: Params, state: PyTree, token: Array) -> tuple[PyTree, Array]:
+    inner, features = model.advance(state[0], token)
+    return (inner, features), jnp.matmul(features, model.readout.T)
 
 
 def _blended(logits: Array, own: np.ndarray, share: float) -> Array:
@@ -115,15 +117,23 @@ def _blended(logits: Array, own: np.ndarray, share: float) -> Array:
 
 
 def chances_of(
-    neighbours: Neighbours, features: Features, rows: Rows, widths: Sequence[float] = (1.0,)
+    neighbours: Neighbours,
+    params: Params,
+    rows: Rows,
+    scorer: Scorer,
+    widths: Sequence[float] = (1.0,),
 ) -> Float[np.ndarray, "widths rows targets"]:
     """Return the chances that neighbours give to targets, by multiples of their width.
 
-    They are zero where a target is PAD.
+    They are zero where a target is PAD. Features are those of a few rows at a time.
     """
-    real = rows[:, 1:] != PAD
-    found = np.zeros((len(widths), *real.shape))
-    found[:, real] = neighbours.chances_by_width(features[real], rows[:, 1:][real], widths)
+    found = np.zeros((len(widths), *rows[:, 1:].shape))
+    for first in range(0, len(rows), FEATURE_ROWS):
+        here = slice(first, first + FEATURE_ROWS)
+        targets = rows[here, 1:]
+        real = targets != PAD
+        features = scorer.features(params, rows[here])[real]
+        found[:, here][:, real] = neighbours.chances_by_width(features, targets[real], widths)
     return found
 
 
@@ -162,7 +172,7 @@ class Scorer:
     def features(self, params: Params, rows: Rows) -> Features:
         """Return what a model makes of each position, before its output matrix."""
         found = [np.asarray(self._features(params, block)) for block, _ in _blocks(rows)]
-        return np.concatenate(found)[: len(rows)].astype(np.float32)
+        return np.concatenate(found)[: len(rows)].astype(np.float32, copy=False)
 
     def nats(self, params: Params, rows: Rows) -> Nats:
         """Return the nats of every target; zero where a target is PAD."""
@@ -232,6 +242,10 @@ def open_personal(directory: RunDirectory, vocabulary: int) -> Personal:
         raise RecordError(f"{file} is damaged: personalize the member again.")
     settings = load(directory.recipe).model
     second, cache, near = (directory.path / name for name in (SECOND, CACHE, NEIGHBOURS))
+    for share, part in zip(shares, (second, cache, near), strict=True):
+        if (share > 0) != part.is_file():
+            there = "is missing" if share > 0 else "is not meant to be here"
+            raise RecordError(f"{part} {there}: personalize the member again.")
     params = load_params(settings, vocabulary, directory.finished().weights)
     counts = _memory(cache, lambda data: cache_from(data, vocabulary, str(cache)))
     embed = params.readout.shape[1]

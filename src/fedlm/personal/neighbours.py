@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fedlm.core.errors import RecordError
+from fedlm.core.errors import SURPRISES, RecordError
 
 MOST = 50_000  # positions that are kept, the last ones of a member's text
 NEAREST, SAMPLE = (
@@ -32,7 +33,11 @@ NEAREST, SAMPLE = (
     256,
 )  # the unit of widths: how far the tenth of others is, of so many positions
 LEAST = 1e-4  # of a feature's squared length: nearer ones differ by rounding
+LARGEST = 1e15  # of a feature: its square is a number
 BLOCK, KEPT_BLOCK = 128, 4096  # features asked at once; what is kept is a multiple of
+
+
+NAMES = {"vocabulary", "features", "targets", "width"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +78,14 @@ class Neighbours:
 
     def next(self, feature: Float[np.ndarray, " embed"]) -> Float[np.ndarray, " vocabulary"]:
         """Return the chances of all tokens after a feature."""
-        (apart,) = _apart(feature[None], self.features)
+        apart = self._lengths + np.sum(np.square(feature)) - 2 * self.features @ feature
+        apart = np.maximum(apart, 0.0)
         near = np.exp((apart.min() - apart) / self.width)
         return np.bincount(self.targets, near, self.vocabulary) / near.sum()
+
+    @cached_property
+    def _lengths(self) -> Float[np.ndarray, " kept"]:
+        return np.sum(np.square(self.features), axis=1)
 
     def to_bytes(self) -> bytes:
         """Return all of it as safetensors."""
@@ -91,7 +101,8 @@ class Neighbours:
 @jax.jit
 def _shares(asked, wanted, kept, words, widths):  # type: ignore[no-untyped-def]
     lengths = jnp.sum(jnp.square(asked), 1)[:, None] + jnp.sum(jnp.square(kept), 1)[None]
-    apart = jnp.maximum(lengths - 2 * asked @ kept.T, 0.0)
+    both = jnp.matmul(asked, kept.T, precision="highest")
+    apart = jnp.maximum(lengths - 2 * both, 0.0)
     apart = jnp.where(words[None] < 0, jnp.inf, apart)
     least, own = jnp.min(apart, axis=1, keepdims=True), words[None] == wanted[:, None]
 
@@ -134,19 +145,25 @@ def neighbours_from(data: bytes, vocabulary: int, embed: int, what: str) -> Neig
             arrays["targets"],
             float(arrays["width"][0]),
         )
-    except (SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
+    except (SafetensorError, *SURPRISES) as error:
         raise RecordError(f"{what} is damaged: {' '.join(str(error).split())[:200]}.") from None
     features, targets = made.features, made.targets
     if (
-        made.vocabulary != vocabulary
+        arrays.keys() != NAMES
+        or arrays["vocabulary"].dtype != np.int64
+        or arrays["width"].dtype != np.float64
+        or any(arrays[name].shape != (1,) for name in ("vocabulary", "width"))
+        or made.vocabulary != vocabulary
         or features.dtype != np.float32
         or targets.dtype != np.int32
         or targets.ndim != 1
         or not 0 < len(targets) <= MOST
         or features.shape != (len(targets), embed)
-        or not np.all(np.isfinite(features))
+        or not np.all(np.abs(features) < LARGEST)
         or bool(np.any((targets < 0) | (targets >= vocabulary)))
-        or not (np.isfinite(made.width) and made.width > 0)
+        or not 1 / LARGEST < made.width < LARGEST
     ):
-        raise RecordError(f"{what} is damaged: it does not fit {vocabulary} words.")
+        raise RecordError(
+            f"{what} is damaged: expected features of {embed} numbers, and {vocabulary} words."
+        )
     return made

@@ -299,9 +299,9 @@ def _with_neighbours(way: str, model: Personal, at: Attempt) -> Personal:
     kept = neighbours_of(features, own[:, 1:][real], at.shop.vocabulary)
     if kept is None:  # too little text
         return _as(way, model)
-    plain, asked = model.nats(at.choose, scorer), scorer.features(model.params, at.choose)
+    plain = model.nats(at.choose, scorer)
     found = [(mixture_perplexity(plain, at.choose), 0.0, kept)]
-    every = chances_of(kept, asked, at.choose, NEIGHBOUR_WIDTHS)
+    every = chances_of(kept, model.params, at.choose, scorer, NEIGHBOUR_WIDTHS)
     for width, chances in zip(NEIGHBOUR_WIDTHS, every, strict=True):
         near = replace(kept, width=width * kept.width)
         for share in CACHE_SHARES:
