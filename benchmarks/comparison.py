@@ -81,6 +81,7 @@ STORES = Path(".fedlm/stores")
 FILES = Path(__file__).parent / "comparisons"
 HEAD = ["side", "seeds", "perplexity, last text", "while training", "rounds", "rounds to target"]
 HEAD += ["MB up per member and round", "epsilon", "diverged", "hurt", "core-hours", "tuned"]
+TRIED = ["side", "setting", "points that diverged", "best of the others (rounds)"]
 ONE_LANE = "run.devices=1"
 HEIGHT = 330
 # Of `--smoke`: everything happens, nothing is learned.
@@ -427,16 +428,36 @@ def curves(found: Sequence[Facts]) -> str:
     return with_names(chart, [(one.name, one.colour) for one in series], HEIGHT)
 
 
+def tuning(work: Work, only: Sequence[str] = ()) -> list[list[str]]:
+    """Return a line per value of each setting that was tuned: how many points diverged there."""
+    lines = []
+    for side in work.comparison.sides:
+        kept = None if only and side.name not in only else work.kept_tuning(side)
+        trials = (kept or {}).get("trials", [])
+        for name in trials[0][0] if trials else []:
+            for value in dict.fromkeys(sorted(point[name] for point, *_ in trials)):
+                here = [t for t in trials if t[0][name] == value]
+                best = min(((t[2], t[1]) for t in here if t[2] is not None), default=None)
+                lost = sum(bool(t[3]) for t in here)
+                lines.append([side.name, f"{name} = {value}", f"{lost} of {len(here)}"])
+                lines[-1].append("-" if best is None else f"{best[0]:.1f} ({best[1]})")
+    return lines
+
+
 def tell(work: Work, only: Sequence[str] = ()) -> str:
-    """Return the table of what is kept, and draw its curves beside the files."""
-    found = results(work, only)
+    """Return the tables of what is kept, and draw its curves beside the files."""
+    found, tried = results(work, only), tuning(work, only)
+    tuned = f"\nWhile tuning:\n\n{markdown(TRIED, tried)}" if tried else ""
+    if not found and tried:
+        return f"{work.comparison.question}\n{tuned}"
     if not found:
         return f"No cell of {work.comparison.name} is kept yet in {work.cells.folder}.\n"
     if not only:
         write_atomically(work.cells.folder / "curves.svg", curves(found).encode())
     left = len(work.missing(only))
     said = f"\n{left} cells are missing.\n" if left else ""
-    return f"{work.comparison.question}\n\n{markdown(HEAD, [row(each) for each in found])}{said}"
+    table = markdown(HEAD, [row(each) for each in found])
+    return f"{work.comparison.question}\n\n{table}{said}{tuned}"
 
 
 def _say(label: str) -> Watcher:
