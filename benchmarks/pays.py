@@ -4,12 +4,12 @@ In:       ten genres (`mixgenre-en`) and fifteen languages (`eltec-15lang`); a s
           training text.
 Out:      a small file per cell in `benchmarks/results/pays`; a table and a drawing of those files.
 Promise:  every side gets the same model, rates, weight decay, patience and most tokens, and keeps
-          its optimiser (own steps on a federation's model have a smaller rate besides, which local
-          training does not get yet: docs/log.md); every leaf keeps the best model on its way, by
-          its own text to choose by; the figure is of rows that neither training, stopping nor any personal choice saw, the
-          same for all sides and shares. No line of a table has tried more rates than the others of
-          its share, and local training may take a cache of its own words too. Killed at any moment,
-          the same command goes on.
+          its optimiser; own steps on a federation's model have a smaller rate besides, which local
+          training does not get yet (docs/log.md). Every leaf keeps the best model on its way, by
+          its own text to choose by; the figure is of rows that neither training, stopping nor any
+          personal choice saw, the same for all sides and shares. No line of a table has tried more
+          rates than the others of its share, and local training may take a cache of its own words
+          too. Killed at any moment, the same command goes on.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
 
