@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, PRNGKeyArray
@@ -55,8 +54,3 @@ def adapted(factors: Factors, fixed: Fixed) -> Params:
         change = SCALE * factor @ fixed.across[name]
         leaves[name] = leaves[name] + change.astype(leaves[name].dtype)
     return tree.with_leaves(fixed.model, leaves)
-
-
-def size_of(factors: Factors) -> int:
-    """Return how many numbers a member trains and keeps."""
-    return sum(x.size for x in jax.tree.leaves(factors))

@@ -237,7 +237,10 @@ def open_personal(directory: RunDirectory, vocabulary: int) -> Personal:
     file = directory.path / FACTS
     facts = read_json(file, str(file), RecordError)
     names = ("share", "cache_share", "neighbour_share")
-    shares: list[Any] = [facts.get(name, 0) for name in names] if _is_table(facts) else [None]
+    before = {"neighbour_share": 0}  # of models that were kept before there were neighbours
+    shares: list[Any] = (
+        [facts.get(name, before.get(name)) for name in names] if _is_table(facts) else [None]
+    )
     if not all(type(x) in (int, float) and 0 <= x <= 1 for x in shares):
         raise RecordError(f"{file} is damaged: personalize the member again.")
     settings = load(directory.recipe).model

@@ -1,4 +1,4 @@
-"""A member's own text by what its model felt there: neighbours of a feature, and what followed.
+"""Neighbours of a position's features in a member's own text, and the tokens that followed them.
 
 In:       features of positions, and the tokens that came next.
 Out:      the chance of a target after a feature; the chances of all next tokens.

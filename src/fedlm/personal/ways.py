@@ -258,12 +258,12 @@ def finetune_and_cache(at: Attempt) -> Personal:
 
 
 def neighbours(at: Attempt) -> Personal:
-    """Mix in what followed in the member's own text where the model felt the same (kNN-Per)."""
+    """Mix in what followed in the member's own text where features are near (kNN-Per)."""
     return _with_neighbours("neighbours", federated(at), at)
 
 
 def finetune_and_neighbours(at: Attempt) -> Personal:
-    """Fine-tune, and mix in what followed in the member's own text at such places."""
+    """Fine-tune, and mix in what followed in the member's own text where features are near."""
     return _with_neighbours("finetune+neighbours", finetune(at), at)
 
 
@@ -273,7 +273,7 @@ def local_and_cache(at: Attempt) -> Personal:
 
 
 def local_and_neighbours(at: Attempt) -> Personal:
-    """Train on the member's own text alone, and mix in what followed there at such places."""
+    """Train on the member's own text alone, and mix in what followed where features are near."""
     return _with_neighbours("local+neighbours", local(at), at)
 
 
