@@ -3,13 +3,13 @@
 In:       ten genres (`mixgenre-en`) and fifteen languages (`eltec-15lang`); a share of each leaf's
           training text.
 Out:      a small file per cell in `benchmarks/results/pays`; a table and a drawing of those files.
-Promise:  every side gets the same model, rates, weight decay, patience and most tokens, and keeps
-          its optimiser; own steps on a federation's model have a smaller rate besides, which local
-          training does not get yet (docs/log.md). Every leaf keeps the best model on its way, by
-          its own text to choose by; the figure is of rows that neither training, stopping nor any
-          personal choice saw, the same for all sides and shares. No line of a table has tried more
-          rates than the others of its share, and local training may take a cache of its own words
-          too. Killed at any moment, the same command goes on.
+Promise:  every side gets the same model, rates, weight decay, patience and most tokens, and two
+          runs: one at the first rate, in which an optimiser is kept from round to round, then own
+          steps at a smaller one, from a federation's model or from one's own. Every leaf keeps the
+          best model on its way, by its own text to choose by; the figure is of rows that neither
+          training, stopping nor any personal choice saw, the same for all sides and shares. No
+          line of a table has tried more rates than the others of its share, and local training may
+          take a cache of its own words too. Killed at any moment, the same command goes on.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
 
@@ -20,7 +20,7 @@ Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm a
 
 | rows of a leaf | local | federation | personal |
 |---|---|---|---|
-| training text, or a share of it | learns | learns, with that of all leaves | learns |
+| training text, or a share of it | learns, twice | learns, with that of all leaves | learns |
 | every second held-out row | stops | stops | stops, and chooses |
 | the others | the figure | the figure | the figure |
 """
@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ from fedlm.inference import load_params
 from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
 from fedlm.personal.members import OwnText, members_of
-from fedlm.personal.model import Scorer, mixture_perplexity
+from fedlm.personal.model import Personal, Scorer, mixture_perplexity
 from fedlm.personal.ways import Attempt, TrainedModel, Workshop, attempt_all
 from fedlm.recipe import parts
 from fedlm.recipe.build import build
@@ -94,7 +95,7 @@ CARE = (
 FLAT = ("federation.node=[]", "federation.personal_layers=none")
 LEAF_LEVEL = {"mixgenre": 0, "eltec": 1}  # of the groups that are leaves
 AVERAGED = ('federation.optimizer=["fedavg"]', "federation.learning_rate=[1.0]")
-LOCAL, CENTRAL = "local", "central"
+LOCAL, CENTRAL, FIRST = "local", "central", "first rate"
 # Federations by name; those that come first are worth most.
 FEDERATIONS: dict[str, tuple[str, ...]] = {
     "flat averaging": (*FLAT, *AVERAGED),
@@ -194,9 +195,8 @@ def recipe_of(cell: Cell, size: Size) -> Recipe:
 def digest_of(cell: Cell, size: Size) -> str:
     """Return the digest of all that decides a cell."""
     made = recipe_digest(recipe_of(cell, size))
-    care: Facts = {"ways": WAYS, "personal_rate": PERSONAL_RATE}
-    if cell.side not in FEDERATIONS:
-        care = {"ways": ALONE} if cell.side == LOCAL else {}
+    ways = {LOCAL: ALONE, CENTRAL: ()}.get(cell.side, WAYS)
+    care: Facts = {"ways": ways, "personal_rate": PERSONAL_RATE}
     return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, **care})
 
 
@@ -282,31 +282,61 @@ def batches_of(rows: np.ndarray, place: Place) -> int:
 
 
 def local(bench: Bench, cell: Cell, place: Place) -> Facts:
-    """Train every leaf on its own text alone, until its own rows to choose by get no better."""
+    """Train every leaf on its own text alone, until its own rows to choose by get no better.
+
+    As a federation's model is, a leaf's own is trained once more, at the rate of own steps.
+    """
     leaves: Facts = {}
     chosen: Facts = {}
+    passes = []
     for member in place.members:
         own = attempt(bench, cell, place, member, None)
-        leaves[member.name], chosen[member.name] = by_ways(bench, own, member, ALONE)
-    passes = [trained_alone(bench, cell, place, m).passes for m in place.members]
-    seen = [p * targets(m.own) for p, m in zip(passes, place.members, strict=True)]
+        first = own.alone
+        own.__dict__["alone"] = second = settled_alone(bench, cell, place, member)
+        found, scores = by_ways(bench, own, member, ALONE)
+        once = Personal(FIRST, first.params)
+        leaves[member.name] = {FIRST: bench.report(once, member), **found}
+        chosen[member.name] = {FIRST: own.score(once), **scores}
+        passes.append((first.passes, second.passes))
+    seen = [sum(p) * targets(m.own) for p, m in zip(passes, place.members, strict=True)]
     return {"leaves": leaves, "choose": chosen, "tokens_seen": sum(seen), "passes": passes}
 
 
 def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
-    """Return a leaf's model of its own text alone, from its file if it was trained before.
+    """Return a leaf's model of its own text alone, at the first rate.
 
     The local side, and mixtures of logits with it, are of the same model.
     """
+    shop = bench.shop(place, cell.rate, batches_of(member.own, place))
+
+    def made() -> TrainedModel:
+        return shop.train(shop.fresh(), member.own, member.choose, member.number)
+
+    return kept_model(local_file(bench, cell, member, "first"), shop.fresh(), made)
+
+
+def settled_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
+    """Return a leaf's model of its own text alone, trained on at the rate of own steps."""
+    shop = bench.shop(place, PERSONAL_RATE, batches_of(member.own, place))
+    start = trained_alone(bench, cell, place, member).params
+
+    def made() -> TrainedModel:
+        return shop.train(start, member.own, member.choose, member.number)
+
+    return kept_model(local_file(bench, cell, member, "second"), start, made)
+
+
+def local_file(bench: Bench, cell: Cell, member: OwnText, run: str) -> Path:
+    """Return where a leaf's own model after a run is."""
     alone = Cell(cell.corpus, cell.share, LOCAL, cell.rate, cell.seed)
-    folder = bench.out / plain_name(alone.name)
-    file = folder / f"{plain_name(member.name)}.npz"
-    batches = batches_of(member.own, place)
-    shop = bench.shop(place, cell.rate, batches)
-    like = shop.fresh()
+    return bench.out / plain_name(alone.name) / f"{plain_name(member.name)}-{run}.npz"
+
+
+def kept_model(file: Path, like: Params, make: Callable[[], TrainedModel]) -> TrainedModel:
+    """Return a model from its file, after making it if it is not there."""
     if not file.is_file():
-        made = shop.train(like, member.own, member.choose, member.number)
-        folder.mkdir(parents=True, exist_ok=True)
+        made = make()
+        file.parent.mkdir(parents=True, exist_ok=True)
         leaves = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(made.params).items()}
         part = file.with_suffix(".part.npz")
         np.savez(part, passes=made.passes, **{f"leaf.{k}": v for k, v in leaves.items()})
@@ -320,20 +350,27 @@ def central(bench: Bench, cell: Cell, place: Place) -> Facts:
     """Train one model on the text of all leaves, which no member may do: the bound."""
     own = np.concatenate([member.own for member in place.members])
     choose = np.concatenate([member.choose for member in place.members])
-    shop = bench.shop(place, cell.rate, batches_of(own, place), len(place.members))
-    made = shop.train(shop.fresh(), own, choose, 0)
+    batches, folder = batches_of(own, place), bench.out / plain_name(cell.name)
+    passes, params = [], None
+    for run, rate in (("first", cell.rate), ("second", PERSONAL_RATE)):
+        shop = bench.shop(place, rate, batches, len(place.members))
+        start = shop.fresh() if params is None else params
+        train = partial(shop.train, start, own, choose, 0)
+        made = kept_model(folder / f"{run}.npz", start, train)
+        params = made.params
+        passes.append(made.passes)
 
     def scored(rows: Callable[[OwnText], np.ndarray]) -> Facts:
         return {
-            m.name: {CENTRAL: mixture_perplexity(bench.scorer.nats(made.params, rows(m)), rows(m))}
+            m.name: {CENTRAL: mixture_perplexity(bench.scorer.nats(params, rows(m)), rows(m))}
             for m in place.members
         }
 
     return {
         "leaves": scored(lambda m: m.report),
         "choose": scored(lambda m: m.choose),
-        "tokens_seen": made.passes * targets(own),
-        "passes": [made.passes],
+        "tokens_seen": sum(passes) * targets(own),
+        "passes": [passes],
     }
 
 
@@ -424,7 +461,8 @@ def rows_of(side: str) -> list[Row]:
     if side == CENTRAL:
         return [Row(side, side, side)]
     if side == LOCAL:
-        return [Row(side, side, side), Row(BASELINE, side, CHOSEN)]
+        once = Row(f"{side}, first rate alone", side, FIRST)
+        return [once, Row(side, side, side), Row(BASELINE, side, CHOSEN)]
     return [
         Row(side, side, "federated"),
         Row(f"{side}, fine-tuned", side, "finetune"),
@@ -581,9 +619,7 @@ def estimate(cell: Cell, size: Size, out: Path) -> float:
     looked = sum(targets(m.choose) for m in place.members) / 3  # forward alone
     models = 2 if cell.side in FEDERATIONS else 1  # as received, and after own steps
     learned = size.rounds * steps * batch + size.rounds / EVERY * models * looked
-    own = 0.0
-    if cell.side in FEDERATIONS:  # fine-tuning stops early: a quarter of the rounds is much
-        own = size.rounds / 4 * steps * batch + 20 * looked
+    own = size.rounds / 4 * steps * batch + 20 * looked  # stops early: a quarter is much
     return (learned + own) * per_token / 1e12
 
 

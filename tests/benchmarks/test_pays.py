@@ -11,7 +11,8 @@ from benchmarks.pays import CHOSEN, HEADLINE, LOCAL, SIDES, Cell, Size
 
 def facts(cell, leaves):
     """A kept cell of two leaves: the same figures for every way, but what was chosen is better."""
-    ways = {LOCAL: pays.ALONE, pays.CENTRAL: (pays.CENTRAL,)}.get(cell.side, pays.WAYS)
+    alone = {LOCAL: (pays.FIRST, *pays.ALONE), pays.CENTRAL: (pays.CENTRAL,)}
+    ways = alone.get(cell.side, pays.WAYS)
 
     def each(scale):
         return {
