@@ -9,7 +9,8 @@ import pytest
 
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.corpus.store import Store
-from fedlm.personal.members import member_called
+from fedlm.personal.members import member_called, members_of
+from fedlm.personal.ways import Attempt, local
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.advice import advice_page
@@ -89,6 +90,30 @@ def test_what_decides_is_never_what_is_reported(store, tmp_path):
             member.choose
         )
     assert len(run.evaluation.watched) == len(rows)  # all of them, not a sample
+
+
+def test_a_member_alone_gets_the_second_smaller_rate_that_the_federation_gets(store, tmp_path):
+    """Else a schedule of rates would pass for what the text of the others is worth."""
+    asked = replace(question(store), passes=4)
+    run = by_first_halves(build(cell_recipe(asked, store, 1.0), tmp_path, out=tmp_path / "run"))
+    member = next(one for one in members_of(run) if one.enough)
+    shop = answers.Bench(asked).shop(run, None)
+    shop.federated = shop.fresh()
+
+    def at(rate):
+        return Attempt(shop.at_scale(rate), member.own, member.choose, member.number)
+
+    def nats(params):
+        return float(shop.perplexity(params, member.report))
+
+    pairs = [(at(answers.LOCAL_RATE * k), at(answers.PERSONAL_RATE * k)) for k in answers.SCALES]
+    twice = [answers.trained_twice(first, later) for first, later in pairs]
+    for (first, later), ended in zip(pairs, twice, strict=True):
+        assert later.score(ended) < first.score(local(first)), "the second run must be run"
+    scored = answers.score_member(shop, member, None)
+    best = min(twice, key=pairs[0][1].score)
+    assert math.isclose(scored.perplexity["local"], nats(best.params), rel_tol=1e-6)
+    assert "at the smaller rate" in scored.note["local"]
 
 
 # ---- what is refused -------------------------------------------------------------------------

@@ -3,14 +3,15 @@
 In:       a store, a recipe for the federation, shares of the members' text, a budget in minutes.
 Out:      per share the perplexity of local training, of the federation, and of the federation made
           personal; who would be hurt; a sentence; a page.
-Promise:  every side tries as many settings, stops early by the same text, and is judged by a part
-          of each member's held-out text that nothing else saw; the members and that text are the
-          same at every share; stopped at any moment, it goes on where it was.
+Promise:  every side tries as many settings, and own steps at a second, smaller rate; all stop
+          early by the same text, and are judged by a part of each member's held-out text that
+          nothing else saw; the members and that text are the same at every share; stopped at any
+          moment, it goes on where it was.
 Not here: the ways of a personal model (`personal/ways.py`), the page (`record/advice.py`).
 
 | text of a member | local | federation | personal |
 |---|---|---|---|
-| training text, or a share of it | learns | learns, with that of all members | learns |
+| training text, or a share of it | learns, twice | learns, with that of all members | learns |
 | first half of the held-out text | decides | decides | decides |
 | second half | the figure | the figure | the figure |
 """
@@ -40,7 +41,7 @@ from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
 from fedlm.personal.members import OwnText, member_called, members_of
 from fedlm.personal.model import Personal, Rows, Scorer, mixture_perplexity
-from fedlm.personal.ways import Attempt, Workshop, federated, finetune, local, mix_weights
+from fedlm.personal.ways import Attempt, Workshop, federated, finetune, mix_weights
 from fedlm.recipe import parts
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump
@@ -91,6 +92,7 @@ class Question:
             "by": "group" if self.by_group else "client",
             "passes": self.passes,
             "patience": self.patience,
+            "runs_alone": len((LOCAL_RATE, PERSONAL_RATE)),  # older answers gave a member one
         }
 
 
@@ -347,9 +349,10 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
         return min(models, key=lambda pair: pair[0].score(pair[1]))[1]
 
     made: dict[str, Personal] = {}
-    if kept is None:
-        made[LOCAL] = best([(one, local(one)) for one in at(LOCAL_RATE)])
     own = at(PERSONAL_RATE)
+    if kept is None:
+        pairs = zip(at(LOCAL_RATE), own, strict=True)
+        made[LOCAL] = best([(later, trained_twice(first, later)) for first, later in pairs])
     made[FEDERATED] = federated(own[0])
     made[PERSONAL] = best(
         [(one, way(one)) for one in own for way in (federated, finetune, mix_weights)]
@@ -368,6 +371,18 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
         {side: notes[side] for side in SIDES},
         _targets(member.report),
     )
+
+
+def trained_twice(first: Attempt, later: Attempt) -> Personal:
+    """Train on a member's own text alone, then on at the rate of own steps.
+
+    A federation's model gets both, so that a comparison with one run alone would mistake a
+    schedule of rates for what the others' text is worth.
+    """
+    start = first.alone
+    ended = later.shop.train(start.params, later.own, later.choose, later.member)
+    note = f"{start.passes:.3g} passes from a fresh model, {ended.passes:.3g} at the smaller rate"
+    return Personal("local", ended.params, note=note)
 
 
 def _targets(rows: Rows) -> int:
