@@ -80,7 +80,15 @@ from fedlm.training import Watcher
 STORES = Path(".fedlm/stores")
 FILES = Path(__file__).parent / "comparisons"
 HEAD = ["side", "seeds", "perplexity, last text", "while training", "rounds", "rounds to target"]
-HEAD += ["MB up per member and round", "epsilon", "diverged", "hurt", "core-hours", "tuned"]
+HEAD += [
+    "MB up per member and round",
+    "epsilon",
+    "noise to signal",
+    "diverged",
+    "hurt",
+    "core-hours",
+    "tuned",
+]
 TRIED = ["side", "setting", "points that diverged", "best of the others (rounds)"]
 ONE_LANE = "run.devices=1"
 HEIGHT = 330
@@ -397,6 +405,7 @@ def row(found: Facts) -> list[str]:
         return over_seeds([run[name] for run in runs], digits)
 
     epsilons = [run["epsilon"] for run in runs if run["epsilon"] is not None]
+    noise = [x for x in (run.get("noise_to_signal") for run in runs) if x is not None]
     return [
         found["side"],
         str(len(runs)),
@@ -406,6 +415,7 @@ def row(found: Facts) -> list[str]:
         column("reached", 0),
         f"{statistics.fmean(run['member_bytes'] for run in runs) / 1e6:.3f}",
         f"{max(epsilons):.2f}" if epsilons else "-",
+        f"{statistics.fmean(noise):.2f}" if noise else "-",
         f"{sum(run['diverged'] for run in runs)} of {len(runs)}",
         "-" if found.get("hurt") is None else f"{found['hurt']:.0%}",
         f"{sum(run['seconds'] for run in runs) / 3600:.1f}",
