@@ -3,13 +3,14 @@
 In:       ten genres (`mixgenre-en`) and fifteen languages (`eltec-15lang`); a share of each leaf's
           training text.
 Out:      a small file per cell in `benchmarks/results/pays`; a table and a drawing of those files.
-Promise:  every side gets the same model, rates, weight decay, patience and most tokens, and two
+Promise:  every side gets the same model, rates, weight decay, patience and most steps, and two
           runs: one at the first rate, in which an optimiser is kept from round to round, then own
-          steps at a smaller one, from a federation's model or from one's own. Every leaf keeps the
-          best model on its way, by its own text to choose by; the figure is of rows that neither
-          training, stopping nor any personal choice saw, the same for all sides and shares. No
-          line of a table has tried more rates than the others of its share, and local training may
-          take a cache of its own words too. Killed at any moment, the same command goes on.
+          steps at a third of it, from a federation's model or from one's own. Every leaf keeps the
+          best model on its way, by its own text to choose by, and makes a model its own by the same
+          ways; the figure is of rows that neither training, stopping nor any personal choice saw,
+          the same for all sides and shares. No line of a table has tried more rates than the
+          others of its share. Killed at any moment, the same command goes on; what other care or
+          text has made is not found again.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
 
@@ -28,12 +29,13 @@ Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm a
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,7 +65,14 @@ from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
 from fedlm.personal.members import OwnText, members_of
 from fedlm.personal.model import Personal, Scorer, mixture_perplexity
-from fedlm.personal.ways import Attempt, TrainedModel, Workshop, attempt_all
+from fedlm.personal.ways import (
+    CACHE_SHARES,
+    Attempt,
+    TrainedModel,
+    Workshop,
+    attempt_all,
+)
+from fedlm.personal.ways import SHARES as SHARES_OF_OWN
 from fedlm.recipe import parts
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
@@ -81,7 +90,10 @@ SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 RATES = (0.003, 0.001)
 SEEDS = (0, 1, 2)
 STEPS, ROUNDS, EVERY, PATIENCE = 32, 96, 4, 4
-WEIGHT_DECAY, CLIP, PERSONAL_RATE = 0.1, 1.0, 0.001
+WEIGHT_DECAY, CLIP, OWN_RATE = 0.1, 1.0, 1 / 3  # of the first rate, for own steps
+LOOKS = 4  # at least, in a pass over a leaf's text: a short text is learned within a few steps
+BLOCKS = 40  # of a leaf's rows to report, whose sums tell how sure a difference is
+CARE_VERSION = 2  # of rules that no setting names; another one makes all cells again
 # 1,042,432 numbers, 786,432 of them in the blocks.
 MODEL = ("model.embedding_size=128", "model.hidden_size=512", "model.layers=4", "model.heads=4")
 CARE = (
@@ -95,7 +107,7 @@ CARE = (
 FLAT = ("federation.node=[]", "federation.personal_layers=none")
 LEAF_LEVEL = {"mixgenre": 0, "eltec": 1}  # of the groups that are leaves
 AVERAGED = ('federation.optimizer=["fedavg"]', "federation.learning_rate=[1.0]")
-LOCAL, CENTRAL, FIRST = "local", "central", "first rate"
+LOCAL, CENTRAL = "local", "central"
 # Federations by name; those that come first are worth most.
 FEDERATIONS: dict[str, tuple[str, ...]] = {
     "flat averaging": (*FLAT, *AVERAGED),
@@ -115,14 +127,15 @@ FEDERATIONS: dict[str, tuple[str, ...]] = {
 }
 SIDES = (LOCAL, *FEDERATIONS, CENTRAL)
 HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
-# What a leaf makes of the federation's model; the row to choose by decides among them.
+# What a leaf makes of the model of a first run, the federation's or its own; the rows to choose by
+# decide among them.
 WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
-ALONE = (LOCAL, "local+cache")  # a cache of one's own words needs no federation either
 CHOSEN = "chosen"
 BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
-HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity", "below local", "hurt"]
-HEAD += ["rounds", "TFLOP", "core-hours"]
+HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity, mean of leaves"]
+HEAD += ["below local, geometric", "better", "hurt", "rounds", "core-hours"]
 HEIGHT = 360
+CLEAR = 2.0  # standard errors, beyond which a leaf counts as better or hurt
 
 
 @dataclass(frozen=True)
@@ -195,9 +208,13 @@ def recipe_of(cell: Cell, size: Size) -> Recipe:
 def digest_of(cell: Cell, size: Size) -> str:
     """Return the digest of all that decides a cell."""
     made = recipe_digest(recipe_of(cell, size))
-    ways = {LOCAL: ALONE, CENTRAL: ()}.get(cell.side, WAYS)
-    care: Facts = {"ways": ways, "personal_rate": PERSONAL_RATE}
-    return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, **care})
+    care = [CARE_VERSION, *WAYS, *SHARES_OF_OWN, *CACHE_SHARES, OWN_RATE, LOOKS, PATIENCE, EVERY]
+    return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, "care": care})
+
+
+def folder_of(cell: Cell, size: Size, out: Path) -> Path:
+    """Return where a cell's runs and models are: those of other settings are elsewhere."""
+    return out / f"{plain_name(cell.name)}-{digest_of(cell, size)}"
 
 
 class Place(NamedTuple):
@@ -220,7 +237,8 @@ def targets(rows: np.ndarray) -> int:
 def prepare(cell: Cell, size: Size, out: Path) -> Place:
     """Return a cell's run, on a store of its share of the text, and its leaves."""
     recipe = recipe_of(cell, size)
-    path = out / "stores" / f"{cell.corpus}-{cell.share:g}"
+    text = facts_digest(json.loads(recipe.data.model_dump_json()))
+    path = out / "stores" / f"{cell.corpus}-{cell.share:g}-{text}"
     with claimed(out / "stores", wait=True):  # another command may need it at the same time
         if not path.exists():
             whole = build(recipe, STORES, out=out / "none").store
@@ -228,9 +246,8 @@ def prepare(cell: Cell, size: Size, out: Path) -> Place:
             cut_store(whole, cell.share, path)
     given = recipe.data.model_dump(include={"layout", "sequence_length"})
     data = type(recipe.data)(store=str(path.resolve()), **given)  # all else is the store's
-    run = build(
-        recipe.model_copy(update={"data": data}), STORES, out=out / plain_name(cell.name) / "run"
-    )
+    recipe = recipe.model_copy(update={"data": data})
+    run = build(recipe, STORES, out=folder_of(cell, size, out) / "run")
     return Place(run, sorted(members_of(run), key=lambda member: member.name))
 
 
@@ -244,9 +261,10 @@ class Bench:
     _shop: Workshop | None = None
 
     def shop(self, place: Place, rate: float, batches: int, members: int = 1) -> Workshop:
-        """Return a workshop whose members look, stop and end as a federation's rounds do.
+        """Return a workshop whose members stop and end as a federation's rounds do.
 
-        `batches` are those of a pass over a member's text, or over that of so many members.
+        `batches` are those of a pass over a member's text, or over that of so many members. They
+        look at least as often as rounds do, and are as patient, counted in steps.
         """
         recipe = place.run.recipe
         spec = parts.model_spec(recipe, place.run.store.vocabulary)
@@ -264,13 +282,29 @@ class Bench:
         made = self._shop.at_scale(rate)  # a copy, with the same programs
         made.fresh = lambda: catalog.make(spec.architecture, spec.size, parts.start_key(recipe))
         made.seed = recipe.run.seed
-        made.look_every = EVERY * steps
-        made.passes = max(1, math.ceil(self.size.rounds * steps / max(1, batches)))
+        made.look_every, made.patience = looks(steps, batches)
+        made.most_steps = self.size.rounds * steps
+        made.passes = math.ceil(made.most_steps / max(1, batches))
         return made
 
-    def report(self, model: Any, member: OwnText) -> float:
+    def report(self, model: Personal, member: OwnText) -> float:
         """Return a personal model's perplexity on the rows that chose nothing."""
         return mixture_perplexity(model.nats(member.report, self.scorer), member.report)
+
+    def blocks(self, model: Personal, member: OwnText) -> list[list[float]]:
+        """Return the nats and the targets of blocks of the rows that chose nothing."""
+        nats = model.nats(member.report, self.scorer).sum(axis=1)
+        count = np.count_nonzero(member.report[:, 1:] != PAD, axis=1)
+        return [[round(float(x[n::BLOCKS].sum()), 3) for n in range(BLOCKS)] for x in (nats, count)]
+
+
+def looks(steps: int, batches: int) -> tuple[int, int]:
+    """Return the steps between two looks of own training, and how many looks its patience has.
+
+    `steps` are those of a round, `batches` those of a pass over the text.
+    """
+    every = min(EVERY * steps, max(1, batches // LOOKS))
+    return every, math.ceil(PATIENCE * EVERY * steps / every)
 
 
 def batches_of(rows: np.ndarray, place: Place) -> int:
@@ -281,55 +315,65 @@ def batches_of(rows: np.ndarray, place: Place) -> int:
 # ---- the sides -----------------------------------------------------------------------------------
 
 
+class Made(NamedTuple):
+    """What a leaf made of the model of a first run, by each way and by the one that it chose."""
+
+    figures: dict[str, float]  # of rows that chose nothing
+    scores: dict[str, float]  # by which one was chosen
+    blocks: list[list[float]]  # of the chosen model
+
+
+def told_of(made: dict[str, Made]) -> Facts:
+    """Return what leaves made, as it is kept."""
+    return {
+        "leaves": {name: each.figures for name, each in made.items()},
+        "choose": {name: each.scores for name, each in made.items()},
+        "blocks": {name: each.blocks for name, each in made.items()},
+    }
+
+
 def local(bench: Bench, cell: Cell, place: Place) -> Facts:
     """Train every leaf on its own text alone, until its own rows to choose by get no better.
 
-    As a federation's model is, a leaf's own is trained once more, at the rate of own steps.
+    What its first run made takes the place of the federation's model in all that follows.
     """
-    leaves: Facts = {}
-    chosen: Facts = {}
-    passes = []
+    made, passes = {}, []
     for member in place.members:
-        own = attempt(bench, cell, place, member, None)
-        first = own.alone
-        own.__dict__["alone"] = second = settled_alone(bench, cell, place, member)
-        found, scores = by_ways(bench, own, member, ALONE)
-        once = Personal(FIRST, first.params)
-        leaves[member.name] = {FIRST: bench.report(once, member), **found}
-        chosen[member.name] = {FIRST: own.score(once), **scores}
+        first = trained_alone(bench, cell, place, member)
+        second = settled_alone(bench, cell, place, member)
+        made[member.name] = personal(bench, cell, place, member, first.params)
         passes.append((first.passes, second.passes))
     seen = [sum(p) * targets(m.own) for p, m in zip(passes, place.members, strict=True)]
-    return {"leaves": leaves, "choose": chosen, "tokens_seen": sum(seen), "passes": passes}
+    return {**told_of(made), "tokens_seen": sum(seen), "passes": passes}
 
 
 def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
-    """Return a leaf's model of its own text alone, at the first rate.
-
-    The local side, and mixtures of logits with it, are of the same model.
-    """
+    """Return a leaf's model of its own text alone, at the first rate."""
     shop = bench.shop(place, cell.rate, batches_of(member.own, place))
 
-    def made() -> TrainedModel:
+    def make() -> TrainedModel:
         return shop.train(shop.fresh(), member.own, member.choose, member.number)
 
-    return kept_model(local_file(bench, cell, member, "first"), shop.fresh(), made)
+    return kept_model(local_file(bench, cell, member, "first"), shop.fresh(), make)
 
 
 def settled_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
     """Return a leaf's model of its own text alone, trained on at the rate of own steps."""
-    shop = bench.shop(place, PERSONAL_RATE, batches_of(member.own, place))
-    start = trained_alone(bench, cell, place, member).params
+    shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place))
+    start = trained_alone(bench, cell, place, member)
 
-    def made() -> TrainedModel:
-        return shop.train(start, member.own, member.choose, member.number)
+    def make() -> TrainedModel:
+        return shop.train(
+            start.params, member.own, member.choose, member.number, after=start.passes
+        )
 
-    return kept_model(local_file(bench, cell, member, "second"), start, made)
+    return kept_model(local_file(bench, cell, member, "second"), start.params, make)
 
 
 def local_file(bench: Bench, cell: Cell, member: OwnText, run: str) -> Path:
-    """Return where a leaf's own model after a run is."""
+    """Return where a leaf's own model after a run is: that of the local side, for all sides."""
     alone = Cell(cell.corpus, cell.share, LOCAL, cell.rate, cell.seed)
-    return bench.out / plain_name(alone.name) / f"{plain_name(member.name)}-{run}.npz"
+    return folder_of(alone, bench.size, bench.out) / f"{plain_name(member.name)}-{run}.npz"
 
 
 def kept_model(file: Path, like: Params, make: Callable[[], TrainedModel]) -> TrainedModel:
@@ -350,12 +394,13 @@ def central(bench: Bench, cell: Cell, place: Place) -> Facts:
     """Train one model on the text of all leaves, which no member may do: the bound."""
     own = np.concatenate([member.own for member in place.members])
     choose = np.concatenate([member.choose for member in place.members])
-    batches, folder = batches_of(own, place), bench.out / plain_name(cell.name)
-    passes, params = [], None
-    for run, rate in (("first", cell.rate), ("second", PERSONAL_RATE)):
+    batches, folder = batches_of(own, place), folder_of(cell, bench.size, bench.out)
+    passes: list[float] = []
+    params = None
+    for run, rate in (("first", cell.rate), ("second", OWN_RATE * cell.rate)):
         shop = bench.shop(place, rate, batches, len(place.members))
         start = shop.fresh() if params is None else params
-        train = partial(shop.train, start, own, choose, 0)
+        train = partial(shop.train, start, own, choose, 0, after=sum(passes))
         made = kept_model(folder / f"{run}.npz", start, train)
         params = made.params
         passes.append(made.passes)
@@ -382,43 +427,38 @@ def federation(bench: Bench, cell: Cell, place: Place) -> Facts:
         raise KeyboardInterrupt
     figures = figures_of(directory.path)
     if figures["diverged"]:
-        return {**figures, "leaves": {}, "choose": {}}
-    leaves: Facts = {}
-    chosen: Facts = {}
+        return {**figures, **told_of({})}
+    made = {}
     for member in place.members:
         weights = best_weights(directory, member.node)
         model = load_params(run.recipe.model, run.store.vocabulary, weights)
-        leaves[member.name], chosen[member.name] = personal(bench, cell, place, member, model)
-    return {**figures, "leaves": leaves, "choose": chosen, "tokens_seen": figures["tokens"]}
+        made[member.name] = personal(bench, cell, place, member, model)
+    return {**figures, **told_of(made), "tokens_seen": figures["tokens"]}
 
 
-def personal(
-    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params
-) -> tuple[Facts, Facts]:
-    """Return the figures of every way of a leaf, and the scores by which it chooses one."""
-    return by_ways(bench, attempt(bench, cell, place, member, model), member, WAYS)
+def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params) -> Made:
+    """Return what a leaf makes of the model of a first run, which is the federation's or its own.
 
-
-def attempt(
-    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params | None
-) -> Attempt:
-    """Return a leaf at work on a federation's model, with its model of its own text alone."""
-    shop = bench.shop(place, PERSONAL_RATE, batches_of(member.own, place))
+    Own steps on its own model are its second run; mixtures may take that one too.
+    """
+    shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place))
     shop.federated = model
     at = Attempt(shop, member.own, member.choose, member.number)
-    at.__dict__["alone"] = trained_alone(bench, cell, place, member)
-    return at
-
-
-def by_ways(bench: Bench, at: Attempt, member: OwnText, ways: Sequence[str]) -> tuple[Facts, Facts]:
-    """Make a leaf's model by each way; return the figures, and the scores that choose one."""
-    made = attempt_all(at, ways)
+    alone = settled_alone(bench, cell, place, member)
+    at.__dict__["alone"] = alone
+    if cell.side == LOCAL:
+        at.__dict__["tuned"] = alone
+    made = attempt_all(at, WAYS)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
     best = min(scores, key=scores.__getitem__)
     said = ", ".join(f"{way} {found:.1f}" for way, found in figures.items())
     print(f"  {member.name}: {said}", flush=True)
-    return {**figures, CHOSEN: figures[best]}, {**scores, CHOSEN: scores[best]}
+    return Made(
+        {**figures, CHOSEN: figures[best]},
+        {**scores, CHOSEN: scores[best]},
+        bench.blocks(made[best], member),
+    )
 
 
 def make(bench: Bench, cell: Cell, cells: Cells) -> None:
@@ -461,8 +501,8 @@ def rows_of(side: str) -> list[Row]:
     if side == CENTRAL:
         return [Row(side, side, side)]
     if side == LOCAL:
-        once = Row(f"{side}, first rate alone", side, FIRST)
-        return [once, Row(side, side, side), Row(BASELINE, side, CHOSEN)]
+        once = Row(f"{side}, first rate alone", side, "federated")
+        return [once, Row(side, side, "finetune"), Row(BASELINE, side, CHOSEN)]
     return [
         Row(side, side, "federated"),
         Row(f"{side}, fine-tuned", side, "finetune"),
@@ -513,8 +553,8 @@ class Line(NamedTuple):
     rates: int
     perplexity: list[float]  # by seed, the mean over leaves
     below: list[float]  # by seed and leaf, the logarithm of its perplexity over that alone
+    errors: list[float]  # the standard errors of these; zero if the line is not of chosen models
     rounds: list[float]
-    tflop: float
     seconds: float
 
 
@@ -530,8 +570,8 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
         best = at_best_rate(here, row)
         if not best:
             continue
-        below = [
-            math.log(ways[row.way] / alone[seed]["leaves"][leaf][CHOSEN])
+        pairs = [
+            (ways[row.way], alone[seed]["leaves"][leaf][CHOSEN], facts, alone[seed], leaf)
             for seed, facts in best.items()
             if seed in alone
             for leaf, ways in facts["leaves"].items()
@@ -545,20 +585,32 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
                 len(best),
                 rates,
                 [mean(facts, "leaves", row.way) for facts in cells],
-                below,
+                [math.log(own / local) for own, local, *_ in pairs],
+                [error_of(a, b, leaf) if row.way == CHOSEN else 0.0 for _, _, a, b, leaf in pairs],
                 [facts["rounds"] for facts in cells if "rounds" in facts],
-                statistics.fmean(facts["tflop"] for facts in cells),
                 sum(facts["core_seconds"] for facts in cells),
             )
         )
     return made
 
 
+def error_of(side: Facts, alone: Facts, leaf: str) -> float:
+    """Return the standard error of the nats per target between two chosen models of a leaf.
+
+    Both are of the same rows, so blocks are compared one by one.
+    """
+    (own, count), (other, _) = (np.asarray(facts["blocks"][leaf]) for facts in (side, alone))
+    apart = own - other
+    left = apart - count * apart.sum() / count.sum()
+    return float(math.sqrt(len(left) / (len(left) - 1) * np.sum(left**2)) / count.sum())
+
+
 def shown(line: Line) -> list[str]:
     """Return a line as text."""
     alone = line.row.label == BASELINE or not line.below
     gain = 0.0 if alone else 1 - math.exp(statistics.fmean(line.below))
-    hurt = sum(value > 0 for value in line.below)
+    apart = list(zip(line.below, line.errors, strict=True))
+    better, hurt = (sum(s * value > CLEAR * error for value, error in apart) for s in (-1, 1))
     return [
         f"{line.share:.0%}",
         f"{line.tokens:,.0f}",
@@ -567,9 +619,9 @@ def shown(line: Line) -> list[str]:
         str(line.rates),
         over_seeds(line.perplexity),
         "-" if alone else f"{gain:.0%}",
+        "-" if alone else f"{better} of {len(line.below)}",
         "-" if alone else f"{hurt} of {len(line.below)}",
         over_seeds(line.rounds, 0) if line.rounds else "-",
-        f"{line.tflop:.0f}",
         f"{line.seconds / 3600:.2f}",
     ]
 
@@ -693,7 +745,7 @@ def work(
     for cell in missing:
         if over():
             return
-        with claimed(bench.out / plain_name(cell.name)) as mine:
+        with claimed(folder_of(cell, bench.size, bench.out)) as mine:
             if mine and cells.read(cell.name, digest_of(cell, bench.size)) is None:
                 make(bench, cell, cells)
 

@@ -1,7 +1,9 @@
 """Whether federating pays: cells in order of worth, equal care, tables from kept cells alone."""
 
 import itertools
+import math
 
+import numpy as np
 import pytest
 
 from benchmarks import pays
@@ -11,8 +13,7 @@ from benchmarks.pays import CHOSEN, HEADLINE, LOCAL, SIDES, Cell, Size
 
 def facts(cell, leaves):
     """A kept cell of two leaves: the same figures for every way, but what was chosen is better."""
-    alone = {LOCAL: (pays.FIRST, *pays.ALONE), pays.CENTRAL: (pays.CENTRAL,)}
-    ways = alone.get(cell.side, pays.WAYS)
+    ways = (pays.CENTRAL,) if cell.side == pays.CENTRAL else pays.WAYS
 
     def each(scale):
         return {
@@ -20,7 +21,9 @@ def facts(cell, leaves):
             for leaf, found in leaves.items()
         }
 
+    blocks = {leaf: [[math.log(0.9 * x)] * 40, [1] * 40] for leaf, x in leaves.items()}
     return {
+        "blocks": blocks,
         "leaves": each(1.0), "choose": each(cell.rate * 1000), "tokens_per_leaf": 1e6 * cell.share,
         "tflop": 3.0, "core_seconds": 360.0, "rounds": 8,
     }  # fmt: skip
@@ -68,13 +71,41 @@ def test_the_table_is_made_of_kept_cells_and_gives_no_side_more_rates(tmp_path):
     keep("WorldLM", 0.001, {"a": 1.0, "b": 1.0})
     table = pays.tell(cells, size)
     lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
-    assert lines["local, personal"][5:8] == ["8.1", "-", "-"]
-    assert lines["local"][5:8] == ["9.0", "-11%", "2 of 2"]
-    assert lines["WorldLM"][4:8] == ["1", "10.5", "-29%", "1 of 2"], "local was not given the rate"
-    assert lines["WorldLM, personal"][5:8] == ["9.4", "-16%", "1 of 2"]
+    assert lines["local, personal"][5:9] == ["8.1", "-", "-", "-"]
+    assert lines["local"][5:9] == ["9.0", "-11%", "0 of 2", "2 of 2"]
+    told = lines["WorldLM"][4:9]
+    assert told == ["1", "10.5", "-29%", "0 of 2", "1 of 2"], "local was not given the rate"
+    assert lines["WorldLM, personal"][5:9] == ["9.4", "-16%", "1 of 2", "1 of 2"]
     assert (tmp_path / "mixgenre.svg").read_text().startswith("<svg xmlns")
 
     keep(LOCAL, 0.001, {"a": 5.0, "b": 5.0})
     table = pays.tell(cells, size)
     lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
-    assert lines["WorldLM"][4:8] == ["2", "1.0", "78%", "0 of 2"], "now both have two rates"
+    assert lines["WorldLM"][4:9] == ["2", "1.0", "78%", "2 of 2", "0 of 2"], "both have two rates"
+
+
+def test_a_leaf_counts_only_where_its_rows_agree():
+    """The error is that of the ratio of sums over blocks, and knows that rows are paired."""
+    rng = np.random.default_rng(0)
+    count = rng.integers(200, 400, 40)
+    hard = rng.normal(4.0, 1.0, 40)  # of both models: some text is harder
+
+    def told(apart):
+        return {"blocks": {"a": [list(count * (hard + apart)), list(count)]}}
+
+    alone = told(0.0)
+    assert pays.error_of(told(-0.1), alone, "a") < 1e-9, "as much in every block"
+    noise = rng.normal(0.0, 0.2, 40)
+    error = pays.error_of(told(noise), alone, "a")
+    assert 0.5 < error / (0.2 / math.sqrt(40)) < 1.5
+    again = [float(np.sum(count * rng.normal(0.0, 0.2, 40)) / count.sum()) for _ in range(2000)]
+    assert 0.7 < np.std(again) / error < 1.4
+
+
+def test_looks_and_patience_do_not_depend_on_how_much_text_there_is():
+    """At most a quarter of a pass between two looks, and the same patience in steps."""
+    for batches, look, patience in ((16, 4, 64), (145, 36, 15), (1457, 128, 4)):
+        steps = min(pays.STEPS, batches)
+        found, patient = pays.looks(steps, batches)
+        assert (found, patient) == (look, math.ceil(4 * pays.EVERY * steps / look))
+        assert patient == patience

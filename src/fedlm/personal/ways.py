@@ -11,6 +11,8 @@ Not here: whose text that is (`members.py`), which way a member takes (`choose.p
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,7 +41,7 @@ from fedlm.personal.neighbours import MOST, neighbours_of
 from fedlm.training.early_stopping import EarlyStopping
 
 SHARES = (0.25, 0.5, 0.75)  # of a member's own model, between the two
-CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 NEIGHBOUR_WIDTHS = (0.1, 0.3, 1.0)  # in units of `neighbours_of`
 
 
@@ -60,6 +62,7 @@ class Workshop:
     vocabulary: int
     batch_size: int = 16
     passes: int = 10  # the most, over a member's own text
+    most_steps: int = 0  # of all passes together; 0: as many as they have
     patience: int = 2  # looks without a better score, after which a member stops
     look_every: int = 0  # steps between two looks at the rows to choose by; 0: after each pass
     seed: int = 0
@@ -94,13 +97,18 @@ class Workshop:
         other.scale = scale
         return other
 
-    def train(self, start: Params, own: Rows, choose: Rows, member: int) -> TrainedModel:
+    def train(
+        self, start: Params, own: Rows, choose: Rows, member: int, after: float = 0.0
+    ) -> TrainedModel:
         """Train on a member's own rows until the rows to choose by get no better.
 
         Passes go on from the last model, and the best one is kept; before the first pass it is the
-        start itself.
+        start itself. A start that was trained on the same rows says `after` how many passes: the
+        rows come in another order then.
         """
-        return self._walk_on(self._step, start, None, lambda params: params, own, choose, member)
+        return self._walk_on(
+            self._step, start, None, lambda params: params, own, choose, member, math.ceil(after)
+        )
 
     def adapt(self, start: Params, own: Rows, choose: Rows, member: int) -> TrainedModel:
         """Train low-rank changes of a model's matrices in the same way; the model stays."""
@@ -117,13 +125,15 @@ class Workshop:
         own: Rows,
         choose: Rows,
         member: int,
+        after: int = 0,
     ) -> TrainedModel:
         watch = EarlyStopping(self.patience)
         start, memory = whole(params), self.optimizer.init(params)
         best, pass_steps = TrainedModel(start, 0), max(1, -(-len(own) // self.batch_size))
         every, steps = self.look_every or pass_steps, self.passes * pass_steps
+        steps = min(steps, self.most_steps or steps)
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
-        for step, batch in enumerate(self._walk(own, member), 1):
+        for step, batch in enumerate(itertools.islice(self._walk(own, member, after), steps), 1):
             params, memory = take(params, fixed, memory, batch, self.scale)
             if step % every and step < steps:
                 continue
@@ -136,9 +146,9 @@ class Workshop:
                 break
         return best
 
-    def _walk(self, own: Rows, member: int) -> Iterable[Any]:
+    def _walk(self, own: Rows, member: int, after: int) -> Iterable[Any]:
         """Yield the batches of all passes."""
-        for number in range(1, self.passes + 1):
+        for number in range(after + 1, after + self.passes + 1):
             yield from _batches(own, self.batch_size, self.seed, number, member)
 
     def perplexity(self, params: Params, rows: Rows) -> float:

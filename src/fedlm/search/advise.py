@@ -59,6 +59,7 @@ SIDES = (LOCAL, FEDERATED, PERSONAL)
 # So many settings are tried by every side, around the rates of the recipe; the first is its own.
 SCALES = (1.0, 1 / 3)
 WEIGHT_DECAY, LOCAL_RATE, PERSONAL_RATE = 0.1, 0.003, 0.001  # of AdamW
+FEWEST_STEPS = 400  # that a member may take alone, however short its text is: no side is cut off
 DRAWN = 4  # times as many members are looked at as are scored: some have too little text
 FEWEST = 2  # members that an answer is made of
 CLEAR = 2.0  # standard errors, from which on a difference is called one
@@ -92,7 +93,8 @@ class Question:
             "by": "group" if self.by_group else "client",
             "passes": self.passes,
             "patience": self.patience,
-            "runs_alone": len((LOCAL_RATE, PERSONAL_RATE)),  # older answers gave a member one
+            # All that decides how a member trains alone, whose score is kept.
+            "alone": [LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, FEWEST_STEPS],
         }
 
 
@@ -341,8 +343,12 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
     The local training of a `kept` score is not repeated.
     """
 
+    batches = -(-len(member.own) // shop.batch_size)
+
     def at(rate: float) -> list[Attempt]:
         each = [shop.at_scale(rate * scale) for scale in SCALES]
+        for one in each:
+            one.passes = max(shop.passes, math.ceil(FEWEST_STEPS / batches))
         return [Attempt(one, member.own, member.choose, member.number) for one in each]
 
     def best(models: Sequence[tuple[Attempt, Personal]]) -> Personal:
@@ -380,7 +386,9 @@ def trained_twice(first: Attempt, later: Attempt) -> Personal:
     schedule of rates for what the others' text is worth.
     """
     start = first.alone
-    ended = later.shop.train(start.params, later.own, later.choose, later.member)
+    ended = later.shop.train(
+        start.params, later.own, later.choose, later.member, after=start.passes
+    )
     note = f"{start.passes:.3g} passes from a fresh model, {ended.passes:.3g} at the smaller rate"
     return Personal("local", ended.params, note=note)
 
