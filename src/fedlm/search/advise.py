@@ -343,12 +343,10 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
     The local training of a `kept` score is not repeated.
     """
 
-    batches = -(-len(member.own) // shop.batch_size)
+    shop = with_enough_steps(shop, member)
 
     def at(rate: float) -> list[Attempt]:
         each = [shop.at_scale(rate * scale) for scale in SCALES]
-        for one in each:
-            one.passes = max(shop.passes, math.ceil(FEWEST_STEPS / batches))
         return [Attempt(one, member.own, member.choose, member.number) for one in each]
 
     def best(models: Sequence[tuple[Attempt, Personal]]) -> Personal:
@@ -377,6 +375,14 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
         {side: notes[side] for side in SIDES},
         _targets(member.report),
     )
+
+
+def with_enough_steps(shop: Workshop, member: OwnText) -> Workshop:
+    """Return the workshop with as many passes as `FEWEST_STEPS` take over a member's text."""
+    batches = -(-len(member.own) // shop.batch_size)
+    made = shop.at_scale(shop.scale)
+    made.passes = max(shop.passes, math.ceil(FEWEST_STEPS / batches))
+    return made
 
 
 def trained_twice(first: Attempt, later: Attempt) -> Personal:
