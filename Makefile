@@ -23,7 +23,7 @@ test: lint  ## format, lint, types, the default tests and a small federation on 
 
 test-all: lint  ## all tests, the slow ones too
 	$(BIN)/python -m pytest --hypothesis-profile=all -m 'not network'
-	$(BIN)/python -m pytest -n 0 -m network tests/deploy
+	$(BIN)/python -m pytest -n 0 -m network tests/deploy tests/laws
 
 test-browser: $(VENV)/.browser  ## the live page in Chromium; installs it with apt-get where it may
 	$(BIN)/python -m pytest -n 0 -m 'slow or not slow' tests/browser

@@ -21,6 +21,7 @@ from fedlm.core.keys import key_for
 from fedlm.corpus import tokenizer_file
 from fedlm.inference import load_params
 from fedlm.models import catalog
+from fedlm.models.packed_layout import Whole
 from fedlm.recipe.settings import load
 from fedlm.record.directory import RunDirectory
 
@@ -62,7 +63,7 @@ def spread(model: object, tokens: jnp.ndarray) -> tuple[float, float]:
         most = np.log(np.arange(1, weights.shape[-1] + 1))
         shares.append(np.mean(entropy[..., 1:] / most[1:]))
         tops.append(np.mean(weights.max(axis=-1)[..., 1:]))
-        x = block(x)
+        x = block(x, Whole())
     return float(np.mean(shares)), float(np.mean(tops))
 
 

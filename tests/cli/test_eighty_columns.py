@@ -6,6 +6,7 @@ import pytest
 
 from fedlm.cli import console
 from fedlm.cli.main import commands
+from fedlm.models.catalog import listing
 from tests.conftest import call
 
 WIDE = 80
@@ -43,6 +44,14 @@ def test_the_help_of_every_command(path, terminal, tmp_path):
     told = call(tmp_path, *path, "--help")
     assert told.code == 0 and told.stdout.startswith("Usage: ")
     assert not too_long(told.stdout + told.stderr)
+
+
+def test_no_name_and_no_count_of_a_model_is_cut_off(terminal, tmp_path):
+    told = call(tmp_path, "models")
+    assert told.code == 0 and not too_long(told.stdout)
+    words = {word for line in lines(told.stdout) for word in line.split()}
+    for row in listing():
+        assert {row["name"], row["architecture"], f"{row['parameters']:,}"} <= words
 
 
 def test_sentences_and_tables(terminal, capsys):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from fedlm.cli.console import AsJson, emit, show
+from fedlm.core.documents import JsonObject
+from fedlm.core.words import number
 from fedlm.models.catalog import listing
+
+SIZE = "embedding / hidden size / layers / words"
 
 
 def models(as_json: AsJson = False) -> None:
@@ -14,5 +18,11 @@ def models(as_json: AsJson = False) -> None:
     rows = listing()
     if as_json:
         emit({"models": rows})
-    else:
-        show("architectures", list(rows[0]), [row.values() for row in rows])
+        return
+    head = ["name", "architecture", "parameters", SIZE]
+    show("architectures", head, [[*(row[k] for k in head[:-1]), _size(row)] for row in rows])
+
+
+def _size(row: JsonObject) -> str:
+    """Return the dimensions of a model in one cell: eight columns would be cut off."""
+    return " / ".join(number(row[k]) for k in ("embedding", "hidden_size", "layers", "vocabulary"))
