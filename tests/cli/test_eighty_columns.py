@@ -67,6 +67,7 @@ def test_sentences_and_tables(terminal, capsys):
     printed = capsys.readouterr()
     assert not too_long(printed.out + printed.err)
     assert path in "".join(lines(printed.out))
+    assert "…" not in printed.out, "a figure that is cut off is another figure"
 
 
 def test_commands_to_copy_and_files_are_not_broken(monkeypatch, terminal, capsys):

@@ -104,10 +104,10 @@ def evaluating() -> Iterator[None]:
 
 
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """Print a table on stdout."""
+    """Print a table on stdout; a cell that does not fit goes on in the next line, uncut."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for place, name in enumerate(head):
-        drawn.add_column(name, justify="left" if place == 0 else "right")
+        drawn.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(text(value) for value in row))
     out.print(drawn)
