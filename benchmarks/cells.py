@@ -4,7 +4,8 @@ In:       the name of an experiment; cells: a side, a seed, and all that decides
 Out:      `benchmarks/results/EXPERIMENT/CELL.json`, a cell each.
 Promise:  a cell whose file is there and was made with the same settings is never trained again; a
           table is a function of the files alone, and needs neither text nor runs; several people,
-          machines and processes can make cells of one experiment, each in their own time.
+          machines and processes can make cells of one experiment, each in their own time; runs
+          that other settings left behind are not found again (`work_folder`).
 Not here: what a cell trains (`comparison.py`, `pays.py`).
 
 A digest covers the settings that decide figures: not where text lies, how many devices there are,
@@ -85,6 +86,15 @@ def plain_name(said: str) -> str:
     'worldlm-30-of-the-text'
     """
     return re.sub(r"[^a-z0-9.]+", "-", said.lower()).strip("-")
+
+
+def work_folder(out: Path, name: str, digest: str) -> Path:
+    """Return where the runs of a cell are: those that other settings made are elsewhere.
+
+    A run that has ended is not trained again, so that with the name alone old figures would be
+    kept under new settings.
+    """
+    return out / plain_name(name) / digest
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ from benchmarks.cells import (
     deadline,
     plain_name,
     recipe_digest,
+    work_folder,
 )
 from fedlm.core.documents import read_toml
 from fedlm.core.durable import write_atomically
@@ -231,13 +232,14 @@ class Work:
         return self.cells.read(self.run_name(side, seed), recipe_digest(recipe))
 
     def folder(self, name: str) -> Path:
+        """Return what a process claims that makes a cell; its runs are below."""
         return self.out / plain_name(name)
 
     def tune(self, side: Side) -> None:
         """Tune a side, or go on with it, and keep what was found."""
         search, name = self.comparison.search(side), self.tuning_name(side)
         assert search is not None
-        folder = self.folder(name)
+        folder = work_folder(self.out, name, _search_digest(search))
         found = search_settings(
             search, folder / "search", STORES, lambda label: _say(f"{side.name}: {label}")
         )
@@ -257,7 +259,8 @@ class Work:
         """Train a side with a seed to its end, or go on with it, and keep its figures."""
         found, name = self.kept_tuning(side), self.run_name(side, seed)
         assert found is not None
-        recipe, path = self.comparison.final(side, found["best"], seed), self.folder(name) / "run"
+        recipe = self.comparison.final(side, found["best"], seed)
+        path = work_folder(self.out, name, recipe_digest(recipe)) / "run"
         run = splits.for_choosing(build(recipe, STORES, out=path))
         if not (RunDirectory(path).summary.is_file() or (path / FAILED).is_file()):
             train_point(run, _say(name))

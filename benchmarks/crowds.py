@@ -41,7 +41,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cells import RESULTS, Cells, Facts, claimed, deadline, plain_name, recipe_digest
+from benchmarks.cells import RESULTS, Cells, Facts, claimed, deadline, recipe_digest, work_folder
 from benchmarks.comparison import figures_of, last_figures
 from fedlm.core.durable import write_atomically
 from fedlm.core.types import Sampling
@@ -133,7 +133,8 @@ def digest_of(point: Point, noise: float) -> str:
 def train(point: Point, noise: float, rates: tuple[float, float], seed: int, out: Path) -> Facts:
     """Train one run of a point, or read what it left: what it is chosen by, and its last figure."""
     recipe = recipe_of(point, noise, rates, seed)
-    path = out / plain_name(f"{point.name} {rates[0]} {rates[1]} seed {seed}")
+    name = f"{point.name} {rates[0]} {rates[1]} seed {seed}"
+    path = work_folder(out, name, recipe_digest(recipe))
     run = splits.for_choosing(build(recipe, STORES, out=path))
     if not (run.record.summary.is_file() or (path / FAILED).is_file()):
         train_point(run, Watcher())
@@ -340,7 +341,7 @@ def main() -> None:
         for point in (point for model in asked.model or MODELS for point in points(model)):
             if over():
                 break
-            with claimed(asked.out / plain_name(point.name)) as mine:
+            with claimed(work_folder(asked.out, point.name, digest_of(point, noise))) as mine:
                 if mine and cells.read(point.name, digest_of(point, noise)) is None:
                     make(point, noise, cells, asked.out)
     print(tell(cells), end="")

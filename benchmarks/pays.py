@@ -52,6 +52,7 @@ from benchmarks.cells import (
     facts_digest,
     plain_name,
     recipe_digest,
+    work_folder,
 )
 from benchmarks.comparison import best_weights, figures_of
 from benchmarks.engines import flops
@@ -214,7 +215,7 @@ def digest_of(cell: Cell, size: Size) -> str:
 
 def folder_of(cell: Cell, size: Size, out: Path) -> Path:
     """Return where a cell's runs and models are: those of other settings are elsewhere."""
-    return out / f"{plain_name(cell.name)}-{digest_of(cell, size)}"
+    return work_folder(out, cell.name, digest_of(cell, size))
 
 
 class Place(NamedTuple):

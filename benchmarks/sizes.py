@@ -29,7 +29,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cells import RESULTS, Cells, Facts, deadline, facts_digest
+from benchmarks.cells import RESULTS, Cells, Facts, deadline, facts_digest, work_folder
 from fedlm.models import catalog
 from fedlm.record.facts import facts_of
 from fedlm.search.sweep import markdown
@@ -100,7 +100,7 @@ def settings(cell: Cell, asked: argparse.Namespace) -> list[str]:
 
 def train(cell: Cell, asked: argparse.Namespace) -> None:
     """Begin or go on with the run of a size; write down the most memory that it took."""
-    run = asked.out / cell.name
+    run = work_folder(asked.out, cell.name, digest(cell, asked))
     if (run / "summary.json").is_file():
         return
     command = [sys.executable, "-c", "from fedlm.cli.main import main; main()"]
@@ -126,7 +126,7 @@ def _peak(run: Path) -> int | None:
 
 def keep(cell: Cell, asked: argparse.Namespace, cells: Cells) -> Facts | None:
     """Keep the figures of a run that ended, and return them; of one that goes on, return them."""
-    run = asked.out / cell.name
+    run = work_folder(asked.out, cell.name, digest(cell, asked))
     if not (run / "journal.jsonl").is_file():
         return None
     told = facts_of(run)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -115,6 +116,21 @@ def test_cells_are_made_once_and_the_table_is_made_of_them_alone(small, tmp_path
     assert "| cifg | client.learning_rate = 1.0 | 0 of 1 |" in tried, tried
     assert "missing" not in table
     assert (tmp_path / "results" / "curves.svg").read_text().startswith("<svg xmlns")
+
+
+def test_a_run_of_other_settings_is_not_taken_for_a_cell(small, tmp_path, monkeypatch):
+    """Whoever removes a kept file after a change, as the error says, gets new figures."""
+    monkeypatch.chdir(tmp_path)
+    asked, kept = read_comparison(small), Cells(tmp_path / "results")
+    side, seed = asked.sides[0], asked.seeds[0]
+    found = []
+    for rounds in (4, 2):
+        made = replace(asked, set=(*asked.set, f"server.rounds={rounds}"), tune_rounds=0)
+        work = Work(made, kept, tmp_path / "runs")
+        work.play(side, seed)
+        found.append(work.kept_run(side, seed)["rounds"])
+        kept.file(work.run_name(side, seed)).unlink()
+    assert found == [4, 2]
 
 
 def test_a_result_of_other_settings_is_not_taken(small, tmp_path):

@@ -94,7 +94,7 @@ class Question:
             "passes": self.passes,
             "patience": self.patience,
             # All that decides how a member trains alone, whose score is kept.
-            "alone": [LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, FEWEST_STEPS],
+            "local_training": [LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, FEWEST_STEPS],
         }
 
 
