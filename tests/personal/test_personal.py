@@ -219,6 +219,32 @@ def test_looks_between_passes_change_no_step(shop):
     assert found in {n * 4 / 6 for n in range(7)}, "of 24 steps a look comes after every fourth"
 
 
+def test_the_best_model_may_lie_within_a_long_pass(shop):
+    """Forty steps are a pass: a large rate is past its best long before the pass is over."""
+    own, choose = rows(160, 1), rows(40, 5)
+    fast = shop.at_scale(3.0)
+    found = fast.train(shop.federated, own, choose, 0)
+    assert found.passes in {n / 4 for n in range(1, 17)} and found.passes % 1, found.passes
+    by_passes = shop.at_scale(3.0)
+    by_passes.look_every = 40
+    whole = by_passes.train(shop.federated, own, choose, 0)
+    assert fast.perplexity(found.params, choose) < fast.perplexity(whole.params, choose)
+
+
+def test_no_more_steps_than_allowed_and_other_orders_in_a_second_run(shop):
+    own, choose = rows(24, 1), rows(6, 2)
+    some = shop.at_scale(1.0)
+    some.look_every, some.most_steps = 1, 8
+    assert some.train(shop.federated, own, choose, 0).passes <= 8 / 6
+    some.passes, some.most_steps = 1, 6
+    first, second = (some.train(shop.federated, own, choose, 0, after=n) for n in (0, 1.5))
+    two = shop.at_scale(1.0)
+    assert list(map(str, two._walk(own, 0, 2)))[:6] == list(map(str, two._walk(own, 0, 0)))[12:18]
+    assert not np.array_equal(
+        *(np.concatenate([x.ravel() for x in jax.tree.leaves(m.params)]) for m in (first, second))
+    )
+
+
 def test_a_member_that_learns_nothing_stays_with_the_federation(shop):
     """Own text that says nothing about the text to choose by: passes are taken back."""
     rng = np.random.default_rng(0)

@@ -43,6 +43,9 @@ from fedlm.training.early_stopping import EarlyStopping
 SHARES = (0.25, 0.5, 0.75)  # of a member's own model, between the two
 CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 NEIGHBOUR_WIDTHS = (0.1, 0.3, 1.0)  # in units of `neighbours_of`
+# A pass of so many steps is looked at in parts: the best model of a leaf with much text may be
+# within its first pass.
+LONG_PASS, PARTS = 32, 4
 
 
 class TrainedModel(NamedTuple):
@@ -63,8 +66,8 @@ class Workshop:
     batch_size: int = 16
     passes: int = 10  # the most, over a member's own text
     most_steps: int = 0  # of all passes together; 0: as many as they have
-    patience: int = 2  # looks without a better score, after which a member stops
-    look_every: int = 0  # steps between two looks at the rows to choose by; 0: after each pass
+    patience: int = 2  # passes without a better score, or looks of `look_every`, that end a walk
+    look_every: int = 0  # steps between two looks at the rows to choose by; 0: by passes
     seed: int = 0
     scale: float = 1.0  # of every step: workshops that differ in it alone share a program
     scorer: Scorer = field(default_factory=Scorer)
@@ -127,10 +130,11 @@ class Workshop:
         member: int,
         after: int = 0,
     ) -> TrainedModel:
-        watch = EarlyStopping(self.patience)
+        pass_steps = max(1, -(-len(own) // self.batch_size))
+        every, patience = self._looks(pass_steps)
+        watch = EarlyStopping(patience)
         start, memory = whole(params), self.optimizer.init(params)
-        best, pass_steps = TrainedModel(start, 0), max(1, -(-len(own) // self.batch_size))
-        every, steps = self.look_every or pass_steps, self.passes * pass_steps
+        best, steps = TrainedModel(start, 0), self.passes * pass_steps
         steps = min(steps, self.most_steps or steps)
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
         for step, batch in enumerate(itertools.islice(self._walk(own, member, after), steps), 1):
@@ -145,6 +149,13 @@ class Workshop:
             if watch.exhausted or not np.isfinite(found):
                 break
         return best
+
+    def _looks(self, pass_steps: int) -> tuple[int, int]:
+        """Return the steps between two looks, and after how many without a better one to stop."""
+        if self.look_every:
+            return self.look_every, self.patience
+        parts = PARTS if pass_steps >= LONG_PASS else 1
+        return -(-pass_steps // parts), self.patience * parts
 
     def _walk(self, own: Rows, member: int, after: int) -> Iterable[Any]:
         """Yield the batches of all passes."""
