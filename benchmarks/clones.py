@@ -6,7 +6,7 @@ Out:      a small file per leaf in `benchmarks/results/clones`; a table of those
 Promise:  the federation of copies has the recipe, the care and the figures of `pays.py`; members
           differ in the order of their rows alone. What it gives beyond local training is owed to
           averaging and the server's optimiser; what the federation of all leaves gives beyond that
-          is owed to the text of the others.
+          is owed to the text of the others, and to a mean over more models.
 Not here: sides and care (`pays.py`).
 
     python -m benchmarks.clones --share 0.1 --leaves encyclopedia chat-irc
@@ -117,7 +117,8 @@ def tell(cells: Cells, kept: Cells, size: Size) -> str:
         local, every = (kept.read(cell.name, pays.digest_of(cell, size)) for cell in sides)
 
         def shown(facts: Facts | None, *ways: str, leaf: str = leaf) -> list[str]:
-            return [f"{facts['leaves'][leaf][way]:.1f}" if facts else "-" for way in ways]
+            found = facts["leaves"].get(leaf, {}) if facts else {}
+            return [f"{found[way]:.1f}" if way in found else "-" for way in ways]
 
         three = ("federated", "finetune", CHOSEN)
         figures = shown(local, *three[1:]) + shown(own, *three) + shown(every, *three)

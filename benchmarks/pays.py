@@ -9,8 +9,8 @@ Promise:  every side gets the same model, rates, weight decay, patience and most
           best model on its way, by its own text to choose by, and makes a model its own by the same
           ways; the figure is of rows that neither training, stopping nor any personal choice saw,
           the same for all sides and shares. No line of a table has tried more rates than the
-          others of its share. Killed at any moment, the same command goes on; what other care or
-          text has made is not found again.
+          others of its share. Killed at any moment, the same command goes on; what other settings
+          or rules have made is not found again.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
 
@@ -31,12 +31,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +95,8 @@ STEPS, ROUNDS, EVERY, PATIENCE = 32, 96, 4, 4
 WEIGHT_DECAY, CLIP, OWN_RATE = 0.1, 1.0, 1 / 3  # of the first rate, for own steps
 LOOKS = 4  # at least, in a pass over a leaf's text: a short text is learned within a few steps
 BLOCKS = 40  # of a leaf's rows to report, whose sums tell how sure a difference is
-CARE_VERSION = 2  # of rules that no setting names; another one makes all cells again
+# Of rules that no setting names: another one trains all cells again, or makes models personal anew.
+TRAINING_VERSION, CHOICE_VERSION = 1, 1
 # 1,042,432 numbers, 786,432 of them in the blocks.
 MODEL = ("model.embedding_size=128", "model.hidden_size=512", "model.layers=4", "model.heads=4")
 CARE = (
@@ -137,6 +139,7 @@ HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity, mean o
 HEAD += ["below local, geometric", "better", "hurt", "rounds", "core-hours"]
 HEIGHT = 360
 CLEAR = 2.0  # standard errors, beyond which a leaf counts as better or hurt
+TARGETS = "targets"
 
 
 @dataclass(frozen=True)
@@ -206,16 +209,22 @@ def recipe_of(cell: Cell, size: Size) -> Recipe:
     return load(CORPORA[cell.corpus], changes)
 
 
-def digest_of(cell: Cell, size: Size) -> str:
-    """Return the digest of all that decides a cell."""
+def training_digest(cell: Cell, size: Size) -> str:
+    """Return the digest of all that decides the runs and models of a cell."""
     made = recipe_digest(recipe_of(cell, size))
-    care = [CARE_VERSION, *WAYS, *SHARES_OF_OWN, *CACHE_SHARES, OWN_RATE, LOOKS, PATIENCE, EVERY]
+    care = [TRAINING_VERSION, OWN_RATE, LOOKS, PATIENCE, EVERY]
     return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, "care": care})
+
+
+def digest_of(cell: Cell, size: Size) -> str:
+    """Return the digest of all that decides a cell, what leaves make of its models included."""
+    choice = [CHOICE_VERSION, *WAYS, *SHARES_OF_OWN, *CACHE_SHARES, BLOCKS]
+    return facts_digest({"training": training_digest(cell, size), "choice": choice})
 
 
 def folder_of(cell: Cell, size: Size, out: Path) -> Path:
     """Return where a cell's runs and models are: those of other settings are elsewhere."""
-    return work_folder(out, cell.name, digest_of(cell, size))
+    return work_folder(out, cell.name, training_digest(cell, size))
 
 
 class Place(NamedTuple):
@@ -249,7 +258,9 @@ def prepare(cell: Cell, size: Size, out: Path) -> Place:
     data = type(recipe.data)(store=str(path.resolve()), **given)  # all else is the store's
     recipe = recipe.model_copy(update={"data": data})
     run = build(recipe, STORES, out=folder_of(cell, size, out) / "run")
-    return Place(run, sorted(members_of(run), key=lambda member: member.name))
+    members = sorted(members_of(run), key=lambda member: member.name)
+    # Numbers decide orders of rows: the same for all sides, whose trees number leaves otherwise.
+    return Place(run, [replace(member, number=n) for n, member in enumerate(members)])
 
 
 @dataclass
@@ -292,11 +303,18 @@ class Bench:
         """Return a personal model's perplexity on the rows that chose nothing."""
         return mixture_perplexity(model.nats(member.report, self.scorer), member.report)
 
-    def blocks(self, model: Personal, member: OwnText) -> list[list[float]]:
-        """Return the nats and the targets of blocks of the rows that chose nothing."""
-        nats = model.nats(member.report, self.scorer).sum(axis=1)
+    def blocks(self, models: dict[str, Personal], member: OwnText) -> dict[str, list[float]]:
+        """Return the targets of blocks of the rows that chose nothing, and the nats of models.
+
+        Rows stand client by client, so that a block has text of few clients: what rows of one
+        text have in common is between blocks, not within them.
+        """
         count = np.count_nonzero(member.report[:, 1:] != PAD, axis=1)
-        return [[round(float(x[n::BLOCKS].sum()), 3) for n in range(BLOCKS)] for x in (nats, count)]
+        found = {w: m.nats(member.report, self.scorer).sum(axis=1) for w, m in models.items()}
+        return {
+            name: [round(float(part.sum()), 3) for part in np.array_split(x, BLOCKS)]
+            for name, x in {TARGETS: count, **found}.items()
+        }
 
 
 def looks(steps: int, batches: int) -> tuple[int, int]:
@@ -321,7 +339,7 @@ class Made(NamedTuple):
 
     figures: dict[str, float]  # of rows that chose nothing
     scores: dict[str, float]  # by which one was chosen
-    blocks: list[list[float]]  # of the chosen model
+    blocks: dict[str, list[float]]  # of the models that the table shows
 
 
 def told_of(made: dict[str, Made]) -> Facts:
@@ -383,7 +401,7 @@ def kept_model(file: Path, like: Params, make: Callable[[], TrainedModel]) -> Tr
         made = make()
         file.parent.mkdir(parents=True, exist_ok=True)
         leaves = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(made.params).items()}
-        part = file.with_suffix(".part.npz")
+        part = file.with_suffix(f".{os.getpid()}.part.npz")  # another process may make it too
         np.savez(part, passes=made.passes, **{f"leaf.{k}": v for k, v in leaves.items()})
         part.replace(file)
     with np.load(file) as kept:
@@ -412,9 +430,11 @@ def central(bench: Bench, cell: Cell, place: Place) -> Facts:
             for m in place.members
         }
 
+    model = Personal(CENTRAL, params)
     return {
         "leaves": scored(lambda m: m.report),
         "choose": scored(lambda m: m.choose),
+        "blocks": {m.name: bench.blocks({CENTRAL: model}, m) for m in place.members},
         "tokens_seen": sum(passes) * targets(own),
         "passes": [passes],
     }
@@ -445,10 +465,10 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
     shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place))
     shop.federated = model
     at = Attempt(shop, member.own, member.choose, member.number)
-    alone = settled_alone(bench, cell, place, member)
-    at.__dict__["alone"] = alone
+    first, second = (f(bench, cell, place, member) for f in (trained_alone, settled_alone))
+    at.__dict__["alone"] = second._replace(passes=first.passes + second.passes)
     if cell.side == LOCAL:
-        at.__dict__["tuned"] = alone
+        at.__dict__["tuned"] = second
     made = attempt_all(at, WAYS)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
@@ -458,7 +478,7 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
     return Made(
         {**figures, CHOSEN: figures[best]},
         {**scores, CHOSEN: scores[best]},
-        bench.blocks(made[best], member),
+        bench.blocks({CHOSEN: made[best], **{way: made[way] for way in WAYS[:2]}}, member),
     )
 
 
@@ -469,7 +489,6 @@ def make(bench: Bench, cell: Cell, cells: Cells) -> None:
     sides = {LOCAL: local, CENTRAL: central}
     found = sides.get(cell.side, federation)(bench, cell, place)
     spec = parts.model_spec(place.run.recipe, place.run.store.vocabulary)
-    per_token = flops(spec.shapes(), spec.size, place.run.recipe.data.sequence_length)
     facts = {
         "corpus": cell.corpus,
         "share": cell.share,
@@ -480,7 +499,6 @@ def make(bench: Bench, cell: Cell, cells: Cells) -> None:
         "tokens_per_leaf": place.tokens,
         "parameters": spec.parameters,
         **found,
-        "tflop": found.get("tokens_seen", 0) * per_token / 1e12,
         "core_seconds": time.process_time() - began,
     }
     cells.write(cell.name, digest_of(cell, bench.size), facts)
@@ -554,7 +572,7 @@ class Line(NamedTuple):
     rates: int
     perplexity: list[float]  # by seed, the mean over leaves
     below: list[float]  # by seed and leaf, the logarithm of its perplexity over that alone
-    errors: list[float]  # the standard errors of these; zero if the line is not of chosen models
+    errors: list[float]  # the standard errors of these
     rounds: list[float]
     seconds: float
 
@@ -587,7 +605,7 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
                 rates,
                 [mean(facts, "leaves", row.way) for facts in cells],
                 [math.log(own / local) for own, local, *_ in pairs],
-                [error_of(a, b, leaf) if row.way == CHOSEN else 0.0 for _, _, a, b, leaf in pairs],
+                [error_of(a, row.way, b, leaf) for _, _, a, b, leaf in pairs],
                 [facts["rounds"] for facts in cells if "rounds" in facts],
                 sum(facts["core_seconds"] for facts in cells),
             )
@@ -595,13 +613,16 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
     return made
 
 
-def error_of(side: Facts, alone: Facts, leaf: str) -> float:
-    """Return the standard error of the nats per target between two chosen models of a leaf.
+def error_of(side: Facts, way: str, alone: Facts, leaf: str) -> float:
+    """Return the standard error of the nats per target between a leaf's model and its own alone.
 
-    Both are of the same rows, so blocks are compared one by one.
+    Both are of the same rows, so blocks are compared one by one. It is the error of the text to
+    report on: another seed may move a figure by more.
     """
-    (own, count), (other, _) = (np.asarray(facts["blocks"][leaf]) for facts in (side, alone))
-    apart = own - other
+    mine, other = side["blocks"][leaf], alone["blocks"][leaf]
+    assert mine[TARGETS] == other[TARGETS], f"{leaf}: blocks of other rows"
+    count = np.asarray(mine[TARGETS])
+    apart = np.asarray(mine[way]) - np.asarray(other[CHOSEN])
     left = apart - count * apart.sum() / count.sum()
     return float(math.sqrt(len(left) / (len(left) - 1) * np.sum(left**2)) / count.sum())
 

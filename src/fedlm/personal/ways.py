@@ -43,8 +43,8 @@ from fedlm.training.early_stopping import EarlyStopping
 SHARES = (0.25, 0.5, 0.75)  # of a member's own model, between the two
 CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 NEIGHBOUR_WIDTHS = (0.1, 0.3, 1.0)  # in units of `neighbours_of`
-# A pass of so many steps is looked at in parts: the best model of a leaf with much text may be
-# within its first pass.
+# A pass of so many steps is looked at in about so many parts: the best model of a leaf with much
+# text may be within its first pass.
 LONG_PASS, PARTS = 32, 4
 
 
@@ -66,7 +66,7 @@ class Workshop:
     batch_size: int = 16
     passes: int = 10  # the most, over a member's own text
     most_steps: int = 0  # of all passes together; 0: as many as they have
-    patience: int = 2  # passes without a better score, or looks of `look_every`, that end a walk
+    patience: int = 2  # passes without a better score that end a walk; looks, with `look_every`
     look_every: int = 0  # steps between two looks at the rows to choose by; 0: by passes
     seed: int = 0
     scale: float = 1.0  # of every step: workshops that differ in it alone share a program

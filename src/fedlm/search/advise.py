@@ -41,7 +41,15 @@ from fedlm.methods.optimizers import client_optimizer
 from fedlm.models import catalog
 from fedlm.personal.members import OwnText, member_called, members_of
 from fedlm.personal.model import Personal, Rows, Scorer, mixture_perplexity
-from fedlm.personal.ways import Attempt, Workshop, federated, finetune, mix_weights
+from fedlm.personal.ways import (
+    LONG_PASS,
+    PARTS,
+    Attempt,
+    Workshop,
+    federated,
+    finetune,
+    mix_weights,
+)
 from fedlm.recipe import parts
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump
@@ -58,8 +66,8 @@ LOCAL, FEDERATED, PERSONAL = "local", "federated", "personal"
 SIDES = (LOCAL, FEDERATED, PERSONAL)
 # So many settings are tried by every side, around the rates of the recipe; the first is its own.
 SCALES = (1.0, 1 / 3)
-WEIGHT_DECAY, LOCAL_RATE, PERSONAL_RATE = 0.1, 0.003, 0.001  # of AdamW
-FEWEST_STEPS = 400  # that a member may take alone, however short its text is: no side is cut off
+WEIGHT_DECAY, CLIP, LOCAL_RATE, PERSONAL_RATE = 0.1, 1.0, 0.003, 0.001  # of AdamW
+FEWEST_STEPS = 400  # that a member may take, however short its text is: it stops by itself
 DRAWN = 4  # times as many members are looked at as are scored: some have too little text
 FEWEST = 2  # members that an answer is made of
 CLEAR = 2.0  # standard errors, from which on a difference is called one
@@ -94,7 +102,10 @@ class Question:
             "passes": self.passes,
             "patience": self.patience,
             # All that decides how a member trains alone, whose score is kept.
-            "local_training": [LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, FEWEST_STEPS],
+            "local_training": [
+                *(LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, CLIP),
+                *(FEWEST_STEPS, LONG_PASS, PARTS),
+            ],
         }
 
 
@@ -324,7 +335,7 @@ class Bench:
                 fresh=lambda: catalog.make(
                     spec.architecture, spec.size, parts.start_key(run.recipe)
                 ),
-                optimizer=client_optimizer("adamw", 1.0, weight_decay=WEIGHT_DECAY, clip=1.0),
+                optimizer=client_optimizer("adamw", 1.0, weight_decay=WEIGHT_DECAY, clip=CLIP),
                 vocabulary=run.store.vocabulary,
                 batch_size=client.batch_size,
                 passes=self.question.passes,
@@ -379,7 +390,7 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
 
 def with_enough_steps(shop: Workshop, member: OwnText) -> Workshop:
     """Return the workshop with as many passes as `FEWEST_STEPS` take over a member's text."""
-    batches = -(-len(member.own) // shop.batch_size)
+    batches = max(1, -(-len(member.own) // shop.batch_size))
     made = shop.at_scale(shop.scale)
     made.passes = max(shop.passes, math.ceil(FEWEST_STEPS / batches))
     return made
