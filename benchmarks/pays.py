@@ -258,9 +258,12 @@ def prepare(cell: Cell, size: Size, out: Path) -> Place:
     data = type(recipe.data)(store=str(path.resolve()), **given)  # all else is the store's
     recipe = recipe.model_copy(update={"data": data})
     run = build(recipe, STORES, out=folder_of(cell, size, out) / "run")
-    members = sorted(members_of(run), key=lambda member: member.name)
-    # Numbers decide orders of rows: the same for all sides, whose trees number leaves otherwise.
-    return Place(run, [replace(member, number=n) for n, member in enumerate(members)])
+    # Numbers decide orders of rows: those of a flat tree for all sides, whose own trees differ.
+    level, store = LEAF_LEVEL[cell.corpus], run.store
+    groups = dict.fromkeys(store.groups(int(n))[level] for n in store.training_clients)
+    number = {name: n for n, name in enumerate(groups)}
+    members = [replace(member, number=number[member.name]) for member in members_of(run)]
+    return Place(run, sorted(members, key=lambda member: member.name))
 
 
 @dataclass
