@@ -136,7 +136,7 @@ WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
 CHOSEN = "chosen"
 BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
 HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity, mean of leaves"]
-HEAD += ["below local, geometric", "better", "hurt", "rounds", "core-hours"]
+HEAD += ["below local, geometric", "better", "hurt", "rounds"]
 HEIGHT = 360
 CLEAR = 2.0  # standard errors, beyond which a leaf counts as better or hurt
 TARGETS = "targets"
@@ -577,7 +577,6 @@ class Line(NamedTuple):
     below: list[float]  # by seed and leaf, the logarithm of its perplexity over that alone
     errors: list[float]  # the standard errors of these
     rounds: list[float]
-    seconds: float
 
 
 def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
@@ -610,7 +609,6 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
                 [math.log(own / local) for own, local, *_ in pairs],
                 [error_of(a, row.way, b, leaf) for _, _, a, b, leaf in pairs],
                 [facts["rounds"] for facts in cells if "rounds" in facts],
-                sum(facts["core_seconds"] for facts in cells),
             )
         )
     return made
@@ -647,7 +645,6 @@ def shown(line: Line) -> list[str]:
         "-" if alone else f"{better} of {len(line.below)}",
         "-" if alone else f"{hurt} of {len(line.below)}",
         over_seeds(line.rounds, 0) if line.rounds else "-",
-        f"{line.seconds / 3600:.2f}",
     ]
 
 
