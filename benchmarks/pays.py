@@ -365,8 +365,7 @@ def local(bench: Bench, cell: Cell, place: Place) -> Facts:
         second = settled_alone(bench, cell, place, member)
         made[member.name] = personal(bench, cell, place, member, first.params)
         passes.append((first.passes, second.passes))
-    seen = [sum(p) * targets(m.own) for p, m in zip(passes, place.members, strict=True)]
-    return {**told_of(made), "tokens_seen": sum(seen), "passes": passes}
+    return {**told_of(made), "passes": passes}
 
 
 def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
@@ -438,7 +437,6 @@ def central(bench: Bench, cell: Cell, place: Place) -> Facts:
         "leaves": scored(lambda m: m.report),
         "choose": scored(lambda m: m.choose),
         "blocks": {m.name: bench.blocks({CENTRAL: model}, m) for m in place.members},
-        "tokens_seen": sum(passes) * targets(own),
         "passes": [passes],
     }
 
@@ -457,7 +455,7 @@ def federation(bench: Bench, cell: Cell, place: Place) -> Facts:
         weights = best_weights(directory, member.node)
         model = load_params(run.recipe.model, run.store.vocabulary, weights)
         made[member.name] = personal(bench, cell, place, member, model)
-    return {**figures, **told_of(made), "tokens_seen": figures["tokens"]}
+    return {**figures, **told_of(made)}
 
 
 def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params) -> Made:

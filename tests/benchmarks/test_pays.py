@@ -31,7 +31,7 @@ def facts(cell, leaves, doubtful=()):
     return {
         "blocks": blocks,
         "leaves": each(1.0), "choose": each(cell.rate * 1000), "tokens_per_leaf": 1e6 * cell.share,
-        "tflop": 3.0, "core_seconds": 360.0, "rounds": 8,
+        "rounds": 8,
     }  # fmt: skip
 
 
