@@ -91,7 +91,9 @@ CORPORA = {"mixgenre": RECIPES / "mixgenre-tree.toml", "eltec": RECIPES / "eltec
 SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 RATES = (0.003, 0.001)
 SEEDS = (0, 1, 2)
-STEPS, ROUNDS, EVERY, PATIENCE = 32, 96, 4, 4
+STEPS, EVERY, PATIENCE = 32, 4, 4
+# The most rounds by share of the text; with little of it all sides stop by themselves before.
+ROUNDS = {0.01: 96, 0.03: 96, 0.1: 256, 0.3: 256, 1.0: 256}
 WEIGHT_DECAY, CLIP, OWN_RATE = 0.1, 1.0, 1 / 3  # of the first rate, for own steps
 LOOKS = 4  # at least, in a pass over a leaf's text: a short text is learned within a few steps
 BLOCKS = 40  # of a leaf's rows to report, whose sums tell how sure a difference is
@@ -193,7 +195,7 @@ def ordered(wanted: Callable[[Cell], bool]) -> list[Cell]:
 class Size:
     """How long cells are, and how large; `--smoke` makes both small."""
 
-    rounds: int = ROUNDS
+    rounds: int | None = None  # the most; None: those of the share
     more: tuple[str, ...] = ()  # changes of every recipe
 
 
@@ -204,7 +206,7 @@ def recipe_of(cell: Cell, size: Size) -> Recipe:
         side = (*side, f"federation.levels=[{LEAF_LEVEL[cell.corpus]}]")
     changes = (
         *(*MODEL, *CARE, f"client.learning_rate={cell.rate}", f"run.seed={cell.seed}"),
-        *(f"server.rounds={size.rounds}", *side, *size.more),
+        *(f"server.rounds={size.rounds or ROUNDS[cell.share]}", *side, *size.more),
     )
     return load(CORPORA[cell.corpus], changes)
 
@@ -298,7 +300,7 @@ class Bench:
         made.fresh = lambda: catalog.make(spec.architecture, spec.size, parts.start_key(recipe))
         made.seed = recipe.run.seed
         made.look_every, made.patience = looks(steps, batches)
-        made.most_steps = self.size.rounds * steps
+        made.most_steps = recipe.server.rounds * steps
         made.passes = math.ceil(made.most_steps / max(1, batches))
         return made
 
@@ -470,6 +472,10 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
     at.__dict__["alone"] = second._replace(passes=first.passes + second.passes)
     if cell.side == LOCAL:
         at.__dict__["tuned"] = second
+    else:
+        file = place.run.record.path.parent / f"{plain_name(member.name)}-own.npz"
+        steps = partial(shop.train, model, member.own, member.choose, member.number)
+        at.__dict__["tuned"] = kept_model(file, model, steps)
     made = attempt_all(at, WAYS)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
@@ -690,8 +696,9 @@ def estimate(cell: Cell, size: Size, out: Path) -> float:
     steps = sum(min(most, batches_of(m.own, place)) for m in place.members)
     looked = sum(targets(m.choose) for m in place.members) / 3  # forward alone
     models = 2 if cell.side in FEDERATIONS else 1  # as received, and after own steps
-    learned = size.rounds * steps * batch + size.rounds / EVERY * models * looked
-    own = size.rounds / 4 * steps * batch + 20 * looked  # stops early: a quarter is much
+    rounds = recipe.server.rounds
+    learned = rounds * steps * batch + rounds / EVERY * models * looked
+    own = rounds / 4 * steps * batch + 20 * looked  # stops early: a quarter is much
     return (learned + own) * per_token / 1e12
 
 
