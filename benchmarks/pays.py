@@ -112,7 +112,7 @@ CARE = (
 FLAT = ("federation.node=[]", "federation.personal_layers=none")
 LEAF_LEVEL = {"mixgenre": 0, "eltec": 1}  # of the groups that are leaves
 AVERAGED = ('federation.optimizer=["fedavg"]', "federation.learning_rate=[1.0]")
-LOCAL, CENTRAL = "local", "central"
+LOCAL, TWICE, CENTRAL = "local", "two local models", "central"
 # Federations by name; those that come first are worth most.
 FEDERATIONS: dict[str, tuple[str, ...]] = {
     "flat averaging": (*FLAT, *AVERAGED),
@@ -130,12 +130,14 @@ FEDERATIONS: dict[str, tuple[str, ...]] = {
     ),
     "flat averaging, Muon": (*FLAT, *AVERAGED, "client.optimizer=muon"),
 }
-SIDES = (LOCAL, *FEDERATIONS, CENTRAL)
+SIDES = (LOCAL, TWICE, *FEDERATIONS, CENTRAL)
 HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
 # What a leaf makes of the model of a first run, the federation's or its own; the rows to choose by
 # decide among them.
 WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
 CHOSEN = "chosen"
+# Two models at every prediction: a line of its own, beside two models of a leaf's own text.
+MIXED = "finetune+local+cache"
 BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
 HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity, mean of leaves"]
 HEAD += ["below local, geometric", "better", "hurt", "rounds"]
@@ -277,13 +279,18 @@ class Bench:
     scorer: Scorer = field(default_factory=Scorer)
     _shop: Workshop | None = None
 
-    def shop(self, place: Place, rate: float, batches: int, members: int = 1) -> Workshop:
+    def shop(
+        self, place: Place, rate: float, batches: int, members: int = 1, seed: int | None = None
+    ) -> Workshop:
         """Return a workshop whose members stop and end as a federation's rounds do.
 
         `batches` are those of a pass over a member's text, or over that of so many members. They
-        look at least as often as rounds do, and are as patient, counted in steps.
+        look at least as often as rounds do, and are as patient, counted in steps. `seed` decides
+        starts and orders, by default that of the place.
         """
         recipe = place.run.recipe
+        if seed is not None:
+            recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"seed": seed})})
         spec = parts.model_spec(recipe, place.run.store.vocabulary)
         if self._shop is None:
             self._shop = Workshop(
@@ -372,7 +379,7 @@ def local(bench: Bench, cell: Cell, place: Place) -> Facts:
 
 def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
     """Return a leaf's model of its own text alone, at the first rate."""
-    shop = bench.shop(place, cell.rate, batches_of(member.own, place))
+    shop = bench.shop(place, cell.rate, batches_of(member.own, place), seed=cell.seed)
 
     def make() -> TrainedModel:
         return shop.train(shop.fresh(), member.own, member.choose, member.number)
@@ -382,7 +389,7 @@ def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> Tr
 
 def settled_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
     """Return a leaf's model of its own text alone, trained on at the rate of own steps."""
-    shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place))
+    shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place), seed=cell.seed)
     start = trained_alone(bench, cell, place, member)
 
     def make() -> TrainedModel:
@@ -391,6 +398,12 @@ def settled_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> Tr
         )
 
     return kept_model(local_file(bench, cell, member, "second"), start.params, make)
+
+
+def both_runs(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
+    """Return a leaf's model of its own text alone, with the passes of both runs."""
+    first, second = (f(bench, cell, place, member) for f in (trained_alone, settled_alone))
+    return second._replace(passes=first.passes + second.passes)
 
 
 def local_file(bench: Bench, cell: Cell, member: OwnText, run: str) -> Path:
@@ -463,29 +476,34 @@ def federation(bench: Bench, cell: Cell, place: Place) -> Facts:
 def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params) -> Made:
     """Return what a leaf makes of the model of a first run, which is the federation's or its own.
 
-    Own steps on its own model are its second run; mixtures may take that one too.
+    Own steps on its own model are its second run; mixtures may take that one too, or, of two
+    local models, the one from another start.
     """
     shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place))
     shop.federated = model
     at = Attempt(shop, member.own, member.choose, member.number)
-    first, second = (f(bench, cell, place, member) for f in (trained_alone, settled_alone))
-    at.__dict__["alone"] = second._replace(passes=first.passes + second.passes)
-    if cell.side == LOCAL:
-        at.__dict__["tuned"] = second
+    at.__dict__["alone"] = both_runs(bench, cell, place, member)
+    if cell.side in (LOCAL, TWICE):
+        at.__dict__["tuned"] = settled_alone(bench, cell, place, member)
+        if cell.side == TWICE:
+            other = replace(cell, seed=cell.seed + len(SEEDS))
+            at.__dict__["alone"] = both_runs(bench, other, place, member)
     else:
         file = place.run.record.path.parent / f"{plain_name(member.name)}-own.npz"
         steps = partial(shop.train, model, member.own, member.choose, member.number)
         at.__dict__["tuned"] = kept_model(file, model, steps)
-    made = attempt_all(at, WAYS)
+    made = attempt_all(at, (*WAYS, *([] if cell.side == LOCAL else [MIXED])))
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
-    best = min(scores, key=scores.__getitem__)
+    best = min(WAYS, key=scores.__getitem__)
     said = ", ".join(f"{way} {found:.1f}" for way, found in figures.items())
     print(f"  {member.name}: {said}", flush=True)
     return Made(
         {**figures, CHOSEN: figures[best]},
         {**scores, CHOSEN: scores[best]},
-        bench.blocks({CHOSEN: made[best], **{way: made[way] for way in WAYS[:2]}}, member),
+        bench.blocks(
+            {CHOSEN: made[best], **{w: made[w] for w in (*WAYS[:2], MIXED) if w in made}}, member
+        ),
     )
 
 
@@ -493,7 +511,7 @@ def make(bench: Bench, cell: Cell, cells: Cells) -> None:
     """Make one cell and keep it."""
     print(cell.name, flush=True)
     began, place = time.process_time(), prepare(cell, bench.size, bench.out)
-    sides = {LOCAL: local, CENTRAL: central}
+    sides = {LOCAL: local, TWICE: local, CENTRAL: central}
     found = sides.get(cell.side, federation)(bench, cell, place)
     spec = parts.model_spec(place.run.recipe, place.run.store.vocabulary)
     facts = {
@@ -529,10 +547,13 @@ def rows_of(side: str) -> list[Row]:
     if side == LOCAL:
         once = Row(f"{side}, first rate alone", side, "federated")
         return [once, Row(side, side, "finetune"), Row(BASELINE, side, CHOSEN)]
+    if side == TWICE:
+        return [Row(f"{side}, personal", side, MIXED)]
     return [
         Row(side, side, "federated"),
         Row(f"{side}, fine-tuned", side, "finetune"),
         Row(f"{side}, personal", side, CHOSEN),
+        Row(f"{side}, personal, and a local model", side, MIXED),
     ]
 
 
@@ -554,11 +575,18 @@ def at_best_rate(found: dict[Cell, Facts], row: Row) -> dict[int, Facts]:
     for seed in sorted({cell.seed for cell in found}):
         rates = common_rates(found, seed)
         tried = [
-            f for c, f in found.items() if (c.side, c.seed) == (row.side, seed) and c.rate in rates
+            f
+            for c, f in found.items()
+            if (c.side, c.seed) == (row.side, seed) and c.rate in rates and has(f, row.way)
         ]
         if tried:
             best[seed] = min(tried, key=lambda facts: mean(facts, "choose", row.way))
     return best
+
+
+def has(facts: Facts, way: str) -> bool:
+    """Return whether a cell knows a way; one that diverged stands for all of them."""
+    return not facts["leaves"] or any(way in ways for ways in facts["leaves"].values())
 
 
 def common_rates(found: dict[Cell, Facts], seed: int) -> list[float]:

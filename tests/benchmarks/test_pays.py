@@ -94,6 +94,30 @@ def test_the_table_is_made_of_kept_cells_and_gives_no_side_more_rates(tmp_path):
     assert lines["WorldLM"][4:9] == ["2", "1.0", "78%", "2 of 2", "0 of 2"], "both have two rates"
 
 
+def test_two_models_at_a_prediction_have_lines_of_their_own(tmp_path):
+    """They are told beside each other, and cells that were made before they were there stay."""
+    cells, size = Cells(tmp_path), Size()
+
+    def keep(side, mixed):
+        cell = Cell("mixgenre", 0.1, side, 0.003, 0)
+        made = facts(cell, {"a": 10.0, "b": 8.0})
+        for leaf, ways in made["leaves"].items() if mixed else ():
+            ways[pays.MIXED] = made["choose"][leaf][pays.MIXED] = mixed
+            made["blocks"][leaf][pays.MIXED] = [math.log(mixed)] * 40
+        cells.write(cell.name, pays.digest_of(cell, size), made)
+
+    keep(LOCAL, None)
+    keep("WorldLM", None)
+    keep("flat Nesterov", 5.0)
+    keep(pays.TWICE, 6.0)
+    told = [line.split(" | ")[2:8] for line in pays.tell(cells, size).splitlines() if "%" in line]
+    lines = {label: (perplexity, better) for label, _, _, perplexity, _, better in told}
+    assert lines["flat Nesterov, personal, and a local model"] == ("5.0", "2 of 2")
+    assert lines["two local models, personal"] == ("6.0", "2 of 2")
+    assert lines["WorldLM, personal"] == ("8.1", "0 of 2")
+    assert "WorldLM, personal, and a local model" not in lines
+
+
 def test_a_leaf_counts_only_where_its_rows_agree():
     """The error is that of the ratio of sums over blocks, and knows that rows are paired."""
     rng = np.random.default_rng(0)

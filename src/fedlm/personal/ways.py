@@ -253,19 +253,31 @@ def mix_logits(at: Attempt) -> Personal:
     """Mix the logits of the federation's model with those of a model of the member's own."""
     found = [_as("logits", federated(at))]
     for own in (at.tuned, at.alone):
-        if own.passes:
-            note = "fine-tuned" if own is at.tuned else "local"
-            found += [
-                Personal(
-                    "logits",
-                    at.shop.federated,
-                    second=own.params,
-                    share=share,
-                    note=f"{share:g} of the {note} model, {own.passes:.3g} passes",
-                )
-                for share in SHARES
-            ]
+        note = "fine-tuned" if own is at.tuned else "local"
+        found += _mixtures("logits", at.shop.federated, own, note)
     return at.best(found)
+
+
+def finetune_and_local(at: Attempt) -> Personal:
+    """Fine-tune, and mix in the logits of a model of the member's own text alone."""
+    way = "finetune+local"
+    return at.best([_as(way, finetune(at)), *_mixtures(way, at.tuned.params, at.alone, "local")])
+
+
+def _mixtures(way: str, params: Params, own: TrainedModel, note: str) -> list[Personal]:
+    """Return mixtures of a model's logits with those of one that the member trained, if it did."""
+    if not own.passes:
+        return []
+    return [
+        Personal(
+            way,
+            params,
+            second=own.params,
+            share=share,
+            note=f"{share:g} of the {note} model, {own.passes:.3g} passes",
+        )
+        for share in SHARES
+    ]
 
 
 def cache(at: Attempt) -> Personal:
@@ -276,6 +288,11 @@ def cache(at: Attempt) -> Personal:
 def finetune_and_cache(at: Attempt) -> Personal:
     """Fine-tune, and mix in a cache of the member's own words."""
     return _cached("finetune+cache", finetune(at), at)
+
+
+def finetune_local_and_cache(at: Attempt) -> Personal:
+    """Fine-tune, mix in a model of the member's own text alone, and a cache of its words."""
+    return _cached("finetune+local+cache", finetune_and_local(at), at)
 
 
 def neighbours(at: Attempt) -> Personal:
@@ -355,6 +372,8 @@ WAYS: dict[str, Way] = {
     "cache": cache,
     "neighbours": neighbours,
     "finetune+cache": finetune_and_cache,
+    "finetune+local": finetune_and_local,
+    "finetune+local+cache": finetune_local_and_cache,
     "finetune+neighbours": finetune_and_neighbours,
     "local+cache": local_and_cache,
     "local+neighbours": local_and_neighbours,
