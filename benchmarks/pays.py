@@ -9,8 +9,10 @@ Promise:  every side gets the same model, rates, weight decay, patience and most
           best model on its way, by its own text to choose by, and makes a model its own by the same
           ways; the figure is of rows that neither training, stopping nor any personal choice saw,
           the same for all sides and shares. No line of a table has tried more rates than the
-          others of its share. Killed at any moment, the same command goes on; what other settings
-          or rules have made is not found again.
+          others of its share. What needs two models at every prediction (a leaf's fine-tuned one
+          and its own) has a line of its own, beside two models of the leaf's own text. Killed at
+          any moment, the same command goes on; what other settings or rules have made is not
+          found again.
 Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm advise`, which asks
           the same of a user's own text.
 
