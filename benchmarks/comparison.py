@@ -241,7 +241,7 @@ class Work:
         assert search is not None
         folder = work_folder(self.out, name, _search_digest(search))
         found = search_settings(
-            search, folder / "search", STORES, lambda label: _say(f"{side.name}: {label}")
+            search, folder / "search", STORES, lambda label: say(f"{side.name}: {label}")
         )
         facts = {
             "best": found.best.point,
@@ -263,7 +263,7 @@ class Work:
         path = work_folder(self.out, name, recipe_digest(recipe)) / "run"
         run = splits.for_choosing(build(recipe, STORES, out=path))
         if not (RunDirectory(path).summary.is_file() or (path / FAILED).is_file()):
-            train_point(run, _say(name))
+            train_point(run, say(name))
         facts = {
             "settings": [*side.set, *as_changes(found["best"])],
             "seed": seed,
@@ -473,7 +473,8 @@ def tell(work: Work, only: Sequence[str] = ()) -> str:
     return f"{work.comparison.question}\n\n{table}{said}{tuned}"
 
 
-def _say(label: str) -> Watcher:
+def say(label: str) -> Watcher:
+    """Print a label; return a watcher that prints the perplexity of rounds below it."""
     print(label, flush=True)
 
     def on_round(told: Any) -> None:
