@@ -75,8 +75,14 @@ def test_the_table_is_made_of_kept_sides(tmp_path):
     assert "No side" in bandwidth.tell(work)
     for side, last in ((SIDES[0], 80.0), (SIDES[1], None)):
         facts = {
-            **{"member_bytes": 2e6, "parameters": 4_700_000, "rounds": 10, "start": 200.0},
-            **{"last": last, "best": 75.0, "rate": 0.003, "seconds": 360.0},
+            "member_bytes": 2e6,
+            "parameters": 4_700_000,
+            "rounds": 10,
+            "start": 200.0,
+            "last": last,
+            "best": 75.0,
+            "rate": 0.003,
+            "seconds": 360.0,
             "curve": [[5, 100, 120.0], [10, 200, 75.0]],
         }
         work.cells.write(side.name, bandwidth.digest_of(side, SMOKE), facts)
