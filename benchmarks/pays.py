@@ -75,6 +75,8 @@ from fedlm.personal.ways import (
     TrainedModel,
     Workshop,
     attempt_all,
+    finetune_and_cache,
+    finetune_local_and_cache,
 )
 from fedlm.personal.ways import SHARES as SHARES_OF_OWN
 from fedlm.recipe import parts
@@ -138,6 +140,8 @@ HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
 # decide among them.
 WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
 CHOSEN = "chosen"
+# The whole of local training, at both rates, from a federation's model; with a cache.
+TRAINED_ON = "trained on"
 # Two models at every prediction: a line of its own, beside two models of a leaf's own text.
 MIXED = "finetune+local+cache"
 BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
@@ -479,7 +483,8 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
     """Return what a leaf makes of the model of a first run, which is the federation's or its own.
 
     Own steps on its own model are its second run; mixtures may take that one too, or, of two
-    local models, the one from another start.
+    local models, the one from another start. From a federation's model a leaf also trains on as
+    local training does, at both rates, and goes on with the better of the two.
     """
     shop = bench.shop(place, OWN_RATE * cell.rate, batches_of(member.own, place))
     shop.federated = model
@@ -494,7 +499,15 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
         file = place.run.record.path.parent / f"{plain_name(member.name)}-own.npz"
         steps = partial(shop.train, model, member.own, member.choose, member.number)
         at.__dict__["tuned"] = kept_model(file, model, steps)
-    made = attempt_all(at, (*WAYS, *([] if cell.side == LOCAL else [MIXED])))
+    made = attempt_all(at, WAYS)
+    if cell.side in FEDERATIONS:
+        again = trained_on(bench, cell, place, member, model)
+        at.__dict__["tuned"] = min(
+            (at.tuned, again), key=lambda one: shop.perplexity(one.params, member.choose)
+        )
+        made[TRAINED_ON] = finetune_and_cache(at)
+    if cell.side != LOCAL:
+        made[MIXED] = finetune_local_and_cache(at)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
     best = min(WAYS, key=scores.__getitem__)
@@ -504,9 +517,27 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
         {**figures, CHOSEN: figures[best]},
         {**scores, CHOSEN: scores[best]},
         bench.blocks(
-            {CHOSEN: made[best], **{w: made[w] for w in (*WAYS[:2], MIXED) if w in made}}, member
+            {
+                CHOSEN: made[best],
+                **{way: made[way] for way in (*WAYS[:2], TRAINED_ON, MIXED) if way in made},
+            },
+            member,
         ),
     )
+
+
+def trained_on(
+    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params
+) -> TrainedModel:
+    """Return a model after the whole of local training on a leaf's own text, at both rates."""
+    folder, passes = place.run.record.path.parent, 0.0
+    for run, rate in (("first", cell.rate), ("second", OWN_RATE * cell.rate)):
+        shop = bench.shop(place, rate, batches_of(member.own, place))
+        file = folder / f"{plain_name(member.name)}-again-{run}.npz"
+        steps = partial(shop.train, model, member.own, member.choose, member.number, after=passes)
+        made = kept_model(file, model, steps)
+        model, passes = made.params, passes + made.passes
+    return made._replace(passes=passes)
 
 
 def make(bench: Bench, cell: Cell, cells: Cells) -> None:
@@ -555,7 +586,8 @@ def rows_of(side: str) -> list[Row]:
         Row(side, side, "federated"),
         Row(f"{side}, fine-tuned", side, "finetune"),
         Row(f"{side}, personal", side, CHOSEN),
-        Row(f"{side}, personal, and a local model", side, MIXED),
+        Row(f"{side}, {TRAINED_ON}", side, TRAINED_ON),
+        Row(f"{side}, {TRAINED_ON}, and a local model", side, MIXED),
     ]
 
 

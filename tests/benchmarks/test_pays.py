@@ -112,10 +112,10 @@ def test_two_models_at_a_prediction_have_lines_of_their_own(tmp_path):
     keep(pays.TWICE, 6.0)
     told = [line.split(" | ")[2:8] for line in pays.tell(cells, size).splitlines() if "%" in line]
     lines = {label: (perplexity, better) for label, _, _, perplexity, _, better in told}
-    assert lines["flat Nesterov, personal, and a local model"] == ("5.0", "2 of 2")
+    assert lines["flat Nesterov, trained on, and a local model"] == ("5.0", "2 of 2")
     assert lines["two local models, personal"] == ("6.0", "2 of 2")
     assert lines["WorldLM, personal"] == ("8.1", "0 of 2")
-    assert "WorldLM, personal, and a local model" not in lines
+    assert "WorldLM, trained on, and a local model" not in lines
 
 
 def test_a_leaf_counts_only_where_its_rows_agree():
