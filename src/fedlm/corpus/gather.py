@@ -23,7 +23,7 @@ import numpy as np
 
 from fedlm.core.errors import CorpusError
 from fedlm.core.types import Say
-from fedlm.corpus.pieces import PieceTask, read_text
+from fedlm.corpus.pieces import PieceTask, read_lines
 from fedlm.corpus.sources import Document
 
 WRITE_BYTES = 1 << 20  # collected before they are written
@@ -71,7 +71,7 @@ class GatheredClients(Sequence[Document]):
             return [self[n] for n in range(*number.indices(len(self)))]
         number = range(len(self))[number]
         own = slice(self._first[number], self._first[number + 1])
-        text = read_text(self.file, self._starts[own].tolist(), self._sizes[own].tolist())
+        text = read_lines(self.file, self._starts[own], self._sizes[own])[:-1].decode()
         return Document(self.names[number], self.groups[number], text)
 
     def distinct(self, digests: np.ndarray) -> int:
@@ -114,22 +114,28 @@ def gather_clients(
     number: dict[str, int] = {}
     groups: list[tuple[str, ...]] = []
     owners, sizes, visible, digests = array("q"), array("q"), bytearray(), bytearray()
+    waiting, size = list[bytes](), 0
     with contextlib.ExitStack() as opened:
         with _kept_in(folder):
             text = opened.enter_context(tempfile.TemporaryFile(dir=folder, buffering=WRITE_BYTES))
         for client, group, said in documents:
             raw = _utf8(client, said)
-            with _kept_in(folder):
-                text.write(raw)
+            waiting += (raw, b"\n")
+            size += len(raw)
+            if size >= WRITE_BYTES:
+                with _kept_in(folder):
+                    text.writelines(waiting)
+                waiting, size = [], 0
             owner = number.setdefault(client, len(number))
             if owner == len(groups):
                 groups.append(group)
                 visible.append(0)
-            visible[owner] |= not said.isspace() and bool(said)
+            visible[owner] |= said != "" and not said.isspace()
             owners.append(owner)
             sizes.append(len(raw))
             digests += _digest(raw)
         with _kept_in(folder):
+            text.writelines(waiting)
             text.flush()
         if not number:
             raise CorpusError("the source holds no client: there is nothing to prepare.")
@@ -172,7 +178,8 @@ def _with_text(
 ) -> GatheredClients:
     """Put the documents of each client together, and leave out clients without text."""
     owners, sizes = (np.array(values, np.int64) for values in told[:2])
-    starts, digests = np.cumsum(sizes) - sizes, np.frombuffer(told[3], f"S{DIGEST}")
+    starts = np.cumsum(sizes + 1) - sizes - 1  # a line end follows each document
+    digests = np.frombuffer(told[3], f"S{DIGEST}")
     keep = np.frombuffer(told[2], bool)
     documents = np.bincount(owners, minlength=len(names))
     joined = int(np.count_nonzero(documents > 1))

@@ -19,10 +19,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fedlm.core.errors import CorpusError, library_errors
-from fedlm.corpus.pieces import LINE_END, Numbering, PieceBlock
+from fedlm.corpus.numbering import LINE_END, Numbering
+from fedlm.corpus.pieces import PieceBlock
 from fedlm.corpus.tokenizer import TextTokenizer
 
 AT_A_TIME = 1 << 16  # pieces of which a library is asked for tokens
+PIECES_AT_A_TIME = 1 << 16  # of a text, that become tokens while they are in the cache
 
 
 class ClientTokens(NamedTuple):
@@ -87,11 +89,14 @@ class PieceSpool:
         for count, clients in self._sizes:
             numbers = self._read(np.uint32, count)
             ends, held_bytes = self._read(np.int64, 2 * clients), self._read(np.int64, clients)
-            found, places = _expanded(numbers, flat, starts, sizes)
-            bounds = [0, *places[ends].tolist()]
-            for client, held in enumerate(held_bytes.tolist()):
-                first, middle, last = bounds[2 * client : 2 * client + 3]
-                yield ClientTokens(found[first:middle], found[middle:last], held)
+            for first, last in _some_at_a_time(ends[1::2]):
+                begin = ends[2 * first - 1] if first else 0
+                parts = ends[2 * first : 2 * last] - begin
+                found, places = _expanded(numbers[begin:][: parts[-1]], flat, starts, sizes)
+                bounds = [0, *places[parts].tolist()]
+                for client, held in enumerate(held_bytes[first:last].tolist()):
+                    start, middle, stop = bounds[2 * client : 2 * client + 3]
+                    yield ClientTokens(found[start:middle], found[middle:stop], held)
 
     def _read(self, dtype: DTypeLike, count: int) -> np.ndarray:
         raw = self._file.read(count * np.dtype(dtype).itemsize)
@@ -117,6 +122,15 @@ class PieceSpool:
         return np.concatenate(flat).astype(dtype), np.array(sizes, np.int64)
 
 
+def _some_at_a_time(ends: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield the first client of some with about `PIECES_AT_A_TIME`, and the one after them."""
+    first = before = 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, before + PIECES_AT_A_TIME, "right")))
+        yield first, last
+        first, before = last, int(ends[last - 1])
+
+
 def _expanded(
     numbers: np.ndarray, flat: np.ndarray, starts: np.ndarray, sizes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -124,12 +138,13 @@ def _expanded(
 
     A line end counts only where its line has tokens.
     """
-    counts = sizes[numbers]
+    counts = sizes.take(numbers)
     line_ends = np.flatnonzero(numbers == LINE_END)
     places = np.concatenate([[0], np.cumsum(counts)])
     empty = line_ends[np.diff(places[line_ends + 1], prepend=0) == 1]
     if len(empty):
         counts[empty] = 0
         places = np.concatenate([[0], np.cumsum(counts)])
-    begins = np.repeat(starts[numbers] - places[:-1], counts)
-    return flat[begins + np.arange(places[-1])], places
+    begins = np.repeat(starts.take(numbers) - places[:-1], counts)
+    begins += np.arange(places[-1])
+    return flat.take(begins), places

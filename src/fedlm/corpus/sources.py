@@ -194,7 +194,7 @@ def json_lines(
     The arguments are the names of these fields. A client may be an integer.
     """
     for number, line in _lines(path):
-        if line.strip():
+        if line and not line.isspace():
             told = _parse(line, path, number)
             yield _from_object(told, f"{path}, line {number}", (client, text, groups))
 
@@ -222,7 +222,9 @@ def _from_object(value: Any, where: str, fields: tuple[str, str, str]) -> Docume
     if not isinstance(groups, list) or not all(isinstance(g, str) for g in groups):
         raise CorpusError(f"{where}: expected a list of strings in {groups_field!r}.")
     try:
-        "".join([name, *groups, value[text]]).encode()
+        for part in (name, *groups, value[text]):
+            if not part.isascii():  # which is known without a look at the text
+                part.encode()
     except UnicodeEncodeError:
         raise CorpusError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff).") from None
     return Document(name, tuple(groups), value[text])
