@@ -339,7 +339,7 @@ RULES = LeafRules(
 LIKE = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
 TOP = {"top": np.arange(4, dtype=np.float32)}
 ABOVE = LeafStart(
-    (np.ones((2, 3), np.float32),), TOP, TOP, None, (Residual("top", 2, 2 * TOP["top"]),)
+    (np.ones((2, 3), np.float32),), TOP, TOP, None, (Residual("top", 2, [2 * TOP["top"]]),)
 )
 
 

@@ -1,6 +1,7 @@
 """A round of a tree by hand: two numbers of backbone, one personal layer, a root and two leaves."""
 
 import math
+import threading
 from dataclasses import replace
 
 import equinox as eqx
@@ -10,12 +11,14 @@ import numpy as np
 import optax
 import pytest
 
+from fedlm.core.errors import RecordError
 from fedlm.core.types import Arrived, Update
 from fedlm.federation.topology import Place, tree
 from fedlm.federation.tree_round import (
     Results,
     TreeConfig,
     _hide,
+    add_change,
     down,
     init_tree,
     received,
@@ -88,6 +91,43 @@ def test_the_root_moves_by_the_weighted_mean_and_mixes_the_layers_of_its_childre
     # An infinite temperature: its own layers are the weighted mean of theirs, and count as one.
     np.testing.assert_allclose(root.params["head"], np.full(3, (mean + 1 + 2) / 3), rtol=1e-6)
     assert int(state.round) == 1 and results.reported[ROOT].agreement == pytest.approx(1.0)
+
+
+def test_a_model_is_put_to_rest_while_the_next_node_trains_and_never_two_at_a_time():
+    done, resting, next_trains = [], threading.Lock(), threading.Event()
+
+    class Watched(Leaves):
+        def updates(self, starts, cohort):
+            for arrived in super().updates(starts, cohort):
+                yield arrived
+                next_trains.set()
+
+    def rest_sum(node, part, change):
+        assert resting.acquire(blocking=False), "two at a time"
+        assert next_trains.wait(60), "the engine goes on while a model is put to rest"
+        done.append(node)
+        resting.release()
+        return add_change(node, part, change)
+
+    chosen = config(rest_sum=rest_sum)
+    state, results = tree_round(chosen, Watched(), init_tree(chosen, START))
+    assert done == list(results.trained) == [A, B]
+    plain = config()
+    assert eqx.tree_equal(state, tree_round(plain, Leaves(), init_tree(plain, START))[0])
+
+
+@pytest.mark.parametrize("node", [A, B])
+def test_a_model_that_cannot_be_put_to_rest_ends_the_round_with_its_error(node):
+    """The last one too, after which the engine is asked for nothing more."""
+
+    def rest_sum(which, part, change):
+        if which == node:
+            raise RecordError("no room.")
+        return add_change(which, part, change)
+
+    chosen = config(rest_sum=rest_sum)
+    with pytest.raises(RecordError, match=r"^no room\.$"):
+        tree_round(chosen, Leaves(), init_tree(chosen, START))
 
 
 def test_a_node_begins_the_next_round_with_the_backbone_of_its_parent():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedlm.core.errors import RecordError
+from fedlm.record import mmap_cache
 from fedlm.record.mmap_cache import Shelf
 
 STATE = {
@@ -31,6 +32,18 @@ def test_what_is_put_away_is_the_same_and_is_read_alone(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [], "a file has no name that could be left behind"
 
 
+def test_the_sum_with_a_change_is_that_of_whole_arrays_to_the_byte(monkeypatch):
+    rng, shapes = np.random.default_rng(0), ((3, 50), (), (0, 2), (7,))
+    start, change = (
+        tuple(np.asarray(rng.normal(size=shape), np.float32) for shape in shapes) for _ in range(2)
+    )
+    for entries in (7, 1 << 16):
+        monkeypatch.setattr(mmap_cache, "AT_A_TIME", entries)
+        found = Shelf().put(1, start, change)
+        for a, b, total in zip(start, change, found, strict=True):
+            assert total.shape == a.shape and total.tobytes() == (a + b).tobytes()
+
+
 def test_a_tree_without_arrays_stays():
     assert Shelf().put(0, {}) == {}
 
@@ -39,6 +52,8 @@ def test_no_room_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(RecordError, match=r"node 5 .* Set TMPDIR .* federation\.resident to 0"):
         Shelf().put(5, STATE)
+    with pytest.raises(RecordError, match=r"node 6 .* Set TMPDIR"):
+        Shelf().put(6, STATE["weights"], STATE["weights"])
 
 
 def test_zeros_of_a_file_are_zeros_that_can_be_written_to():

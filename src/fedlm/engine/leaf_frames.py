@@ -58,7 +58,7 @@ def decode(data: bytes, rules: LeafRules, like: Params, download: Codec, exact: 
         if name == "residual":
             if layer not in shapes:
                 raise WireError(f"a residual is of {layer[:80]!r}, which is no layer here.")
-            residuals.append(Residual(layer, origin, exact.decode(frame, shapes[layer])))
+            residuals.append(Residual(layer, origin, [exact.decode(frame, shapes[layer])]))
         elif name in found:
             raise WireError(f"the start of a leaf has two parts {name!r}.")
         elif name == "backbone":

@@ -340,6 +340,8 @@ class MeshEngine:
                 total, client_state = of_lane(lanes.state[1:], lane)  # the carry stays there
                 update, upload = _only_member(total, client_state), size_of(lanes, lane, place)
                 yield Arrived(int(cohort.members[place]), update, upload, download)
+                del total, client_state, update  # nobody needs them while the next member trains
+            del lanes
 
     def _total_of_groups(self, starts: Starts, cohort: Cohort) -> Gathered:
         """Sum the updates of a cohort, one member per lane at a time."""
@@ -505,6 +507,7 @@ class MeshEngine:
             for stream in self._streams(round, group, text, self._one_each(text)):
                 lanes = self._take(local, lanes, self._with_features(stream, group))
             yield places, lanes
+            del lanes  # before the next group has its own
 
     # ---- bytes -----------------------------------------------------------------------------
 

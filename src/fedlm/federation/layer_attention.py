@@ -16,8 +16,11 @@ have learned in common.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -31,10 +34,16 @@ Layers = dict[str, Vector]
 Backbone = tuple[Any, ...]
 """The leaves of a model that a federation shares, in the order of the model."""
 
-ENTRIES_AT_A_TIME = 1 << 15  # of each vector, when many are compared with many
-# When few are compared: BLAS would start threads for longer ones, whose waiting costs more than the
-# sum, and whose number would decide on its last bits.
+# Of one sum: BLAS would start threads for longer ones, whose waiting costs more than the sum, and
+# whose number would decide on its last bits.
 ENTRIES_OF_A_SUM = 1 << 13
+# A block of as many sums has buffers that fit into a core's cache, and is long enough that two
+# threads seldom wait for each other's Python: 8,192 entries took a third more processor time.
+SUMS_OF_A_BLOCK = 4
+# Rows, columns and entries of products for which BLAS starts none either: 262,144 at most.
+PRODUCTS_OF_ONE_THREAD = (4, 128, 512)
+
+T = TypeVar("T")
 
 LeafLayers = Sequence[str | None]
 """Of each leaf of a model, the personal layer that it belongs to; None is the backbone."""
@@ -70,6 +79,13 @@ class LayersOf(Mapping[str, Vector]):
         """Return the leaves of a layer as vectors, without a copy."""
         return [np.asarray(leaf).ravel() for leaf in self._parts[layer]]
 
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the layers, none of which is made for it."""
+        return {
+            layer: jax.ShapeDtypeStruct((sum(leaf.size for leaf in leaves),), leaves[0].dtype)
+            for layer, leaves in self._parts.items()
+        }
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 
@@ -96,7 +112,8 @@ def join_layers(
 
 def length(part: PyTree) -> float:
     """Return the L2 norm of a part of a model."""
-    return math.sqrt(sum(float(np.vdot(x, x)) for x in jax.tree.leaves(part)))
+    leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(part)]
+    return math.sqrt(_added(dot for x in leaves for dot in _dots(x, x)))
 
 
 class MeanChange(NamedTuple):
@@ -111,24 +128,53 @@ def mean_change(
 ) -> MeanChange:
     """Return the weighted mean of the changes from one backbone to another.
 
-    One leaf of one change is in memory at a time: a federation may have many children.
+    A few entries of one change are in memory at a time: a federation may have many children.
     """
     part = np.asarray(share, np.float32) / np.float32(sum(share))
     squares, mean = [0.0] * len(after), []
-    for leaf in range(len(after[0])):
-        total = None
-        for number, (new, old) in enumerate(zip(after, before, strict=True)):
-            change = np.asarray(np.subtract(new[leaf], old[leaf]))
-            squares[number] += float(np.vdot(change, change))
-            scaled = change * part[number]
-            total = scaled if total is None else np.add(total, scaled, out=total)
-        mean.append(total)
+    for leaf, like in enumerate(after[0]):
+        pairs = [
+            (np.asarray(new[leaf]).ravel(), np.asarray(old[leaf]).ravel())
+            for new, old in zip(after, before, strict=True)
+        ]
+        total, found = _mean_of_leaf(pairs, part)
+        mean.append(total.reshape(like.shape))
+        squares = [_added(dots, start) for start, dots in zip(squares, found, strict=True)]
     norm = float(np.average(np.sqrt(squares), weights=share))
-    found = tuple(mean)
-    return MeanChange(found, length(found) / norm if norm > 0 else 1.0)
+    change = tuple(mean)
+    return MeanChange(change, length(change) / norm if norm > 0 else 1.0)
+
+
+def _mean_of_leaf(
+    pairs: Sequence[tuple[Vector, Vector]], part: Float[np.ndarray, " pairs"]
+) -> tuple[Vector, list[list[float]]]:
+    """Return the weighted sum of changes of a leaf, and the parts of each change's square."""
+    total = np.empty(pairs[0][0].size, np.result_type(pairs[0][0], part))
+
+    def work(blocks: Sequence[slice]) -> list[list[list[float]]]:
+        made, buffer = [], np.empty(_longest(blocks), pairs[0][0].dtype)
+        for here in blocks:
+            change, found = buffer[: here.stop - here.start], []
+            for number, (new, old) in enumerate(pairs):
+                np.subtract(new[here], old[here], out=change)
+                found.append(_dots(change, change))
+                if number:
+                    change *= part[number]
+                    total[here] += change
+                else:
+                    np.multiply(change, part[0], out=total[here])
+            made.append(found)
+        return made
+
+    by_block = _in_two_threads(total.size, work)
+    return total, [[x for block in by_block for x in block[n]] for n in range(len(pairs))]
 
 
 # ---- attention ---------------------------------------------------------------------------
+
+
+Parts = Sequence[Vector]
+"""A vector in parts, as the leaves of a layer are: so nobody has to join them."""
 
 
 class Residual(NamedTuple):
@@ -136,30 +182,40 @@ class Residual(NamedTuple):
 
     layer: str
     origin: int  # the node whose layer it is
-    values: Vector
+    parts: Parts
+
+    @property
+    def values(self) -> Vector:
+        """The layer as one vector; a copy if it has several parts."""
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
-Parts = Sequence[Vector]
-"""A vector in parts, as the leaves of a layer are: so nobody has to join them."""
-
-
-def cosine(a: Vector, b: Vector, origin: Vector) -> float:
+def cosine(a: Parts, b: Parts, origin: Vector) -> float:
     """Return the cosine of the changes of two layers; zero if one of them has not moved."""
-    return cosines(a, [[b]], origin)[0]
+    return cosines(a, [b], origin)[0]
 
 
-def cosines(own: Vector, others: Sequence[Parts], origin: Vector) -> list[float]:
+def cosines(own: Parts, others: Sequence[Parts], origin: Vector) -> list[float]:
     """Return the cosine of a layer's change and each of other changes of that layer."""
-    square, squares, dots = 0.0, [0.0] * len(others), [0.0] * len(others)
-    for here, (x, y, start) in _blocks(own.size, 3):
-        start[:], x[:] = origin[here], own[here]
-        x -= start
-        square += float(x @ x)
-        for number, other in enumerate(others):
-            _read(other, here, y)
-            y -= start
-            squares[number] += float(y @ y)
-            dots[number] += float(x @ y)
+
+    def work(blocks: Sequence[slice]) -> list[list[list[float]]]:
+        made = []
+        for here, (x, y, start) in _buffered(blocks):
+            start[:] = origin[here]
+            _read(own, here, x)
+            x -= start
+            found = [_dots(x, x)]
+            for other in others:
+                _read(other, here, y)
+                y -= start
+                found += [_dots(y, y), _dots(x, y)]
+            made.append(found)
+        return made
+
+    by_block = _in_two_threads(origin.size, work)
+    # In the order of the entries, whichever thread was first.
+    sums = [_added(x for block in by_block for x in block[n]) for n in range(1 + 2 * len(others))]
+    square, squares, dots = sums[0], sums[1::2], sums[2::2]
     lengths = [math.sqrt(square * one) for one in squares]
     return [
         dot / length if length > 0 and math.isfinite(length) else 0.0
@@ -167,15 +223,46 @@ def cosines(own: Vector, others: Sequence[Parts], origin: Vector) -> list[float]
     ]
 
 
-def _blocks(size: int, count: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
-    """Yield slices of a vector that fit into a core's cache, each with `count` buffers.
+def _dots(x: Vector, y: Vector) -> list[float]:
+    """Return the scalar products of the parts of two vectors that are added up at once."""
+    whole = x.size - x.size % ENTRIES_OF_A_SUM
+    rows = (-1, ENTRIES_OF_A_SUM)
+    found = np.vecdot(x[:whole].reshape(rows), y[:whole].reshape(rows)).tolist()
+    return [*found, float(x[whole:] @ y[whole:])] if whole < x.size else found
 
-    Where they begin does not depend on how the vector is stored: sums have one order everywhere.
+
+def _added(numbers: Iterable[float], start: float = 0.0) -> float:
+    """Add numbers one after the other; `sum` is more exact in later versions of Python."""
+    return reduce(add, numbers, start)
+
+
+def _in_two_threads(
+    size: int, work: Callable[[Sequence[slice]], list[T]], step: int = 0
+) -> list[T]:
+    """Return what `work` makes of the blocks of a vector, in order; half of them beside the other.
+
+    Where blocks begin does not depend on how the vector is stored, nor on threads: sums have one
+    order everywhere. numpy's loops run without Python's lock.
     """
-    buffers = np.empty((count, min(size, ENTRIES_OF_A_SUM)))
-    for first in range(0, size, ENTRIES_OF_A_SUM):
-        here = slice(first, min(first + ENTRIES_OF_A_SUM, size))
-        yield here, [buffer[: here.stop - first] for buffer in buffers]
+    step = step or SUMS_OF_A_BLOCK * ENTRIES_OF_A_SUM
+    blocks = [slice(first, min(first + step, size)) for first in range(0, size, step)]
+    half = len(blocks) // 2
+    if half < 2:  # a thread would take longer to start
+        return work(blocks)
+    with ThreadPoolExecutor(1) as other:
+        second = other.submit(work, blocks[half:])
+        return [*work(blocks[:half]), *second.result()]
+
+
+def _longest(blocks: Sequence[slice]) -> int:
+    return max((here.stop - here.start for here in blocks), default=0)
+
+
+def _buffered(blocks: Sequence[slice]) -> Iterator[tuple[slice, list[np.ndarray]]]:
+    """Yield blocks, each with three buffers of 64 bits of its length."""
+    buffers = np.empty((3, _longest(blocks)))
+    for here in blocks:
+        yield here, [buffer[: here.stop - here.start] for buffer in buffers]
 
 
 def _read(parts: Parts, here: slice, out: np.ndarray) -> None:
@@ -210,7 +297,7 @@ class Attended(NamedTuple):
 
 
 def attend(
-    own: Layers,
+    own: Mapping[str, Vector],
     peers: Sequence[Mapping[str, Vector]],
     origin: Layers,
     temperature: float,
@@ -222,12 +309,12 @@ def attend(
     """
     made: Layers = {}
     found: dict[str, np.ndarray] = {}
-    for layer, mine in own.items():
-        others: list[Parts] = [_parts_of(peer, layer) for peer in peers]
-        others += [[r.values] for r in residuals if r.layer == layer]
+    for layer in own:
+        mine, others = parts_of(own, layer), [parts_of(peer, layer) for peer in peers]
+        others += [r.parts for r in residuals if r.layer == layer]
         likeness = [1.0, *cosines(mine, others, origin[layer])]
         found[layer] = attention_weights(likeness, temperature)
-        made[layer] = mix([mine], others, found[layer])
+        made[layer] = mix(mine, others, found[layer])
     return Attended(made, found)
 
 
@@ -235,15 +322,20 @@ def mix(own: Parts, others: Sequence[Parts], share: Float[np.ndarray, " peers"])
     """Return the weighted mean as self plus differences, so equal peers give exactly self."""
     mixed = np.empty(sum(part.size for part in own), own[0].dtype)
     counted = [(other, part) for other, part in zip(others, share[1:], strict=True) if part > 0]
-    for here, (mine, total, difference) in _blocks(mixed.size, 3):
-        _read(own, here, mine)
-        total[:] = mine
-        for other, part in counted:
-            _read(other, here, difference)
-            difference -= mine
-            difference *= part
-            total += difference
-        mixed[here] = total
+
+    def work(blocks: Sequence[slice]) -> list[None]:
+        for here, (mine, total, difference) in _buffered(blocks):
+            _read(own, here, mine)
+            total[:] = mine
+            for other, part in counted:
+                _read(other, here, difference)
+                difference -= mine
+                difference *= part
+                total += difference
+            mixed[here] = total
+        return []
+
+    _in_two_threads(mixed.size, work)
     return mixed
 
 
@@ -252,7 +344,7 @@ def mean_layers(nodes: Sequence[Mapping[str, Vector]], share: Sequence[float]) -
     part = np.asarray(share, np.float64) / float(np.sum(share))
     made: Layers = {}
     for layer in nodes[0]:
-        first, *others = (_parts_of(node, layer) for node in nodes)
+        first, *others = (parts_of(node, layer) for node in nodes)
         made[layer] = mix(first, others, part)
     return made
 
@@ -277,7 +369,7 @@ def worst(
     chosen: list[Residual] = []
     for layer, mine in own.items():
         here = [r for r in candidates if r.layer == layer]
-        here.sort(key=lambda r: (cosine(r.values, mine, origin[r.layer]), r.origin))
+        here.sort(key=lambda r: (cosine(r.parts, [mine], origin[r.layer]), r.origin))
         chosen += here[:count]
     return tuple(chosen)
 
@@ -304,7 +396,7 @@ def route(
     alike = {
         layer: cosine_matrix(
             [r.values for r in found],
-            [_parts_of(layers, layer) for layers, _ in children.values()],
+            [parts_of(layers, layer) for layers, _ in children.values()],
             start,
         )
         for layer, start in origin.items()
@@ -322,7 +414,8 @@ def route(
     return routed
 
 
-def _parts_of(layers: Mapping[str, Vector], layer: str) -> list[Vector]:
+def parts_of(layers: Mapping[str, Vector], layer: str) -> Parts:
+    """Return a layer in the parts in which it is held, without a copy."""
     return layers.parts(layer) if isinstance(layers, LayersOf) else [layers[layer]]
 
 
@@ -334,26 +427,39 @@ def cosine_matrix(
     Some entries of all layers are in memory at a time. Pair by pair, each of a hundred nodes would
     be read a hundred times.
     """
-    dots = np.zeros((len(rows), len(columns)))
-    squares = [np.zeros(len(rows)), np.zeros(len(columns))]
-    begin = 0
-    for parts in zip(*columns, strict=True):
-        for first in range(0, parts[0].size, ENTRIES_AT_A_TIME):
-            here = slice(first, min(first + ENTRIES_AT_A_TIME, parts[0].size))
-            whole = slice(begin + here.start, begin + here.stop)
-            x = _changes([row[whole] for row in rows], origin[whole])
-            y = _changes([part[here] for part in parts], origin[whole])
-            dots += x @ y.T
-            squares[0] += np.einsum("rn,rn->r", x, x)
-            squares[1] += np.einsum("rn,rn->r", y, y)
-        begin += parts[0].size
+
+    def work(blocks: Sequence[slice]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        dots, of_rows = np.zeros((len(rows), len(columns))), np.zeros(len(rows))
+        of_columns, longest = np.zeros(len(columns)), _longest(blocks)
+        x, y = np.empty((len(rows), longest)), np.empty((len(columns), longest))
+        for here in blocks:
+            start, now = origin[here].astype(np.float64), slice(here.stop - here.start)
+            for changes, parts in ((x, ([row] for row in rows)), (y, columns)):
+                for change, one in zip(changes[:, now], parts, strict=True):
+                    _read(one, here, change)
+                    change -= start
+            of_rows += np.vecdot(x[:, now], x[:, now])
+            of_columns += np.vecdot(y[:, now], y[:, now])
+            _add_products(dots, x[:, now], y[:, now])
+        return [(dots, of_rows, of_columns)]
+
+    halves = _in_two_threads(origin.size, work, ENTRIES_OF_A_SUM)
+    dots, *squares = (sum(of_half[1:], of_half[0]) for of_half in zip(*halves, strict=True))
     lengths = np.sqrt(np.outer(*squares))
     usable = (lengths > 0) & np.isfinite(lengths)
     return np.where(usable, dots / np.where(usable, lengths, 1.0), 0.0)
 
 
-def _changes(vectors: Sequence[Vector], origin: Vector) -> Float[np.ndarray, "vectors entries"]:
-    made = np.empty((len(vectors), len(origin)))
-    for row, vector in zip(made, vectors, strict=True):
-        np.subtract(vector, origin, out=row, dtype=np.float64)
-    return made
+def _add_products(dots: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    """Add the products of all rows of two matrices, in pieces for which BLAS starts no threads.
+
+    On busy cores its threads wait for each other: a hundred by a hundred rows took 40 times the
+    processor time of one thread.
+    """
+    rows, columns, entries = PRODUCTS_OF_ONE_THREAD
+    for first in range(0, x.shape[1], entries):
+        here = slice(first, first + entries)
+        for left in range(0, len(x), rows):
+            for right in range(0, len(y), columns):
+                to = slice(left, left + rows), slice(right, right + columns)
+                dots[to] += x[to[0], here] @ y[to[1], here].T

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -50,11 +51,13 @@ from fedlm.federation.algorithm import Algorithm
 from fedlm.federation.layer_attention import (
     Backbone,
     Layers,
+    LayersOf,
     Residual,
     Routed,
     attend,
     length,
     mean_change,
+    parts_of,
 )
 from fedlm.federation.leaf import LeafRules, LeafStart, leaving
 from fedlm.federation.member import ClientState
@@ -69,6 +72,11 @@ from fedlm.federation.topology import Topology
 
 Compare = Literal["start", "root"]
 Order = Literal["levels", "together"]
+
+
+def add_change(node: int, part: PyTree, change: PyTree) -> PyTree:
+    """Return a part of a node after a change, in memory."""
+    return jax.tree.map(np.add, part, change)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,8 @@ class TreeConfig:
     clip_norm: float  # the longest change that leaves a leaf; 0 is any
     noise_multiplier: float  # on what leaves a leaf, in multiples of the clip norm
     edge_bytes: Callable[[Any], int]
+    # `rest` of a part after a change: the sum need not be in memory whole.
+    rest_sum: Callable[[int, PyTree, PyTree], PyTree] = add_change
     # Whether what pooled text is sent and sends counts: with codecs it is somewhere else.
     counts_frames: bool = False
     # Makes an array of zeros of a shape and type where it may wait, as `rest` does.
@@ -127,6 +137,10 @@ class TreeConfig:
     def personal(self, params: Params) -> Layers:
         """Return the personal layers of a model as vectors."""
         return layer_attention.personal_of(self.personal_layers, params)
+
+    def layers(self, params: Params) -> LayersOf:
+        """Return the personal layers of a model, each made when it is asked for."""
+        return LayersOf(self.personal_layers, params)
 
     def join(self, like: Params, backbone: Backbone, personal: Layers) -> Params:
         """Return the model that a backbone and personal layers make up."""
@@ -286,7 +300,7 @@ def _shown(
 ) -> Mapping[str, Vector]:
     """Return a node's personal layers as other nodes know them, each made when it is asked for."""
     if node.public_layers is None:
-        return layer_attention.LayersOf(config.personal_layers, node.params)
+        return config.layers(node.params)
     return {layer: np.asarray(values) for layer, values in node.public_layers.items()}
 
 
@@ -336,22 +350,23 @@ def _take(
 ) -> FromAbove:
     """Return a node with its parent's backbone and a mixture of personal layers."""
     before = state.nodes[node]
-    backbone, own = config.backbone(parent.params), config.personal(before.params)
+    backbone, held = config.backbone(parent.params), config.layers(before.params)
     down_bytes, attention, at_home = config.cost(backbone), None, None
-    if own and not config.layers_stay:
+    own: Layers | None = None
+    if held and not config.layers_stay:
         # To measure from the root takes its layers too; a child of the root has them already.
         from_root = config.compare == "root" and config.topology.depths[node] > 1
-        down_bytes += (2 if from_root else 1) * config.cost(own)
-        down_bytes += sum(config.cost(residual.values) for residual in residuals)
+        down_bytes += (2 if from_root else 1) * config.cost(held.shapes())
+        down_bytes += sum(config.cost(list(residual.parts)) for residual in residuals)
         above, origin = _shown(config, parent), _origin(config, state)
         if config.models_at_home and config.topology.clients[node]:
             told = origin if config.compare == "root" else None  # or those that all began with
             at_home = LeafStart(backbone, None, dict(above), told, tuple(residuals))
         else:
-            own, attention = attend(own, [above], origin, config.temperature, residuals)
+            own, attention = attend(held, [above], origin, config.temperature, residuals)
     # The backbone is the parent's, which rests already: all children share it.
-    resting = config.rest(node, own)
-    own = {layer: resting[layer] for layer in own}
+    resting = config.rest(node, dict(held) if own is None else own)
+    own = {layer: resting[layer] for layer in held}
     params = config.join(before.params, backbone, own)
     # A leaf's own layers are not public where it hides them.
     public = own if config.hides and not config.topology.clients[node] else before.public_layers
@@ -380,7 +395,7 @@ def _waiting(state: TreeState) -> list[Residual]:
     for row, (layer, values) in enumerate(sorted(state.waiting.items())):
         for slot, node in enumerate(origins[row]):
             if node >= 0:
-                found.append(Residual(layer, int(node), np.asarray(values)[slot]))
+                found.append(Residual(layer, int(node), [np.asarray(values)[slot]]))
     return found
 
 
@@ -412,13 +427,19 @@ def train_nodes(
         return {}
     cohort = Cohort(int(state.round), np.asarray([config.clients + node for node in nodes]))
     starts = [_start(config, state.nodes[node], received[node]) for node in nodes]
-    made = {}
-    for member, update, upload, download in engine.updates(starts, cohort):
-        node = member - config.clients
-        trained = _trained(config, state, node, received[node], update)
-        if config.counts_frames:  # otherwise a node is where its text is
-            trained = trained._replace(upload_bytes=upload, download_bytes=download)
-        made[node] = trained
+    made: dict[int, TrainedNode] = {}
+    # A node's model is put to rest while the next node trains; never two at a time.
+    with ThreadPoolExecutor(1, "rest") as beside:
+        last: tuple[int, Future[TrainedNode]] | None = None
+        for member, update, upload, download in engine.updates(starts, cohort):
+            if last is not None:
+                made[last[0]] = last[1].result()
+            node, frames = member - config.clients, (upload, download)
+            job = beside.submit(_trained, config, state, node, received[node], update, frames)
+            last = node, job
+            del update  # it goes when the model rests, not when the next one arrives
+        if last is not None:
+            made[last[0]] = last[1].result()
     return made
 
 
@@ -440,17 +461,24 @@ def _start(config: TreeConfig, before: TreeNodeState, received: FromAbove) -> St
 
 
 def _trained(
-    config: TreeConfig, state: TreeState, node: int, start: FromAbove, update: Update
+    config: TreeConfig,
+    state: TreeState,
+    node: int,
+    start: FromAbove,
+    update: Update,
+    frames: tuple[int, int],
 ) -> TrainedNode:
-    """Return a node whose pooled text gave an update."""
+    """Return a node whose pooled text gave an update, in frames of so many bytes up and down."""
     backbone, layers = None, start.public_layers
-    params = jax.tree.map(np.add, start.params, update.delta)
+    params = config.rest_sum(node, start.params, update.delta)
     if config.models_at_home:  # the update is the part that left, and what it starts from is known
         layers = config.personal(params) if config.hides else None
     elif config.hides:
         backbone, layers = _hide(config, state, node, start, update)
+    # Otherwise a node is where its text is.
+    upload, download = frames if config.counts_frames else (0, 0)
     return TrainedNode(
-        params=config.rest(node, params),
+        params=params,
         public_layers=layers,
         sums=_without_change(update),
         public_backbone=backbone,
@@ -458,6 +486,8 @@ def _trained(
         training_memory=None
         if update.client_state is None
         else config.rest(node, update.client_state.own),
+        upload_bytes=upload,
+        download_bytes=download,
     )
 
 
@@ -541,9 +571,10 @@ def up(config: TreeConfig, state: TreeState, node: int, results: Results) -> Rep
         return report
     up_bytes = config.cost(report.backbone)
     if not config.layers_stay:
-        up_bytes += config.cost(_known(config, report.after))
+        shown = _shown(config, report.after)
+        up_bytes += config.cost(shown.shapes() if isinstance(shown, LayersOf) else shown)
         if topology.children[node]:  # a leaf's residuals are its layers
-            up_bytes += sum(config.cost(r.values) for r in report.residuals or ())
+            up_bytes += sum(config.cost(list(r.parts)) for r in report.residuals or ())
     return report._replace(up_bytes=up_bytes)
 
 
@@ -551,8 +582,8 @@ def _carry_on(config: TreeConfig, state: TreeState, node: int, results: Results)
     """Return a node without children's reports unchanged; a leaf offers its layers as residuals."""
     now, trained, residuals = results.now(node), results.trained.get(node), None
     if config.residuals and not config.topology.children[node]:
-        layers = config.rest(node, _known(config, now)).items()
-        residuals = [Residual(layer, node, values) for layer, values in layers]
+        shown = _shown(config, now)  # a model that rests already, or layers that `hides` keeps
+        residuals = [Residual(layer, node, parts_of(shown, layer)) for layer in shown]
     backbone = trained.public_backbone if trained is not None else None
     after = _node_after(config, state, node, results)
     return Reported(after, config.backbone(now.params) if backbone is None else backbone, residuals)
@@ -666,6 +697,7 @@ def _kept_waiting(
         rows = config.room(before.shape, before.dtype)
         here = [r for r in residuals if r.layer == layer][: len(rows)]
         for slot, residual in enumerate(here):
-            rows[slot], origins[row, slot] = residual.values, residual.origin
+            np.concatenate(residual.parts, out=rows[slot])
+            origins[row, slot] = residual.origin
         kept[layer] = rows
     return kept, origins

@@ -24,18 +24,23 @@ from fedlm.core.errors import RecordError
 from fedlm.core.types import PyTree
 
 ALIGNED = 64  # bytes between the beginnings of two arrays are a multiple of it
+AT_A_TIME = 1 << 16  # entries of a sum
 
 
 class Shelf:
     """Files in the system's folder for temporary files, one for each tree that is put away."""
 
-    def put(self, number: int, state: PyTree) -> PyTree:
-        """Write a tree to a file, and return it mapped from there."""
+    def put(self, number: int, state: PyTree, change: PyTree | None = None) -> PyTree:
+        """Write a tree to a file, and return it mapped from there.
+
+        With `change`, the sum of both is written: it is never in memory whole.
+        """
         leaves, structure = jax.tree.flatten(state)
         # Not ascontiguousarray, which turns a scalar into a vector.
         arrays = [np.asarray(leaf, order="C") for leaf in leaves]
+        changes = [np.asarray(leaf, order="C") for leaf in jax.tree.leaves(change)]
         with _no_room(f"the model of node {number}"):
-            arrays = _mapped(arrays)
+            arrays = _mapped(arrays, changes)
         return jax.tree.unflatten(structure, arrays)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -61,8 +66,8 @@ def _no_room(what: str) -> Iterator[None]:
         ) from None
 
 
-def _mapped(arrays: list[np.ndarray]) -> list[Any]:
-    """Write arrays to a file without a name, and map them from there, to be read alone."""
+def _mapped(arrays: list[np.ndarray], changes: list[np.ndarray]) -> list[Any]:
+    """Write arrays, each with its change if there are any, to a file without a name; map them."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)
@@ -71,13 +76,26 @@ def _mapped(arrays: list[np.ndarray]) -> list[Any]:
         return list(arrays)
     with tempfile.TemporaryFile(prefix="fedlm-node-", buffering=0) as file:
         os.truncate(file.fileno(), end)
-        for start, array in zip(starts, arrays, strict=True):
-            _write(file.fileno(), array, start)
+        for number, (start, array) in enumerate(zip(starts, arrays, strict=True)):
+            if changes:
+                _write_sum(file.fileno(), array, changes[number], start)
+            else:
+                _write(file.fileno(), array, start)
         whole = np.memmap(file, np.uint8, "r", shape=(end,))
     return [
         np.asarray(whole[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+def _write_sum(file: int, array: np.ndarray, change: np.ndarray, start: int) -> None:
+    """Write the sum of two arrays, in the type of the first; some entries at a time."""
+    one, other = array.reshape(-1), change.reshape(-1)
+    buffer = np.empty(min(one.size, AT_A_TIME), one.dtype)
+    for first in range(0, one.size, AT_A_TIME):
+        part = one[first : first + AT_A_TIME]
+        total = np.add(part, other[first : first + AT_A_TIME], out=buffer[: part.size])
+        _write(file, total, start + first * one.itemsize)
 
 
 def _write(file: int, array: np.ndarray, start: int) -> None:
