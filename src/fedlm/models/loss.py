@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
 from fedlm.models.layers import wide
-from fedlm.models.packing import FEWEST_COLUMNS, dense_zero, enough
+from fedlm.models.packing import FEWEST_COLUMNS, dense_zero, enough, leading
 
 SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
 # The most logits that are held at once, 128 MiB in float32; more rows are taken in several blocks.
@@ -71,27 +71,40 @@ def _in_blocks(compute, vocab, *x):  # type: ignore[no-untyped-def]
     return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:rows], made), total
 
 
-def _partition(features, readout, counts, trained):  # type: ignore[no-untyped-def]
-    """Return the log partition function of each row and its gradients for features and readout.
+def _partition(features, readout, counts, size, trained):  # type: ignore[no-untyped-def]
+    """Return gradients and log partition functions of the first `size` rows, and zero for others.
 
-    The gradients are computed while the logits are still in cache. The exponentials stay
-    unnormalised: dividing a row of `embed` numbers by its sum is far cheaper than dividing a row
-    of `vocab` numbers.
+    The last column of the first result is the log partition function of each row, the others are
+    its gradient for features; the second is the gradient for the readout. They are computed while
+    the logits are still in cache. The exponentials stay unnormalised: dividing a row of `embed`
+    numbers by its sum is far cheaper than dividing a row of `vocab` numbers.
+
+    XLA takes about 30 ms to compile each kernel of each size, so there are four: one cuts out rows
+    (`packing.leading`), one makes exponentials, one shares, one the first result.
     """
     exact = partial(jnp.matmul, preferred_element_type=wide(features.dtype))
 
-    def of(features, counts):  # type: ignore[no-untyped-def]
-        logits = exact(features, readout.T)
+    def of(size, features, counts):  # type: ignore[no-untyped-def]
+        beyond = (0, features.shape[0] - size)
+        logits = exact(leading(features, counts, size), readout.T)
         top = jnp.max(logits, axis=1)
         raised = jnp.exp(logits - top[:, None])
         total = jnp.sum(raised, axis=1)
-        share = (counts / total)[:, None]
+        # Divided after padding: a quotient is no part of the kernel that cuts rows out.
+        share = counts / jnp.pad(total, beyond, constant_values=1.0)
         raised = raised.astype(features.dtype)
-        d_readout = exact(raised.T, (features * share).astype(features.dtype)) if trained else None
-        return (jnp.log(total) + top, exact(raised, readout) * share), d_readout
+        d_readout = exact(raised.T, leading(features, share, size)) if trained else None
+        d_features = exact(raised, readout) * share[:size, None]
+        made = jnp.concatenate([d_features, (jnp.log(total) + top)[:, None]], axis=1)
+        return jnp.pad(made, (beyond, (0, 0))), d_readout
 
-    (logs, d_features), d_readout = _in_blocks(of, readout.shape[0], features, counts)
-    return logs, d_features, d_readout
+    vocab = readout.shape[0]
+    if size <= MOST_LOGITS // vocab:
+        return of(size, features, counts)
+    made, d_readout = _in_blocks(
+        lambda *x: of(x[0].shape[0], *x), vocab, features[:size], counts[:size]
+    )
+    return jnp.pad(made, ((0, features.shape[0] - size), (0, 0))), d_readout
 
 
 def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
@@ -114,11 +127,10 @@ def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
     wanted = readout[targets]
 
     def first(size):  # type: ignore[no-untyped-def]
-        logs, d_first, d_readout = _partition(features[:size], readout, counts[:size], trained)
-        beyond = (0, rows - size)
-        return jnp.pad(logs, beyond), jnp.pad(d_first, (beyond, (0, 0))), d_readout
+        return _partition(features, readout, counts, size, trained)
 
-    logs, d_features, d_readout = enough(jnp.sum(targets != PAD), rows, first, SIZES)
+    made, d_readout = enough(jnp.sum(targets != PAD), rows, first, SIZES)
+    d_features, logs = made[:, :-1], made[:, -1]
     features = features.astype(exact)
     nats = jnp.sum(counts * (logs - jnp.sum(features * wanted, axis=1)))
     d_features = d_features - wanted * counts[:, None]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from fedlm.core.types import PAD
 
@@ -77,12 +77,14 @@ def pack(targets: Int[Array, "batch seq"], alone: bool = False) -> Packing:
     until = lengths[first]
     steps = batch * seq // widths(batch)[0]
     slot, when, ends, size = _stages(load, steps, batch * seq, widths(batch, alone))
-    later = when >= until[slot]
-    time = when - jnp.where(later, until[slot], 0)
+    # One gather of four numbers: each gather is a kernel that XLA compiles.
+    first, second, until, load = jnp.stack([first, second, until, load], 1)[slot].T
+    later = when >= until
+    time = when - jnp.where(later, until, 0)
     return Packing(
-        row=jnp.where(later, second[slot], first[slot]),
+        row=jnp.where(later, second, first),
         time=jnp.minimum(time, seq - 1),
-        used=when < load[slot],
+        used=when < load,
         ends=ends,
         size=size,
     )
@@ -143,6 +145,17 @@ def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T], size
     branches = [lambda n=n: compute(n) for n in choice]
     chosen: T = jax.lax.switch(which, branches)
     return chosen
+
+
+def leading(
+    x: Shaped[Array, "columns width"], factors: Shaped[Array, " columns"], size: int
+) -> Shaped[Array, "size width"]:
+    """Return the first rows, each times its factor.
+
+    Sizes are many, and XLA takes about 30 ms to compile a kernel of whatever length, but compiles
+    equal kernels once. So rows are cut out in this one way, also where the factors are a mask.
+    """
+    return (x * factors[:, None]).astype(x.dtype)[:size]
 
 
 def dense_zero(gradient: Any) -> Array:

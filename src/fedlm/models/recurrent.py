@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from fedlm.core.types import PyTree
 from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, in_dtype, tied
-from fedlm.models.packing import Packing, enough, gather, pack, widths
+from fedlm.models.packing import Packing, enough, gather, leading, pack, widths
 
 SIZES = 16  # compiled sizes of the products before and after the loop
 CACHED = 2 << 20  # bytes of a second-level cache: a time step that reads more waits for memory
@@ -81,12 +81,13 @@ def sequence(cell: Cell, slots: Slots, packing: Packing, inputs: Columns, layer:
 
 
 def _stages(packing: Packing, slots: Slots):  # type: ignore[no-untyped-def]
-    """Yield width, first step, end step (exclusive) and first column of each stage."""
-    begin, column = jnp.int32(0), jnp.int32(0)
+    """Yield width, first column and end column (exclusive) of each stage."""
+    step, column = jnp.int32(0), jnp.int32(0)
     for place, width in enumerate(slots):
         end = packing.ends[place]
-        yield width, begin, end, column
-        begin, column = end, column + (end - begin) * width
+        after = column + (end - step) * width
+        yield width, column, after
+        step, column = end, after
 
 
 def _by_gate(cell, z):  # type: ignore[no-untyped-def]
@@ -101,21 +102,25 @@ def _follows(packing, like):  # type: ignore[no-untyped-def]
     return (packing.time > 0).astype(like.dtype)[:, None]
 
 
-def _cut(x, at, width):  # type: ignore[no-untyped-def]
-    return jax.lax.dynamic_slice_in_dim(x, at, width)
+def _cut(x, at, width, axis=0):  # type: ignore[no-untyped-def]
+    return jax.lax.dynamic_slice_in_dim(x, at, width, axis, allow_negative_indices=False)
 
 
 def _put(x, part, at):  # type: ignore[no-untyped-def]
-    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis=0, allow_negative_indices=False)
 
 
 def _forward(cell, slots, packing, inputs, layer):  # type: ignore[no-untyped-def]
     columns = inputs.shape[0]
     embed, units = layer.project.shape
+    used = packing.used.astype(inputs.dtype)
+    # Multiples of `units` that XLA does not know: one kernel per size then cuts out every gate.
+    zero = jnp.minimum(packing.size, 0)
+    gates = [zero + gate * units for gate in range(cell.gates)]
 
     def gate_inputs(n):  # type: ignore[no-untyped-def]
-        z = inputs[:n] @ layer.w_x.T + layer.bias[None]
-        return [jnp.pad(part, ((0, columns - n), (0, 0))) for part in _by_gate(cell, z)]
+        z = leading(inputs, used, n) @ layer.w_x.T + layer.bias[None]
+        return [jnp.pad(_cut(z, gate, units, axis=1), ((0, columns - n), (0, 0))) for gate in gates]
 
     # One array per gate: XLA makes scalar code of a loop that reads two parts of one slice.
     # Read only: a buffer that a step both reads and writes would be copied in every step.
@@ -125,20 +130,24 @@ def _forward(cell, slots, packing, inputs, layer):  # type: ignore[no-untyped-de
     h, c = (jnp.zeros((slots[0], size), inputs.dtype) for size in (embed, units))
     follows = _follows(packing, inputs)
     w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
-    for width, begin, end, column in _stages(packing, slots):
+    for width, column, after in _stages(packing, slots):
 
-        def advance(t, carry, width=width, begin=begin, column=column):  # type: ignore[no-untyped-def]
-            h, c, kept = carry
-            at = column + (t - begin) * width
+        def advance(carry, width=width):  # type: ignore[no-untyped-def]
+            at, h, c, kept = carry
             h, c = (state * _cut(follows, at, width) for state in (h, c))
             from_state = _by_gate(cell, h @ w_h_t)
             z = [_cut(x, at, width) + y for x, y in zip(from_inputs, from_state, strict=True)]
             m, c_next = cell.step(z, c)
             h_next = m @ project_t
             parts = zip(kept, (*z, c, m, h, h_next), strict=True)
-            return h_next, c_next, tuple(_put(whole, part, at) for whole, part in parts)
+            kept = tuple(_put(whole, part, at) for whole, part in parts)
+            return at + width, h_next, c_next, kept
 
-        h, c, kept = jax.lax.fori_loop(begin, end, advance, (h[:width], c[:width], kept))
+        _, h, c, kept = jax.lax.while_loop(
+            lambda carry, after=after: carry[0] < after,  # type: ignore[misc]
+            advance,
+            (column, h[:width], c[:width], kept),
+        )
     return kept[-1], (packing, inputs, layer, kept[:-1])
 
 
@@ -151,11 +160,10 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
     # The gradients of the gates and of h, per column. They have buffers of their own: a buffer
     # that a step both reads and writes would be copied in every step.
     kept = [jnp.zeros_like(x) for x in (*zs, d_hs)]
-    for width, begin, end, column in reversed(list(_stages(packing, slots))):
+    for width, column, after in reversed(list(_stages(packing, slots))):
 
-        def retreat(i, carry, width=width, begin=begin, end=end, column=column):  # type: ignore[no-untyped-def]
-            d_h, d_c, kept = carry
-            at = column + (end - 1 - i - begin) * width
+        def retreat(carry, width=width):  # type: ignore[no-untyped-def]
+            at, d_h, d_c, kept = carry
             d_h = d_h + _cut(d_hs, at, width)
             # Computing the cell again is cheaper than storing its intermediate values.
             _, pull = jax.vjp(cell.step, [_cut(z, at, width) for z in zs], _cut(cs, at, width))
@@ -163,20 +171,25 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
             kept = [_put(whole, d, at) for whole, d in zip(kept, (*d_z, d_h), strict=True)]
             d_h = sum(d @ w for d, w in zip(d_z, w_h, strict=True))
             d_h, d_c = (d * _cut(follows, at, width) for d in (d_h, d_c))
-            return d_h, d_c, kept
+            return at - width, d_h, d_c, kept
 
         d_h, d_c = (_widen(d, width, like) for d, like in ((d_h, d_hs), (d_c, cs)))
-        d_h, d_c, kept = jax.lax.fori_loop(0, end - begin, retreat, (d_h, d_c, kept))
+        _, d_h, d_c, kept = jax.lax.while_loop(
+            lambda carry, column=column: carry[0] >= column,  # type: ignore[misc]
+            retreat,
+            (after - width, d_h, d_c, kept),
+        )
     *d_zs, d_all = kept
+    used = packing.used.astype(inputs.dtype)
 
     def products(n):  # type: ignore[no-untyped-def]
         d_z = jnp.concatenate([d[:n] for d in d_zs], axis=1)
         d_inputs = jnp.pad(d_z @ layer.w_x, ((0, columns - n), (0, 0)))
         return d_inputs, Layer(
-            d_z.T @ inputs[:n],
-            d_z.T @ before[:n],
+            d_z.T @ leading(inputs, used, n),
+            d_z.T @ leading(before, used, n),
             jnp.ones(n, d_z.dtype) @ d_z,
-            d_all[:n].T @ ms[:n],
+            leading(d_all, used, n).T @ ms[:n],
         )
 
     return (None, *enough(packing.size, columns, products, SIZES))
