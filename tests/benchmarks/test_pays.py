@@ -49,7 +49,7 @@ def test_every_side_gets_the_same_care(corpus, side):
     recipe = pays.recipe_of(Cell(corpus, 0.1, side, 0.001, 2), Size())
     assert recipe.federation.keep_optimizer and recipe.client.weight_decay == pays.WEIGHT_DECAY
     assert recipe.client.optimizer in ("adamw", "muon") and recipe.client.learning_rate == 0.001
-    assert (recipe.server.rounds, recipe.server.patience, recipe.run.seed) == (256, 4, 2)
+    assert (recipe.server.rounds, recipe.server.patience, recipe.run.seed) == (96, 4, 2)
     assert recipe.run.devices == 1 and recipe.server.evaluate_rows == 0, "all sides see all rows"
 
 
