@@ -122,6 +122,18 @@ def test_a_member_alone_gets_the_second_smaller_rate_that_the_federation_gets(st
     assert "at the smaller rate" in scored.note["local"]
 
 
+def test_a_federations_model_gets_all_of_local_training(store, tmp_path):
+    """Else a member with much text seems to be better off alone: it was given the larger rate."""
+    asked = replace(question(store), passes=4)
+    run = by_first_halves(build(cell_recipe(asked, store, 1.0), tmp_path, out=tmp_path / "run"))
+    member = next(one for one in members_of(run) if one.enough)
+    shop = answers.Bench(asked).shop(run, None)
+    shop.federated = shop.fresh()  # as good a start as a fresh one: both sides then end alike
+    scored = answers.score_member(shop, member, None)
+    assert math.isclose(scored.perplexity["personal"], scored.perplexity["local"], rel_tol=1e-6)
+    assert "from the federation's model" in scored.note["personal"]
+
+
 # ---- what is refused -------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from fedlm.core.documents import read_json
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, require
-from fedlm.core.types import PAD
+from fedlm.core.types import PAD, Params
 from fedlm.core.words import count, number
 from fedlm.corpus.store import Store, same_vocabulary, write_tokens
 from fedlm.inference import load_params
@@ -106,6 +106,7 @@ class Question:
                 *(LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, CLIP),
                 *(FEWEST_STEPS, LONG_PASS, PARTS),
             ],
+            "personal_ways": ["federated", "finetune", "weights", "both rates"],
         }
 
 
@@ -365,12 +366,15 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
 
     made: dict[str, Personal] = {}
     own = at(PERSONAL_RATE)
+    pairs = list(zip(at(LOCAL_RATE), own, strict=True))
     if kept is None:
-        pairs = zip(at(LOCAL_RATE), own, strict=True)
         made[LOCAL] = best([(later, trained_twice(first, later)) for first, later in pairs])
     made[FEDERATED] = federated(own[0])
     made[PERSONAL] = best(
-        [(one, way(one)) for one in own for way in (federated, finetune, mix_weights)]
+        [
+            *((one, way(one)) for one in own for way in (federated, finetune, mix_weights)),
+            *((later, trained_twice(first, later, shop.federated)) for first, later in pairs),
+        ]
     )
     scored = {
         side: mixture_perplexity(model.nats(member.report, shop.scorer), member.report)
@@ -396,18 +400,22 @@ def with_enough_steps(shop: Workshop, member: OwnText) -> Workshop:
     return made
 
 
-def trained_twice(first: Attempt, later: Attempt) -> Personal:
-    """Train on a member's own text alone, then on at the rate of own steps.
+def trained_twice(first: Attempt, later: Attempt, start: Params | None = None) -> Personal:
+    """Train on a member's own text, then on at a smaller rate; from a fresh model, or from `start`.
 
-    A federation's model gets both, so that a comparison with one run alone would mistake a
-    schedule of rates for what the others' text is worth.
+    Both sides get both runs: else a comparison would mistake a schedule of rates for what the
+    others' text is worth, or hide it.
     """
-    start = first.alone
+    if start is None:
+        begun, of = first.alone, "a fresh"
+    else:
+        begun = first.shop.train(start, first.own, first.choose, first.member)
+        of = "the federation's"
     ended = later.shop.train(
-        start.params, later.own, later.choose, later.member, after=start.passes
+        begun.params, later.own, later.choose, later.member, after=begun.passes
     )
-    note = f"{start.passes:.3g} passes from a fresh model, {ended.passes:.3g} at the smaller rate"
-    return Personal("local", ended.params, note=note)
+    note = f"{begun.passes:.3g} passes from {of} model, {ended.passes:.3g} at the smaller rate"
+    return Personal(LOCAL if start is None else "both rates", ended.params, note=note)
 
 
 def _targets(rows: Rows) -> int:
