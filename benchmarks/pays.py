@@ -528,11 +528,11 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
 
 
 def trained_on(
-    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params
+    bench: Bench, cell: Cell, place: Place, member: OwnText, model: Params, runs: int = 2
 ) -> TrainedModel:
-    """Return a model after the whole of local training on a leaf's own text, at both rates."""
+    """Return a model after all of local training on a leaf's own text, or after its first run."""
     folder, passes = place.run.record.path.parent, 0.0
-    for run, rate in (("first", cell.rate), ("second", OWN_RATE * cell.rate)):
+    for run, rate in (("first", cell.rate), ("second", OWN_RATE * cell.rate))[:runs]:
         shop = bench.shop(place, rate, batches_of(member.own, place))
         file = folder / f"{plain_name(member.name)}-again-{run}.npz"
         steps = partial(shop.train, model, member.own, member.choose, member.number, after=passes)
