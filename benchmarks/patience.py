@@ -54,11 +54,8 @@ def make(bench: Bench, share: float, leaf: str, side: str, cells: Cells) -> None
     batches = pays.batches_of(member.own, place)
     patient = bench.shop(place, cell.rate, batches)
     patient.patience *= PATIENT
-    shop, passes, model = (
-        bench.shop(place, pays.OWN_RATE * cell.rate, batches),
-        [first.passes],
-        first,
-    )
+    shop = bench.shop(place, pays.OWN_RATE * cell.rate, batches)
+    model, passes = first, [first.passes]
     for each in (patient, shop):
         after = math.ceil(sum(passes))
         model = each.train(model.params, member.own, member.choose, member.number, after=after)
@@ -83,9 +80,8 @@ Runs = tuple[TrainedModel, TrainedModel]
 
 def local_runs(bench: Bench, cell: Cell, place: Place, member: OwnText) -> Runs:
     """Return a leaf's models of its own text alone."""
-    return pays.both_runs(bench, cell, place, member), pays.trained_alone(
-        bench, cell, place, member
-    )
+    both = pays.both_runs(bench, cell, place, member)
+    return both, pays.trained_alone(bench, cell, place, member)
 
 
 def runs_on_federated(bench: Bench, cell: Cell, place: Place, member: OwnText) -> Runs:
