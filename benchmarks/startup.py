@@ -6,7 +6,8 @@ Each start is a new process; the first has an empty cache folder of its own, the
 programs that the first one compiled. The store is prepared before: its time is not in the figures.
 The last three columns are the parts of building and of the first round in which JAX traces Python,
 lowers what it traced, and compiles it or loads it from the cache folder. *All cores* are the
-seconds that they computed together until the first round was done.
+seconds that they computed together until the first round was done. Rows are windows, as in
+`recipes/sotu.toml`, or lines of any length, for which more sizes are compiled.
 """
 
 from __future__ import annotations
@@ -74,6 +75,14 @@ LARGE = (
 MODELS = {
     "si-cifg": (WORDS, "model.name=si-cifg", "model.hidden_size=670"),
     "transformer": (WORDS, "model.name=transformer", "model.hidden_size=384", "model.layers=3"),
+    "si-cifg, lines": (
+        *(WORDS, "model.name=si-cifg", "model.hidden_size=670"),
+        *("data.layout=lines", "data.sequence_length=20"),
+    ),
+    "transformer, lines": (
+        *(WORDS, "model.name=transformer", "model.hidden_size=384", "model.layers=3"),
+        *("data.layout=lines", "data.sequence_length=20"),
+    ),
     "large-transformer": ("model.name=large-transformer", *LARGE),
     "large-conformer": ("model.name=large-conformer", *LARGE),
 }

@@ -9,7 +9,7 @@ from fedlm.core.types import PAD
 from fedlm.models import packing as packs
 from fedlm.models.packing import FEWEST_COLUMNS, enough, widths
 
-pack = jax.jit(packs.pack, static_argnums=1)
+pack = jax.jit(packs.pack, static_argnames=("alone", "full_rows"))
 gather = jax.jit(packs.gather)
 
 
@@ -30,29 +30,30 @@ CASES = {
     "three long rows": [7, 7, 7] + [1] * 13,
     "nearly full": [7] * 13 + [6, 3, 5],
 }
-either = pytest.mark.parametrize("alone", [False, True], ids=["paired", "alone if full"])
+KINDS = {"paired": {}, "alone if full": {"alone": True}, "full rows": {"full_rows": True}}
+every = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 @pytest.mark.sample(2)
-@either
+@every
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_every_target_has_exactly_one_column(lengths, alone):
+def test_every_target_has_exactly_one_column(lengths, kind):
     targets = rows_of(lengths, 7)
-    packing = pack(targets, alone)
+    packing = pack(targets, **kind)
     found = np.asarray(gather(packing, targets))
     assert sorted(found[found != PAD]) == sorted(np.asarray(targets)[np.asarray(targets) != PAD])
     assert int(np.asarray(packing.used).sum()) == sum(lengths)
     assert not np.asarray(packing.used)[int(packing.size) :].any()
 
 
-@either
+@every
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_columns_follow_the_stages(lengths, alone):
+def test_columns_follow_the_stages(lengths, kind):
     """What the time loop assumes: in each slot whole rows follow each other, token by token."""
-    packing = pack(rows_of(lengths, 7), alone)
+    packing = pack(rows_of(lengths, 7), **kind)
     row, time, used = (np.asarray(x) for x in (packing.row, packing.time, packing.used))
     column, begin = 0, 0
-    wide = widths(len(lengths), alone)
+    wide = widths(len(lengths), **kind)
     slots = [[] for _ in range(wide[0])]
     for width, end in zip(wide, np.asarray(packing.ends), strict=True):
         for _ in range(begin, int(end)):
@@ -86,6 +87,13 @@ def test_rows_that_are_nearly_full_have_slots_to_themselves():
     ragged = rows_of(CASES["a staircase"], 7)
     np.testing.assert_array_equal(pack(ragged, True).ends[1:], pack(ragged, False).ends)
     assert int(pack(ragged, True).size) == int(pack(ragged, False).size)
+
+
+def test_full_rows_have_slots_to_themselves_and_half_of_them_half_the_columns():
+    whole, half = rows_of([7] * 16, 7), rows_of([7] * 8 + [0] * 8, 7)
+    assert int(pack(whole, full_rows=True).size) == 16 * 7
+    assert int(pack(half, full_rows=True).size) == 8 * 7
+    assert int(pack(half, full_rows=True).ends[-1]) == 7
 
 
 def test_the_least_size_that_is_enough_is_computed():

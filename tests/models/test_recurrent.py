@@ -87,11 +87,12 @@ def test_the_fast_loss_has_the_gradients_of_the_plain_one(cell, batch, seq, laye
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_rows_with_slots_to_themselves_have_the_same_gradients(cell, monkeypatch):
-    """A layer that does not fit in a cache: full rows are alone, ragged ones share slots."""
+@pytest.mark.parametrize("loss", [catalog.loss, catalog.loss_of_full_rows])
+def test_rows_with_slots_to_themselves_have_the_same_gradients(loss, cell, monkeypatch):
+    """A layer that no cache holds, where ragged rows share slots; and rows said to be full."""
     monkeypatch.setattr(module, "CACHED", 0)
     model = doubled(recurrent(KINDS[cell], 40, 12, 33, key=jr.key(1)))
-    fast = jax.jit(jax.value_and_grad(lambda m, t: catalog.loss(m, t).nats))
+    fast = jax.jit(jax.value_and_grad(lambda m, t: loss(m, t).nats))
     plain = jax.jit(jax.value_and_grad(plain_loss))
     full = np.random.default_rng(0).integers(4, 40, (16, 6))
     nearly = full.copy()

@@ -11,9 +11,11 @@ from fedlm.core.errors import ConfigError, CorpusError
 from fedlm.engine.loop import LoopEngine
 from fedlm.engine.mesh import MeshEngine
 from fedlm.federation.round import CohortSampler
+from fedlm.models import catalog
 from fedlm.privacy import account
 from fedlm.privacy.cost import compose, gaussian_event
 from fedlm.privacy.ledger import Ledger
+from fedlm.recipe.assemble import loss_of
 from fedlm.recipe.build import build
 from fedlm.recipe.parts import store_settings
 from fedlm.recipe.settings import dump, load, parse
@@ -159,6 +161,11 @@ def test_settings_arrive_where_they_are_used(made):
     assert found.evaluation.watched.shape[1] == 9
     params = found.start()
     assert {leaf.shape[0] for leaf in jax.tree.leaves(params.embedding)} == {found.store.vocabulary}
+
+
+def test_windows_have_the_program_of_full_rows(made):
+    of = {layout: loss_of(made(f"data.layout={layout}").recipe) for layout in ("lines", "windows")}
+    assert of == {"lines": catalog.loss, "windows": catalog.loss_of_full_rows}
 
 
 def test_no_more_rows_are_watched_than_asked_for(made):

@@ -163,6 +163,15 @@ def search(tiny_recipe):
 
 
 @pytest.mark.slow
+def test_a_search_that_drops_no_point_plays_all_to_the_end(tiny_recipe, tmp_path):
+    search = plan_search(tiny_recipe, ("server.rounds=4",), over=RATES, keep_one_in=1)
+    assert cost(search.rungs) == 4 * len(search.points)
+    found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
+    assert found.complete and [t.rounds for t in found.trials] == [4, 4]
+    assert found.best.perplexity == min(t.perplexity for t in found.trials)
+
+
+@pytest.mark.slow
 def test_a_search_that_is_stopped_goes_on_to_the_same_end(search, tmp_path):
     asked = iter([False] * 5 + [True] * 99)
     with pytest.raises(KeyboardInterrupt):

@@ -34,7 +34,8 @@ def tune(
     seeds: Annotated[str | None, typer.Option(help="Of every point, with commas.")] = None,
     points: Annotated[int | None, typer.Option(min=1, help="The most points.")] = None,
     keep_one_in: Annotated[
-        int | None, typer.Option(min=2, max=100, help="How many points share one that goes on.")
+        int | None,
+        typer.Option(min=1, max=100, help="Points that share one that goes on; 1: all go on."),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="The most rounds of all runs together.")

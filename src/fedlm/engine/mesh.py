@@ -595,7 +595,7 @@ def _start_lane(local: ClientMethod, shared: Shared) -> LaneState:
     """Return a lane that has done nothing yet."""
     key = key_for(0, "upload")  # a lane begins with a member, and that one has its own
     client_state = None if local.init_memory is None else local.init_memory(shared)
-    carry = local.init(shared, key, client_state, jnp.ones(()))  # that one has its own, too
+    carry = local.init(shared, key, client_state, jnp.float32(1))  # that one has its own, too
     update = lifted(local, shared, local.finish(shared, carry, jnp.zeros(())))
     return LaneState(carry, total_like(update))
 

@@ -213,7 +213,7 @@ def _update_like(
         key = key_for(0, "partial")  # only shapes count
         shared = on_base(base, local.shared(sent, key))
         client_state = None if local.init_memory is None else local.init_memory(shared)
-        carry = local.init(shared, key, client_state, jnp.ones(()))
+        carry = local.init(shared, key, client_state, jnp.float32(1))
         update = local.finish(shared, carry, jnp.zeros(()))
         return update, lifted(local, shared, update)
 

@@ -28,8 +28,10 @@ from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Dtype, Positions
+from fedlm.models.layers import Predictors
 from fedlm.models.llama import llama
 from fedlm.models.loss import scores, token_loss
+from fedlm.models.packing import FULL_ROW_SIZES
 from fedlm.models.recurrent import recurrent
 from fedlm.models.transformer import Activation, transformer
 
@@ -447,11 +449,24 @@ def listing() -> list[dict[str, Any]]:
 
 def loss(model: Params, batch: Batch) -> Loss:
     """Return the next-token loss of a batch of rows, with products of the model's `dtype`."""
+    return token_loss(*_predictors(model, batch))
+
+
+def loss_of_full_rows(model: Params, batch: Batch) -> Loss:
+    """Return the same loss; its program is smaller, and made for rows that are full.
+
+    Short rows cost more than with `loss`, and are computed as well.
+    """
+    return token_loss(*_predictors(model, batch, full_rows=True), FULL_ROW_SIZES)
+
+
+def _predictors(model: Params, batch: Batch, full_rows: bool = False) -> Predictors:
     model = model.in_training
     if isinstance(batch, Precomputed):
-        return token_loss(*model.predictors_above(batch.features, batch.tokens[:, 1:]))
-    tokens = batch
-    return token_loss(*model.predictors(tokens[:, :-1], tokens[:, 1:]))
+        made: Predictors = model.predictors_above(batch.features, batch.tokens[:, 1:], full_rows)
+    else:
+        made = model.predictors(batch[:, :-1], batch[:, 1:], full_rows)
+    return made
 
 
 def score(model: Params, batch: Batch) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:

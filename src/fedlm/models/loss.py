@@ -25,16 +25,18 @@ MOST_LOGITS = 1 << 25
 SCORED_LOGITS = 1 << 20
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
     features: Float[Array, "rows embed"],
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
+    sizes: int = SIZES,
 ) -> Float[Array, ""]:
     """Return the sum of nats over the targets that are not PAD.
 
     The forward pass computes both gradients while the logits are in cache; the logits are not
-    kept, and at most `MOST_LOGITS` of them are held at a time.
+    kept, and at most `MOST_LOGITS` of them are held at a time. So many `sizes` of its products are
+    compiled.
 
         forward    features (F), readout (W) -> logits = F W^T -> p = softmax(logits) -> nats
                    keeps:  d_F = (p - onehot) W       (rows, embed)
@@ -42,7 +44,7 @@ def cross_entropy(
                    a row with a PAD target adds nothing to nats, d_F and d_W
         backward   g = d_nats  ->  features: g d_F,  readout: g d_W,  targets: none
     """
-    return _both(features, readout, targets, trained=False)[0]
+    return _both(features, readout, targets, sizes, trained=False)[0]
 
 
 def _in_blocks(compute, vocab, *x):  # type: ignore[no-untyped-def]
@@ -107,11 +109,11 @@ def _partition(features, readout, counts, size, trained):  # type: ignore[no-unt
     return jnp.pad(made, ((0, features.shape[0] - size), (0, 0))), d_readout
 
 
-def _forward(features, readout, targets):  # type: ignore[no-untyped-def]
-    return _both(features.value, readout.value, targets.value, trained=readout.perturbed)
+def _forward(features, readout, targets, sizes):  # type: ignore[no-untyped-def]
+    return _both(features.value, readout.value, targets.value, sizes, trained=readout.perturbed)
 
 
-def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
+def _both(features, readout, targets, sizes, trained):  # type: ignore[no-untyped-def]
     """Return the sum of nats, and the gradients that `_backward` scales.
 
     Short rows leave half of a batch empty, and logits are most of the work. So the real targets
@@ -129,7 +131,7 @@ def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
     def first(size):  # type: ignore[no-untyped-def]
         return _partition(features, readout, counts, size, trained)
 
-    made, d_readout = enough(jnp.sum(targets != PAD), rows, first, SIZES)
+    made, d_readout = enough(jnp.sum(targets != PAD), rows, first, sizes)
     d_features, logs = made[:, :-1], made[:, -1]
     features = features.astype(exact)
     nats = jnp.sum(counts * (logs - jnp.sum(features * wanted, axis=1)))
@@ -142,7 +144,7 @@ def _both(features, readout, targets, trained):  # type: ignore[no-untyped-def]
     return nats, (d_features.astype(short[0]), d_readout)
 
 
-def _backward(gradients, cotangent):  # type: ignore[no-untyped-def]
+def _backward(_sizes, gradients, cotangent):  # type: ignore[no-untyped-def]
     d_features, d_readout = gradients
     cotangent = dense_zero(cotangent)
     d_features, d_readout = (
@@ -194,7 +196,8 @@ def token_loss(
     features: Float[Array, "rows embed"],
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
+    sizes: int = SIZES,
 ) -> Loss:
     """Return the loss of predictions, which may be in any order."""
     count = jnp.sum(targets != PAD).astype(wide(features.dtype))
-    return Loss(cross_entropy(features, readout, targets), count)
+    return Loss(cross_entropy(features, readout, targets, sizes), count)

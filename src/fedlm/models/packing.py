@@ -14,6 +14,10 @@ have the same width, and the length of a stage is data.
 
 Where a step must read more weights than a cache holds, half as many steps are worth more than even
 slots: if rows are nearly full, each has a slot to itself (`alone`), in a stage before the others.
+
+Rows that are cut as windows are all full but the last of a client (`full_rows`). There is nothing
+to pair then: each row has a slot, a step has all slots or a half of them, and far fewer sizes are
+compiled. What is computed is right for any rows.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ T = TypeVar("T")
 FEWEST_COLUMNS = 128
 FEWEST_ROWS = 16
 FULL = 7 / 8  # of all places hold a token: rows may be alone
+FULL_ROW_SIZES = 8  # of the loss that are compiled where rows are full: a batch has whole rows
 
 
 class Packing(NamedTuple):
@@ -48,26 +53,29 @@ class Packing(NamedTuple):
     size: Int[Array, ""]  # number of leading columns that are computed
 
 
-def widths(batch: int, alone: bool = False) -> tuple[int, ...]:
+def widths(batch: int, alone: bool = False, full_rows: bool = False) -> tuple[int, ...]:
     """Return the numbers of slots that a time step may have, widest first.
 
-    >>> widths(16), widths(16, alone=True), widths(3)
-    ((8, 6, 4, 2), (16, 8, 6, 4, 2), (3,))
+    >>> widths(16), widths(16, alone=True), widths(16, full_rows=True), widths(3)
+    ((8, 6, 4, 2), (16, 8, 6, 4, 2), (16, 8), (3,))
     """
     if batch < FEWEST_ROWS or batch % 8:
         return (batch,)
+    if full_rows:
+        return (batch, batch // 2)
     paired = tuple(batch * part // 8 for part in (4, 3, 2, 1))
     return (batch, *paired) if alone else paired
 
 
-def pack(targets: Int[Array, "batch seq"], alone: bool = False) -> Packing:
+def pack(targets: Int[Array, "batch seq"], alone: bool = False, full_rows: bool = False) -> Packing:
     """Assign columns to the targets that count; a row ends with its last target that is not PAD.
 
-    With `alone`, rows that are nearly full have slots to themselves.
+    With `alone`, rows that are nearly full have slots to themselves; with `full_rows`, all have.
     """
     batch, seq = targets.shape
+    slots = widths(batch, full_rows=full_rows)[0]
     lengths = jnp.max(jnp.where(targets != PAD, jnp.arange(seq)[None] + 1, 0), axis=1)
-    first, second = _slots(lengths)
+    first, second = _slots(lengths, slots)
     load = lengths[first] + jnp.where(first == second, 0, lengths[second])
     if alone and len(first) < batch:
         full = jnp.sum(lengths) > FULL * batch * seq
@@ -75,8 +83,8 @@ def pack(targets: Int[Array, "batch seq"], alone: bool = False) -> Packing:
         first, second = (jnp.where(full, order, jnp.pad(x, empty)) for x in (first, second))
         load = jnp.where(full, lengths[order], jnp.pad(load, empty))
     until = lengths[first]
-    steps = batch * seq // widths(batch)[0]
-    slot, when, ends, size = _stages(load, steps, batch * seq, widths(batch, alone))
+    steps = batch * seq // slots
+    slot, when, ends, size = _stages(load, steps, batch * seq, widths(batch, alone, full_rows))
     # One gather of four numbers: each gather is a kernel that XLA compiles.
     first, second, until, load = jnp.stack([first, second, until, load], 1)[slot].T
     later = when >= until
@@ -90,12 +98,12 @@ def pack(targets: Int[Array, "batch seq"], alone: bool = False) -> Packing:
     )
 
 
-def _slots(lengths: Int[Array, " batch"]) -> tuple[Int[Array, " slots"], Int[Array, " slots"]]:
+def _slots(
+    lengths: Int[Array, " batch"], slots: int
+) -> tuple[Int[Array, " slots"], Int[Array, " slots"]]:
     """Return the first and the second row of each slot, the fullest slot first."""
-    batch = lengths.shape[0]
-    slots = widths(batch)[0]
     order = jnp.argsort(-lengths, stable=True)
-    if slots == batch:
+    if slots == lengths.shape[0]:
         return order, order
     first, second = order[:slots], order[: slots - 1 : -1]
     fullest = jnp.argsort(-(lengths[first] + lengths[second]), stable=True)

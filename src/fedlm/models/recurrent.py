@@ -90,6 +90,14 @@ def _stages(packing: Packing, slots: Slots):  # type: ignore[no-untyped-def]
         step, column = end, after
 
 
+def _sizes(slots: Slots) -> int:
+    """Return how many sizes of the products around the loop are compiled.
+
+    Full rows, whose steps have all slots or a half, fill all columns or a half.
+    """
+    return 2 if len(slots) == 2 else SIZES
+
+
 def _by_gate(cell, z):  # type: ignore[no-untyped-def]
     return jnp.split(z, cell.gates, axis=1)
 
@@ -124,7 +132,7 @@ def _forward(cell, slots, packing, inputs, layer):  # type: ignore[no-untyped-de
 
     # One array per gate: XLA makes scalar code of a loop that reads two parts of one slice.
     # Read only: a buffer that a step both reads and writes would be copied in every step.
-    from_inputs = enough(packing.size, columns, gate_inputs, SIZES)
+    from_inputs = enough(packing.size, columns, gate_inputs, _sizes(slots))
     sizes = (units,) * cell.gates + (units, units, embed, embed)
     kept = tuple(jnp.zeros((columns, size), inputs.dtype) for size in sizes)
     h, c = (jnp.zeros((slots[0], size), inputs.dtype) for size in (embed, units))
@@ -192,7 +200,7 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
             leading(d_all, used, n).T @ ms[:n],
         )
 
-    return (None, *enough(packing.size, columns, products, SIZES))
+    return (None, *enough(packing.size, columns, products, _sizes(slots)))
 
 
 def _widen(d, width, like):  # type: ignore[no-untyped-def]
@@ -233,13 +241,17 @@ class Recurrent(eqx.Module):
         return x.transpose(1, 0, 2)
 
     def predictors(
-        self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
+        self,
+        inputs: Int[Array, "batch seq"],
+        targets: Int[Array, "batch seq"],
+        full_rows: bool = False,
     ) -> Predictors:
         """Return features and targets for the loss, without the gaps of short rows."""
         alone = any(_step_bytes(layer) > CACHED for layer in self.layers)
-        packing = pack(targets, alone)
+        packing = pack(targets, alone, full_rows)
         found, readout = tied(self.embedding, gather(packing, inputs))
-        features = self._through(packing, widths(inputs.shape[0], alone), found)
+        slots = widths(inputs.shape[0], alone, full_rows)
+        features = self._through(packing, slots, found)
         return Predictors(features, readout, gather(packing, targets))
 
     def _through(

@@ -171,7 +171,10 @@ class Decoder(eqx.Module):
         return x if self.last is None else self.last(x)
 
     def predictors(
-        self, inputs: Int[Array, "batch seq"], targets: Int[Array, "batch seq"]
+        self,
+        inputs: Int[Array, "batch seq"],
+        targets: Int[Array, "batch seq"],
+        full_rows: bool = False,
     ) -> Predictors:
         """Return features and targets for the loss, without the gaps of short rows."""
         batch, seq = targets.shape
@@ -179,17 +182,21 @@ class Decoder(eqx.Module):
             found, readout = self._found(inputs)
             features = self._through(self.stem.place(found), Whole())
             return Predictors(features.reshape(batch * seq, -1), readout, targets.reshape(-1))
-        packing = pack(targets)
+        packing = pack(targets, full_rows=full_rows)
         found, readout = self._found(gather(packing, inputs))
         x = self.stem.place_columns(found, packing.time, seq)
-        features = self._through(x, self._packed(packing, batch, seq))
+        features = self._through(x, self._packed(packing, batch, seq, full_rows))
         return Predictors(features, readout, gather(packing, targets))
 
-    def _packed(self, packing: Packing, batch: int, seq: int) -> Packed:
-        return Packed(packing, batch, seq, sizes_of(len(self.blocks)))
+    def _packed(self, packing: Packing, batch: int, seq: int, full_rows: bool) -> Packed:
+        sizes = 2 if full_rows else sizes_of(len(self.blocks))
+        return Packed(packing, batch, seq, sizes)
 
     def predictors_above(
-        self, features: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
+        self,
+        features: Float[Array, "batch seq embed"],
+        targets: Int[Array, "batch seq"],
+        full_rows: bool = False,
     ) -> Predictors:
         """Return features and targets for the loss, from what the `frozen` blocks gave."""
         above, (batch, seq) = self._above, targets.shape
@@ -197,9 +204,9 @@ class Decoder(eqx.Module):
         if batch * seq < FEWEST_COLUMNS:
             features = above._through(features, Whole())
             return Predictors(features.reshape(batch * seq, -1), self.readout, targets.reshape(-1))
-        packing = pack(targets)
+        packing = pack(targets, full_rows=full_rows)
         x = features[packing.row, packing.time]
-        x = above._through(x, above._packed(packing, batch, seq))
+        x = above._through(x, above._packed(packing, batch, seq, full_rows))
         return Predictors(x, self.readout, gather(packing, targets))
 
     def features_above(

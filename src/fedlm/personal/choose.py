@@ -28,6 +28,7 @@ from fedlm.personal.model import FACTS, Personal, mixture_perplexity, write_mixt
 from fedlm.personal.ways import WAYS, Attempt, Workshop, attempt_all
 from fedlm.privacy import release
 from fedlm.recipe import parts
+from fedlm.recipe.assemble import loss_of
 from fedlm.record import checkpoint
 from fedlm.run import Run
 from fedlm.training.node_runs import write_run
@@ -79,6 +80,7 @@ def shop_of(
         passes=passes,
         patience=patience,
         seed=run.recipe.run.seed,
+        loss=loss_of(run.recipe),
     )
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedlm.core.keys import generator_for, key_for
-from fedlm.core.types import PAD, Params, PyTree
+from fedlm.core.types import PAD, LossFn, Params, PyTree
 from fedlm.local.train import gradient
 from fedlm.methods.optimizers import Optimizer
 from fedlm.models import catalog
@@ -70,6 +70,7 @@ class Workshop:
     look_every: int = 0  # steps between two looks at the rows to choose by; 0: by passes
     seed: int = 0
     scale: float = 1.0  # of every step: workshops that differ in it alone share a program
+    loss: LossFn = catalog.loss
     scorer: Scorer = field(default_factory=Scorer)
 
     @cached_property
@@ -82,12 +83,12 @@ class Workshop:
 
     def _step_of(self, whole: Callable[[Params, PyTree], Params]) -> Callable[..., Any]:
         """Return a compiled step of what is trained; `whole` joins it with what is fixed."""
-        optimizer = self.optimizer
+        optimizer, loss = self.optimizer, self.loss
 
         def step(
             params: Params, fixed: PyTree, memory: PyTree, batch: Any, scale: Any
         ) -> tuple[Params, Any]:
-            change, _, _ = gradient(catalog.loss, params, batch, lambda p: whole(p, fixed))
+            change, _, _ = gradient(loss, params, batch, lambda p: whole(p, fixed))
             change, memory = optimizer.update(change, memory, params)
             return jax.tree.map(lambda a, b: a + scale * b, params, change), memory
 

@@ -21,7 +21,7 @@ from fedlm.cohort.delays import DELAYS
 from fedlm.core import tree
 from fedlm.core.errors import either, require
 from fedlm.core.keys import key_for
-from fedlm.core.types import Params, Sampling, TrainablePart
+from fedlm.core.types import LossFn, Params, Sampling, TrainablePart
 from fedlm.federation.algorithm import Algorithm, own_rate
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
@@ -105,6 +105,12 @@ def _base_maker(start: Callable[[], Params], keep: list[bool]) -> Callable[[], P
     return cache(lambda: tree.split(start(), keep)[1])
 
 
+def loss_of(recipe: Recipe) -> LossFn:
+    """Return the loss of a batch, by whether rows are lines or full windows."""
+    windows = recipe.data.layout == "windows"
+    return catalog.loss_of_full_rows if windows else catalog.loss
+
+
 def method_options(
     recipe: Recipe, sampling: Sampling, parts: tuple[TrainablePart, ...]
 ) -> MethodOptions:
@@ -118,7 +124,7 @@ def method_options(
         end=server.final_fraction,
     )
     return MethodOptions(
-        loss=catalog.loss,
+        loss=loss_of(recipe),
         inner=inner_of(recipe, 1.0 if METHODS[client.method].takes_rate else None),
         outer=outer_of(recipe, rate),
         base=outer_of(recipe, 1.0),
@@ -178,7 +184,8 @@ def pooled_algorithm(recipe: Recipe) -> Algorithm:
         warmup=server.warmup_rounds * steps,
         end=server.final_fraction,
     )
-    local = local_training(catalog.loss, inner_of(recipe, rate), WEIGHTS["uniform"], remember=True)
+    inner = inner_of(recipe, rate)
+    local = local_training(loss_of(recipe), inner, WEIGHTS["uniform"], remember=True)
     return Algorithm(
         participation=Sampling(law="fixed", population=1, cohort=1),
         local=local,

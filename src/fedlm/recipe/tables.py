@@ -721,9 +721,10 @@ class Tune(Table):
         default=None,
         description="The most points, drawn at random from all combinations; not set: all.",
     )
-    keep_one_in: Annotated[int, Field(ge=2, le=100)] = Field(
+    keep_one_in: Annotated[int, Field(ge=1, le=100)] = Field(
         default=3,
-        description="Of so many points one goes on, and is trained so many times as long.",
+        description="Of so many points one goes on, and is trained so many times as long; 1: all "
+        "points are trained to the end.",
     )
     seeds: tuple[Seed, ...] = Field(
         default=(), description="The seeds of every point; `[]` is that of `run.seed`."

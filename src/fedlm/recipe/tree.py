@@ -45,6 +45,7 @@ from fedlm.recipe.assemble import (
     algorithm_of,
     check_settings,
     inner_of,
+    loss_of,
     rate_of,
     trained_leaves,
     trained_part,
@@ -237,7 +238,7 @@ def leaf_algorithm(
     inner, weigh = inner_of(recipe, rises if steps else 1.0), WEIGHTS[client.weight]
     trains = {} if made.make_base is None else {"part": kind.on_base}
     local = local_training(
-        catalog.loss,
+        loss_of(recipe),
         inner,
         weigh,
         **trains,

@@ -51,6 +51,7 @@ from fedlm.personal.ways import (
     mix_weights,
 )
 from fedlm.recipe import parts
+from fedlm.recipe.assemble import loss_of
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, dump
 from fedlm.record.advice import advice_page
@@ -343,6 +344,7 @@ class Bench:
                 patience=self.question.patience,
                 seed=run.recipe.run.seed,
                 scorer=self.scorer,
+                loss=loss_of(run.recipe),
             )
         made = self._shop.at_scale(1.0)
         made.federated = model

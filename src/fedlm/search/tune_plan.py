@@ -43,9 +43,11 @@ def ladder(points: int, rounds: int, keep_one_in: int) -> list[Rung]:
 
     >>> ladder(18, 90, 3)
     [Rung(points=18, rounds=10), Rung(points=6, rounds=30), Rung(points=2, rounds=90)]
+    >>> ladder(18, 90, 1)  # none is dropped on the way
+    [Rung(points=18, rounds=90)]
     """
     steps = 0
-    while keep_one_in ** (steps + 1) <= min(points, rounds):
+    while keep_one_in > 1 and keep_one_in ** (steps + 1) <= min(points, rounds):
         steps += 1
     first = rounds // keep_one_in**steps
     lengths = [*(first * keep_one_in**k for k in range(steps)), rounds]
