@@ -1,11 +1,17 @@
 """Models that rest in files: the same values, and nothing is left behind."""
 
+import gc
+import mmap
+import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
 from fedlm.core.errors import RecordError
+from fedlm.federation.tree_round import rows_in_memory
 from fedlm.record import mmap_cache
 from fedlm.record.mmap_cache import Shelf
 
@@ -56,9 +62,71 @@ def test_no_room_is_one_sentence(tmp_path, monkeypatch):
         Shelf().put(6, STATE["weights"], STATE["weights"])
 
 
-def test_zeros_of_a_file_are_zeros_that_can_be_written_to():
-    found = Shelf().zeros((3, 4), np.float32)
-    assert found.dtype == np.float32 and found.shape == (3, 4) and not found.any()
-    found[1] = 2.0
-    assert found.sum() == 8.0
-    assert Shelf().zeros((0, 4), np.float32).shape == (0, 4)
+def test_rows_of_a_file_are_those_in_memory_and_zeros_after_them():
+    given = [[np.arange(1, dtype=np.float32), np.full(3, 7, np.float32)], [np.ones(4, np.float32)]]
+    found, wanted = (rows((3, 4), np.float32, given) for rows in (Shelf().rows, rows_in_memory))
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found, [[0, 7, 7, 7], [1, 1, 1, 1], [0, 0, 0, 0]])
+    assert Shelf().rows((0, 4), np.float32, []).shape == (0, 4)
+
+
+def test_no_room_for_rows_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(RecordError, match=r"residuals could not .* Set TMPDIR"):
+        Shelf().rows((1, 4), np.float32, [])
+
+
+def test_a_place_is_used_again_when_the_last_array_of_a_tree_is_gone():
+    shelf, size = Shelf(), mmap.ALLOCATIONGRANULARITY
+    first, second = (shelf.put(n, {"x": np.full(9, n), "y": np.full(3, -n)}) for n in (1, 2))
+    assert shelf._end == 2 * size
+    held = first["y"][1:]  # a part of an array holds the whole tree
+    del first
+    third = shelf.put(3, {"x": np.full(9, 3)})
+    assert shelf._end == 3 * size
+    np.testing.assert_array_equal(held, [-1, -1])
+    del held
+    fourth = shelf.put(4, {"x": np.full(2, 4)})  # as many pages
+    assert shelf._end == 3 * size
+    found = [tree["x"][0] for tree in (second, third, fourth)]
+    assert found == [2, 3, 4]
+
+
+def test_rows_that_are_not_given_are_zero_in_a_place_that_was_used_before():
+    shelf = Shelf()
+    used = shelf.rows((4, 3), np.float32, [[np.ones(3, np.float32)]] * 4)
+    assert used.sum() == 12
+    del used
+    again = shelf.rows((4, 3), np.float32, [[np.ones(3, np.float32)]])
+    assert again.sum() == 3 and shelf._end == mmap.ALLOCATIONGRANULARITY
+
+
+def test_an_array_that_jax_holds_keeps_its_place():
+    """JAX may read aligned arrays of the host where they are, without a copy."""
+    shelf = Shelf()
+    held = [jax.device_put(shelf.put(n, {"x": np.full(4096, n)})["x"]) for n in range(4)]
+    shelf.put(9, {"x": np.full(4096, 9)})
+    assert [int(x[0]) for x in held] == [int(x[-1]) for x in held] == [0, 1, 2, 3]
+
+
+def test_threads_share_a_shelf():
+    shelf = Shelf()
+
+    def work(n):
+        return all((shelf.put(n, {"x": np.full(700, 50 * n + k)})["x"] == 50 * n + k).all()
+                   for k in range(50))  # fmt: skip
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_the_file_is_closed_with_its_shelf():
+    shelf = Shelf()
+    kept = shelf.put(1, {"x": np.arange(5)})
+    file = shelf._file
+    del shelf
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(file)
+    np.testing.assert_array_equal(kept["x"], np.arange(5))

@@ -30,7 +30,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
+from numpy.typing import DTypeLike
 
 from fedlm.cohort.sampling import draw
 from fedlm.core.keys import generator_for
@@ -52,6 +53,7 @@ from fedlm.federation.layer_attention import (
     Backbone,
     Layers,
     LayersOf,
+    Parts,
     Residual,
     Routed,
     attend,
@@ -77,6 +79,16 @@ Order = Literal["levels", "together"]
 def add_change(node: int, part: PyTree, change: PyTree) -> PyTree:
     """Return a part of a node after a change, in memory."""
     return jax.tree.map(np.add, part, change)
+
+
+def rows_in_memory(
+    shape: tuple[int, int], dtype: DTypeLike, given: Sequence[Parts]
+) -> Float[np.ndarray, "rows width"]:
+    """Return a matrix whose first rows are given, each in parts; further rows are zero."""
+    made = np.zeros(shape, dtype)
+    for row, parts in zip(made, given, strict=False):
+        np.concatenate(parts, out=row)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +117,8 @@ class TreeConfig:
     rest_sum: Callable[[int, PyTree, PyTree], PyTree] = add_change
     # Whether what pooled text is sent and sends counts: with codecs it is somewhere else.
     counts_frames: bool = False
-    # Makes an array of zeros of a shape and type where it may wait, as `rest` does.
-    room: Callable[[Any, Any], np.ndarray] = np.zeros
+    # Makes a matrix of a shape and type from its first rows, where it may wait, as `rest` does.
+    rest_rows: Callable[[Any, Any, Sequence[Parts]], np.ndarray] = rows_in_memory
     # Whether nodes with text keep their own models elsewhere: states hold what others know of them.
     models_at_home: bool = False
 
@@ -694,10 +706,7 @@ def _kept_waiting(
     kept: Layers = {}
     origins = np.full(state.waiting_from.shape, -1, np.int32)
     for row, (layer, before) in enumerate(sorted(state.waiting.items())):
-        rows = config.room(before.shape, before.dtype)
-        here = [r for r in residuals if r.layer == layer][: len(rows)]
-        for slot, residual in enumerate(here):
-            np.concatenate(residual.parts, out=rows[slot])
-            origins[row, slot] = residual.origin
-        kept[layer] = rows
+        here = [r for r in residuals if r.layer == layer][: len(before)]
+        kept[layer] = config.rest_rows(before.shape, before.dtype, [r.parts for r in here])
+        origins[row, : len(here)] = [r.origin for r in here]
     return kept, origins

@@ -30,7 +30,7 @@ from fedlm.federation.algorithm import Algorithm, on_base
 from fedlm.federation.leaf import LeafRules
 from fedlm.federation.topology import EVERYBODY, Topology, feed
 from fedlm.federation.tree_evaluation import TreeEvaluation
-from fedlm.federation.tree_round import TreeConfig, add_change
+from fedlm.federation.tree_round import TreeConfig, add_change, rows_in_memory
 from fedlm.federation.tree_rounds import TreeRound
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
@@ -315,7 +315,7 @@ def tree_config(
         init_memory=_never if algorithm.memory_at_nodes else _memory_maker(algorithm),
         rest=rest,
         rest_sum=shelf.put if many else add_change,
-        room=shelf.zeros if many else np.zeros,
+        rest_rows=shelf.rows if many else rows_in_memory,
         clients=clients,
         algorithms=tuple(
             _inner(recipe, topology, shapes, node, out, ledgers, start) for node in nodes
