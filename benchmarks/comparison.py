@@ -28,6 +28,7 @@ A comparison file:
     over = ["client.learning_rate=0.3,1,3"]  # what is tuned; a side may have its own
     tune_rounds = 3000                 # of all points of a side together
     tune_length = 300                  # of the longest point; 0 is as long as the run
+    keep_one_in = 1                    # play all points to the end; by default one in three
     seeds = [0, 1, 2]
     patience = 10                      # evaluations without improvement that end a run; 0 is never
     target = 90                        # also tell rounds to this perplexity
@@ -123,6 +124,7 @@ class Comparison:
     over: tuple[str, ...] = ()
     tune_rounds: int = 0  # 0: nothing is tuned
     tune_length: int = 0
+    keep_one_in: int | None = None  # of a search's points; None: as `fedlm tune` has it
     seeds: tuple[int, ...] = (0, 1, 2)
     patience: int = 0
     target: float | None = None
@@ -149,7 +151,12 @@ class Comparison:
         if self.tune_length:
             changes = (*changes, f"server.rounds={self.tune_length}")
         axes = axes_of(side.over or self.over)
-        return plan_search(self.base, changes, over=axes or None, rounds=self.tune_rounds)
+        return plan_search(
+            *(self.base, changes),
+            over=axes or None,
+            rounds=self.tune_rounds,
+            keep_one_in=self.keep_one_in,
+        )
 
     def final(self, side: Side, best: Point, seed: int) -> Recipe:
         """Return the recipe of a side's run with a seed, at the settings that were found."""

@@ -124,7 +124,7 @@ def plan_search(
       over: the values of each setting to try; by default those of `[tune]`, or common ones.
       seeds: the seeds of every point.
       points: the most points, drawn at random from the product of all values.
-      keep_one_in: how many points go on after a rung.
+      keep_one_in: of so many points one goes on after a rung; 1: all are played to the end.
       rounds: the most rounds that all runs play together; it decides how many points there are.
       minutes: the most minutes that all runs train together.
       epsilon: the most that all runs on the store may cost a client together.
