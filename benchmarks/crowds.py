@@ -62,14 +62,14 @@ CLIENTS, ROUNDS, COHORT = 4669, 62, 75  # nearly all join, each once
 DELTA, EPSILON, EPSILONS = 0.0000921, 8.0, (4.0, 8.0, 16.0)
 SMALLER, LARGER = (10, 20, 40), (150, 300, 1500, 15000)
 CROWDS = (CLIENTS, 100_000, 1_000_000)
-RATES = ((1.0, 0.3), (1.0, 1.0), (1.0, 3.0), (1.0, 8.0))  # of client and server
+RATES = ((1.0, 3.0), (1.0, 8.0), (1.0, 20.0), (1.0, 60.0))  # of client and server
 SEEDS = (0, 1, 2)
 HEIGHT = 360
 BASE = (
     *("data.vocabulary=1500", "model.embedding_size=48", "client.max_examples=256"),
     *("server.optimizer=fedavgm", f"server.rounds={ROUNDS}", "server.sampling=spaced"),
     *(f"server.evaluate_every={ROUNDS // 2}", "privacy.mechanism=blt", f"privacy.delta={DELTA}"),
-    *("privacy.clip_norm=0.3", f"privacy.min_separation={ROUNDS - 1}", "run.devices=1"),
+    *("privacy.clip_norm=0.1", f"privacy.min_separation={ROUNDS - 1}", "run.devices=1"),
     *("run.checkpoint_every=20", "run.keep_checkpoints=1", "run.trackers=[]"),
     "run.baselines=false",
 )
