@@ -20,7 +20,7 @@ def test_a_stand_in_has_the_noise_of_its_crowd_and_all_else_is_equal(model):
         assert noise == pytest.approx(wanted, rel=1e-5)
         assert recipe.privacy.min_separation == recipe.server.rounds - 1, "each client joins once"
         assert recipe.server.rounds * recipe.server.cohort <= crowds.CLIENTS
-        assert recipe.privacy.clip_norm == 0.3 and recipe.data.vocabulary == 1500
+        assert recipe.privacy.clip_norm == 0.1 and recipe.data.vocabulary == 1500
 
 
 def test_the_multiplier_of_an_epsilon_is_that_of_the_account():
