@@ -22,7 +22,7 @@ from fedlm.core.types import PAD
 from fedlm.models import catalog
 from fedlm.models.loss import cross_entropy
 from fedlm.models.packing import pack, widths
-from fedlm.models.recurrent import sequence
+from fedlm.models.recurrent import Slots, sequence
 
 BATCH, LENGTH = 16, 20
 
@@ -66,7 +66,7 @@ def parts(model: catalog.Params, tokens: jnp.ndarray) -> dict[str, tuple[float, 
     weights = layer.w_x.size + layer.w_h.size + layer.project.size
 
     def through(layer):  # type: ignore[no-untyped-def]
-        return jnp.sum(jnp.sin(sequence(model.cell, widths(BATCH), packing, inputs, layer)))
+        return jnp.sum(jnp.sin(sequence(model.cell, Slots(widths(BATCH)), packing, inputs, layer)))
 
     def loss(model):  # type: ignore[no-untyped-def]
         return catalog.loss(model, tokens).nats

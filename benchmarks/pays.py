@@ -80,6 +80,7 @@ from fedlm.personal.ways import (
 )
 from fedlm.personal.ways import SHARES as SHARES_OF_OWN
 from fedlm.recipe import parts
+from fedlm.recipe.assemble import loss_of
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
 from fedlm.record.svg import Series, lines, with_names
@@ -308,6 +309,7 @@ class Bench:
                 batch_size=recipe.client.batch_size,
                 patience=PATIENCE,
                 scorer=self.scorer,
+                loss=loss_of(recipe),
             )
         steps = min(recipe.client.max_steps or STEPS, -(-batches // members)) * members
         made = self._shop.at_scale(rate)  # a copy, with the same programs

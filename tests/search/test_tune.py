@@ -14,7 +14,7 @@ from fedlm.privacy.ledger import Ledger
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import load
 from fedlm.record.facts import facts_of
-from fedlm.search import splits
+from fedlm.search import splits, tune
 from fedlm.search.space import axis_of, default_axes, edges
 from fedlm.search.tune import search_settings
 from fedlm.search.tune_plan import cost, ladder, plan_search
@@ -169,6 +169,31 @@ def test_a_search_that_drops_no_point_plays_all_to_the_end(tiny_recipe, tmp_path
     found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
     assert found.complete and [t.rounds for t in found.trials] == [4, 4]
     assert found.best.perplexity == min(t.perplexity for t in found.trials)
+
+
+@pytest.mark.slow
+def test_a_search_whose_minutes_end_within_its_only_rung_is_not_complete(
+    tiny_recipe, tmp_path, monkeypatch
+):
+    search = plan_search(tiny_recipe, ("server.rounds=4",), over=RATES, keep_one_in=1, minutes=9)
+    played, advance = [], tune._advance
+    monkeypatch.setattr(tune, "_advance", lambda *a: played.append(1) or advance(*a))
+    monkeypatch.setattr(tune._Clock, "over", lambda self: bool(played))
+    found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
+    assert len(found.trials) == 1 and not found.complete
+    told = (tmp_path / "a" / "best.toml").read_text()
+    assert "the best of 1 points" in told and "The budget ended before" in told
+
+
+@pytest.mark.parametrize("keep_one_in", [1, 2])
+def test_a_search_in_which_every_point_diverges_has_no_best(
+    tiny_recipe, tmp_path, monkeypatch, keep_one_in
+):
+    monkeypatch.setattr(tune, "_scored", lambda path, rounds: math.inf)
+    search = plan_search(tiny_recipe, ("server.rounds=4",), over=RATES, keep_one_in=keep_one_in)
+    with pytest.raises(ConfigError, match="every point diverged within"):
+        search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
+    assert not (tmp_path / "a" / "best.toml").exists()
 
 
 @pytest.mark.slow

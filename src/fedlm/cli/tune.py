@@ -35,7 +35,7 @@ def tune(
     points: Annotated[int | None, typer.Option(min=1, help="The most points.")] = None,
     keep_one_in: Annotated[
         int | None,
-        typer.Option(min=1, max=100, help="Points that share one that goes on; 1: all go on."),
+        typer.Option(min=1, max=100, help="Keep one in N points after each rung; 1 keeps all."),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="The most rounds of all runs together.")

@@ -117,7 +117,7 @@ class TreeConfig:
     rest_sum: Callable[[int, PyTree, PyTree], PyTree] = add_change
     # Whether what pooled text is sent and sends counts: with codecs it is somewhere else.
     counts_frames: bool = False
-    # Makes a matrix of a shape and type from its first rows, where it may wait, as `rest` does.
+    # Stores a matrix, given by its first rows (the others are zero), where `rest` stores models.
     rest_rows: Callable[[Any, Any, Sequence[Parts]], np.ndarray] = rows_in_memory
     # Whether nodes with text keep their own models elsewhere: states hold what others know of them.
     models_at_home: bool = False

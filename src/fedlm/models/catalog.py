@@ -455,7 +455,7 @@ def loss(model: Params, batch: Batch) -> Loss:
 def loss_of_full_rows(model: Params, batch: Batch) -> Loss:
     """Return the same loss; its program is smaller, and made for rows that are full.
 
-    Short rows cost more than with `loss`, and are computed as well.
+    It is right for rows of any length, and slower than `loss` where many of them are short.
     """
     return token_loss(*_predictors(model, batch, full_rows=True), FULL_ROW_SIZES)
 

@@ -35,8 +35,8 @@ def cross_entropy(
     """Return the sum of nats over the targets that are not PAD.
 
     The forward pass computes both gradients while the logits are in cache; the logits are not
-    kept, and at most `MOST_LOGITS` of them are held at a time. So many `sizes` of its products are
-    compiled.
+    kept, and at most `MOST_LOGITS` of them are held at a time. Its products are compiled for
+    so many `sizes`, numbers of rows.
 
         forward    features (F), readout (W) -> logits = F W^T -> p = softmax(logits) -> nats
                    keeps:  d_F = (p - onehot) W       (rows, embed)

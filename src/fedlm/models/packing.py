@@ -15,9 +15,9 @@ have the same width, and the length of a stage is data.
 Where a step must read more weights than a cache holds, half as many steps are worth more than even
 slots: if rows are nearly full, each has a slot to itself (`alone`), in a stage before the others.
 
-Rows that are cut as windows are all full but the last of a client (`full_rows`). There is nothing
-to pair then: each row has a slot, a step has all slots or a half of them, and far fewer sizes are
-compiled. What is computed is right for any rows.
+Rows that are cut as windows are all full but the last of a client, and the empty ones behind it in
+its last batch (`full_rows`). There is nothing to pair then: each row has a slot, a step has all
+slots or a half of them, and far fewer sizes are compiled. What is computed is right for any rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 FEWEST_COLUMNS = 128
 FEWEST_ROWS = 16
 FULL = 7 / 8  # of all places hold a token: rows may be alone
-FULL_ROW_SIZES = 8  # of the loss that are compiled where rows are full: a batch has whole rows
+FULL_ROW_SIZES = 8  # compiled sizes of the loss for full rows
 
 
 class Packing(NamedTuple):

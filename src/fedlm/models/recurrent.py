@@ -11,6 +11,7 @@ Not here: the arithmetic inside a cell (`cells.py`), the loss (`loss.py`).
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -37,7 +38,14 @@ class Layer(eqx.Module):
 
 
 Columns = Float[Array, "columns embed"]
-Slots = tuple[int, ...]  # of the stages of a packing (`packing.widths`)
+FULL_ROW_SIZES = 2  # full rows fill all columns or a half
+
+
+class Slots(NamedTuple):
+    """How a packing is computed."""
+
+    widths: tuple[int, ...]  # of the stages (`packing.widths`)
+    sizes: int = SIZES  # of the products around the time loop that are compiled
 
 
 def plain_sequence(cell: Cell, inputs: Float[Array, "seq batch embed"], w_x, w_h, bias, project):  # type: ignore[no-untyped-def]
@@ -83,19 +91,11 @@ def sequence(cell: Cell, slots: Slots, packing: Packing, inputs: Columns, layer:
 def _stages(packing: Packing, slots: Slots):  # type: ignore[no-untyped-def]
     """Yield width, first column and end column (exclusive) of each stage."""
     step, column = jnp.int32(0), jnp.int32(0)
-    for place, width in enumerate(slots):
+    for place, width in enumerate(slots.widths):
         end = packing.ends[place]
         after = column + (end - step) * width
         yield width, column, after
         step, column = end, after
-
-
-def _sizes(slots: Slots) -> int:
-    """Return how many sizes of the products around the loop are compiled.
-
-    Full rows, whose steps have all slots or a half, fill all columns or a half.
-    """
-    return 2 if len(slots) == 2 else SIZES
 
 
 def _by_gate(cell, z):  # type: ignore[no-untyped-def]
@@ -132,10 +132,10 @@ def _forward(cell, slots, packing, inputs, layer):  # type: ignore[no-untyped-de
 
     # One array per gate: XLA makes scalar code of a loop that reads two parts of one slice.
     # Read only: a buffer that a step both reads and writes would be copied in every step.
-    from_inputs = enough(packing.size, columns, gate_inputs, _sizes(slots))
+    from_inputs = enough(packing.size, columns, gate_inputs, slots.sizes)
     sizes = (units,) * cell.gates + (units, units, embed, embed)
     kept = tuple(jnp.zeros((columns, size), inputs.dtype) for size in sizes)
-    h, c = (jnp.zeros((slots[0], size), inputs.dtype) for size in (embed, units))
+    h, c = (jnp.zeros((slots.widths[0], size), inputs.dtype) for size in (embed, units))
     follows = _follows(packing, inputs)
     w_h_t, project_t = layer.w_h.T, layer.project.T  # transposed once, not in every step
     for width, column, after in _stages(packing, slots):
@@ -200,7 +200,7 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
             leading(d_all, used, n).T @ ms[:n],
         )
 
-    return (None, *enough(packing.size, columns, products, _sizes(slots)))
+    return (None, *enough(packing.size, columns, products, slots.sizes))
 
 
 def _widen(d, width, like):  # type: ignore[no-untyped-def]
@@ -250,7 +250,8 @@ class Recurrent(eqx.Module):
         alone = any(_step_bytes(layer) > CACHED for layer in self.layers)
         packing = pack(targets, alone, full_rows)
         found, readout = tied(self.embedding, gather(packing, inputs))
-        slots = widths(inputs.shape[0], alone, full_rows)
+        sizes = FULL_ROW_SIZES if full_rows else SIZES
+        slots = Slots(widths(inputs.shape[0], alone, full_rows), sizes)
         features = self._through(packing, slots, found)
         return Predictors(features, readout, gather(packing, targets))
 

@@ -165,8 +165,8 @@ class FederationTable(BaseModel):
     )
     resident: Natural = Field(
         default=0,
-        description="If the tree has more nodes than this, their models are kept in memory-mapped "
-        "files (in `TMPDIR`); 0 keeps all in memory.",
+        description="If the tree has more nodes than this, their models are kept in a memory-"
+        "mapped file (in `TMPDIR`); 0 keeps all in memory.",
     )
 
     @field_validator("optimizer", "learning_rate", "momentum", mode="before")

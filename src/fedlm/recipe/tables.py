@@ -723,8 +723,8 @@ class Tune(Table):
     )
     keep_one_in: Annotated[int, Field(ge=1, le=100)] = Field(
         default=3,
-        description="Of so many points one goes on, and is trained so many times as long; 1: all "
-        "points are trained to the end.",
+        description="After each rung one in so many points goes on, and is trained so many times "
+        "as long; 1 trains all points to the end.",
     )
     seeds: tuple[Seed, ...] = Field(
         default=(), description="The seeds of every point; `[]` is that of `run.seed`."

@@ -2,9 +2,9 @@
 
 In:       a number and a tree of arrays.
 Out:      the same tree, its arrays mapped from a file.
-Promise:  the values are the same to the bit, and stay while an array of the tree is held anywhere;
-          what is on the shelf costs address space, not memory. The file has no name any more when
-          it is written to: it goes with the process.
+Promise:  the values are the same to the bit, and stay while an array of the tree is held anywhere
+          in this process; what is on the shelf costs address space, not memory. The file has no
+          name any more when it is written to: it goes with the shelf and the last array.
 Not here: when a model is put away (`federation/tree_round.py`), checkpoints (`checkpoint.py`).
 
 A place in the file is used again when the last array of a tree is gone:
@@ -13,13 +13,17 @@ A place in the file is used again when the last array of a tree is gone:
         -> owner: all bytes of the place; every array of the tree is a view of it
     the last view goes -> the owner goes -> the place is free
 
-Pages of a new file cost far more than the bytes on them (126 MB in pieces of 5: 0.32 CPU seconds,
-0.015 at the second writing; docs/log.md), and trees put the same sizes away in every round.
+Pages of a new file cost far more than the bytes on them (126 MB written to a new file: 0.32 CPU
+seconds, over old pages 0.015; docs/log.md), and trees put the same sizes away in every round.
+
+Every place holds a file descriptor. After `os.fork` a child sees places being used again by its
+parent: fedlm starts its workers anew instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import tempfile
@@ -82,12 +86,15 @@ class Shelf:
         if not count * width:
             return np.zeros(shape, kind)
         with _no_room("residuals"):
+            assert len(given) <= count
             file, start, owner = self._take(count * width * kind.itemsize)
             empty = [[np.zeros(width, kind)]] * (count - len(given))
-            for part in (part for parts in (*given, *empty) for part in parts):
-                part = np.asarray(part, kind, order="C")
-                _write(file, part, start)
-                start += part.nbytes
+            for row, parts in enumerate((*given, *empty)):
+                assert sum(part.size for part in parts) == width, f"row {row}"
+                for part in parts:
+                    part = np.asarray(part, kind, order="C")
+                    _write(file, part, start)
+                    start += part.nbytes
         return owner[: count * width * kind.itemsize].view(kind).reshape(shape)
 
     def _mapped(self, arrays: list[np.ndarray], changes: list[np.ndarray]) -> list[np.ndarray]:
@@ -142,9 +149,14 @@ def _no_room(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        way_out = (
+            "Raise the limit of open files (ulimit -n)"
+            if error.errno == errno.EMFILE
+            else "Set TMPDIR to a folder with room"
+        )
         raise RecordError(
-            f"{what} could not be written to a temporary file: {error.strerror}. Set TMPDIR to a "
-            "folder with room, or federation.resident to 0."
+            f"{what} could not be written to a temporary file: {error.strerror}. {way_out}, or set "
+            "federation.resident to 0."
         ) from None
 
 

@@ -83,7 +83,9 @@ def search_settings(
             break
         scored = {name_of(point): done[name_of(point)].perplexity for point in alive}
         alive.sort(key=lambda point: scored[name_of(point)])
-        if number + 1 < len(search.rungs) and all(map(math.isinf, scored.values())):
+        last = number + 1 == len(search.rungs)
+        left = [trial.perplexity for trial in done.values()] if last else scored.values()
+        if all(map(math.isinf, left)):
             raise ConfigError(
                 f"over {', '.join(search.axes)}: every point diverged within {rung.rounds} rounds; "
                 "name lower rates, or a client.gradient_clip_norm."
@@ -246,7 +248,8 @@ def _finish(
 ) -> Found:
     ranked = sorted(trials, key=lambda trial: trial.rank)
     best = ranked[0]
-    complete = best.rounds == search.rungs[-1].rounds
+    last = search.rungs[-1]
+    complete = sum(trial.rounds == last.rounds for trial in trials) >= last.points
     sweep = Sweep(search.recipe, list(search.points), None, changes=search.changes)
     results = [result_of(sweep, t.point, path) for t in ranked for path in t.paths]
     found = Found(

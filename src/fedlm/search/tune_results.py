@@ -111,7 +111,7 @@ def best_recipe(search: Search, found: Found) -> str:
     tables = {**json.loads(json.dumps(_tables(search.recipe_of(best.point))))}
     tables.pop("tune", None)
     lines = [
-        f"Found by fedlm tune from {search.recipe.name}: the best of {len(search.points)} points, "
+        f"Found by fedlm tune from {search.recipe.name}: the best of {len(found.trials)} points, "
         f"{len(search.seeds)} seed{'s' * (len(search.seeds) > 1)} each.",
         f"Perplexity {best.perplexity:.2f} after {best.rounds} rounds on {found.chosen_by}.",
     ]
