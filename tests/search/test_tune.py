@@ -89,6 +89,15 @@ def test_every_optimizer_has_usual_rates(tiny_recipe):
     assert len(default_axes(load(tiny_recipe))) == 3
 
 
+def test_a_private_search_takes_longer_steps_of_shorter_updates(tiny_recipe):
+    averaged = (*PRIVATE, "server.optimizer=fedavgm")
+    plain, private = (
+        default_axes(load(tiny_recipe, changes)) for changes in (averaged[-1:], averaged)
+    )
+    clip, rate = private["privacy.clip_norm"], private["server.learning_rate"]
+    assert max(clip) < 1 and min(rate) > max(plain["server.learning_rate"])
+
+
 def test_the_edge_of_a_grid_is_told():
     clip = "client.gradient_clip_norm"
     axes = {RATE: (0.1, 0.3, 1.0), clip: (0.0, 1.0, 4.0), "model.name": ("a", "b")}
