@@ -38,8 +38,8 @@ SERVER_RATES: dict[str, tuple[float, ...]] = {
     "fedyogi": (0.003, 0.01, 0.03),
     "fedadagrad": (0.01, 0.03, 0.1),
 }
-# Under a plan nearly all updates are as long as the clip, and the server's step is its rate times the
-# clip: at 0.1 a rate of one is far too little (docs/results.md). Momentum of 0.9 adds up ten steps.
+# Under a plan nearly all updates are as long as the clip, and the server's step is its rate times
+# the clip: at 0.1 a rate of one is too little (docs/results.md). Momentum of 0.9 adds up ten steps.
 PRIVATE_SERVER_RATES = SERVER_RATES | {
     "fedavg": (30.0, 80.0, 200.0),
     "fedavgm": (3.0, 8.0, 20.0),

@@ -72,14 +72,12 @@ def search_settings(
     for number, rung in enumerate(search.rungs):
         alive = alive[: rung.points]
         for place, point in enumerate(alive):
-            if clock.over():
-                break
             said = f"{rung.rounds} rounds, point {place + 1} of {len(alive)}: {name_of(point)}"
             trial = _advance(search, point, rung.rounds, out, stores, watcher(said), clock)
             if trial is None:
                 break
             done[name_of(point)] = trial
-        if clock.over():
+        if trial is None:
             break
         scored = {name_of(point): done[name_of(point)].perplexity for point in alive}
         alive.sort(key=lambda point: scored[name_of(point)])
@@ -125,16 +123,19 @@ def _advance(
     watcher: Watcher,
     clock: _Clock,
 ) -> Trial | None:
-    """Train a point with all seeds up to a round; None if the minutes were over before."""
+    """Train a point with all seeds up to a round; None if the minutes were over before.
+
+    What earlier calls have trained counts, however many minutes are left.
+    """
     nats, failed, paths = [], 0, []
     for seed in search.seeds:
         path = out / RUNS / name_of({**point, SEED: seed})
         scored = _scored(path, rounds)
-        if scored is None:
+        if scored is None and not clock.over():  # raises if a stop was asked for
             run = splits.for_choosing(build(search.trial(point, seed), stores, out=path))
             train_point(run, _until(rounds, watcher, clock))
             scored = _scored(path, rounds)
-        if scored is None and clock.over():  # raises if a stop was asked for
+        if scored is None and clock.over():
             return None
         if scored is None:
             raise RecordError(
