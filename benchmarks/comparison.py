@@ -428,7 +428,7 @@ def row(found: Facts) -> list[str]:
         f"{statistics.fmean(noise):.2f}" if noise else "-",
         f"{sum(run['diverged'] for run in runs)} of {len(runs)}",
         "-" if found.get("hurt") is None else f"{found['hurt']:.0%}",
-        f"{sum(run['seconds'] for run in runs) / 3600:.1f}",
+        f"{sum(run['seconds'] for run in runs) / 3600:.2f}",
         ", ".join(found["tuned"]) or "-",
     ]
 
