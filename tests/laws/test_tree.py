@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import mmap
 import math
 from pathlib import Path
 
@@ -284,7 +285,7 @@ def test_models_that_rest_in_files_are_the_same_models(tree_of):
     assert eqx.tree_equal(a.params, b.params)
     assert [facts["loss"] for facts in told] == [facts["loss"] for facts in spilled]
     leaf = jax.tree.leaves(b.nodes[-1].params)[0]
-    assert isinstance(leaf.base, np.memmap) and not leaf.flags.writeable
+    assert isinstance(leaf.base.base.obj, mmap.mmap) and not leaf.flags.writeable
 
 
 # ---- runs --------------------------------------------------------------------------------
