@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import mmap
 import math
+import mmap
 from pathlib import Path
 
 import equinox as eqx
