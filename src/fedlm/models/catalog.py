@@ -31,7 +31,7 @@ from fedlm.models.embedding import Dtype, Positions
 from fedlm.models.layers import Predictors
 from fedlm.models.llama import llama
 from fedlm.models.loss import scores, token_loss
-from fedlm.models.packing import FULL_ROW_SIZES
+from fedlm.models.packing import FULL_ROW_LOSSES
 from fedlm.models.recurrent import recurrent
 from fedlm.models.transformer import Activation, transformer
 
@@ -457,7 +457,7 @@ def loss_of_full_rows(model: Params, batch: Batch) -> Loss:
 
     It is right for rows of any length, and slower than `loss` where many of them are short.
     """
-    return token_loss(*_predictors(model, batch, full_rows=True), FULL_ROW_SIZES)
+    return token_loss(*_predictors(model, batch, full_rows=True), FULL_ROW_LOSSES)
 
 
 def _predictors(model: Params, batch: Batch, full_rows: bool = False) -> Predictors:

@@ -37,7 +37,8 @@ T = TypeVar("T")
 FEWEST_COLUMNS = 128
 FEWEST_ROWS = 16
 FULL = 7 / 8  # of all places hold a token: rows may be alone
-FULL_ROW_SIZES = 8  # compiled sizes of the loss for full rows
+# Compiled sizes for full rows: of the loss, and of products that fill all columns or a half.
+FULL_ROW_LOSSES, FULL_ROW_PRODUCTS = 8, 2
 
 
 class Packing(NamedTuple):

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from fedlm.core.types import PyTree
 from fedlm.models.cells import Cell
 from fedlm.models.layers import Predictors, in_dtype, tied
-from fedlm.models.packing import Packing, enough, gather, leading, pack, widths
+from fedlm.models.packing import FULL_ROW_PRODUCTS, Packing, enough, gather, leading, pack, widths
 
 SIZES = 16  # compiled sizes of the products before and after the loop
 CACHED = 2 << 20  # bytes of a second-level cache: a time step that reads more waits for memory
@@ -38,7 +38,6 @@ class Layer(eqx.Module):
 
 
 Columns = Float[Array, "columns embed"]
-FULL_ROW_SIZES = 2  # full rows fill all columns or a half
 
 
 class Slots(NamedTuple):
@@ -250,7 +249,7 @@ class Recurrent(eqx.Module):
         alone = any(_step_bytes(layer) > CACHED for layer in self.layers)
         packing = pack(targets, alone, full_rows)
         found, readout = tied(self.embedding, gather(packing, inputs))
-        sizes = FULL_ROW_SIZES if full_rows else SIZES
+        sizes = FULL_ROW_PRODUCTS if full_rows else SIZES
         slots = Slots(widths(inputs.shape[0], alone, full_rows), sizes)
         features = self._through(packing, slots, found)
         return Predictors(features, readout, gather(packing, targets))

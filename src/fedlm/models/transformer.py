@@ -46,7 +46,7 @@ from fedlm.models.layers import (
     tied,
 )
 from fedlm.models.packed_layout import Layout, Packed, Whole, sizes_of
-from fedlm.models.packing import FEWEST_COLUMNS, Packing, gather, pack
+from fedlm.models.packing import FEWEST_COLUMNS, FULL_ROW_PRODUCTS, Packing, gather, pack
 
 Activation = Literal["relu", "gelu", "gelu-exact"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -189,7 +189,7 @@ class Decoder(eqx.Module):
         return Predictors(features, readout, gather(packing, targets))
 
     def _packed(self, packing: Packing, batch: int, seq: int, full_rows: bool) -> Packed:
-        sizes = 2 if full_rows else sizes_of(len(self.blocks))
+        sizes = FULL_ROW_PRODUCTS if full_rows else sizes_of(len(self.blocks))
         return Packed(packing, batch, seq, sizes)
 
     def predictors_above(
