@@ -7,8 +7,8 @@ Promise:  the vocabulary and the start of every side come from public years alon
           pretrained for as many steps on the same batches, all sides try the same server rates for
           as many rounds and then have as many; the last figure is of clients that neither saw;
           killed at any moment, the same command goes on; the table needs nothing but the files.
-Not here: codecs and partial training (`wire`, docs/traffic.md), the same at 1.1M parameters
-          (`recipes/sweeps/traffic.toml`).
+Not here: public text and starts (`public.py`), codecs and partial training (`wire`,
+          docs/traffic.md), the same at 1.1M parameters (`recipes/sweeps/traffic.toml`).
 
     python -m benchmarks.bandwidth                   # what is missing
     python -m benchmarks.bandwidth --only "small LSTM, full" "large Transformer, combined"
@@ -23,8 +23,6 @@ Conformer those of the large Transformer); the server's FedAdam has the rate tha
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
 import shutil
 import tempfile
@@ -33,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import sizes
+from benchmarks import public, sizes
 from benchmarks.cells import RESULTS, Cells, Facts, claimed, deadline, recipe_digest, work_folder
 from benchmarks.comparison import figures_of, last_figures, say
 from fedlm.core.durable import write_atomically
@@ -41,7 +39,6 @@ from fedlm.engine.devices import use_devices
 from fedlm.models import catalog
 from fedlm.recipe.build import build
 from fedlm.recipe.settings import Recipe, load
-from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
 from fedlm.record.svg import Series, lines, with_names
 from fedlm.search import splits
@@ -147,24 +144,9 @@ def federated(side: Side, rate: float, rounds: int, size: Size, paths: Sequence[
 
 def digest_of(side: Side, size: Size) -> str:
     """Return the digest of all that decides the figures of a side, wherever its files lie."""
-    public = recipe_digest(pretraining(side.model, size, Path("public.jsonl")))
-    asked = {"public": public, "rates": list(RATES), "tried": size.tried}
+    start = recipe_digest(pretraining(side.model, size, Path("public.jsonl")))
+    asked = {"public": start, "rates": list(RATES), "tried": size.tried}
     return recipe_digest(federated(side, RATES[0], size.rounds, size, ()), **asked)
-
-
-def divide(out: Path) -> tuple[Path, Path]:
-    """Write the public and the private years as files of their own, once; return both."""
-    public, private = out / "public.jsonl", out / "private.jsonl"
-    with claimed(out, wait=True):
-        if not (public.is_file() and private.is_file()):
-            years = set(load(PUBLIC).data.groups)
-            parts: dict[bool, list[str]] = {True: [], False: []}
-            with gzip.open(str(load(PUBLIC).data.source), "rt", encoding="utf8") as text:
-                for line in text:
-                    parts[not years.isdisjoint(json.loads(line)["groups"])].append(line)
-            write_atomically(private, "".join(parts[False]).encode())
-            write_atomically(public, "".join(parts[True]).encode())
-    return public, private
 
 
 @dataclass(frozen=True)
@@ -181,24 +163,19 @@ class Work:
 
     def start(self, model: str) -> Path:
         """Return the run of a size on public text, after making it or what is missing of it."""
-        public, _ = divide(self.out)
-        recipe = pretraining(model, self.size, public)
+        text, _ = public.divide(load(PUBLIC), self.out)
+        recipe = pretraining(model, self.size, text)
         digest, name = recipe_digest(recipe), f"public {model}"
         path = work_folder(self.out, name, digest) / "run"
-        with claimed(path.parent, wait=True):
-            if not RunDirectory(path).summary.is_file():
-                train_point(build(recipe, STORES, out=path, pooled=True), say(name))
-            if self.cells.read(name, digest) is None:
-                self.cells.write(name, digest, {"model": model, **figures_of(path)})
+        public.train(recipe, path, STORES, lambda: say(name))
+        if self.cells.read(name, digest) is None:
+            self.cells.write(name, digest, {"model": model, **figures_of(path)})
         return path
 
     def make(self, side: Side) -> None:
         """Pretrain a side's model, try server rates, play all rounds, and keep the figures."""
-        start, (_, private) = self.start(side.model), divide(self.out)
-        paths = (
-            *(f"data.source={private.resolve()}", "data.groups=[]"),
-            *(f"data.tokenizer={(start / 'tokenizer.json').resolve()}", f"model.init_from={start}"),
-        )
+        _, private = public.divide(load(PUBLIC), self.out)
+        paths = public.begun_from(self.start(side.model), private)
         folder = work_folder(self.out, side.name, digest_of(side, self.size))
 
         def played(rate: float, rounds: int) -> tuple[Recipe, Path]:

@@ -8,7 +8,7 @@ Promise:  all sides have the same budget of rounds for tuning, the same rounds, 
           moment, the same command goes on where it was; what is kept is not made again, and the
           table needs nothing else.
 Not here: what a search does (`search/tune.py`), which text chooses (`search/splits.py`), the files
-          (`cells.py`).
+          (`cells.py`), public text and starts (`public.py`).
 
     python -m benchmarks.comparison cells-irc                  # all cells that are missing
     python -m benchmarks.comparison cells-irc --only CIFG SI-CIFG --hours 3
@@ -33,9 +33,13 @@ A comparison file:
     patience = 10                      # evaluations without improvement that end a run; 0 is never
     target = 90                        # also tell rounds to this perplexity
     alone = "local"                    # of trees: the side that tells which leaves others hurt
+    [public]                           # text that all may read: vocabulary, and a start
+    recipe = "../../recipes/irc-pretrain.toml"  # its `data.groups` are public, others private
+    set = ["server.rounds=40"]         # beside the `model.` settings of all sides and of a side
     [[sides]]
     name = "SI-CIFG"
     set = ["model.name=si-cifg"]
+    public_start = true                # begins with a model trained on public text
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import public
 from benchmarks.cells import (
     RESULTS,
     Cells,
@@ -109,6 +114,15 @@ class Side:
     name: str
     set: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
+    public_start: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Public:
+    """Text that all may read: a recipe whose `data.groups` it is, and its changes."""
+
+    recipe: str
+    set: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +144,7 @@ class Comparison:
     target: float | None = None
     alone: str = ""
     notes: tuple[str, ...] = field(default=())
+    public: Public | None = None
 
     @property
     def base(self) -> Path:
@@ -143,11 +158,19 @@ class Comparison:
         """Return what a side changes in the recipe."""
         return (ONE_LANE, *self.set, *side.set)
 
-    def search(self, side: Side) -> Search | None:
+    def pretraining(self, side: Side, *more: str) -> Recipe | None:
+        """Return the recipe of a side's model on public text; None without such text."""
+        if self.public is None:
+            return None
+        model = [each for each in (*self.set, *side.set) if each.startswith("model.")]
+        changes = (ONE_LANE, *self.public.set, *model, *more)
+        return load(self.path.parent / self.public.recipe, changes)
+
+    def search(self, side: Side, *paths: str) -> Search | None:
         """Return what is tuned for a side; None if nothing is."""
         if not self.tune_rounds:
             return None
-        changes = self.changes(side)
+        changes = (*self.changes(side), *paths)
         if self.tune_length:
             changes = (*changes, f"server.rounds={self.tune_length}")
         axes = axes_of(side.over or self.over)
@@ -158,9 +181,9 @@ class Comparison:
             keep_one_in=self.keep_one_in,
         )
 
-    def final(self, side: Side, best: Point, seed: int) -> Recipe:
+    def final(self, side: Side, best: Point, seed: int, *paths: str) -> Recipe:
         """Return the recipe of a side's run with a seed, at the settings that were found."""
-        last = (f"run.seed={seed}", f"server.patience={self.patience}")
+        last = (f"run.seed={seed}", f"server.patience={self.patience}", *paths)
         return load(self.base, (*self.changes(side), *as_changes(best), *last))
 
 
@@ -187,8 +210,22 @@ def read_comparison(path: Path) -> Comparison:
         Side(**{k: tuple(v) if isinstance(v, list) else v for k, v in side.items()})
         for side in tables["sides"]
     )
+    if "public" in tables:
+        given = tables["public"]
+        for key in given.keys() - Public.__dataclass_fields__.keys():
+            fields = Public.__dataclass_fields__
+            raise ConfigError(f"comparison {path}: public has no {key!r}. {nearest(key, fields)}")
+        if "recipe" not in given:
+            raise ConfigError(f"comparison {path}: expected recipe in [public].")
+        tables["public"] = Public(recipe=given["recipe"], set=tuple(given.get("set", ())))
     made = Comparison(**{**tables, **lists, "sides": sides, "path": path})
     for side in sides:
+        if side.public_start and made.public is None:
+            raise ConfigError(
+                f"comparison {path}: side {side.name!r} has public_start = true, which needs a "
+                "table [public] with the recipe of that text."
+            )
+        made.pretraining(side)
         made.search(side)
         made.final(side, {}, made.seeds[0])
     if made.alone and made.alone not in [side.name for side in sides]:
@@ -223,20 +260,51 @@ class Work:
     def run_name(self, side: Side, seed: int) -> str:
         return f"{side.name} seed {seed}"
 
+    def start_of(self, side: Side) -> Facts:
+        """Return what of public text decides a side's figures, for digests."""
+        recipe = self.comparison.pretraining(side)
+        if recipe is None:
+            return {}
+        return {"public": recipe_digest(recipe), "public_start": side.public_start}
+
+    def search_digest(self, side: Side) -> str:
+        """Return the digest of all that decides what tuning a side finds."""
+        search = self.comparison.search(side)
+        assert search is not None
+        facts = {k: v for k, v in search.facts().items() if k != "recipe_sha256"}
+        return recipe_digest(search.base(), search=facts, **self.start_of(side))
+
+    def run_digest(self, side: Side, best: Point, seed: int) -> str:
+        """Return the digest of all that decides the figures of a side's run."""
+        return recipe_digest(self.comparison.final(side, best, seed), **self.start_of(side))
+
+    def paths(self, side: Side) -> tuple[str, ...]:
+        """Return the settings of private text and public start, after making what is missing."""
+        asked = self.comparison.pretraining(side)
+        if asked is None:
+            return ()
+        text, private = public.divide(asked, self.out)
+        made = self.comparison.pretraining(side, f"data.source={text.resolve()}", "data.groups=[]")
+        assert made is not None
+        name = f"public {made.model.name}"
+        path = work_folder(self.out, name, recipe_digest(asked)) / "run"
+        public.train(made, path, STORES, lambda: say(name))
+        return public.begun_from(path, private, weights=side.public_start)
+
     def kept_tuning(self, side: Side) -> Facts | None:
         """Return what tuning a side found, if it is kept; of a side that needs none, nothing."""
-        search = self.comparison.search(side)
-        if search is None:
+        if self.comparison.search(side) is None:
             return {"best": {}}
-        return self.cells.read(self.tuning_name(side), _search_digest(search))
+        return self.cells.read(self.tuning_name(side), self.search_digest(side))
 
     def kept_run(self, side: Side, seed: int) -> Facts | None:
         """Return a side's figures with a seed, if they are kept."""
         found = self.kept_tuning(side)
         if found is None:
             return None
-        recipe = self.comparison.final(side, found["best"], seed)
-        return self.cells.read(self.run_name(side, seed), recipe_digest(recipe))
+        return self.cells.read(
+            self.run_name(side, seed), self.run_digest(side, found["best"], seed)
+        )
 
     def folder(self, name: str) -> Path:
         """Return what a process claims that makes a cell; its runs are below."""
@@ -244,9 +312,10 @@ class Work:
 
     def tune(self, side: Side) -> None:
         """Tune a side, or go on with it, and keep what was found."""
-        search, name = self.comparison.search(side), self.tuning_name(side)
+        digest, name = self.search_digest(side), self.tuning_name(side)
+        search = self.comparison.search(side, *self.paths(side))
         assert search is not None
-        folder = work_folder(self.out, name, _search_digest(search))
+        folder = work_folder(self.out, name, digest)
         found = search_settings(
             search, folder / "search", STORES, lambda label: say(f"{side.name}: {label}")
         )
@@ -260,14 +329,15 @@ class Work:
             "seconds": found.seconds,
             "trials": [[t.point, t.rounds, t.perplexity, t.diverged] for t in found.trials],
         }
-        self.cells.write(name, _search_digest(search), facts)
+        self.cells.write(name, digest, facts)
 
     def play(self, side: Side, seed: int) -> None:
         """Train a side with a seed to its end, or go on with it, and keep its figures."""
         found, name = self.kept_tuning(side), self.run_name(side, seed)
         assert found is not None
-        recipe = self.comparison.final(side, found["best"], seed)
-        path = work_folder(self.out, name, recipe_digest(recipe)) / "run"
+        digest = self.run_digest(side, found["best"], seed)
+        recipe = self.comparison.final(side, found["best"], seed, *self.paths(side))
+        path = work_folder(self.out, name, digest) / "run"
         run = splits.for_choosing(build(recipe, STORES, out=path))
         if not (RunDirectory(path).summary.is_file() or (path / FAILED).is_file()):
             train_point(run, say(name))
@@ -277,7 +347,7 @@ class Work:
             **figures_of(path),
             **last_figures(build(recipe, STORES, out=path)),
         }
-        self.cells.write(name, recipe_digest(recipe), facts)
+        self.cells.write(name, digest, facts)
 
     def missing(self, only: Sequence[str]) -> list[tuple[str, Side, int | None]]:
         """Return the cells that are not kept, those of the first seed first; no seed is tuning."""
@@ -311,11 +381,6 @@ class Work:
                     self.tune(side)
                 else:
                     self.play(side, seed)
-
-
-def _search_digest(search: Search) -> str:
-    facts = {k: v for k, v in search.facts().items() if k != "recipe_sha256"}
-    return recipe_digest(search.base(), search=facts)
 
 
 def figures_of(path: Path) -> Facts:
@@ -504,8 +569,10 @@ def smoke(made: Comparison) -> Comparison:
     sides = tuple(
         replace(side, set=(*side.set, *SMOKE), over=first(side.over)) for side in made.sides
     )
+    start = made.public and replace(made.public, set=(*made.public.set, *SMOKE))
     return replace(
         made,
+        public=start,
         sides=sides,
         over=first(made.over),
         tune_length=2,

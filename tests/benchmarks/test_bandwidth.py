@@ -9,6 +9,7 @@ import pytest
 from benchmarks import bandwidth
 from benchmarks.bandwidth import RATES, SIDES, SMOKE, WHOLE, Work
 from benchmarks.cells import Cells
+from benchmarks.public import divide
 from fedlm.recipe.settings import load
 
 
@@ -59,14 +60,15 @@ def text(tmp_path, monkeypatch):
 
 
 def test_public_and_private_years_are_files_of_their_own(text):
-    public, private = bandwidth.divide(text / "out")
+    recipe = bandwidth.load(bandwidth.PUBLIC)
+    public, private = divide(recipe, text / "out")
 
     def clients(file):
         return [json.loads(line)["client"] for line in file.read_text().splitlines()]
 
     assert (clients(public), clients(private)) == (["c0", "c1"], ["c2", "c3"])
     public.write_text("kept\n")
-    assert bandwidth.divide(text / "out") == (public, private)
+    assert divide(recipe, text / "out") == (public, private)
     assert public.read_text() == "kept\n", "written once"
 
 

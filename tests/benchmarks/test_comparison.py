@@ -1,8 +1,10 @@
 """Shipped comparisons can be begun, with equal budgets; cells are made once, tables of them."""
 
+import gzip
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -130,6 +132,59 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(small, tmp_path, monkey
         found.append(work.kept_run(side, seed)["rounds"])
         kept.file(work.run_name(side, seed)).unlink()
     assert found == [4, 2]
+
+
+@pytest.fixture
+def warm(small, tmp_path):
+    """The same, where every second client is public; one side begins with their text."""
+    rows = [json.loads(line) for line in (tmp_path / "text.jsonl").read_text().splitlines()]
+    with gzip.open(tmp_path / "text.jsonl.gz", "wt") as out:
+        for n, each in enumerate(rows):
+            group, word = ("open", "spoken") if n % 2 else ("closed", "kept")
+            told = {**each, "groups": [group], "text": f"{word} " * 30 + each["text"]}
+            out.write(json.dumps(told) + "\n")
+    base = (tmp_path / "base.toml").read_text().replace("text.jsonl", "text.jsonl.gz")
+    base = base.replace("vocabulary = 40", "vocabulary = 20")
+    (tmp_path / "base.toml").write_text(base)
+    opened = base.replace("[data]", '[server]\nrounds = 2\n[data]\ngroups = ["open"]')
+    opened = opened.replace("[client]", "[client]\nmax_steps = 2")
+    (tmp_path / "open.toml").write_text(opened)
+    asked = small.read_text().replace("[[sides]]", '[public]\nrecipe = "open.toml"\n[[sides]]', 1)
+    small.write_text(asked.replace('name = "cifg"', 'name = "cifg"\npublic_start = true'))
+    return small
+
+
+def test_a_public_start_is_of_public_text_alone(warm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = read_comparison(warm)
+    work = Work(made, Cells(tmp_path / "results"), tmp_path / "runs")
+    begun, fresh = (made.final(side, {}, 0, *work.paths(side)) for side in made.sides)
+    assert begun.model.init_from and not fresh.model.init_from
+    for recipe in (begun, fresh):
+        words = Path(recipe.data.tokenizer).read_text()
+        assert "spoken" in words and "kept" not in words, "the vocabulary is public"
+        private = [json.loads(line) for line in Path(recipe.data.source).read_text().splitlines()]
+        assert {row["groups"][0] for row in private} == {"closed"}
+    side = made.sides[0]
+    work.tune(side)
+    work.play(side, 0)
+    assert work.kept_run(side, 0)["last"] > 1
+    same = replace(side, public_start=False)
+    assert work.search_digest(same) != work.search_digest(side)
+    assert work.run_digest(same, {}, 0) != work.run_digest(side, {}, 0)
+    longer = replace(made, public=replace(made.public, set=("server.rounds=3",)))
+    assert replace(work, comparison=longer).run_digest(side, {}, 0) != work.run_digest(side, {}, 0)
+
+
+def test_a_public_start_needs_public_text(small):
+    text = small.read_text()
+    small.write_text(text.replace('name = "cifg"', 'name = "cifg"\npublic_start = true'))
+    with pytest.raises(ConfigError, match="side 'cifg' has public_start = true, which needs"):
+        read_comparison(small)
+    for table, said in (("sets = []", "public has no 'sets'"), ("set = []", "expected recipe in")):
+        small.write_text(text.replace("[[sides]]", f"[public]\n{table}\n[[sides]]", 1))
+        with pytest.raises(ConfigError, match=said):
+            read_comparison(small)
 
 
 def test_a_result_of_other_settings_is_not_taken(small, tmp_path):
