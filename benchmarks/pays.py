@@ -118,6 +118,8 @@ CARE = (
 FLAT = ("federation.node=[]", "federation.personal_layers=none")
 LEAF_LEVEL = {"mixgenre": 0, "eltec": 1}  # of the groups that are leaves
 AVERAGED = ('federation.optimizer=["fedavg"]', "federation.learning_rate=[1.0]")
+# The leaves' rate over the whole run: up for four rounds, then down to a tenth.
+COSINE = ("client.schedule=cosine", "client.warmup_rounds=4", "client.final_fraction=0.1")
 LOCAL, TWICE, CENTRAL = "local", "two local models", "central"
 # Federations by name; those that come first are worth most.
 FEDERATIONS: dict[str, tuple[str, ...]] = {
@@ -127,13 +129,8 @@ FEDERATIONS: dict[str, tuple[str, ...]] = {
         "federation.personal_layers=last 0.3 + embedding",
         "federation.compare=root",
     ),
-    "flat averaging, cosine": (
-        *FLAT,
-        *AVERAGED,
-        "client.schedule=cosine",
-        "client.warmup_rounds=4",
-        "client.final_fraction=0.1",
-    ),
+    "flat Nesterov, cosine": (*FLAT, *COSINE),
+    "flat averaging, cosine": (*FLAT, *AVERAGED, *COSINE),
     "flat averaging, Muon": (*FLAT, *AVERAGED, "client.optimizer=muon"),
 }
 SIDES = (LOCAL, TWICE, *FEDERATIONS, CENTRAL)
