@@ -145,7 +145,8 @@ def federated(side: Side, rate: float, rounds: int, size: Size, paths: Sequence[
 def digest_of(side: Side, size: Size) -> str:
     """Return the digest of all that decides the figures of a side, wherever its files lie."""
     start = recipe_digest(pretraining(side.model, size, Path("public.jsonl")))
-    asked = {"public": start, "rates": list(RATES), "tried": size.tried}
+    years = sorted(load(PUBLIC).data.groups)
+    asked = {"public": start, "years": years, "rates": list(RATES), "tried": size.tried}
     return recipe_digest(federated(side, RATES[0], size.rounds, size, ()), **asked)
 
 
@@ -228,7 +229,7 @@ def tell(work: Work) -> str:
                 f"{sent * facts['rounds']:,.0f}",
                 f"{facts['start']:.1f}",
                 last,
-                f"{facts['best']:.1f}",
+                "-" if facts["best"] is None else f"{facts['best']:.1f}",
                 str(facts["rounds"]),
                 f"{facts['rate']:g}",
                 f"{facts['seconds'] / 3600:.2f}",

@@ -37,7 +37,7 @@ from fedlm.recipe.settings import Recipe
 from fedlm.record.journal import dumps
 
 RESULTS = Path(__file__).parent / "results"
-# Settings that change no figure; of `[run]` the seed alone counts.
+# Settings that change no figure; of `[run]` the seed counts, and whether the best model is kept.
 INERT = {"data": ("source", "store", "stores"), "run": None}
 Facts = dict[str, Any]
 
@@ -49,7 +49,9 @@ def recipe_digest(recipe: Recipe, **more: Any) -> str:
     """
     tables = json.loads(recipe.model_dump_json(exclude_none=True))
     text = {key: _names(tables["data"].pop(key, None)) for key in INERT["data"] or ()}
-    tables["run"] = {"seed": tables["run"].get("seed")}
+    run = tables["run"]
+    best = {"keep_best": True} if run.get("keep_best") else {}  # whose figure is the last one
+    tables["run"] = {"seed": run.get("seed"), **best}
     return facts_digest({"recipe": tables, "text": text, **more})
 
 

@@ -35,7 +35,7 @@ A comparison file:
     alone = "local"                    # of trees: the side that tells which leaves others hurt
     [public]                           # text that all may read: vocabulary, and a start
     recipe = "../../recipes/irc-pretrain.toml"  # its `data.groups` are public, others private
-    set = ["server.rounds=40"]         # beside the `model.` settings of all sides and of a side
+    set = ["server.rounds=40"]         # its `[model]` is that of each side
     [[sides]]
     name = "SI-CIFG"
     set = ["model.name=si-cifg"]
@@ -45,7 +45,6 @@ A comparison file:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import statistics
@@ -54,6 +53,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from benchmarks import public
 from benchmarks.cells import (
@@ -79,7 +80,7 @@ from fedlm.record.svg import Series, lines, with_names
 from fedlm.run import Run
 from fedlm.search import splits
 from fedlm.search.space import axes_of
-from fedlm.search.sweep import FAILED, Point, markdown, over_seeds, train_point
+from fedlm.search.sweep import FAILED, Point, literal, markdown, over_seeds, train_point
 from fedlm.search.tune import search_settings
 from fedlm.search.tune_plan import Search, plan_search
 from fedlm.training import Watcher
@@ -98,6 +99,8 @@ HEAD += [
 ]
 TRIED = ["side", "setting", "points that diverged", "best of the others (rounds)"]
 ONE_LANE = "run.devices=1"
+STRICT = ConfigDict(extra="forbid")
+UNKNOWN = "unexpected_keyword_argument"  # as pydantic calls it
 HEIGHT = 330
 # Of `--smoke`: everything happens, nothing is learned.
 SMOKE = (
@@ -111,6 +114,8 @@ SMOKE = (
 class Side:
     """One side: its changes of the recipe, and what of it is tuned."""
 
+    __pydantic_config__ = STRICT
+
     name: str
     set: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
@@ -121,6 +126,8 @@ class Side:
 class Public:
     """Text that all may read: a recipe whose `data.groups` it is, and its changes."""
 
+    __pydantic_config__ = STRICT
+
     recipe: str
     set: tuple[str, ...] = ()
 
@@ -128,6 +135,8 @@ class Public:
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A comparison file."""
+
+    __pydantic_config__ = STRICT
 
     path: Path
     question: str
@@ -162,9 +171,10 @@ class Comparison:
         """Return the recipe of a side's model on public text; None without such text."""
         if self.public is None:
             return None
-        model = [each for each in (*self.set, *side.set) if each.startswith("model.")]
-        changes = (ONE_LANE, *self.public.set, *model, *more)
-        return load(self.path.parent / self.public.recipe, changes)
+        changes = (ONE_LANE, *self.public.set, *more)
+        recipe = load(self.path.parent / self.public.recipe, changes)
+        model = load(self.base, self.changes(side)).model
+        return recipe.model_copy(update={"model": model})
 
     def search(self, side: Side, *paths: str) -> Search | None:
         """Return what is tuned for a side; None if nothing is."""
@@ -189,51 +199,63 @@ class Comparison:
 
 def as_changes(point: Point) -> list[str]:
     """Return the settings of a point as changes of a recipe."""
-    return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in point.items()]
+    return [f"{k}={v if isinstance(v, str) else literal(v)}" for k, v in point.items()]
 
 
 def read_comparison(path: Path) -> Comparison:
     """Read and check a comparison file: all searches and runs are made, none is trained."""
     tables = read_toml(path, f"comparison {path}")
-    known = Comparison.__dataclass_fields__.keys() - {"path"}
-    for key in tables.keys() - known:
-        raise ConfigError(f"comparison {path} has no setting {key!r}. {nearest(key, known)}")
-    for key in ("question", "hours", "recipe", "sides"):
-        if key not in tables:
-            raise ConfigError(f"comparison {path}: expected {key}.")
-    for side in tables["sides"]:
-        for key in side.keys() - Side.__dataclass_fields__.keys():
-            fields = Side.__dataclass_fields__
-            raise ConfigError(f"comparison {path}: a side has no {key!r}. {nearest(key, fields)}")
-    lists = {k: tuple(v) for k, v in tables.items() if isinstance(v, list) and k != "sides"}
-    sides = tuple(
-        Side(**{k: tuple(v) if isinstance(v, list) else v for k, v in side.items()})
-        for side in tables["sides"]
+    try:
+        made = TypeAdapter(Comparison).validate_python({**tables, "path": tables.get("path", path)})
+    except ValidationError as error:
+        raise ConfigError(f"comparison {path}: {_said(error)}") from None
+
+    def wanted(ok: object, said: str) -> None:
+        if not ok:
+            raise ConfigError(f"comparison {path}: {said}")
+
+    names = [side.name for side in made.sides]
+    wanted("path" not in tables, "no setting 'path'.")
+    wanted(made.sides, "expected at least one of [[sides]].")
+    wanted(made.seeds, "seeds = []: expected at least one.")
+    wanted(
+        len(set(made.seeds)) == len(made.seeds), f"seeds = {list(made.seeds)}: one stands twice."
     )
-    if "public" in tables:
-        given = tables["public"]
-        for key in given.keys() - Public.__dataclass_fields__.keys():
-            fields = Public.__dataclass_fields__
-            raise ConfigError(f"comparison {path}: public has no {key!r}. {nearest(key, fields)}")
-        if "recipe" not in given:
-            raise ConfigError(f"comparison {path}: expected recipe in [public].")
-        tables["public"] = Public(recipe=given["recipe"], set=tuple(given.get("set", ())))
-    made = Comparison(**{**tables, **lists, "sides": sides, "path": path})
-    for side in sides:
-        if side.public_start and made.public is None:
-            raise ConfigError(
-                f"comparison {path}: side {side.name!r} has public_start = true, which needs a "
-                "table [public] with the recipe of that text."
-            )
-        made.pretraining(side)
-        made.search(side)
-        made.final(side, {}, made.seeds[0])
-    if made.alone and made.alone not in [side.name for side in sides]:
-        known = [side.name for side in sides]
-        raise ConfigError(
-            f"comparison {path}: alone = {made.alone!r} is no side. {nearest(made.alone, known)}"
+    for side in made.sides:
+        files = [name for name in names if plain_name(name) == plain_name(side.name)]
+        wanted(len(files) == 1, f"sides {files} would be kept in one file. Name them otherwise.")
+        wanted(
+            made.public or not side.public_start,
+            f"side {side.name!r} has public_start = true, which needs a table [public] with the "
+            "recipe of that text.",
         )
+        opened = made.pretraining(side)
+        wanted(
+            opened is None or opened.data.groups,
+            "public.recipe: expected data.groups, the groups that are public.",
+        )
+        made.search(side)
+        for seed in made.seeds:
+            made.final(side, {}, seed)
+    wanted(
+        not made.alone or made.alone in names,
+        f"alone = {made.alone!r} is no side. {nearest(made.alone, names)}",
+    )
     return made
+
+
+def _said(error: ValidationError) -> str:
+    """Return the first thing that is wrong with a file, as a sentence."""
+    found = error.errors()
+    first = next((each for each in found if each["type"] == UNKNOWN), found[0])
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"expected {place}."
+    if first["type"] == UNKNOWN:
+        kind = {"sides": Side, "public": Public}.get(str(first["loc"][0]), Comparison)
+        known = kind.__dataclass_fields__.keys() - {"path"}
+        return f"no setting {place!r}. {nearest(str(first['loc'][-1]), known)}"
+    return f"{place} = {first['input']!r}: {first['msg']}."
 
 
 def called(given: Path) -> Path:
@@ -320,7 +342,7 @@ class Work:
             search, folder / "search", STORES, lambda label: say(f"{side.name}: {label}")
         )
         facts = {
-            "best": found.best.point,
+            "best": {k: "inf" if v == math.inf else v for k, v in found.best.point.items()},
             "perplexity": found.best.perplexity,
             "rounds": found.best.rounds,
             "edges": found.edges,

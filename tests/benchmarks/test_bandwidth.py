@@ -10,6 +10,7 @@ from benchmarks import bandwidth
 from benchmarks.bandwidth import RATES, SIDES, SMOKE, WHOLE, Work
 from benchmarks.cells import Cells
 from benchmarks.public import divide
+from fedlm.core.errors import ConfigError
 from fedlm.recipe.settings import load
 
 
@@ -70,19 +71,33 @@ def test_public_and_private_years_are_files_of_their_own(text):
     public.write_text("kept\n")
     assert divide(recipe, text / "out") == (public, private)
     assert public.read_text() == "kept\n", "written once"
+    data = recipe.data.model_copy(update={"groups": ("2009",)})
+    other, _ = divide(recipe.model_copy(update={"data": data}), text / "out")
+    assert clients(other) == ["c2"], "other groups, another file"
+    with pytest.raises(ConfigError, match=r"no client for public\.jsonl"):
+        data = recipe.data.model_copy(update={"groups": ("1999",)})
+        divide(recipe.model_copy(update={"data": data}), text / "out")
+
+
+def test_the_years_that_are_public_decide_a_digest(text, monkeypatch):
+    before, there = bandwidth.digest_of(SIDES[0], WHOLE), bandwidth.load
+    monkeypatch.setattr(
+        bandwidth, "load", lambda path, more=(): there(path, ('data.groups=["2004"]', *more))
+    )
+    assert bandwidth.digest_of(SIDES[0], WHOLE) != before
 
 
 def test_the_table_is_made_of_kept_sides(tmp_path):
     work = Work(Cells(tmp_path), tmp_path / "runs", SMOKE)
     assert "No side" in bandwidth.tell(work)
-    for side, last in ((SIDES[0], 80.0), (SIDES[1], None)):
+    for side, last, best in ((SIDES[0], 80.0, 75.0), (SIDES[1], None, None)):
         facts = {
             "member_bytes": 2e6,
             "parameters": 4_700_000,
             "rounds": 10,
             "start": 200.0,
             "last": last,
-            "best": 75.0,
+            "best": best,
             "rate": 0.003,
             "seconds": 360.0,
             "curve": [[5, 100, 120.0], [10, 200, 75.0]],

@@ -20,6 +20,7 @@ from benchmarks.comparison import (
     tell,
 )
 from fedlm.core.errors import ConfigError
+from fedlm.recipe.build import build
 from fedlm.search.tune_plan import cost
 
 
@@ -37,9 +38,34 @@ def test_all_sides_get_the_same_care(name):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ('sidse = 1\nquestion = "?"', "no setting 'sidse'. Did you mean 'sides'?"),
+        ('sidse = 1\nquestion = "?"', "Did you mean 'sides'"),
         ('question = "?"\nhours = 1\nrecipe = "x.toml"', "expected sides"),
-        ('question = "?"\nhours = 1\nrecipe = "x"\n[[sides]]\nsets = 1', "a side has no 'sets'"),
+        (
+            'question = "?"\nhours = 1\nrecipe = "x"\n[[sides]]\nname = "a"\nsets = 1',
+            "Did you mean 'set'",
+        ),
+        ('question = "?"\nhours = 1\nrecipe = "x"\nsides = 3', "sides = 3: "),
+        ('question = "?"\nhours = 1\nrecipe = "x"\nsides = ["a"]', "sides.0 = 'a': "),
+        ('question = "?"\nhours = 1\nrecipe = "x"\nsides = [{}]', "expected sides.0.name"),
+        ('question = "?"\nhours = 1\nrecipe = "x"\nsides = []', "at least one of"),
+        ('question = "?"\nhours = 1\nrecipe = "x"\nsides = [{name = "a"}]\nseeds = []', "seeds = "),
+        (
+            'question = "?"\nhours = 1\nrecipe = "x"\nsides = [{name = "a"}]\nseeds = 0',
+            "seeds = 0: ",
+        ),
+        (
+            'question = "?"\nhours = 1\nrecipe = "x"\nsides = [{name = "a"}]\nseeds = [1, 1]',
+            "one stands twice",
+        ),
+        (
+            'question = "?"\nhours = 1\nrecipe = "x"\nsides = [{name = "a"}, {name = "A"}]',
+            "would be kept in one file",
+        ),
+        (
+            'question = "?"\nhours = 1\nrecipe = "x"\nsides = [{name = "a"}]\npublic = 3',
+            "public = 3",
+        ),
+        ('question = "?"\nhours = 1\nrecipe = "x"\nsides = [{name = "a"}]\npath = "x"', "'path'"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, text, said):
@@ -148,6 +174,7 @@ def warm(small, tmp_path):
     (tmp_path / "base.toml").write_text(base)
     opened = base.replace("[data]", '[server]\nrounds = 2\n[data]\ngroups = ["open"]')
     opened = opened.replace("[client]", "[client]\nmax_steps = 2")
+    opened = opened.replace('name = "cifg"', 'name = "lstm"\nlayers = 2')  # sides bring their own
     (tmp_path / "open.toml").write_text(opened)
     asked = small.read_text().replace("[[sides]]", '[public]\nrecipe = "open.toml"\n[[sides]]', 1)
     small.write_text(asked.replace('name = "cifg"', 'name = "cifg"\npublic_start = true'))
@@ -160,6 +187,9 @@ def test_a_public_start_is_of_public_text_alone(warm, tmp_path, monkeypatch):
     work = Work(made, Cells(tmp_path / "results"), tmp_path / "runs")
     begun, fresh = (made.final(side, {}, 0, *work.paths(side)) for side in made.sides)
     assert begun.model.init_from and not fresh.model.init_from
+    for side, recipe in zip(made.sides, (begun, fresh), strict=True):
+        same = recipe.model.model_copy(update={"init_from": None})
+        assert made.pretraining(side).model == same
     for recipe in (begun, fresh):
         words = Path(recipe.data.tokenizer).read_text()
         assert "spoken" in words and "kept" not in words, "the vocabulary is public"
@@ -172,6 +202,7 @@ def test_a_public_start_is_of_public_text_alone(warm, tmp_path, monkeypatch):
     same = replace(side, public_start=False)
     assert work.search_digest(same) != work.search_digest(side)
     assert work.run_digest(same, {}, 0) != work.run_digest(side, {}, 0)
+    assert build(begun, tmp_path / "stores", out=tmp_path / "x").store.vocabulary == 20
     longer = replace(made, public=replace(made.public, set=("server.rounds=3",)))
     assert replace(work, comparison=longer).run_digest(side, {}, 0) != work.run_digest(side, {}, 0)
 
@@ -181,7 +212,12 @@ def test_a_public_start_needs_public_text(small):
     small.write_text(text.replace('name = "cifg"', 'name = "cifg"\npublic_start = true'))
     with pytest.raises(ConfigError, match="side 'cifg' has public_start = true, which needs"):
         read_comparison(small)
-    for table, said in (("sets = []", "public has no 'sets'"), ("set = []", "expected recipe in")):
+    for table, said in (
+        ('recipe = "x"\nsets = []', "no setting 'public.sets'. Did you mean 'set'"),
+        ("set = []", "expected public.recipe"),
+        ("recipe = 3", "public.recipe = 3"),
+        ('recipe = "base.toml"', "expected data.groups"),
+    ):
         small.write_text(text.replace("[[sides]]", f"[public]\n{table}\n[[sides]]", 1))
         with pytest.raises(ConfigError, match=said):
             read_comparison(small)

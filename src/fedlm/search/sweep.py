@@ -163,7 +163,7 @@ def _check(path: Path, target: Any, axes: Any, cases: Any) -> None:
 
 def recipe_of(sweep: Sweep, point: Point) -> Recipe:
     """Return the recipe of one point."""
-    changes = (f"{k}={_literal(v)}" for k, v in _settings(point).items())
+    changes = (f"{k}={literal(v)}" for k, v in _settings(point).items())
     return load(sweep.recipe, (*sweep.changes, *changes))
 
 
@@ -171,7 +171,8 @@ def _settings(point: Point) -> Point:
     return {k: v for k, v in point.items() if k != NAME}
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """Return a value as it stands in a change of a recipe."""
     return "inf" if value == math.inf else json.dumps(value)
 
 
