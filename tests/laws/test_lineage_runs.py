@@ -1,10 +1,15 @@
 """Whole runs: a start model that learned from the same clients, a leaf's noise, a selection."""
 
 import json
+import math
 
 import pytest
 
+from fedlm import lineage
+from fedlm.core.errors import RecordError
+from fedlm.corpus.store import Store
 from fedlm.record.journal import read
+from fedlm.search import sweep
 from tests.conftest import call, write_tiny
 
 SMALL = ("model.name=cifg", "run.prompts=[]", "run.baselines=false", "server.rounds=1")
@@ -66,13 +71,40 @@ def test_a_selection_releases_its_best_run_alone(tmp_path):
     assert alone < claim["epsilon"] < 5 * alone and "stay secret" in claim["covers"][0]
     files = {file.name for file in (tmp_path / "best").rglob("*") if file.is_file()}
     assert files == {
-        "claim.json", "ledger.jsonl", "lineage.json", "model.safetensors", "recipe.toml",
-        "special_tokens_map.json", "tokenizer.json",
+        "claim.json", "ended.json", "ledger.jsonl", "lineage.json", "model.safetensors",
+        "recipe.toml", "special_tokens_map.json", "tokenizer.json",
     }  # fmt: skip
     (store,) = (tmp_path / ".fedlm" / "stores").iterdir()
     found = call(tmp_path, "privacy", "epsilon", store, "--json").json
     assert found["private_runs"] == 2, "the selection is counted once, and no candidate"
     assert call(tmp_path, "sweep", "grid.toml", "--out", "best").code == 2
+
+
+def write_private(tmp_path):
+    """Write a private recipe and a selection over it."""
+    recipe = write_tiny(tmp_path).read_text()
+    tables = recipe.replace("rounds = 6", 'rounds = 1\nsampling = "poisson"') + (
+        '[privacy]\nmechanism = "gaussian"\nnoise_multiplier = 3.0\nclip_norm = 0.1\ndelta = 1e-3\n'
+    )
+    (tmp_path / "private.toml").write_text(tables)
+    (tmp_path / "grid.toml").write_text(GRID)
+    return tmp_path / "grid.toml"
+
+
+@pytest.mark.parametrize("runs", [0, 2])
+def test_a_selection_that_releases_nothing_is_over_and_counted(tmp_path, monkeypatch, runs):
+    """Whoever draws again until a model comes out has made several selections."""
+    asked = sweep.read_sweep(write_private(tmp_path))
+    monkeypatch.setattr(sweep.selection, "draw_number_of_runs", lambda *_: runs)
+    monkeypatch.setattr(sweep, "_score", lambda plan, point, *_: (point, math.inf))  # diverged
+    out, stores = tmp_path / "out", tmp_path / "stores"
+    assert sweep.select(asked, out, stores, lambda: False) is None
+    assert not (out / sweep.HIDDEN).exists()
+    with pytest.raises(RecordError, match="holds a selection that has ended"):
+        sweep.select(asked, out, stores, lambda: False)
+    assert sweep.select(asked, tmp_path / "other", stores, lambda: False) is None
+    (store,) = stores.iterdir()
+    assert lineage.spent_on(Store(store)).private_runs == 2, "another draw is another selection"
 
 
 @pytest.mark.parametrize(
@@ -83,11 +115,7 @@ def test_a_selection_releases_its_best_run_alone(tmp_path):
     ],
 )
 def test_a_selection_refuses_what_it_would_not_pay_for(tmp_path, axis, wanted):
-    recipe = write_tiny(tmp_path).read_text()
-    tables = recipe.replace("rounds = 6", 'rounds = 1\nsampling = "poisson"') + (
-        '[privacy]\nmechanism = "gaussian"\nnoise_multiplier = 3.0\nclip_norm = 0.1\ndelta = 1e-3\n'
-    )
-    (tmp_path / "private.toml").write_text(tables)
+    write_private(tmp_path)
     (tmp_path / "grid.toml").write_text(GRID.replace('"client.learning_rate" = [0.1, 0.5]', axis))
     done = call(tmp_path, "sweep", "grid.toml", "--out", "best")
     assert done.code == 2 and wanted in " ".join(done.stderr.split())

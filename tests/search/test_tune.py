@@ -205,6 +205,22 @@ def test_a_search_in_which_every_point_diverges_has_no_best(
     assert not (tmp_path / "a" / "best.toml").exists()
 
 
+def test_a_point_that_diverges_late_is_not_the_best(tiny_recipe, tmp_path, monkeypatch):
+    """The leader of the first rung runs away in the second one."""
+    heard = {0.1: {2: 30.0, 4: math.inf}, 0.5: {2: 40.0, 4: 20.0}}
+
+    def scored(path, rounds):
+        return heard[0.1 if f"{RATE}=0.1" in path.name else 0.5][rounds]
+
+    monkeypatch.setattr(tune, "_scored", scored)
+    over = {RATE: [0.1, 0.5]}
+    search = plan_search(tiny_recipe, ("server.rounds=4",), over=over, keep_one_in=2)
+    assert [(rung.points, rung.rounds) for rung in search.rungs] == [(2, 2), (1, 4)]
+    found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
+    assert found.best.point == {RATE: 0.5} and found.best.perplexity == 40.0
+    assert "Perplexity 40" in (tmp_path / "a" / "best.toml").read_text()
+
+
 @pytest.mark.slow
 def test_a_search_that_is_stopped_goes_on_to_the_same_end(search, tmp_path):
     asked = iter([False] * 5 + [True] * 99)
@@ -274,10 +290,31 @@ def test_private_runs_are_counted(privately, tmp_path):
     assert all(Ledger(p / "ledger.jsonl").exists() for p in (tmp_path / "b" / "runs").iterdir())
 
 
+@pytest.mark.slow
+def test_a_private_run_that_the_minutes_stopped_is_counted(tiny_recipe, tmp_path, monkeypatch):
+    """The second point has released a round when the minutes end, and has no score."""
+    over = {RATE: [0.1, 0.5]}
+    changes = (*PRIVATE, "server.rounds=4")
+    search = plan_search(tiny_recipe, changes, over=over, keep_one_in=1, minutes=9)
+    real, begun = tune._until, []
+
+    def until(rounds, watcher, clock):
+        begun.append(1)
+        if len(begun) == 2:
+            clock.most = 1e-9
+        return real(rounds, watcher, clock)
+
+    monkeypatch.setattr(tune, "_until", until)
+    found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
+    assert len(found.trials) == 1 and "2 private runs" in found.spent
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options, words",
     [
+        (("--over", "data.vocabulary=15,20"), "leave the text alone"),
+        (("--over", "server.evaluate_rows=1,2"), "leave the text alone"),
         (("--over", "client.learning_rate=1..0"), "two positive numbers"),
         (("--over", "client.lr=1,2"), "has no setting 'lr'"),
         (("--over", "client.epochs=1", "--over", "client.epochs=2"), "each setting once"),

@@ -50,7 +50,7 @@ def sweep(
     write_atomically(folder / "table.md", sweeps.markdown(head, rows).encode())
     page = page_of([r.path for r in results])
     write_atomically(folder / "report.html", page.encode())
-    total = sweeps.privacy_sentence(results)
+    total = sweeps.privacy_sentence([result.path for result in results])
     if as_json:
         emit({"sweep": str(folder), "head": head, "rows": rows, "privacy": total})
     else:

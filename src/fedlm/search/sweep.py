@@ -30,7 +30,7 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ def _let_go() -> None:
 # ---- private selection -----------------------------------------------------------------------
 
 HIDDEN, DRAWN = ".candidates", "draw.json"
-BEST, CLAIM = "best", "claim.json"
+BEST, CLAIM, ENDED = "best", "claim.json", "ended.json"
 
 
 @dataclass(frozen=True)
@@ -260,12 +260,14 @@ def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> B
     """Train a random number of random points and release the best; None if the law drew none.
 
     What is not the best, and how many runs there were, is kept in a folder that only its owner can
-    read, and is removed in the end. The store counts the selection before its first run.
+    read, and is removed in the end. The store counts the selection before its first run. A folder
+    has one selection: a draw that released nothing is over, too, and another one counts again.
     """
     assert sweep.selection is not None
     law, hidden = sweep.selection, out / HIDDEN
-    if (out / BEST / CLAIM).is_file():
-        raise RecordError(f"{out} has released its best run already: give another --out.")
+    if (out / ENDED).is_file() or (out / BEST / CLAIM).is_file():
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise RecordError(f"{out} holds a selection that has ended: give another --out.")
     runs = [build(recipe_of(sweep, point), stores, out=hidden) for point in sweep.points]
     plan = _one_plan(runs)
     first = runs[0]
@@ -285,6 +287,7 @@ def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> B
     if found:
         place = min(found, key=lambda n: found[n][1])
         best = _release(out, hidden / str(place), *found[place], first)
+    write_atomically(out / ENDED, (dumps({"released": best is not None}) + "\n").encode())
     shutil.rmtree(hidden, ignore_errors=True)
     return best
 
@@ -389,13 +392,13 @@ def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -
     return Best(point, target, perplexity, claim)
 
 
-def privacy_sentence(results: list[Result]) -> str | None:
+def privacy_sentence(runs: Sequence[Path]) -> str | None:
     """Say what all private runs of a sweep cost one client together; None without any."""
-    spent = lineage.spent_together(result.path for result in results)
+    spent = lineage.spent_together(runs)
     if spent is None:
         return None
-    private = sum(Ledger(result.path / ledger.NAME).exists() for result in results)
-    open_runs = len(results) - private
+    private = sum(Ledger(path / ledger.NAME).exists() for path in runs)
+    open_runs = len(runs) - private
     verb = "has" if open_runs == 1 else "have"
     also = f" {count(open_runs, 'further run')} {verb} no privacy plan." if open_runs else ""
     if math.isinf(spent.epsilon):

@@ -43,7 +43,7 @@ from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.search import splits
 from fedlm.search.space import edges
-from fedlm.search.sweep import SEED, Point, Sweep, name_of, privacy_sentence, result_of, train_point
+from fedlm.search.sweep import SEED, Point, name_of, privacy_sentence, train_point
 from fedlm.search.tune_plan import Search
 from fedlm.search.tune_results import RUNS, Found, Trial, claim_folder, write_found
 from fedlm.training import Watcher
@@ -251,15 +251,14 @@ def _finish(
     best = ranked[0]
     last = search.rungs[-1]
     complete = sum(trial.rounds == last.rounds for trial in trials) >= last.points
-    sweep = Sweep(search.recipe, list(search.points), None, changes=search.changes)
-    results = [result_of(sweep, t.point, path) for t in ranked for path in t.paths]
+    begun = sorted(path for path in out.glob(f"{RUNS}/*") if path.is_dir())
     found = Found(
         trials=ranked,
         complete=complete,
         edges=edges(search.axes, best.point),
         last=_last_figure(search, best, stores) if complete else None,
         chosen_by=splits.said(run),
-        spent=privacy_sentence(results),
+        spent=privacy_sentence(begun),  # also those that the minutes stopped
         seconds=clock.seconds,
     )
     write_found(search, found, out)

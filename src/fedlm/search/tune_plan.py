@@ -29,6 +29,7 @@ TRIAL = {
     "run.baselines": False,
     "run.prompts": [],
 }
+MEASURES = ("server.evaluate_rows", "server.evaluate_every")  # what points are compared by
 
 
 class Rung(NamedTuple):
@@ -134,6 +135,14 @@ def plan_search(
     axes = over or axes_of(table.over if table else ()) or default_axes(base)
     for name in (SEED, "server.rounds", *TRIAL):
         require(name not in axes, "over", name, "settings that a search does not decide itself")
+    for name in axes:
+        require(
+            not name.startswith("data.") and name not in MEASURES,
+            "over",
+            name,
+            "settings that leave the text alone by which points are compared",
+            "Search once for each: fedlm tune RECIPE --set NAME=VALUE.",
+        )
 
     def said(name: str, option: Any) -> Any:
         return option if option is not None else getattr(table, name, None)

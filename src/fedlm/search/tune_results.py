@@ -40,8 +40,11 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The best is the one that came furthest, and among these the one that scored lowest."""
-        return (-self.rounds, self.perplexity)
+        """The best is the one that came furthest, and among these the one that scored lowest.
+
+        One that diverged comes after all others, however far it came.
+        """
+        return (math.isinf(self.perplexity), -self.rounds, self.perplexity)
 
 
 @dataclass(frozen=True, kw_only=True)
