@@ -11,7 +11,8 @@ Not here: epsilon at one size of crowd (`comparisons/private-irc.toml`).
     python -m benchmarks.crowds --model cifg          # the points that are missing
     python -m benchmarks.crowds --table               # from the kept files alone
 
-The noise multiplier z follows from epsilon, rounds and separation, not from the crowd. The mean
+The noise multiplier z follows from epsilon, delta, rounds and separation, not from the crowd (all
+points have the delta of 4,669 clients; what larger crowds would give is told at theirs). The mean
 of a cohort of m has noise of z / m clips in every entry. So a crowd of k times as many clients,
 whose cohorts are k times as large, has a k-th of the noise. Simulation can only have the clients
 that there are; what it can do is to divide the noise:
@@ -37,6 +38,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -100,8 +102,9 @@ def points(model: str) -> list[Point]:
     return [*crowd, *(Point(model, COHORT, m) for m in (*SMALLER, *LARGER, 0))]
 
 
-def multiplier(epsilon: float) -> float:
-    """Return the noise multiplier of an epsilon, which is that of any crowd."""
+@cache
+def multiplier(epsilon: float, delta: float = DELTA) -> float:
+    """Return the noise multiplier of an epsilon and a delta, the same in crowds of any size."""
     sampling = Sampling(law="spaced", population=CLIENTS, cohort=COHORT, min_separation=ROUNDS - 1)
     plan = PrivacyPlan(
         mechanism="blt",
@@ -109,7 +112,7 @@ def multiplier(epsilon: float) -> float:
         rounds=ROUNDS,
         clip_norm=1.0,
         noise_multiplier=1.0,
-        delta=DELTA,
+        delta=delta,
     )
     return float(f"{calibrate(plan, epsilon):.4g}")
 
@@ -212,7 +215,7 @@ def noise_of(facts: Facts) -> float:
 
 def mean(facts: Facts) -> float:
     """Return the mean of the last figures over seeds; infinite if one diverged."""
-    return statistics.fmean(facts["last"])
+    return statistics.fmean(math.inf if last is None else last for last in facts["last"])
 
 
 def law_of(found: Sequence[Facts]) -> Law | None:
@@ -222,6 +225,11 @@ def law_of(found: Sequence[Facts]) -> Law | None:
 
 
 # ---- tables --------------------------------------------------------------------------------------
+
+
+def delta_of(crowd: int) -> float:
+    """Return the delta of a crowd, 1 / n^1.1, rounded down."""
+    return float(f"{0.9995 * crowd**-1.1:.3g}")
 
 
 def clients(cohort: int) -> int:
@@ -265,22 +273,24 @@ def checked(found: Sequence[Facts], law: Law | None) -> list[list[str]]:
                 f"{statistics.fmean(ratio):.2f}" if ratio else "-",
                 over_seeds(crowd["last"]) if crowd else "-",
                 over_seeds(stand_in["last"]) if stand_in and m != COHORT else "-",
-                f"{law(noise_of(facts)):.1f}" if law else "-",
+                f"{law(noise_of(facts)):.1f}" if law and m != COHORT else "-",
             ]
         )
     return made
 
 
 def expected(model: str, law: Law) -> list[list[str]]:
-    """Return what the law expects of crowds of several sizes under several epsilons."""
-    noise = {epsilon: multiplier(epsilon) for epsilon in EPSILONS}
+    """Return what the law expects of crowds of several sizes under several epsilons.
+
+    Delta is that of the crowd: a larger one needs a smaller delta, and so more noise.
+    """
+
+    def at(crowd: int, epsilon: float) -> str:
+        noise = multiplier(epsilon, delta_of(crowd))
+        return f"{law(noise * CLIENTS / (COHORT * crowd)):.1f}"
+
     return [
-        [
-            model,
-            f"{crowd:,}",
-            *(f"{law(noise[epsilon] * CLIENTS / (COHORT * crowd)):.1f}" for epsilon in EPSILONS),
-            f"{law(0.0):.1f}",
-        ]
+        [model, f"{crowd:,}", *(at(crowd, epsilon) for epsilon in EPSILONS), f"{law(0.0):.1f}"]
         for crowd in CROWDS
     ]
 
@@ -290,9 +300,9 @@ def drawn(found: Sequence[Facts], laws: dict[str, Law]) -> str:
     series = []
     for model, law in laws.items():
         here = [f for f in found if f["model"] == model and f["stands_for"]]
-        noise = here[0]["noise_multiplier"]
-        whole = [10 * 1.3**i for i in range(29)]
-        x, y = [clients(int(m)) for m in whole], [law(noise / m) for m in whole]
+        whole = [10 * 2**i for i in range(12)]
+        x = [clients(m) for m in whole]
+        y = [law(multiplier(EPSILON, delta_of(n)) / m) for n, m in zip(x, whole, strict=True)]
         series.append(Series(f"{model}, the law", x, y, len(series)))
         real = sorted(
             (clients(f["cohort"]), mean(f)) for f in here if f["cohort"] == f["stands_for"]

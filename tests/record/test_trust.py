@@ -21,6 +21,10 @@ def row(who, recipe, network=True, **more):
     [
         ({}, "only where a node sends one alone", "yes", "yes"),
         ({"wire": {"upload": "uniform-8"}}, "yes, one by one", "yes", "yes"),
+        ({"wire": {"trainable": "member"}}, "yes, one by one", "yes", "yes"),
+        ({"server": {"aggregate": "median"}}, "yes, one by one", "yes", "yes"),
+        ({"server": {"update_norm": 1.0}}, "yes, one by one", "yes", "yes"),
+        ({"server": {"aggregate": "mean"}, "wire": {"trainable": "all"}}, "only", "yes", "yes"),
         ({"privacy": {"mechanism": "tree"}}, "only where", "yes", "yes, before noise"),
         (SECURE, "no", "no", "yes"),
         ({**SECURE, "privacy": {"mechanism": "gaussian"}}, "no", "no", "yes, before noise"),

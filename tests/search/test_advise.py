@@ -179,11 +179,14 @@ def test_figures_are_those_of_the_definition():
 
 
 def test_the_sentence_is_no_surer_than_the_figures():
-    clear = sentences([line((100, 90, 70), (100, 95, 72), (90, 80, 60))], ABOUT)
+    four = ((100, 90, 70), (100, 95, 72), (90, 80, 60), (95, 90, 69))
+    clear = sentences([line(*four)], ABOUT)
     assert clear[0].startswith("Federate, and personalise: with 100 tokens per member")
-    assert "0 of 3 members would be better off alone" in clear[0]
-    alone = sentences([line((70, 90, 100), (71, 90, 100), (60, 80, 90))], ABOUT)
-    assert alone[0].startswith("Better alone") and "3 of 3 members" in alone[0]
+    assert "0 of 4 members would be better off alone" in clear[0]
+    few = sentences([line(*four[:3])], ABOUT)
+    assert few[0].startswith("No clear difference"), "three members are too few for a verdict"
+    alone = sentences([line(*((c, b, a) for a, b, c in four))], ABOUT)
+    assert alone[0].startswith("Better alone") and "4 of 4 members" in alone[0]
     mixed = sentences([line((100, 90, 70), (100, 95, 160), (90, 80, 91))], ABOUT)
     assert mixed[0].startswith("No clear difference")
     assert any("A short run: one seed" in said for said in mixed)
@@ -191,6 +194,17 @@ def test_the_sentence_is_no_surer_than_the_figures():
     assert any("personal steps that make it pay" in said for said in hurt)
     late = sentences([line((100, 90, 70), (100, 95, 72), complete=False)], ABOUT)
     assert "worse than it is" in late[-1]
+
+
+@pytest.mark.parametrize("members", [4, 6, 12])
+def test_where_there_is_no_difference_one_is_seldom_called(members):
+    """In one answer of twenty; two standard errors would be called so in one of seven of four."""
+    rng, tries = np.random.default_rng(members), 4000
+    apart = rng.normal(size=(tries, members))
+    errors = abs(apart.mean(axis=1)) / (apart.std(axis=1, ddof=1) / members**0.5)
+    called = (errors > answers.errors_apart(members)).mean()
+    assert abs(called - 0.05) < 4 * (0.05 * 0.95 / tries) ** 0.5
+    assert members > 6 or (errors > 2).mean() > 0.08
 
 
 def test_the_page_draws_every_side_and_escapes_names():

@@ -67,7 +67,7 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
     wire, privacy = recipe.get("wire", {}), recipe.get("privacy", {})
     secure, mechanism = int(wire.get("secure_nodes", 0) or 0), privacy.get("mechanism")
     at_nodes = mechanism == "distributed"
-    lossy = wire.get("upload", "float32") != "float32" and not secure
+    each = _sent_one_by_one(recipe)
     if not network:
         whole = "yes: all text is in one place"
         sums = "simulated" if secure else "yes"
@@ -76,7 +76,7 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
     figures = _figures(recipe)
     server = TrustRow(
         "the server",
-        "no" if secure else "yes, one by one" if lossy else "only where a node sends one alone",
+        "no" if secure else "yes, one by one" if each else "only where a node sends one alone",
         "no" if secure else "yes",
         "only with noise" if at_nodes else "yes, before noise" if mechanism else "yes",
         figures,
@@ -118,6 +118,21 @@ def trust_rows(recipe: JsonMapping, *, network: bool, relays: bool = False) -> t
         _readers(recipe),
     ]
     return tuple(rows)
+
+
+def _sent_one_by_one(recipe: JsonMapping) -> bool:
+    """Return whether nodes send every member's update, and not their sum.
+
+    Updates that are rounded, or that train a part of their own, are not added up at nodes; a rule
+    that looks at single updates, or bounds them, needs them at the server.
+    """
+    wire, server = recipe.get("wire", {}), recipe.get("server", {})
+    return (
+        wire.get("upload", "float32") != "float32"
+        or wire.get("trainable") == "member"
+        or server.get("aggregate", "mean") != "mean"
+        or bool(server.get("update_norm"))
+    )
 
 
 def _tree_rows(recipe: JsonMapping, network: bool, relays: bool) -> tuple[TrustRow, ...]:

@@ -33,6 +33,7 @@ import numpy as np
 from fedlm.core.documents import read_json
 from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, require
+from fedlm.core.late import late
 from fedlm.core.types import PAD, Params
 from fedlm.core.words import count, number
 from fedlm.corpus.store import Store, same_vocabulary, write_tokens
@@ -45,6 +46,7 @@ from fedlm.personal.ways import (
     LONG_PASS,
     PARTS,
     Attempt,
+    TrainedModel,
     Workshop,
     federated,
     finetune,
@@ -62,6 +64,8 @@ from fedlm.search import splits
 from fedlm.search.sweep import FAILED, markdown, train_point
 from fedlm.training import Watcher
 
+scipy = late("scipy")  # up to a second
+
 PLAN, ANSWER, TABLE, PAGE = "advise.json", "advice.json", "table.md", "report.html"
 LOCAL, FEDERATED, PERSONAL = "local", "federated", "personal"
 SIDES = (LOCAL, FEDERATED, PERSONAL)
@@ -71,7 +75,8 @@ WEIGHT_DECAY, CLIP, LOCAL_RATE, PERSONAL_RATE = 0.1, 1.0, 0.003, 0.001  # of Ada
 FEWEST_STEPS = 400  # that a member may take, however short its text is: it stops by itself
 DRAWN = 4  # times as many members are looked at as are scored: some have too little text
 FEWEST = 2  # members that an answer is made of
-CLEAR = 2.0  # standard errors, from which on a difference is called one
+FEWEST_CLEAR = 4  # members, from which on a difference may be called one
+DOUBT = 0.05  # how often a difference is called one where there is none
 # Of a run whose best model is what counts.
 RUN: dict[str, dict[str, Any]] = {
     "run": {"keep_best": True, "trackers": (), "baselines": False, "prompts": ()},
@@ -107,6 +112,7 @@ class Question:
                 *(LOCAL_RATE, PERSONAL_RATE, *SCALES, WEIGHT_DECAY, CLIP),
                 *(FEWEST_STEPS, LONG_PASS, PARTS),
             ],
+            "local_ways": ["first rate", "both rates", "weights"],
             "personal_ways": ["federated", "finetune", "weights", "both rates"],
         }
 
@@ -271,12 +277,12 @@ def federation(
     """Train the federation at every rate, and return the run that scored best and its facts."""
     found: list[tuple[float, Run, dict[str, Any]]] = []
     ended = []
-    for scale, late in zip(SCALES, over, strict=True):
+    for scale, too_late in zip(SCALES, over, strict=True):
         out = folder / f"federation-{scale:.2g}"
         run = by_first_halves(build(cell_recipe(question, path, scale), path.parent, out=out))
         rate = run.recipe.server.learning_rate
-        if not (_ended(run) or late()):
-            said = replace(watcher(f"the federation at server rate {number(rate)}"), stop=late)
+        if not (_ended(run) or too_late()):
+            said = replace(watcher(f"the federation at server rate {number(rate)}"), stop=too_late)
             train_point(run, said)
         ended.append(_ended(run))
         if run.record.best.is_file() and not (out / FAILED).is_file():
@@ -370,7 +376,7 @@ def score_member(shop: Workshop, member: OwnText, kept: Score | None) -> Score:
     own = at(PERSONAL_RATE)
     pairs = list(zip(at(LOCAL_RATE), own, strict=True))
     if kept is None:
-        made[LOCAL] = best([(later, trained_twice(first, later)) for first, later in pairs])
+        made[LOCAL] = best([(later, local_of(first, later)) for first, later in pairs])
     made[FEDERATED] = federated(own[0])
     made[PERSONAL] = best(
         [
@@ -418,6 +424,17 @@ def trained_twice(first: Attempt, later: Attempt, start: Params | None = None) -
     )
     note = f"{begun.passes:.3g} passes from {of} model, {ended.passes:.3g} at the smaller rate"
     return Personal(LOCAL if start is None else "both rates", ended.params, note=note)
+
+
+def local_of(first: Attempt, later: Attempt) -> Personal:
+    """Return the best of a member's own text: after the first rate, both, or a point between."""
+    twice = trained_twice(first, later)
+    shop = later.shop.at_scale(later.shop.scale)
+    shop.federated = first.alone.params
+    at = Attempt(shop, later.own, later.choose, later.member)
+    at.__dict__["tuned"] = TrainedModel(twice.params, 0)
+    found = mix_weights(at)
+    return Personal(LOCAL, found.params, note=twice.note)
 
 
 def _targets(rows: Rows) -> int:
@@ -473,7 +490,7 @@ def sentences(lines: Sequence[ShareLine], about: dict[str, Any]) -> list[str]:
     first = lines[0]
     gain, error = first.gain[PERSONAL], first.error[PERSONAL]
     apart = abs(math.log1p(-min(gain, 0.999999)))
-    clear = first.members >= FEWEST and apart > CLEAR * error
+    clear = first.members >= FEWEST_CLEAR and apart > errors_apart(first.members) * error
     hurt = round(first.hurt[PERSONAL] * first.members)
     who = f"{hurt} of {count(first.members, 'member')} would be better off alone"
     verdict = "Federate, and personalise" if gain > 0 else "Better alone"
@@ -505,6 +522,15 @@ def sentences(lines: Sequence[ShareLine], about: dict[str, Any]) -> list[str]:
             "worse than it is: call it again with more."
         )
     return told
+
+
+def errors_apart(members: int) -> float:
+    """Return how many standard errors a mean over few members may be off by chance (Student).
+
+    >>> round(errors_apart(4), 2), round(errors_apart(100), 2)
+    (3.18, 1.98)
+    """
+    return float(scipy.stats.t.ppf(1 - DOUBT / 2, members - 1))
 
 
 def _percent(gain: float) -> str:
