@@ -121,6 +121,9 @@ AVERAGED = ('federation.optimizer=["fedavg"]', "federation.learning_rate=[1.0]")
 # The leaves' rate over the whole run: up for four rounds, then down to a tenth.
 COSINE = ("client.schedule=cosine", "client.warmup_rounds=4", "client.final_fraction=0.1")
 LOCAL, TWICE, CENTRAL = "local", "two local models", "central"
+ANNEALED = "local, cosine"  # the control of federations whose rate follows a cosine
+ANNEALED_PASSES = (4, 8, 16)  # a leaf tries all of these lengths, and takes the best
+ALONE = (LOCAL, ANNEALED, TWICE)
 # Federations by name; those that come first are worth most.
 FEDERATIONS: dict[str, tuple[str, ...]] = {
     "flat averaging": (*FLAT, *AVERAGED),
@@ -133,19 +136,21 @@ FEDERATIONS: dict[str, tuple[str, ...]] = {
     "flat averaging, cosine": (*FLAT, *AVERAGED, *COSINE),
     "flat averaging, Muon": (*FLAT, *AVERAGED, "client.optimizer=muon"),
 }
-SIDES = (LOCAL, TWICE, *FEDERATIONS, CENTRAL)
+SIDES = (LOCAL, ANNEALED, TWICE, *FEDERATIONS, CENTRAL)
 HEADLINE = (LOCAL, "flat averaging", "flat Nesterov", "WorldLM", CENTRAL)
 # What a leaf makes of the model of a first run, the federation's or its own; the rows to choose by
 # decide among them.
 WAYS = ("federated", "finetune", "weights", "logits", "cache", "finetune+cache")
 CHOSEN = "chosen"
+ONE = "chosen, one model"  # of the ways that need one model at a prediction
+TWO_MODELS = "logits"
 # The whole of local training, at both rates, from a federation's model; with a cache.
 TRAINED_ON = "trained on"
 # Two models at every prediction: a line of its own, beside two models of a leaf's own text.
 MIXED = "finetune+local+cache"
 BASELINE = "local, personal"  # the best that a leaf can do alone: what others are compared with
 HEAD = ["text", "tokens per leaf", "side", "seeds", "rates", "perplexity, mean of leaves"]
-HEAD += ["below local, geometric", "better", "hurt", "rounds"]
+HEAD += ["below local, geometric", "with one model", "better", "hurt", "rounds"]
 HEIGHT = 360
 CLEAR = 2.0  # standard errors, beyond which a leaf counts as better or hurt
 TARGETS = "targets"
@@ -222,6 +227,7 @@ def training_digest(cell: Cell, size: Size) -> str:
     """Return the digest of all that decides the runs and models of a cell."""
     made = recipe_digest(recipe_of(cell, size))
     care = [TRAINING_VERSION, OWN_RATE, LOOKS, PATIENCE, EVERY]
+    care += ANNEALED_PASSES if cell.side == ANNEALED else ()
     return facts_digest({"recipe": made, "side": cell.side, "share": cell.share, "care": care})
 
 
@@ -385,12 +391,45 @@ def local(bench: Bench, cell: Cell, place: Place) -> Facts:
 
 def trained_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
     """Return a leaf's model of its own text alone, at the first rate."""
+    if cell.side == ANNEALED:
+        return annealed_alone(bench, cell, place, member)
     shop = bench.shop(place, cell.rate, batches_of(member.own, place), seed=cell.seed)
 
     def make() -> TrainedModel:
         return shop.train(shop.fresh(), member.own, member.choose, member.number)
 
     return kept_model(local_file(bench, cell, member, "first"), shop.fresh(), make)
+
+
+def annealed_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
+    """Return a leaf's model of its own text alone whose rate followed a cosine.
+
+    The length of such a run must be known at its start: every length of `ANNEALED_PASSES` is
+    played, and the rows to choose by decide. The federation's has one length.
+    """
+    batches = batches_of(member.own, place)
+    made = []
+    for passes in ANNEALED_PASSES:
+        shop = bench.shop(place, cell.rate, batches, seed=cell.seed)
+        shop.passes, shop.most_steps, shop.shape = passes, passes * batches, cosine
+        shop.patience = passes * batches  # to the end
+        start = shop.fresh()
+        train = partial(shop.train, start, member.own, member.choose, member.number)
+        file = local_file(bench, cell, member, f"cosine-{passes}")
+        made.append(kept_model(file, start, train))
+    return min(made, key=lambda one: shop.perplexity(one.params, member.choose))
+
+
+def cosine(done: float) -> float:
+    """Return the part of the rate after a part of a run: up for a 24th of it, down to a tenth.
+
+    >>> [round(cosine(x), 2) for x in (0.0, 1 / 24, 0.5, 1.0)]
+    [0.0, 1.0, 0.59, 0.1]
+    """
+    warm = 1 / 24  # as four rounds of 96
+    if done < warm:
+        return done / warm
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * (done - warm) / (1 - warm))) / 2
 
 
 def settled_alone(bench: Bench, cell: Cell, place: Place, member: OwnText) -> TrainedModel:
@@ -414,7 +453,8 @@ def both_runs(bench: Bench, cell: Cell, place: Place, member: OwnText) -> Traine
 
 def local_file(bench: Bench, cell: Cell, member: OwnText, run: str) -> Path:
     """Return where a leaf's own model after a run is: that of the local side, for all sides."""
-    alone = Cell(cell.corpus, cell.share, LOCAL, cell.rate, cell.seed)
+    side = ANNEALED if cell.side == ANNEALED else LOCAL
+    alone = Cell(cell.corpus, cell.share, side, cell.rate, cell.seed)
     return folder_of(alone, bench.size, bench.out) / f"{plain_name(member.name)}-{run}.npz"
 
 
@@ -490,7 +530,7 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
     shop.federated = model
     at = Attempt(shop, member.own, member.choose, member.number)
     at.__dict__["alone"] = both_runs(bench, cell, place, member)
-    if cell.side in (LOCAL, TWICE):
+    if cell.side in ALONE:
         at.__dict__["tuned"] = settled_alone(bench, cell, place, member)
         if cell.side == TWICE:
             other = replace(cell, seed=cell.seed + len(SEEDS))
@@ -506,7 +546,7 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
             (at.tuned, again), key=lambda one: shop.perplexity(one.params, member.choose)
         )
         made[TRAINED_ON] = finetune_and_cache(at)
-    if cell.side != LOCAL:
+    if cell.side not in (LOCAL, ANNEALED):
         made[MIXED] = finetune_local_and_cache(at)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
@@ -544,7 +584,7 @@ def make(bench: Bench, cell: Cell, cells: Cells) -> None:
     """Make one cell and keep it."""
     print(cell.name, flush=True)
     began, place = time.process_time(), prepare(cell, bench.size, bench.out)
-    sides = {LOCAL: local, TWICE: local, CENTRAL: central}
+    sides = {**dict.fromkeys(ALONE, local), CENTRAL: central}
     found = sides.get(cell.side, federation)(bench, cell, place)
     spec = parts.model_spec(place.run.recipe, place.run.store.vocabulary)
     facts = {
@@ -594,7 +634,22 @@ def rows_of(side: str) -> list[Row]:
 def kept(cells: Cells, size: Size) -> dict[Cell, Facts]:
     """Return all cells that are there."""
     found = {cell: cells.read(cell.name, digest_of(cell, size)) for cell in ordered(lambda c: True)}
-    return {cell: facts for cell, facts in found.items() if facts is not None}
+    return {cell: one_model(facts) for cell, facts in found.items() if facts is not None}
+
+
+def one_model(facts: Facts) -> Facts:
+    """Return a cell with what leaves would have chosen had they not mixed two models' logits.
+
+    A leaf alone can only mix two moments of one training; a federation's leaf has two models.
+    """
+    told = {which: {n: dict(w) for n, w in facts[which].items()} for which in ("leaves", "choose")}
+    for leaf, scores in told["choose"].items():
+        ways = [way for way in WAYS if way in scores and way != TWO_MODELS]
+        if ways:
+            best = min(ways, key=scores.__getitem__)
+            for which in told.values():
+                which[leaf][ONE] = which[leaf][best]
+    return {**facts, **told}
 
 
 def mean(facts: Facts, which: str, way: str) -> float:
@@ -641,6 +696,7 @@ class Line(NamedTuple):
     rates: int
     perplexity: list[float]  # by seed, the mean over leaves
     below: list[float]  # by seed and leaf, the logarithm of its perplexity over that alone
+    one: list[float]  # the same where both choose among ways of one model; of `CHOSEN` alone
     errors: list[float]  # the standard errors of these
     rounds: list[float]
 
@@ -673,6 +729,11 @@ def table_of(found: dict[Cell, Facts], share: float) -> list[Line]:
                 rates,
                 [mean(facts, "leaves", row.way) for facts in cells],
                 [math.log(own / local) for own, local, *_ in pairs],
+                [
+                    math.log(facts["leaves"][leaf][ONE] / other["leaves"][leaf][ONE])
+                    for _, _, facts, other, leaf in pairs
+                    if row.way == CHOSEN
+                ],
                 [error_of(a, row.way, b, leaf) for _, _, a, b, leaf in pairs],
                 [facts["rounds"] for facts in cells if "rounds" in facts],
             )
@@ -708,6 +769,7 @@ def shown(line: Line) -> list[str]:
         str(line.rates),
         over_seeds(line.perplexity),
         "-" if alone else f"{gain:.0%}",
+        "-" if alone or not line.one else f"{1 - math.exp(statistics.fmean(line.one)):.0%}",
         "-" if alone else f"{better} of {len(line.below)}",
         "-" if alone else f"{hurt} of {len(line.below)}",
         over_seeds(line.rounds, 0) if line.rounds else "-",

@@ -77,21 +77,44 @@ def test_the_table_is_made_of_kept_cells_and_gives_no_side_more_rates(tmp_path):
     keep("WorldLM", 0.001, {"a": 1.0, "b": 1.0})
     table = pays.tell(cells, size)
     lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
-    assert lines["local, personal"][5:9] == ["8.1", "-", "-", "-"]
-    assert lines["local"][5:9] == ["9.0", "-11%", "0 of 2", "2 of 2"]
-    told = lines["WorldLM"][4:9]
-    assert told == ["1", "10.5", "-29%", "0 of 2", "1 of 2"], "local was not given the rate"
-    assert lines["WorldLM, personal"][5:9] == ["9.4", "-16%", "1 of 2", "1 of 2"]
+    assert lines["local, personal"][5:10] == ["8.1", "-", "-", "-", "-"]
+    assert lines["local"][5:10] == ["9.0", "-11%", "-", "0 of 2", "2 of 2"]
+    told = lines["WorldLM"][4:10]
+    assert told == ["1", "10.5", "-29%", "-", "0 of 2", "1 of 2"], "local was not given the rate"
+    assert lines["WorldLM, personal"][5:10] == ["9.4", "-16%", "-16%", "1 of 2", "1 of 2"]
     assert (tmp_path / "mixgenre.svg").read_text().startswith("<svg xmlns")
 
     keep("WorldLM", 0.003, {"a": 9.0, "b": 12.0}, doubtful=["b"])
     table = pays.tell(cells, size)
     lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
-    assert lines["WorldLM, personal"][7:9] == ["1 of 2", "0 of 2"], "b is not sure"
+    assert lines["WorldLM, personal"][8:10] == ["1 of 2", "0 of 2"], "b is not sure"
     keep(LOCAL, 0.001, {"a": 5.0, "b": 5.0})
     table = pays.tell(cells, size)
     lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
-    assert lines["WorldLM"][4:9] == ["2", "1.0", "78%", "2 of 2", "0 of 2"], "both have two rates"
+    told = lines["WorldLM"][4:10]
+    assert told == ["2", "1.0", "78%", "-", "2 of 2", "0 of 2"], "both have two rates"
+
+
+def test_a_mixture_of_two_models_is_told_apart(tmp_path):
+    cells, size = Cells(tmp_path), Size()
+    for side, logits in ((LOCAL, 9.0), ("WorldLM", 4.0)):
+        cell = Cell("mixgenre", 0.1, side, 0.003, 0)
+        made = facts(cell, {"a": 10.0, "b": 10.0})
+        for which in ("leaves", "choose"):
+            for ways in made[which].values():
+                ways.update({way: 8.0 for way in pays.WAYS}, logits=logits)
+                ways[CHOSEN] = min(8.0, logits)
+        cells.write(cell.name, pays.digest_of(cell, size), made)
+    table = pays.tell(cells, size)
+    lines = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines() if "|" in line}
+    assert lines["WorldLM, personal"][6:8] == ["50%", "0%"], "one model gains nothing"
+
+
+def test_a_rate_that_follows_a_cosine_ends_at_a_tenth():
+    found = [pays.cosine(x / 100) for x in range(101)]
+    assert found[0] == 0 and max(found) > 0.99 and abs(found[-1] - 0.1) < 1e-9
+    top = found.index(max(found))
+    assert top == 5 and found[top:] == sorted(found[top:], reverse=True)
 
 
 def test_two_models_at_a_prediction_have_lines_of_their_own(tmp_path):
@@ -110,8 +133,8 @@ def test_two_models_at_a_prediction_have_lines_of_their_own(tmp_path):
     keep("WorldLM", None)
     keep("flat Nesterov", 5.0)
     keep(pays.TWICE, 6.0)
-    told = [line.split(" | ")[2:8] for line in pays.tell(cells, size).splitlines() if "%" in line]
-    lines = {label: (perplexity, better) for label, _, _, perplexity, _, better in told}
+    told = [line.split(" | ")[2:9] for line in pays.tell(cells, size).splitlines() if "%" in line]
+    lines = {label: (perplexity, better) for label, _, _, perplexity, _, _, better in told}
     assert lines["flat Nesterov, trained on, and a local model"] == ("5.0", "2 of 2")
     assert lines["two local models, personal"] == ("6.0", "2 of 2")
     assert lines["WorldLM, personal"] == ("8.1", "0 of 2")

@@ -245,6 +245,19 @@ def test_no_more_steps_than_allowed_and_other_orders_in_a_second_run(shop):
     )
 
 
+def test_a_shape_scales_the_steps_by_their_place(shop):
+    """Steps after a quarter have no length: the model is that of the first quarter."""
+    own, choose = rows(24, 1), rows(6, 2)
+    some, short = shop.at_scale(1.0), shop.at_scale(1.0)
+    some.look_every = short.look_every = 1
+    some.passes, some.most_steps, short.most_steps = 2, 8, 2
+    some.shape = lambda done: float(done < 0.25)
+    first, second = (one.train(shop.federated, own, choose, 0) for one in (some, short))
+    assert first.passes == second.passes <= 2 / 6
+    for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(second.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_member_that_learns_nothing_stays_with_the_federation(shop):
     """Own text that says nothing about the text to choose by: passes are taken back."""
     rng = np.random.default_rng(0)

@@ -70,6 +70,7 @@ class Workshop:
     look_every: int = 0  # steps between two looks at the rows to choose by; 0: by passes
     seed: int = 0
     scale: float = 1.0  # of every step: workshops that differ in it alone share a program
+    shape: Callable[[float], float] = lambda _: 1.0  # of the scale, by the part of steps before
     loss: LossFn = catalog.loss
     scorer: Scorer = field(default_factory=Scorer)
 
@@ -139,7 +140,8 @@ class Workshop:
         steps = min(steps, self.most_steps or steps)
         watch.hear({"round": 0, "perplexity": self.perplexity(start, choose)})
         for step, batch in enumerate(itertools.islice(self._walk(own, member, after), steps), 1):
-            params, memory = take(params, fixed, memory, batch, self.scale)
+            scale = self.scale * self.shape((step - 1) / steps)
+            params, memory = take(params, fixed, memory, batch, scale)
             if step % every and step < steps:
                 continue
             model = whole(params)
