@@ -50,8 +50,8 @@ PUBLIC, PRIVATE = RECIPES / "irc-pretrain.toml", RECIPES / "irc-traffic.toml"
 RATES = (0.001, 0.003)  # of the server
 SEED = 0
 HEIGHT = 330
-HEAD = ["side", "parameters", "MB up per member and round", "MB up in all rounds", "start"]
-HEAD += ["last text", "best while training", "rounds", "server rate", "core-hours"]
+HEAD = ["side", "parameters", "MB up per member and round", "MB up, all members and rounds"]
+HEAD += ["start", "last text", "best while training", "rounds", "server rate", "core-hours"]
 # Adam's rate while pretraining, by size and family; none was tuned.
 PRETRAIN_RATES = {"small-lstm": 0.002, "large-lstm": 0.001}
 PRETRAIN_RATE = 0.0005
@@ -226,7 +226,7 @@ def tell(work: Work) -> str:
                 side.name,
                 f"{facts['parameters'] / 1e6:.1f}M",
                 f"{sent:.2f}",
-                f"{sent * facts['rounds']:,.0f}",
+                f"{facts['upload_bytes'] / 1e6:,.0f}",
                 f"{facts['start']:.1f}",
                 last,
                 "-" if facts["best"] is None else f"{facts['best']:.1f}",

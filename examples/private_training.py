@@ -16,7 +16,7 @@ import fedlm
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 OUT = sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp() + "/private"
 
-store = fedlm.prepare("sotu", vocabulary=2000)
+store = fedlm.prepare("sotu", out=f"{OUT}-store", vocabulary=2000)
 model = fedlm.models.cifg(store, embedding_size=32, hidden_size=64)
 federation = fedlm.Federation(
     store,

@@ -93,6 +93,7 @@ def test_the_table_is_made_of_kept_sides(tmp_path):
     for side, last, best in ((SIDES[0], 80.0, 75.0), (SIDES[1], None, None)):
         facts = {
             "member_bytes": 2e6,
+            "upload_bytes": 20_000_000,
             "parameters": 4_700_000,
             "rounds": 10,
             "start": 200.0,

@@ -518,7 +518,8 @@ class Privacy(Table):
     )
     restart_every: Natural = Field(
         default=0,
-        description="All but `gaussian`: rounds after which the noise begins anew; 0 is never.",
+        description="`tree`, `banded`, `toeplitz`, `blt`: rounds after which noise begins anew; "
+        "0 is never.",
     )
     bands: Natural = Field(
         default=0,
@@ -536,8 +537,9 @@ class Privacy(Table):
     )
     clip_quantile: Share = Field(
         default=0.0,
-        description="`gaussian`, and the others with `restart_every`: the fraction of updates that "
-        "an adaptive clip norm leaves unclipped; 0 keeps the clip norm fixed.",
+        description="`gaussian`, and `tree`, `banded`, `toeplitz` and `blt` with `restart_every`: "
+        "the fraction of updates that an adaptive clip norm leaves unclipped; 0 keeps the clip "
+        "norm fixed.",
     )
     clip_rate: Positive = Field(
         default=0.2,
@@ -656,7 +658,7 @@ class Wire(Table):
 
 
 class RunTable(Table):
-    """The execution of a run; of these settings only the seed changes the trained model."""
+    """The execution of a run; only the seed changes the trained model by more than rounding."""
 
     seed: Seed = Field(
         default=0, description="Seed of everything random, except what a privacy plan hides."
