@@ -103,8 +103,9 @@ def personalize(
         note(f"{last.name}: {last.way}, {last.perplexity['federated']:.1f} -> {last.own:.1f}")
     if not outcomes:
         raise ConfigError(
-            f"--all: no member of {run} has text to learn from and two held-out rows; raise "
-            "data.validation."
+            f"--all: {'no member' if most is None else f'none of the {without} members drawn'} of "
+            f"{run} has text to learn from and two held-out rows; raise data.validation"
+            f"{'' if most is None else ' or --most'}."
         )
     _print_all(run, outcomes, without, as_json)
 

@@ -483,7 +483,8 @@ def _row(
     if target:
         row.append(over_seeds([r.reached for r in group], digits=0))
     if private:
-        row.append("-" if group[0].epsilon is None else number(group[0].epsilon, 3))
+        spent = [r.epsilon for r in group if r.epsilon is not None]
+        row.append(number(max(spent), 3) if spent else "-")  # of the seed that cost most
     if most:
         each = statistics.fmean(r.upload_bytes for r in group)
         row += [f"{each / 1e3:.1f}", f"{each / most:.0%}"]
