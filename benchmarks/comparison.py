@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shutil
 import statistics
 import tempfile
@@ -535,6 +536,34 @@ def curves(found: Sequence[Facts]) -> str:
     return with_names(chart, [(one.name, one.colour) for one in series], HEIGHT)
 
 
+def epsilons(found: Sequence[Facts]) -> str | None:
+    """Draw perplexity over epsilon with its spread; None where no model has two epsilons.
+
+    Sides are of one model if their names agree up to a first ", epsilon" and after its number.
+    """
+    by_model: dict[str, list[tuple[float, float, float]]] = {}
+    for side in found:
+        spent = [run["epsilon"] for run in side["runs"] if run["epsilon"] is not None]
+        last = [run["last"] for run in side["runs"] if run["last"] is not None]
+        model = re.sub(r", epsilon [0-9.]+", "", side["side"])
+        if spent and len(last) == len(side["runs"]):
+            spread = statistics.stdev(last) if len(last) > 1 else 0.0
+            by_model.setdefault(model, []).append((max(spent), statistics.fmean(last), spread))
+    several = {model: sorted(points) for model, points in by_model.items() if len(points) > 1}
+    if not several:
+        return None
+    series = [
+        Series(
+            *(model, [x for x, _, _ in points], [y for _, y, _ in points], number),
+            low=[y - spread for _, y, spread in points],
+            high=[y + spread for _, y, spread in points],
+        )
+        for number, (model, points) in enumerate(several.items())
+    ]
+    chart = lines(series, x="epsilon", y="perplexity", log_x=True, height=HEIGHT)
+    return with_names(chart, [(one.name, one.colour) for one in series], HEIGHT)
+
+
 def tuning(work: Work, only: Sequence[str] = ()) -> list[list[str]]:
     """Return a line per value of each setting that was tuned: how many points diverged there."""
     lines = []
@@ -561,6 +590,8 @@ def tell(work: Work, only: Sequence[str] = ()) -> str:
         return f"No cell of {work.comparison.name} is kept yet in {work.cells.folder}.\n"
     if not only:
         write_atomically(work.cells.folder / "curves.svg", curves(found).encode())
+        if (drawn := epsilons(found)) is not None:
+            write_atomically(work.cells.folder / "epsilons.svg", drawn.encode())
     left = len(work.missing(only))
     said = f"\n{left} cells are missing.\n" if left else ""
     table = markdown(HEAD, [row(each) for each in found])

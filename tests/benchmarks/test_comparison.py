@@ -13,6 +13,7 @@ from benchmarks.comparison import (
     FILES,
     HEAD,
     Work,
+    epsilons,
     hurt,
     read_comparison,
     row,
@@ -254,6 +255,17 @@ def test_a_smoke_test_of_every_comparison_is_short(name):
     for side in made.sides:
         assert made.final(side, {}, 0).server.rounds == 2
         assert made.search(side) is None or cost(made.search(side).rungs) <= 2
+
+
+def test_perplexity_is_drawn_over_epsilon_where_a_model_has_several():
+    def side(name, epsilon, last):
+        return {"side": name, "runs": [{"epsilon": epsilon, "last": last}]}
+
+    found = [side("CIFG, no noise", None, 80.0), side("CIFG, epsilon 8", 8.0, 90.0)]
+    found += [side("CIFG, epsilon 8, banded", 8.0, 95.0)]
+    assert epsilons(found) is None
+    drawn = epsilons([*found, side("CIFG, epsilon 4", 4.0, 100.0), side("X, epsilon 4", 4.0, None)])
+    assert "CIFG" in drawn and "banded" not in drawn and ">X<" not in drawn
 
 
 def test_a_row_has_a_column_for_each_head():
