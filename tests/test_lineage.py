@@ -268,6 +268,92 @@ def test_records_are_for_their_owner_and_damage_is_refused(tmp_path, store):
             claim(run)
 
 
+@pytest.mark.parametrize(
+    "books",
+    [
+        [[]], [[{}]], [[{"kind": "gaussian", "what": "vocabulary"}]],
+        [[{"kind": "from a later version"}]],
+    ],
+)  # fmt: skip
+def test_ledgers_within_a_lineage_are_read_as_strictly_as_their_own_files(tmp_path, store, books):
+    """A line that nobody understands was skipped, and its cost with it."""
+    run = trained(tmp_path / "run", store)
+    sound = json.loads((run / lineage.FILE).read_text())
+    begun = json.loads(json.dumps(begin_entry({})))
+    whole = [[begun, *book] for book in books] if books != [[]] else [[begun, begun]]
+    (run / lineage.FILE).write_text(json.dumps(sound | {"vocabulary": whole}))
+    with pytest.raises(RecordError, match="is damaged"):
+        claim(run)
+
+
+def test_a_negative_delta_within_a_lineage_is_refused(tmp_path, store):
+    run = trained(tmp_path / "run", store)
+    sound = json.loads((run / lineage.FILE).read_text())
+    line = json.loads(json.dumps(gaussian_entry("vocabulary", 2.0, 1e-9))) | {"delta": -1}
+    book = [json.loads(json.dumps(begin_entry({}))), line]
+    (run / lineage.FILE).write_text(json.dumps(sound | {"vocabulary": [book]}))
+    with pytest.raises(RecordError, match="makes no sense"):
+        claim(run)
+
+
+def test_a_copy_without_its_lineage_makes_no_claim_where_words_cost_something(tmp_path, store):
+    """The cost of a vocabulary counted with noise is in that file alone."""
+    run = trained(tmp_path / "run", store)
+    (run / lineage.FILE).unlink()
+    assert claim(run).epsilon == pytest.approx(poisson(3), rel=1e-3)
+    noisy = {"tokenizer_from": {"kind": "private", "epsilon": 60.0}}
+    for origin in (noisy, {"tokenizer_from": {"kind": "like", "of": noisy["tokenizer_from"]}}):
+        with pytest.raises(RecordError, match=r"has no lineage\.json"):
+            claim(run, store=origin)
+
+
+def test_an_open_run_whose_line_was_lost_is_not_taken_for_a_private_one(tmp_path, store):
+    """On a full disk the store's ledger of it had no line but the first."""
+    trained(tmp_path / "open", store, promised=None)
+    (file,) = (store.path / lineage.REGISTER).glob("*.jsonl")
+    file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
+    found = lineage.spent_on(store, 1e-5)
+    assert (found.other_runs, found.private_runs) == (1, 0) and math.isinf(found.epsilon)
+
+
+def test_more_runs_never_cost_less(tmp_path, store):
+    """What costs most alone may cost less together with others: no plan stands for all."""
+    rare = plan(
+        "gaussian",
+        Sampling(law="poisson", population=1000, cohort=2),
+        noise_multiplier=0.5,
+        delta=1e-6,
+    )
+    every = plan(
+        "gaussian",
+        Sampling(law="poisson", population=1000, cohort=1000),
+        noise_multiplier=3.0,
+        delta=1e-6,
+    )
+
+    def book():
+        return [begin_entry({"a": rare, "b": every}), round_entry(0, ledger.UNKNOWN)]
+
+    found = [spending.total_spent([book() for _ in range(n)]).epsilon for n in (1, 6, 7, 9)]
+    assert found == sorted(found)
+    alone = [
+        [{**b[0], "plans": {"b": b[0]["plans"]["b"]}}, b[1]] for b in (book() for _ in "1234567")
+    ]
+    assert found[2] >= spending.total_spent(alone).epsilon - 1e-9
+
+
+def test_where_combinations_are_too_many_a_bound_is_told(tmp_path, store, monkeypatch):
+    plans = [dataclasses.replace(PLAN, noise_multiplier=1.5 + n / 4) for n in range(3)]
+    books = [
+        [begin_entry({"a": plans[0], "b": plans[1 + n % 2]}), round_entry(n, ledger.UNKNOWN)]
+        for n in range(3)
+    ]
+    exact = spending.total_spent(books)
+    monkeypatch.setattr(spending, "MOST_COMBINATIONS", 1)
+    bound = spending.total_spent(books)
+    assert exact.epsilon < bound.epsilon < 4 * exact.epsilon and "added" in bound.accountant
+
+
 def test_an_older_copy_of_a_run_is_noticed_by_its_store(tmp_path, store):
     run = trained(tmp_path / "run", store)
     entries = Ledger(run / ledger.NAME).entries()

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedlm.core.documents import JsonMapping, JsonObject
 from fedlm.core.durable import write_atomically
@@ -47,7 +47,17 @@ WHAT = {"evaluation": "noisy figures of training clients' held-out text"}
 ELSEWHERE = "runs on copies of this store, on other stores of the same clients, or over a network"
 
 Texts = tuple[str, ...]
-LedgerLines = list[Entry]
+
+
+def _read_strictly(entries: list[Entry]) -> list[Entry]:
+    """Return the lines of a ledger as `Ledger` would read them; refuse what it would refuse."""
+    try:
+        return ledger.checked_lines(entries, "a ledger in it")
+    except RecordError as error:
+        raise ValueError(str(error)) from None
+
+
+LedgerLines = Annotated[list[Entry], AfterValidator(_read_strictly)]
 Books = tuple[LedgerLines, ...]
 RunName = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
@@ -321,6 +331,11 @@ def claim_of_run(folder: Path, header: JsonMapping, rounds: Sequence[Any]) -> Cl
     plan = account.plan_from(header["privacy"])
     entries = Ledger(folder / ledger.NAME).entries() if source == ledger.NAME else []
     record = read_lineage(folder / FILE) if (folder / FILE).is_file() else None
+    if record is None and entries and vocabulary.counted_with_noise(header):
+        raise RecordError(
+            f"{folder} has no {FILE}: what its vocabulary cost clients is not known. Bring the "
+            "file back, or copy the run as its owner: it is readable by nobody else."
+        )
     released = len(ledger.rounds_of(entries)) if entries else len(rounds)
     context = _context(record, header, plan.unit)
     counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
@@ -476,7 +491,7 @@ def spent_on(
     for path in _stores(store):
         for file in sorted((path / REGISTER).glob("*.jsonl")):
             entries = Ledger(file).entries()
-            open_ = spending.made_no_promise(entries)
+            open_ = spending.made_no_promise(entries) or not _has_plan(file, entries)
             plain, private = plain + open_, private + (not open_)
             own = math.inf if open_ else spending.total_spent([entries], delta).epsilon
             count = None if open_ else len(ledger.rounds_of(entries))
@@ -494,6 +509,16 @@ def spent_on(
     how = "none" if found is None else found.accountant
     left = (*vocabulary.uncovered({"store": store.manifest}), ELSEWHERE)
     return StoreSpending(whole, at, private, plain, alone, how, tuple(told), left)
+
+
+def _has_plan(file: Path, entries: list[Entry]) -> bool:
+    """Return whether a registered run promised anything: its ledger may lack its only line."""
+    if any(entry["kind"] in ("selection", "gaussian") for entry in entries):
+        return True
+    with contextlib.suppress(RecordError):
+        if not read_lineage(file.with_suffix(".json")).private:
+            return False
+    return bool(entries[0]["plans"])
 
 
 def _before(file: Path) -> tuple[int, list[list[Entry]]]:

@@ -1,6 +1,7 @@
 """A federation makes its own tokenizer: noisy words of nodes, joined, carried by kits."""
 
 import json
+import shutil
 import stat
 
 import pytest
@@ -83,6 +84,14 @@ def test_what_the_words_cost_is_in_the_store_and_counts_at_the_node(made):
         assert Ledger(store.path / LEDGER).entries() == Ledger(own).entries()
         (release,) = store_releases(store.path)
         assert release.noise_multiplier == origin["noise_multiplier"]
+
+
+def test_attempts_in_which_no_word_passed_count_at_the_node_too(made, tmp_path):
+    store = Store(shutil.copytree(made / f"{next(iter(LANGUAGES))}-store", tmp_path / "store"))
+    (tried,) = store_releases(store.path)
+    for name in ("1", "2"):
+        (store.path / f"ledger-{name}.jsonl").write_bytes((store.path / LEDGER).read_bytes())
+    assert store_releases(store.path) == (tried,) * 3
 
 
 def test_another_tokenizer_does_not_take_over_the_origin(made, tmp_path):

@@ -280,9 +280,18 @@ def test_a_status_file_chooses_no_program_and_no_option(tmp_path):
     status = Status(pid=1, process="1", folder="/", started=now, updated=now,
                     command="federation train", home="--help")  # fmt: skip
     words = resume_command(RunDirectory(tmp_path), status)
-    assert words[:3] == [sys.executable, "-m", "fedlm.cli.main"]
-    assert words[3:5] == ["federation", "train"] and words[5].endswith("/--help")
-    assert words[5].startswith("/")
+    assert words[:4] == [sys.executable, "-P", "-m", "fedlm.cli.main"]
+    assert words[4:6] == ["federation", "train"] and words[6].endswith("/--help")
+    assert words[6].startswith("/")
+
+
+def test_a_resumed_run_loads_no_module_of_the_folder_that_its_status_names(tmp_path):
+    """`python -m` looks into its working folder first, which somebody else may have filled."""
+    for name in ("typer", "fedlm", "numpy"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'loaded')!r}, 'w')")
+    words = resume_command(RunDirectory(tmp_path), None)
+    subprocess.run([*words[:4], "--version"], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "loaded").exists()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fedlm.core.documents import toml_tables
 from fedlm.core.errors import FedlmError, WireError
+from fedlm.corpus.store import Store
 from fedlm.deploy.lifetime import GoingOn, Release, lifetime
 from fedlm.deploy.limits import within
 from fedlm.deploy.node_ledger import NodeLedger, ToldFigures, about
@@ -206,9 +207,7 @@ def parse_recipe(text: str) -> Recipe:
 
 
 def store_releases(path: Path) -> tuple[Release, ...]:
-    """Return what preparing a store released about its clients, by the store's own ledger."""
-    book = run_ledger.Ledger(path / run_ledger.NAME)
-    if not book.exists():
-        return ()
-    entries = [entry for entry in book.entries() if entry["kind"] == "gaussian"]
+    """Return what preparing a store released about its clients, failed attempts included."""
+    books = [run_ledger.Ledger(file).entries() for file in Store(path).ledgers]
+    entries = [entry for book in books for entry in book if entry["kind"] == "gaussian"]
     return tuple(Release(entry["noise_multiplier"], entry["delta"]) for entry in entries)

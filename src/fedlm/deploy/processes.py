@@ -42,7 +42,7 @@ class Child:
         environment = {**os.environ, PARENT: str(os.getpid())}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-m", module, *arguments],
+                [*before, sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -253,6 +253,15 @@ def _parsed(line: bytes, where: str) -> Entry:
     return _checked(entry, where)
 
 
+def checked_lines(entries: Sequence[Any], where: str) -> list[Entry]:
+    """Return the lines of a ledger that stands in another file, read as strictly as its own."""
+    found = [_checked(entry, f"{where}, line {number}") for number, entry in enumerate(entries, 1)]
+    begun = [number for number, entry in enumerate(found) if entry["kind"] == "begin"]
+    if found and begun != [0]:
+        raise RecordError(f"{where}: expected a line of kind 'begin', first and once.")
+    return found
+
+
 def _checked(entry: Any, where: str) -> Entry:
     """Return an entry that has exactly the fields of its kind; refuse any other."""
     kind = entry.get("kind") if isinstance(entry, dict) else None

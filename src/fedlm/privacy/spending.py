@@ -23,9 +23,9 @@ from fedlm.privacy.ledger import Entry, plans_of, released, rounds_of
 dp_accounting = late("dp_accounting")  # over a second
 
 Book = Sequence[Entry]
-# Trees whose nodes have different noise give each client one of several plans; beyond so many
-# combinations of them, the one that costs most alone is taken in each ledger.
-MOST_COMBINATIONS = 64
+# Trees whose nodes have different noise give each client one of several plans. Beyond so many
+# combinations of them the costs of the ledgers are added, which is never too little.
+MOST_COMBINATIONS = 256
 
 
 def total_spent(books: Iterable[Book], delta: float | None = None) -> Spent:
@@ -48,14 +48,47 @@ def total_spent(books: Iterable[Book], delta: float | None = None) -> Spent:
     fixed = [cost.gaussian_event(entry["noise_multiplier"]) for entry in others]
     if any(made_no_promise(book) for book in unique):
         return Spent(math.inf, at, None, "none", ("rounds without a privacy plan",))
-    ways = [choices for choices in map(_choices, unique) if choices]
-    if math.prod(map(len, ways)) > MOST_COMBINATIONS:
-        alone = lambda event: cost.compose([event], at)[0]  # noqa: E731
-        ways = [[max(choices, key=alone)] for choices in ways]
-    found = [cost.compose([*fixed, *way], at, extra) for way in itertools.product(*ways)]
-    epsilon, accountant = max(found)
+    ways = _alike([choices for choices in map(_choices, unique) if choices])
+    if math.prod(math.comb(len(c) + n - 1, n) for c, n in ways) > MOST_COMBINATIONS:
+        epsilon, accountant = _added(ways, fixed, at, extra)
+    else:
+        drawn = [itertools.combinations_with_replacement(c, n) for c, n in ways]
+        found = [
+            cost.compose([*fixed, *itertools.chain(*way)], at, extra)
+            for way in itertools.product(*drawn)
+        ]
+        epsilon, accountant = max(found)
     said = [account.UNIT, f"{len(unique)} ledgers are counted together", account.SERVER]
     return Spent(epsilon, at, None, accountant, tuple(said))
+
+
+def _alike(ways: list[list[Any]]) -> list[tuple[list[Any], int]]:
+    """Return the choices of ledgers, each with how many ledgers have the same ones."""
+    found: list[tuple[list[Any], int]] = []
+    for choices in ways:
+        place = next((n for n, (there, _) in enumerate(found) if there == choices), None)
+        if place is None:
+            found.append((choices, 1))
+        else:
+            found[place] = (choices, found[place][1] + 1)
+    return found
+
+
+def _added(
+    ways: list[tuple[list[Any], int]], fixed: list[Any], delta: float, extra: float
+) -> tuple[float, str]:
+    """Return a bound of every combination: each ledger's dearest plan, at its share of delta.
+
+    What costs most alone need not cost most together with others, so that no one combination may
+    be taken for the worst.
+    """
+    parts = sum(count for _, count in ways) + bool(fixed or extra)
+    share = (delta - extra) / parts
+    if share <= 0:
+        return math.inf, "none"
+    total = sum(n * max(cost.compose([event], share)[0] for event in c) for c, n in ways)
+    total += cost.compose(fixed, share)[0] if fixed else 0.0
+    return total, "costs of single ledgers, added"
 
 
 def largest_delta(books: Sequence[Book]) -> float | None:

@@ -100,7 +100,7 @@ def _wait_for_end(status: Status, running: subprocess.Popen[bytes] | None) -> No
 def resume_command(directory: RunDirectory, status: Status | None) -> list[str]:
     """Return the command that goes on with a run.
 
-    >>> resume_command(RunDirectory(Path("/r/x")), None)[3:]
+    >>> resume_command(RunDirectory(Path("/r/x")), None)[4:]
     ['train', '/r/x/recipe.toml', '--out', '/r/x', '--resume']
     """
     path = directory.path.resolve()
@@ -109,7 +109,8 @@ def resume_command(directory: RunDirectory, status: Status | None) -> list[str]:
         words = ["pretrain"]
     elif status is not None and status.command == "federation train" and status.home:
         words = ["federation", "train", str(Path(status.home).resolve())]
-    python = [sys.executable, "-m", "fedlm.cli.main"]
+    # -P: the folder that the status names holds no modules of ours, whatever files are in it.
+    python = [sys.executable, "-P", "-m", "fedlm.cli.main"]
     return [*python, *words, str(path / "recipe.toml"), "--out", str(path), "--resume"]
 
 
