@@ -2,6 +2,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -64,6 +65,23 @@ def test_every_file_format_gives_back_the_documents_that_were_written(name, tmp_
     (tmp_path / name).write_bytes(WRITERS[name](LETTERS))
     assert list(read(tmp_path / name)) == LETTERS
     assert list(read(str(tmp_path / name))) == LETTERS
+
+
+def test_a_folder_gives_nothing_that_lies_elsewhere(tmp_path):
+    """A link may lead to files that are nobody's to train on; a pipe would never end."""
+    (tmp_path / "secret.txt").write_text("not yours")
+    folder = tmp_path / "letters"
+    (folder / "b").mkdir(parents=True)
+    (folder / "a.txt").write_text("mine")
+    (folder / "b" / "one.txt").write_text("too")
+    (folder / "c.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "b" / "two.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "d").symlink_to(tmp_path)
+    os.mkfifo(folder / "e.txt")
+    told = []
+    found = [(d.client, d.text) for d in read(folder, say=told.append)]
+    assert found == [("a", "mine"), ("b", "too")]
+    assert "4 files" in told[0] and "c.txt" in told[0]
 
 
 def test_groups_are_optional(tmp_path):

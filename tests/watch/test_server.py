@@ -191,7 +191,10 @@ def test_a_taken_port_gives_a_sentence():
 # ---- buttons -------------------------------------------------------------------------------
 
 RUN = """
-import signal, sys, time
+import fcntl, os, signal, sys, time
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.write(lock, str(os.getpid()).encode())
 def stop(number, frame):
     raise SystemExit(7)
 signal.signal(signal.SIGINT, stop)
@@ -205,9 +208,9 @@ while True:  # a signal that comes just before a sleep is handled after it
 def at_work(tmp_path):
     """A process that holds a run, as `fedlm train` does: its lock and its status name it."""
     path = make_run(tmp_path / "one")
-    process = subprocess.Popen([sys.executable, "-S", "-c", RUN], stdout=subprocess.PIPE)
+    words = [sys.executable, "-S", "-c", RUN, str(path / ".lock")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"here\n"
-    (path / ".lock").write_text(str(process.pid))
     now = time.time()
     status = Status(
         pid=process.pid, process=process_start(process.pid), state="training", folder="/",
@@ -265,6 +268,24 @@ def test_a_child_whose_main_thread_is_gone_is_waited_for(at_work):
     assert child.poll() is None
     _wait_for_end(gone, child)
     assert child.poll() is not None
+
+
+def test_a_process_that_holds_no_lock_is_not_stopped(tmp_path):
+    """Whoever writes into a run directory could name any process of its reader there."""
+    path = make_run(tmp_path / "one")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        StatusFile(path / "status.json", command="train").begin()
+        named = {"pid": child.pid, "process": process_start(child.pid)}
+        told = read_status(path / "status.json").model_copy(update=named)
+        (path / "status.json").write_text(told.model_dump_json())
+        (path / ".lock").write_text(f"{child.pid}\n")
+        with pytest.raises(RecordError, match="is not locked by"):
+            Control(Board(tmp_path)).stop("one")
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_run_that_ended_cannot_be_stopped(at_work):

@@ -29,8 +29,29 @@ from fedlm.core.words import number
 from fedlm.evaluate.progress import listening
 from fedlm.record.journal import dumps
 
+# Names come from text that others wrote: what would move a cursor, or write a title, is shown.
+UNSEEN = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
 
-class Output(Console):
+
+def visible(said: str) -> str:
+    r"""Return text with control characters as their codes.
+
+    >>> visible("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return said.translate(UNSEEN)
+
+
+class Talk(Console):
+    """A console that sends no control character of a name to the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
+
+
+class Output(Talk):
     """The console of results: on a terminal it breaks lines between words, in a file it does not.
 
     A line that begins with two blanks and `fedlm` is a command to copy: it stays one line.
@@ -44,7 +65,7 @@ class Output(Console):
 PLAIN_SECONDS = 10.0  # between two lines of progress in a file
 
 # Names of clients, groups and files are shown as they are, brackets and colons included.
-talk = Console(stderr=True, highlight=False, markup=False, emoji=False)
+talk = Talk(stderr=True, highlight=False, markup=False, emoji=False)
 out = Output(highlight=False, markup=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
@@ -105,7 +126,7 @@ def evaluating() -> Iterator[None]:
 
 def show(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Print a table on stdout; a cell that does not fit goes on in the next line, uncut."""
-    drawn = Table(title=title, title_justify="left", title_style="bold")
+    drawn = Table(title=visible(title), title_justify="left", title_style="bold")
     for place, name in enumerate(head):
         drawn.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
     for row in rows:
@@ -115,7 +136,7 @@ def show(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> N
 
 def text(value: object) -> str:
     """Return a value as text for a table."""
-    return number(value)
+    return visible(number(value))
 
 
 def bar() -> Progress:

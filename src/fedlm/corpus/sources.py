@@ -248,18 +248,29 @@ def _way_out(client: str, field: str) -> str:
     return " data.user_field names it: every row needs it, or nobody knows whose text it is."
 
 
+def _leads_away(file: Path, folder: Path) -> bool:
+    """Return whether a file, or a folder on the way to it, is a link."""
+    ways = (file, *file.parents)
+    return any(way.is_symlink() for way in ways[: ways.index(folder)])
+
+
 def read_folder(path: Path, say: Say = lambda text: None) -> Documents:
     """Read a folder in name order: each file is a client, and each subfolder with all its files.
 
-    Files with null bytes, such as pictures, are no text: they are left out, and `say` is told.
+    Files with null bytes, such as pictures, are no text: they are left out, and so are links, which
+    may lead to other people's files, and whatever is no file; `say` is told.
     """
     left_out: list[str] = []
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
-        files = sorted(f for f in entry.rglob("*") if f.is_file()) if entry.is_dir() else [entry]
+        inside = entry.is_dir() and not entry.is_symlink()
+        files = sorted(f for f in entry.rglob("*") if not f.is_dir()) if inside else [entry]
         for file in files:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
+                continue
+            if _leads_away(file, path) or not file.is_file():
+                left_out.append(str(file.relative_to(path)))
                 continue
             raw = file.read_bytes()
             if b"\0" in raw[:HEAD_BYTES]:
@@ -276,7 +287,7 @@ def read_folder(path: Path, say: Say = lambda text: None) -> Documents:
     if left_out:
         more = ", ..." if len(left_out) > 3 else ""
         say(
-            f"{len(left_out)} files of {path} are no text and were left out: "
+            f"{len(left_out)} files of {path} are no text, or links, and were left out: "
             f"{', '.join(left_out[:3])}{more}."
         )
 

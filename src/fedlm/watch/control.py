@@ -10,6 +10,7 @@ Not here: what a run does when it is asked to stop (`cli/train.py`).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -120,7 +121,7 @@ def _interrupt(directory: RunDirectory, status: Status) -> None:
         holder = (directory.path / LOCK).read_text(encoding="ascii")[:20].strip()
     except (OSError, UnicodeDecodeError):
         holder = ""
-    if holder != str(status.pid):
+    if holder != str(status.pid) or not _is_locked(directory.path / LOCK):
         raise RecordError(f"{directory.path} is not locked by process {status.pid}: it has ended.")
     try:
         # A handle of the process: its number cannot pass to another one between check and signal.
@@ -139,6 +140,21 @@ def _interrupt(directory: RunDirectory, status: Status) -> None:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock; what is written in its file, anybody may write."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(file)
 
 
 def _ours(pid: int) -> bool:
