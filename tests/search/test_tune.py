@@ -205,6 +205,15 @@ def test_a_search_in_which_every_point_diverges_has_no_best(
     assert not (tmp_path / "a" / "best.toml").exists()
 
 
+@pytest.mark.parametrize("there", ["5", '"x"', "[[1]]", "null", "{}"])
+def test_a_folder_whose_plan_is_damaged_is_refused(tiny_recipe, tmp_path, there):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "tune.json").write_text(there)
+    search = plan_search(tiny_recipe, ("server.rounds=4",), over=RATES)
+    with pytest.raises(RecordError, match="holds another search"):
+        search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
+
+
 def test_a_point_that_diverges_late_is_not_the_best(tiny_recipe, tmp_path, monkeypatch):
     """The leader of the first rung runs away in the second one."""
     heard = {0.1: {2: 30.0, 4: math.inf}, 0.5: {2: 40.0, 4: 20.0}}

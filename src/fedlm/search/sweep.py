@@ -173,7 +173,13 @@ def _settings(point: Point) -> Point:
 
 def literal(value: Any) -> str:
     """Return a value as it stands in a change of a recipe."""
-    return "inf" if value == math.inf else json.dumps(value)
+    try:
+        return "inf" if value == math.inf else json.dumps(value)
+    except TypeError:
+        raise ConfigError(
+            f"{value}: expected text, a number, true or false, or a list of these as the value of "
+            "a setting."
+        ) from None
 
 
 def name_of(point: Point) -> str:

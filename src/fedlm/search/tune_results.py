@@ -69,8 +69,9 @@ def claim_folder(search: Search, out: Path) -> None:
     file, facts = out / PLAN, search.facts()
     if file.is_file():
         there = read_json(file, str(file), RecordError)
-        if not isinstance(there, dict) or there != json.loads(json.dumps(facts)):
-            differ = [name for name in facts if _plain(facts[name]) != dict(there or {}).get(name)]
+        known = there if isinstance(there, dict) else {}
+        if known != _plain(facts):
+            differ = [name for name in facts if _plain(facts[name]) != known.get(name)]
             raise RecordError(
                 f"{out} holds another search ({', '.join(differ) or 'damaged'} differs): give "
                 "another --out."
