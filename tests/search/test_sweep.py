@@ -1,6 +1,6 @@
 """The table of a sweep says no less than its runs have cost."""
 
-import datetime
+import datetime as dt
 from pathlib import Path
 
 import pytest
@@ -34,4 +34,4 @@ def test_the_epsilon_of_a_line_is_that_of_the_seed_that_cost_most():
 def test_an_infinite_value_is_written_as_recipes_have_it():
     assert [literal(x) for x in (float("inf"), 0.5, "a")] == ["inf", "0.5", '"a"']
     with pytest.raises(ConfigError, match="1979-05-27: expected text, a number"):
-        literal(datetime.date(1979, 5, 27))
+        literal(dt.date(1979, 5, 27))
