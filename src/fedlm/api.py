@@ -232,7 +232,7 @@ def epsilon(
     Args:
       of: a plan, a run directory, or a store.
       rounds: the number of rounds of the plan to count; by default all. A run always counts the
-        releases in its ledger, or the rounds of a journal that was copied without it.
+        releases in its ledger.
 
     Raises:
       ConfigError: the numbers of the plan do not go together.
@@ -250,7 +250,7 @@ def epsilon(
     if isinstance(of, Store):
         return lineage.spent_on(of)
     facts = facts_of(RunDirectory.existing(Path(of)).path)
-    return lineage.claim_of_run(Path(of), facts.header, facts.rounds)
+    return lineage.claim_of_run(Path(of), facts.header)
 
 
 # ---- a run that is over ----------------------------------------------------------------------

@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -58,6 +58,7 @@ def _read_strictly(entries: list[Entry]) -> list[Entry]:
 
 
 LedgerLines = Annotated[list[Entry], AfterValidator(_read_strictly)]
+PerhapsLines = Annotated[list[Entry], AfterValidator(lambda e: _read_strictly(e) if e else e)]
 Books = tuple[LedgerLines, ...]
 RunName = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
@@ -75,7 +76,7 @@ class Ancestor(Kept):
     name: str
     private: bool
     clients: Texts
-    entries: LedgerLines
+    entries: PerhapsLines  # none of a run without a plan
     vocabulary: Books = ()
 
 
@@ -321,44 +322,42 @@ def _as_ancestor(record: Record, book: Ledger) -> Ancestor:
 # ---- the claim of a run ------------------------------------------------------------------------
 
 
-def claim_of_run(folder: Path, header: JsonMapping, rounds: Sequence[Any]) -> Claim:
+def claim_of_run(folder: Path, header: JsonMapping) -> Claim:
     """Return the claim of a run from its ledger, its lineage and the header of its journal.
 
     Raises:
-      RecordError: the run has no privacy plan, or a file is damaged.
+      RecordError: the run has no privacy plan, or a file is damaged or missing.
     """
-    spent, source = ledger.spent_of_run(folder, header, rounds)
-    plan = account.plan_from(header["privacy"])
-    entries = Ledger(folder / ledger.NAME).entries() if source == ledger.NAME else []
-    record = read_lineage(folder / FILE) if (folder / FILE).is_file() else None
-    if record is None and entries and vocabulary.counted_with_noise(header):
-        raise RecordError(
-            f"{folder} has no {FILE}: what its vocabulary cost clients is not known. Bring the "
-            "file back, or copy the run as its owner: it is readable by nobody else."
-        )
-    released = len(ledger.rounds_of(entries)) if entries else len(rounds)
+    entries = ledger.of_run(folder, header)
+    plan, record = account.plan_from(header["privacy"]), lineage_of(folder)
     context = _context(record, header, plan.unit)
     counted = Counter(entry["what"] for entry in entries if entry["kind"] == "gaussian")
     more = tuple(
         f"{n} {WHAT.get(what, f'noisy releases for {what}')}" for what, n in counted.items()
     )
     context = context._replace(covered=(*context.covered, *more))
-    if record is not None and entries and not context.broken and plan.unit == "client":
+    spent = ledger.spent_of(entries)
+    if not context.broken and plan.unit == "client":
         spent = _with_others(record, entries, spent)
     spent = spent._replace(assumptions=_assumptions(spent, header, context))
-    claim = claim_of(spent, plan, released, context)
+    claim = claim_of(spent, plan, len(ledger.rounds_of(entries)), context)
     if "privacy_nodes" not in header or math.isinf(claim.epsilon):
         return claim
-    if not entries:
-        nodes = account.by_node_from_journal(dict(header), [dict(entry) for entry in rounds])
-    elif record is None:
-        nodes = ledger.spent_by_node(entries)
-    else:
-        nodes = {
-            node: _with_others(record, _of_node(entries, node), found)
-            for node, found in ledger.spent_by_node(entries).items()
-        }
-    return claim._replace(nodes={node: found.epsilon for node, found in nodes.items()})
+    nodes = {
+        node: _with_others(record, _of_node(entries, node), found).epsilon
+        for node, found in ledger.spent_by_node(entries).items()
+    }
+    return claim._replace(nodes=nodes)
+
+
+def lineage_of(folder: Path) -> Record:
+    """Return the record of a run; refuse a copy without it, whose whole cost is not known."""
+    if not (folder / FILE).is_file():
+        raise RecordError(
+            f"{folder} has no {FILE}: what its vocabulary and the model that it started from cost "
+            f"its clients is not known. {ledger.OWNER}"
+        )
+    return read_lineage(folder / FILE)
 
 
 def _of_node(entries: list[Entry], node: str) -> list[Entry]:
@@ -371,7 +370,7 @@ def claim_of_selection(folder: Path, header: JsonMapping) -> Claim:
     """Return the claim of a private selection from its ledger, its lineage and a run's header."""
     entries = Ledger(folder / ledger.NAME).entries()
     told = next(entry for entry in entries if entry["kind"] == "selection")
-    plan, record = account.plan_from(told["plan"]), read_lineage(folder / FILE)
+    plan, record = account.plan_from(told["plan"]), lineage_of(folder)
     alone = account.spent(plan, told["rounds"])
     context = _context(record, header, plan.unit)
     released = (
@@ -408,23 +407,18 @@ def books_before(record: Record) -> list[list[Entry]]:
     return [*books, *record.vocabulary, *(book for each in same for book in each.vocabulary)]
 
 
-def _context(record: Record | None, header: JsonMapping, unit: str) -> Context:
+def _context(record: Record, header: JsonMapping, unit: str) -> Context:
     covered: list[str] = []
     uncovered, broken = list(vocabulary.uncovered(header)), list[str]()
-    named = (header.get("recipe") or {}).get("model", {}).get("init_from")
-    if record is None:
-        if named or header.get("custom"):
-            uncovered.append(_assumed(named or "python"))
-    else:
-        if record.vocabulary and unit == "client":
-            covered.append("the vocabulary, counted with noise")
-        elif record.vocabulary:
-            uncovered.append("the vocabulary, whose noise hides one client and not a whole leaf")
-        for each in record.ancestors:
-            told = _kinship(each, record, unit)
-            (broken if told[0] else covered if told[1] else uncovered).append(told[2])
-        if not record.traced:
-            uncovered.append(_assumed(record.start))
+    if record.vocabulary and unit == "client":
+        covered.append("the vocabulary, counted with noise")
+    elif record.vocabulary:
+        uncovered.append("the vocabulary, whose noise hides one client and not a whole leaf")
+    for each in record.ancestors:
+        told = _kinship(each, record, unit)
+        (broken if told[0] else covered if told[1] else uncovered).append(told[2])
+    if not record.traced:
+        uncovered.append(_assumed(record.start))
     evaluated = bool(header.get("start", {}).get("perplexity"))
     return Context(
         tuple(covered),
@@ -488,18 +482,13 @@ def spent_on(
     """
     books = [*(Ledger(path).entries() for path in store.ledgers), *further]
     plain, private, told = 0, 0, []
-    for path in _stores(store):
-        for file in sorted((path / REGISTER).glob("*.jsonl")):
-            entries = Ledger(file).entries()
-            open_ = spending.made_no_promise(entries) or not _has_plan(file, entries)
-            plain, private = plain + open_, private + (not open_)
-            own = math.inf if open_ else spending.total_spent([entries], delta).epsilon
-            count = None if open_ else len(ledger.rounds_of(entries))
-            told.append({"run": _name_of(file), "rounds": count, "epsilon": own})
-            if not open_:
-                books.append(entries)
-            lost, more = _before(file.with_suffix(".json"))
-            plain, books = plain + lost, [*books, *more]
+    for run in (run for path in _stores(store) for run in _registered_in(path)):
+        lost, more = _before(run)
+        own = math.inf if run.is_open else spending.total_spent([run.entries], delta).epsilon
+        count = None if run.is_open else len(ledger.rounds_of(run.entries))
+        told.append({"run": run.name, "rounds": count, "epsilon": own})
+        plain, private = plain + run.is_open + lost, private + (not run.is_open)
+        books += [*more, *([] if run.is_open else [run.entries])]
     at = delta if delta is not None else spending.largest_delta(books)
     found = None
     if at is not None:
@@ -511,31 +500,49 @@ def spent_on(
     return StoreSpending(whole, at, private, plain, alone, how, tuple(told), left)
 
 
-def _has_plan(file: Path, entries: list[Entry]) -> bool:
-    """Return whether a registered run promised anything: its ledger may lack its only line."""
-    if any(entry["kind"] in ("selection", "gaussian") for entry in entries):
-        return True
-    with contextlib.suppress(RecordError):
-        if not read_lineage(file.with_suffix(".json")).private:
-            return False
-    return bool(entries[0]["plans"])
+class RegisteredRun(NamedTuple):
+    """What a store has on record of one of its runs; a kill or a full disk may have cut it."""
+
+    file: Path  # of its ledger
+    entries: list[Entry]  # of its ledger, as far as it is there
+    record: Record | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run promised nothing, or what it promised is not known any more."""
+        if self.record is None or not self.entries:
+            return True
+        return not self.record.private or spending.made_no_promise(self.entries)
+
+    @property
+    def name(self) -> str:
+        return self.file.stem if self.record is None else self.record.name
 
 
-def _before(file: Path) -> tuple[int, list[list[Entry]]]:
+def _registered_in(store: Path) -> Iterator[RegisteredRun]:
+    """Yield the runs of a store: each has a record there, and a ledger."""
+    folder = store / REGISTER
+    for name in sorted({f.stem for kind in ("json", "jsonl") for f in folder.glob(f"*.{kind}")}):
+        record, book = folder / f"{name}.json", Ledger(folder / f"{name}.jsonl")
+        yield RegisteredRun(
+            book.path,
+            book.entries() if book.exists() else [],
+            read_lineage(record) if record.is_file() else None,
+        )
+
+
+def _before(run: RegisteredRun) -> tuple[int, list[list[Entry]]]:
     """Return the number of a run's ancestors of unbounded cost, and the ledgers of the others.
 
-    A run without a plan that is registered here too is counted there.
+    An ancestor that is registered here too is counted there.
     """
-    if not file.is_file():
+    record = run.record
+    if record is None:
         return 0, []
-    record = read_lineage(file)
-    elsewhere = [each for each in record.ancestors if not _registered(file, each)]
+    near = {file.stem for file in run.file.parent.iterdir()}
+    elsewhere = [each for each in record.ancestors if each.run not in near]
     lost = sum(_kinship(each, record, "client")[0] for each in elsewhere)
     return lost, [b for b in books_before(record) if not spending.made_no_promise(b)]
-
-
-def _registered(file: Path, each: Ancestor) -> bool:
-    return file.with_name(f"{each.run}.jsonl").is_file()
 
 
 def spent_together(folders: Iterable[Path]) -> Spent | None:
@@ -550,17 +557,12 @@ def spent_together(folders: Iterable[Path]) -> Spent | None:
         if not book.exists():
             continue
         books.append(book.entries())
-        if (folder / FILE).is_file():
-            record = read_lineage(folder / FILE)
-            books += books_before(record)
-            broken |= any(_kinship(each, record, "client")[0] for each in record.ancestors)
+        if not books[-1][1:] and not (folder / FILE).is_file():
+            continue  # killed before its first release
+        record = lineage_of(folder)
+        books += books_before(record)
+        broken |= any(_kinship(each, record, "client")[0] for each in record.ancestors)
     if not books:
         return None
     found = spending.total_spent(books)
     return found._replace(epsilon=math.inf) if broken else found
-
-
-def _name_of(file: Path) -> str:
-    with contextlib.suppress(RecordError):
-        return read_lineage(file.with_suffix(".json")).name
-    return file.stem

@@ -105,3 +105,17 @@ def test_what_commands_print(terminal, trained, tmp_path):
         told = call(trained, *words)
         assert "Traceback" not in told.stderr
         assert not too_long(told.stdout + told.stderr), words
+
+
+def test_names_write_nothing_but_letters_to_a_terminal(terminal, capsys):
+    """A client's name, which a stranger chose, set the title of the window; markup ended it all."""
+    name = "a[/b]\x1b]0;pwn\x07\x85\x0b"
+    with console.talk.status(f"personalizing {name}") as status:
+        status.update(f"still personalizing {name}")
+        console.note(name)
+    console.show(name, ["client", name], [[name, 1]])
+    told = capsys.readouterr()
+    for printed in (told.out, told.err):
+        assert "\x1b]" not in printed and not set("\x07\x85\x0b") & set(printed)
+    assert told.err.count("a[/b]\\x1b]0;pwn\\x07\\x85\\x0b") == 1
+    assert "\\x1b]0;pwn" in "".join(lines(told.out))

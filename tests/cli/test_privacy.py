@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from fedlm.core.releasable import make_releasable
+from fedlm.lineage import FILE, Record, write_lineage
 from fedlm.privacy.account import spent
+from fedlm.privacy.ledger import NAME, UNKNOWN, Ledger, begin_entry, round_entry
 from fedlm.record.journal import Journal
 from tests.cli.test_bad_input import refused
 from tests.privacy.plans import plan
@@ -79,14 +81,21 @@ def test_what_is_missing_is_named(run_cli):
     refused(run_cli("privacy", "calibrate", "--target-epsilon", 0, *TREE), "privacy.epsilon = 0.0")
 
 
-def test_the_epsilon_of_a_run_is_that_of_its_journal(run_cli, tmp_path):
+def test_the_epsilon_of_a_run_is_that_of_its_ledger(run_cli, tmp_path):
     chosen = plan("tree")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.toml").write_text("")
     journal = Journal(tmp_path / "run" / "journal.jsonl")
     journal.append(make_releasable("header", dict(privacy=dataclasses.asdict(chosen))))
+    refused(run_cli("privacy", "epsilon", "run"), "has no ledger.jsonl")
+    book = Ledger(tmp_path / "run" / NAME)
+    begun = book.begin(begin_entry({"": chosen}))
     for r in range(3):
         journal.append(make_releasable("round", dict(round=r)))
+        book.append(round_entry(r, UNKNOWN))
+    refused(run_cli("privacy", "epsilon", "run"), "has no lineage.json")
+    record = Record(run=begun["run"], name="run", private=True, clients=(), start="")
+    write_lineage(tmp_path / "run" / FILE, record)
     found = run_cli("privacy", "epsilon", "run", "--json").json
     assert found["epsilon"] == spent(chosen, 3).epsilon and found["rounds"] == 3
     refused(run_cli("privacy", "epsilon", "run", "--delta", 1e-5), "leave the options away")

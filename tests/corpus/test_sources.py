@@ -76,12 +76,13 @@ def test_a_folder_gives_nothing_that_lies_elsewhere(tmp_path):
     (folder / "b" / "one.txt").write_text("too")
     (folder / "c.txt").symlink_to(tmp_path / "secret.txt")
     (folder / "b" / "two.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "b" / "three").symlink_to(tmp_path)
     (folder / "d").symlink_to(tmp_path)
     os.mkfifo(folder / "e.txt")
     told = []
     found = [(d.client, d.text) for d in read(folder, say=told.append)]
     assert found == [("a", "mine"), ("b", "too")]
-    assert "4 files" in told[0] and "c.txt" in told[0]
+    assert "5 files" in told[0] and "b/three" in told[0]
 
 
 def test_groups_are_optional(tmp_path):

@@ -52,6 +52,7 @@ POISSON = (
     "privacy.clip_norm=0.1",
     "privacy.delta=0.001",
 )
+OPEN = ("server.rounds=4", "server.cohort=4")
 ADAPTIVE = (*POISSON, "privacy.clip_quantile=0.5", "privacy.clip_noise=1.0")
 RUN, OTHER = "a" * 32, "b" * 32
 ADMITTED = "frame"  # the parameters of these questions are none: who gets to them has passed
@@ -124,6 +125,10 @@ def test_one_client_alone_is_not_told_apart(node, asked):
     assert ADMITTED in said(allowing, asked(allowing, lossy, each=True))
     forbidding = node(Policy(single_updates=False))
     assert "single_updates" in said(forbidding, asked(forbidding, lossy, each=True))
+    # A rule that looks at single updates: the node was told that their sum would do.
+    for setting in ("server.aggregate=median", "server.update_norm=1.0"):
+        refused = said(forbidding, asked(forbidding, (*OPEN, setting), each=True))
+        assert setting.split("=")[0] in refused and "single_updates" in refused
     whole = node(Policy(single_updates=False), whole=True)  # all its clients are one member
     assert ADMITTED in said(whole, asked(whole, members=(0,)))
 

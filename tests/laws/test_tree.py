@@ -13,7 +13,8 @@ import pytest
 
 from fedlm.core.types import Start
 from fedlm.inference import load_params
-from fedlm.privacy.account import by_node_from_journal, from_journal, spent
+from fedlm.privacy.account import plans_from, spent
+from fedlm.privacy.ledger import UNKNOWN, begin_entry, round_entry, spent_by_node, spent_of
 from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.settings import dump, load
 from fedlm.record.directory import RunDirectory
@@ -377,10 +378,10 @@ def test_every_place_is_accounted_with_its_own_cohort(experiment):
     assert made.plan.sampling.cohort == made.plan.sampling.population
     assert spent(made.plans["south"], 3).epsilon < 0.6 * everyone.epsilon
     header = json.loads(dumps(promised(made)))
-    told = [{"round": number} for number in range(3)]
-    assert from_journal(header, told) == everyone
-    nodes = by_node_from_journal(header, told)
-    assert nodes["south"] == spent(made.plans["south"], 3)
+    assert plans_from(header) == made.plans
+    book = [begin_entry(made.plans), *(round_entry(n, UNKNOWN) for n in range(3))]
+    assert spent_of(book).epsilon == everyone.epsilon
+    assert spent_by_node(book)["south"].epsilon == spent(made.plans["south"], 3).epsilon
 
 
 def test_a_budget_ends_a_tree_for_the_place_that_spends_most(experiment):

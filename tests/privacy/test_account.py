@@ -13,8 +13,8 @@ from fedlm.core.types import Sampling
 from fedlm.privacy.account import (
     allowed_rounds,
     calibrate,
-    from_journal,
     plan_from,
+    plans_from,
     spent,
 )
 from fedlm.privacy.cost import epsilon_of_shift
@@ -161,23 +161,21 @@ def test_a_matrix_is_not_accounted_beyond_its_rounds():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EACH)
-def test_a_journal_tells_what_its_plan_costs(name):
+def test_a_journal_tells_its_plan(name):
     header = json.loads(dumps({"privacy": dataclasses.asdict(PLANS[name])}))
     assert plan_from(header["privacy"]) == PLANS[name]
-    rounds = [{"kind": "round", "round": r} for r in range(4)]
-    assert from_journal(header, rounds) == spent(PLANS[name], 4)
-    assert from_journal(header, rounds[1:]) == spent(PLANS[name], 4)  # a lost line is no discount
+    assert plans_from(header) == {"": PLANS[name]}
 
 
 def test_journals_that_are_damaged():
     with pytest.raises(RecordError, match="no privacy claim"):
-        from_journal({}, [])
+        plans_from({})
     good = dataclasses.asdict(plan("tree"))
     for change in ({"rounds": "8"}, {"clip": 1.0}, {"delta": True}, {"sampling": {"law": "x"}}):
         with pytest.raises(RecordError, match="plan is damaged"):
-            from_journal({"privacy": good | change}, [])
+            plans_from({"privacy": good | change})
     with pytest.raises(ConfigError, match=r"privacy\.delta"):
-        from_journal({"privacy": good | {"delta": 2.0}}, [])
+        spent(plans_from({"privacy": good | {"delta": 2.0}})[""], 1)
 
 
 @pytest.mark.sample(2)

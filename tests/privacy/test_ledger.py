@@ -23,10 +23,10 @@ from fedlm.privacy.ledger import (
     begin_entry,
     digest_of,
     gaussian_entry,
+    of_run,
     round_entry,
     spent_by_node,
     spent_of,
-    spent_of_run,
 )
 from fedlm.privacy.sensitivity import released_tree
 from tests.privacy.plans import CORRELATED, PLANS, ROUNDS, plan, strategy
@@ -298,18 +298,18 @@ def test_other_releases_are_counted():
         spent_of(lines_of([], {}, extra))
 
 
-def test_a_run_is_accounted_by_its_ledger_and_a_copied_journal_by_itself(tmp_path):
+def test_a_run_is_accounted_by_its_ledger_alone(tmp_path):
+    """A journal does not tell what else was released about the same clients."""
     header = {"privacy": dataclasses.asdict(plan("gaussian"))}
-    told = [{"kind": "round", "round": r} for r in range(3)]
-    assert spent_of_run(tmp_path, header, told) == (spent(plan("gaussian"), 3), "journal.jsonl")
-    again = [*told, {"kind": "round", "round": 3, "releases": 6}]
-    assert spent_of_run(tmp_path, header, again)[0] == spent(plan("gaussian"), 6)
+    with pytest.raises(RecordError, match=r"has no ledger\.jsonl.*copy the run as its owner"):
+        of_run(tmp_path, header)
     book = Ledger(tmp_path / NAME)
     book.begin(begin_entry({"": plan("gaussian")}))
     for number in (0, 1, 2, 2):
         book.append(round_entry(number, UNKNOWN))
-    found, said_by = spent_of_run(tmp_path, header, told)
-    assert said_by == NAME and found.epsilon == spent(plan("gaussian"), 4).epsilon
+    assert spent_of(of_run(tmp_path, header)).epsilon == spent(plan("gaussian"), 4).epsilon
+    with pytest.raises(RecordError, match="makes no privacy claim"):
+        of_run(tmp_path, {})
 
 
 def test_only_independent_noise_counts_rounds_one_by_one():

@@ -8,7 +8,7 @@ import pytest
 
 from fedlm.core.errors import ConfigError, RecordError
 from fedlm.privacy import strategy
-from fedlm.privacy.account import calibrate, from_journal, plan_from, spent
+from fedlm.privacy.account import calibrate, plan_from, spent
 from fedlm.privacy.catalog import MECHANISMS, check_plan, noise_for, with_matrix
 from fedlm.recipe.privacy_plan import participation_of
 from fedlm.recipe.settings import load
@@ -43,7 +43,7 @@ def test_a_stored_plan_is_accounted_for_and_made_noise_of_without_a_search(no_se
     header = json.loads(dumps({"privacy": dataclasses.asdict(PLANS[name])}))
     read = plan_from(header["privacy"])
     assert read == with_matrix(read) == PLANS[name] and read.matrix == SEARCHED[name]
-    assert from_journal(header, [{"round": 3}]) == spent(PLANS[name], 4)
+    assert spent(read, 4) == spent(PLANS[name], 4)
     noise_for(read)
     assert calibrate(read, 2.0) > 0
     with pytest.raises(AssertionError, match="optimiser"):

@@ -314,8 +314,10 @@ def test_a_private_run_that_the_minutes_stopped_is_counted(tiny_recipe, tmp_path
         return real(rounds, watcher, clock)
 
     monkeypatch.setattr(tune, "_until", until)
+    (tmp_path / "a" / "runs" / "empty").mkdir(parents=True)  # of nobody: it counted as an open run
     found = search_settings(search, tmp_path / "a", tmp_path / "s", quiet)
     assert len(found.trials) == 1 and "2 private runs" in found.spent
+    assert "no privacy plan" not in found.spent
 
 
 @pytest.mark.sample(4)

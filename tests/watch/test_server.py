@@ -1,6 +1,7 @@
 """The page over HTTP: who is let in, what is streamed, which buttons do what."""
 
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -270,9 +271,13 @@ def test_a_child_whose_main_thread_is_gone_is_waited_for(at_work):
     assert child.poll() is not None
 
 
-def test_a_process_that_holds_no_lock_is_not_stopped(tmp_path):
+@pytest.mark.parametrize("locked", [False, True], ids=["no lock", "the lock of another one"])
+def test_a_process_that_holds_no_lock_is_not_stopped(tmp_path, locked):
     """Whoever writes into a run directory could name any process of its reader there."""
     path = make_run(tmp_path / "one")
+    holder = os.open(path / ".lock", os.O_RDWR | os.O_CREAT)
+    if locked:
+        fcntl.flock(holder, fcntl.LOCK_EX)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         StatusFile(path / "status.json", command="train").begin()
@@ -284,6 +289,7 @@ def test_a_process_that_holds_no_lock_is_not_stopped(tmp_path):
             Control(Board(tmp_path)).stop("one")
         assert child.poll() is None
     finally:
+        os.close(holder)
         child.kill()
         child.wait()
 

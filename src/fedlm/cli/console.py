@@ -23,7 +23,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from fedlm.core.words import number
 from fedlm.evaluate.progress import listening
@@ -44,11 +46,29 @@ def visible(said: str) -> str:
     return said.translate(UNSEEN)
 
 
+def plain(said: Any) -> Any:
+    """Return text that rich shows as it is, without markup; None and what is drawn as they are."""
+    return Text(visible(said)) if isinstance(said, str) else said
+
+
+class Stage(Status):
+    """What is going on at the moment, in words that may hold names."""
+
+    def __init__(self, said: Any, **options: Any) -> None:
+        super().__init__(plain(said), **options)
+
+    def update(self, status: Any = None, **options: Any) -> None:
+        super().update(plain(status), **options)
+
+
 class Talk(Console):
     """A console that sends no control character of a name to the terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
+
+    def status(self, status: Any, **options: Any) -> Stage:
+        return Stage(status, console=self, **options)
 
 
 class Output(Talk):
@@ -98,7 +118,7 @@ def note(text: str) -> None:
 
     A line that begins with a blank is a command to copy: it stays one line.
     """
-    for line in text.splitlines():
+    for line in text.split("\n"):
         talk.print(line, soft_wrap=line.startswith(" ") or not talk.is_terminal)
 
 
@@ -128,7 +148,7 @@ def show(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> N
     """Print a table on stdout; a cell that does not fit goes on in the next line, uncut."""
     drawn = Table(title=visible(title), title_justify="left", title_style="bold")
     for place, name in enumerate(head):
-        drawn.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
+        drawn.add_column(visible(name), justify="left" if place == 0 else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(text(value) for value in row))
     out.print(drawn)
@@ -145,7 +165,7 @@ def bar() -> Progress:
         TextColumn("round"),
         MofNCompleteColumn(),
         BarColumn(bar_width=6),
-        TextColumn("{task.fields[said]}"),
+        TextColumn("{task.fields[said]}", markup=False),
         TimeRemainingColumn(compact=True),
         console=talk,
     )

@@ -24,7 +24,7 @@ from fedlm.federation.audit import Seen, look
 from fedlm.inference import load_params
 from fedlm.privacy import account
 from fedlm.privacy import audit as auditor
-from fedlm.privacy.ledger import spent_of_run
+from fedlm.privacy.ledger import of_run, spent_of
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.publish.statement import statement_of, write_audit
 from fedlm.recipe.build import build
@@ -109,7 +109,7 @@ def audit(
     # First: accounting for correlated noise uses JAX, and then it is too late for lanes.
     use_devices(load(directory.recipe).run.devices)
     facts = facts_of(directory.path)
-    accounted, _ = spent_of_run(run, facts.header, facts.rounds)
+    accounted = spent_of(of_run(run, facts.header))
     if not facts.header.get("canaries"):
         raise ConfigError(
             f"{run} has no canaries to look for: train again with --set privacy.canaries=100."
@@ -202,10 +202,7 @@ def _show_audit(
 def _answer_run(run: Path, as_json: bool) -> None:
     """Print the claim of a run: the same words as in its report."""
     facts = facts_of(RunDirectory.existing(run).path)
-    claim = lineage.claim_of_run(run, facts.header, facts.rounds)
-    files = RunDirectory(run)
-    if not files.ledger.exists():
-        note(f"Counted from {files.journal}: {files.ledger.name}, the whole count, is not there.")
+    claim = lineage.claim_of_run(run, facts.header)
     plan = account.plan_from(facts.header["privacy"])
     told = {
         "mechanism": plan.mechanism,

@@ -129,8 +129,8 @@ def _with_progress(
     recipe: Recipe, path: Path, resume: bool, *, pooled: bool = False
 ) -> Summary | None:
     with talk.status("preparing") as status:
-        say = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
-        run = build(recipe, STORES, say, out=path, pooled=pooled)
+        tell = lambda stage, done: status.update(f"preparing: {stage} {done or ''}")  # noqa: E731
+        run = build(recipe, STORES, tell, out=path, pooled=pooled, say=note)
     multihost.meet()  # from here on, the other processes find the prepared store
     facts = run.store.manifest
     tokens = "" if release.hides(run.plan) else f", {count(facts['train_tokens'], 'token')} in all"

@@ -248,42 +248,47 @@ def _way_out(client: str, field: str) -> str:
     return " data.user_field names it: every row needs it, or nobody knows whose text it is."
 
 
-def _leads_away(file: Path, folder: Path) -> bool:
-    """Return whether a file, or a folder on the way to it, is a link."""
-    ways = (file, *file.parents)
-    return any(way.is_symlink() for way in ways[: ways.index(folder)])
+def text_files(folder: Path, left_out: list[str] | None = None) -> Iterator[tuple[Path, Path]]:
+    """Yield the files of a folder in name order, each with the folder's entry that holds it.
+
+    Hidden files and folders are no text. Links, which may lead to other people's files, and
+    whatever is no file are added to `left_out`.
+    """
+
+    def inside(entry: Path, client: Path) -> Iterator[tuple[Path, Path]]:
+        if entry.name.startswith("."):
+            return
+        if entry.is_dir() and not entry.is_symlink():
+            for each in sorted(entry.iterdir()):
+                yield from inside(each, client)
+        elif entry.is_symlink() or not entry.is_file():
+            if left_out is not None:
+                left_out.append(str(entry.relative_to(folder)))
+        else:
+            yield client, entry
+
+    for entry in sorted(folder.iterdir()):
+        yield from inside(entry, entry)
 
 
 def read_folder(path: Path, say: Say = lambda text: None) -> Documents:
     """Read a folder in name order: each file is a client, and each subfolder with all its files.
 
-    Files with null bytes, such as pictures, are no text: they are left out, and so are links, which
-    may lead to other people's files, and whatever is no file; `say` is told.
+    Files with null bytes, such as pictures, are no text: they are left out, and so are links and
+    whatever is no file; `say` is told.
     """
     left_out: list[str] = []
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith("."):
+    for entry, file in text_files(path, left_out):
+        raw = file.read_bytes()
+        if b"\0" in raw[:HEAD_BYTES]:
+            left_out.append(str(file.relative_to(path)))
             continue
-        inside = entry.is_dir() and not entry.is_symlink()
-        files = sorted(f for f in entry.rglob("*") if not f.is_dir()) if inside else [entry]
-        for file in files:
-            if any(part.startswith(".") for part in file.relative_to(path).parts):
-                continue
-            if _leads_away(file, path) or not file.is_file():
-                left_out.append(str(file.relative_to(path)))
-                continue
-            raw = file.read_bytes()
-            if b"\0" in raw[:HEAD_BYTES]:
-                left_out.append(str(file.relative_to(path)))
-                continue
-            try:
-                text = raw.decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                line = error.object[: error.start].count(b"\n") + 1
-                raise CorpusError(
-                    f"{file}, line {line}: not valid UTF-8 ({error.reason})."
-                ) from None
-            yield Document(entry.name if entry.is_dir() else entry.stem, (), text)
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            raise CorpusError(f"{file}, line {line}: not valid UTF-8 ({error.reason}).") from None
+        yield Document(entry.name if entry.is_dir() else entry.stem, (), text)
     if left_out:
         more = ", ..." if len(left_out) > 3 else ""
         say(

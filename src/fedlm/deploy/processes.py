@@ -39,10 +39,12 @@ class Child:
     ) -> None:
         """Start a command; `before` are words that start it, as `ip netns exec NAME`."""
         self.arguments, self.log = arguments, log
+        # -P: the folder that a command runs in holds no modules of ours, whatever files are in it.
+        apart = ["-P"] if module.partition(".")[0] == "fedlm" else []
         environment = {**os.environ, PARENT: str(os.getpid())}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-P", "-m", module, *arguments],
+                [*before, sys.executable, *apart, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

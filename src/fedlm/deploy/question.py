@@ -186,10 +186,21 @@ def most_turns(plan: PrivacyPlan | None) -> float:
     return turns if law.looks_back else _most_of(turns, _share(plan))
 
 
-def needs_single_updates(recipe: Recipe) -> bool:
-    """Return whether a recipe's updates cannot be added at a node."""
-    coded = named("wire.upload", recipe.wire.upload).name != dense().name
-    return coded or TRAINABLE[recipe.wire.trainable].by_member or recipe.federation is not None
+def single_updates_for(recipe: Recipe) -> str:
+    """Return the setting because of which updates cannot be added at a node; nothing if they can.
+
+    A rule that looks at single updates, or bounds them, needs them at the server.
+    """
+    wire, server = recipe.wire, recipe.server
+    if named("wire.upload", wire.upload).name != dense().name:
+        return f"wire.upload = {wire.upload!r}"
+    if TRAINABLE[wire.trainable].by_member:
+        return f"wire.trainable = {wire.trainable!r}"
+    if server.aggregate != "mean":
+        return f"server.aggregate = {server.aggregate!r}"
+    if server.update_norm:
+        return f"server.update_norm = {server.update_norm:g}"
+    return "" if recipe.federation is None else "[federation]"
 
 
 def _check_population(
@@ -212,14 +223,14 @@ def _check_single(
         if request.each:
             raise Refusal("the update of each member is asked for: this recipe has secure sums.")
         return
-    needed, allowed = needs_single_updates(recipe), policy.allows_single_updates
+    needed, allowed = single_updates_for(recipe), policy.allows_single_updates
     if request.each and not needed and (plan is not None or not allowed):
         raise Refusal(
             "the update of each member by itself is asked for: this recipe needs their sum alone."
         )
     alone = request.each or len(request.members) == 1
     if alone and asked.clients_per_member == 1 and not allowed:
-        what = f"wire.upload = {recipe.wire.upload!r}: updates would leave one by one"
+        what = f"{needed}: updates would leave one by one"
         if not request.each:
             what = "one client of this node is asked alone: its sum would be its own update"
         raise Refusal(

@@ -1,6 +1,6 @@
 """The privacy account: from a plan and the rounds that ran to an epsilon, and back.
 
-In:       a plan, and how many rounds ran; or a journal.
+In:       a plan, and how many rounds ran.
 Out:      epsilon at the plan's delta, how it was computed and what it assumes; or the noise, or
           the number of rounds, that keep to a target.
 Promise:  epsilon holds for one client replaced by zero in every round; it is that of the mechanism
@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedlm.core.documents import JsonObject
 from fedlm.core.errors import SURPRISES, ConfigError, RecordError, require
 from fedlm.core.late import late
 from fedlm.core.types import Sampling
-from fedlm.privacy import vocabulary
 from fedlm.privacy.catalog import MECHANISMS, check_plan
 from fedlm.privacy.cost import MOST_NOISE, DpEvent, compose
 from fedlm.privacy.cost import epsilon_of_rho as epsilon_of_rho
@@ -172,29 +171,6 @@ def allowed_rounds(plan: PrivacyPlan, target_epsilon: float) -> int:
         fits = _epsilon(plan, middle) <= target_epsilon
         low, high = (middle, high) if fits else (low, middle)
     return low
-
-
-def from_journal(header: JsonObject, rounds: Iterable[JsonObject]) -> Spent:
-    """Return the privacy cost of a run from the plan and the rounds in its journal.
-
-    In a tree every node's clients have a plan of their own: the largest cost is returned.
-    """
-    found = by_node_from_journal(header, rounds)
-    return max(found.values(), key=lambda spent: spent.epsilon)
-
-
-def by_node_from_journal(header: JsonObject, rounds: Iterable[JsonObject]) -> dict[str, Spent]:
-    """Return the privacy cost of a run per node; the name of a flat federation is empty."""
-    plans, ran = plans_from(header), list(rounds)
-    # A line lost in the middle must not make a run look cheaper than it was; a line that tells of
-    # releases counts rounds that were released again.
-    told = [(int(entry.get("round", -1)) + 1, int(entry.get("releases", 0))) for entry in ran]
-    count = max([len(ran), *map(max, told)])
-    said = vocabulary.assumptions(header)
-    return {
-        node: found._replace(assumptions=(*found.assumptions, *said))
-        for node, found in spent_by_plan(plans, count).items()
-    }
 
 
 def plans_from(header: JsonObject) -> dict[str, PrivacyPlan]:

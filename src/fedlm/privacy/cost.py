@@ -150,6 +150,11 @@ def compose(events: Iterable[DpEvent], delta: float, extra_delta: float = 0.0) -
     return min(found)
 
 
+def is_quick(events: Iterable[DpEvent]) -> bool:
+    """Return whether releases have an exact profile together, which takes no time."""
+    return _by_profile(_leaves(events), 0.5) is not None
+
+
 def _leaves(events: Iterable[DpEvent]) -> Leaves:
     """Return how often each single release happened; without noise it is a non-private one."""
     counts: Leaves = []  # a list, because events may hold lists, which cannot be hashed

@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ MOST_BYTES = 1 << 28  # of a ledger: two million rounds
 MOST_LINE = 1 << 24  # of a line: the plans of twenty thousand nodes
 MOST_ROUND = 1 << 31
 UNKNOWN = "0" * 64  # the digest of a release whose line was lost
+# The way out where a run was copied without what a claim needs.
+OWNER = "Bring the file back, or copy the run as its owner: it is readable by nobody else."
 
 _HEX = {"run": re.compile("[0-9a-f]{32}"), "digest": re.compile("[0-9a-f]{64}")}
 
@@ -257,7 +260,7 @@ def checked_lines(entries: Sequence[Any], where: str) -> list[Entry]:
     """Return the lines of a ledger that stands in another file, read as strictly as its own."""
     found = [_checked(entry, f"{where}, line {number}") for number, entry in enumerate(entries, 1)]
     begun = [number for number, entry in enumerate(found) if entry["kind"] == "begin"]
-    if found and begun != [0]:
+    if begun != [0]:
         raise RecordError(f"{where}: expected a line of kind 'begin', first and once.")
     return found
 
@@ -286,7 +289,7 @@ def _is_round(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return 0 <= value < math.inf
+    return 0 <= value <= sys.float_info.max  # an int may be larger than any float
 
 
 def _is_hex(name: str) -> Any:
@@ -348,7 +351,7 @@ def spent_of(entries: Sequence[Entry], delta: float | None = None) -> Spent:
     Raises:
       RecordError: the ledger has no plan and no delta is given.
     """
-    chosen = _costliest(plans_of(entries).values())
+    chosen = costliest(plans_of(entries).values())
     return max((_spent(plan, entries, delta) for plan in chosen), key=lambda s: s.epsilon)
 
 
@@ -357,21 +360,24 @@ def spent_by_node(entries: Sequence[Entry], delta: float | None = None) -> dict[
     return {node: _spent(plan, entries, delta) for node, plan in plans_of(entries).items()}
 
 
-def spent_of_run(
-    folder: Path, header: JsonMapping, rounds: Iterable[JsonMapping]
-) -> tuple[Spent, str]:
-    """Return what a run has spent, and the file that says so.
+def of_run(folder: Path, header: JsonMapping) -> list[Entry]:
+    """Return the lines of a private run's ledger.
 
-    That is the ledger of the run's folder. A journal that was copied without it counts the rounds
-    that it holds, and its further releases where it tells of any.
+    Raises:
+      RecordError: the run has no privacy plan, or it was copied without its ledger: its journal
+        does not tell all that was released.
     """
+    if header.get("privacy") is None:
+        raise RecordError("the run makes no privacy claim: its recipe has no [privacy] table.")
     book = Ledger(folder / NAME)
-    if header.get("privacy") is not None and book.exists():
-        return spent_of(book.entries()), NAME
-    return account.from_journal(dict(header), [dict(entry) for entry in rounds]), "journal.jsonl"
+    if not book.exists():
+        raise RecordError(
+            f"{folder} has no {NAME}: what was released about its clients is not known. {OWNER}"
+        )
+    return book.entries()
 
 
-def _costliest(plans: Iterable[PrivacyPlan]) -> list[PrivacyPlan | None]:
+def costliest(plans: Iterable[PrivacyPlan]) -> list[PrivacyPlan | None]:
     """Keep, of plans that differ only in population and cohort, the one that samples most.
 
     A larger share of the population per round never costs less.

@@ -18,14 +18,15 @@ from fedlm.core.errors import RecordError
 from fedlm.core.late import late
 from fedlm.privacy import account, cost, selection
 from fedlm.privacy.account import Spent
-from fedlm.privacy.ledger import Entry, plans_of, released, rounds_of
+from fedlm.privacy.ledger import Entry, costliest, plans_of, released, rounds_of
 
 dp_accounting = late("dp_accounting")  # over a second
 
 Book = Sequence[Entry]
 # Trees whose nodes have different noise give each client one of several plans. Beyond so many
-# combinations of them the costs of the ledgers are added, which is never too little.
-MOST_COMBINATIONS = 256
+# combinations of them the costs of the ledgers are added, which is never too little. One that is
+# not Gaussian noise alone takes up to a second.
+MOST_COMBINATIONS, MOST_SLOW_COMBINATIONS = 256, 16
 
 
 def total_spent(books: Iterable[Book], delta: float | None = None) -> Spent:
@@ -49,7 +50,9 @@ def total_spent(books: Iterable[Book], delta: float | None = None) -> Spent:
     if any(made_no_promise(book) for book in unique):
         return Spent(math.inf, at, None, "none", ("rounds without a privacy plan",))
     ways = _alike([choices for choices in map(_choices, unique) if choices])
-    if math.prod(math.comb(len(c) + n - 1, n) for c, n in ways) > MOST_COMBINATIONS:
+    quick = cost.is_quick([*fixed, *(event for choices, _ in ways for event in choices)])
+    most = MOST_COMBINATIONS if quick else MOST_SLOW_COMBINATIONS
+    if math.prod(math.comb(len(c) + n - 1, n) for c, n in ways) > most:
         epsilon, accountant = _added(ways, fixed, at, extra)
     else:
         drawn = [itertools.combinations_with_replacement(c, n) for c, n in ways]
@@ -124,7 +127,8 @@ def _choices(book: Book) -> list[Any]:
         return [_composed(best)]
     if not rounds:
         return []
-    return [released(plan, rounds) for plan in dict.fromkeys(plans_of(book).values())]
+    plans = costliest(plans_of(book).values())
+    return [released(plan, rounds) for plan in plans if plan is not None]
 
 
 def _composed(events: list[Any]) -> Any:

@@ -192,16 +192,6 @@ def assumptions(header: JsonMapping) -> tuple[str, ...]:
     return unit if origin.get("kind") == "public" else (*unit, _said(origin))
 
 
-def counted_with_noise(header: JsonMapping) -> bool:
-    """Return whether a run's vocabulary cost its clients something, by a journal's header."""
-    store = header.get("store")
-    origin = store.get("tokenizer_from") if isinstance(store, Mapping) else None
-    if not isinstance(origin, Mapping):
-        return False
-    of = origin.get("of")
-    return "private" in (origin.get("kind"), of.get("kind") if isinstance(of, Mapping) else None)
-
-
 def uncovered(header: JsonMapping) -> tuple[str, ...]:
     """Return those assumptions that say of clients' text that a claim does not cover it."""
     return tuple(said for said in assumptions(header) if said.endswith(f": {NOT_COVERED}"))

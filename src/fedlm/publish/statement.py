@@ -19,7 +19,7 @@ from fedlm.core.durable import write_atomically
 from fedlm.core.errors import RecordError
 from fedlm.core.words import count
 from fedlm.privacy import account, cost
-from fedlm.privacy.ledger import Ledger, rounds_of, spent_of_run
+from fedlm.privacy.ledger import of_run, rounds_of, spent_of
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
@@ -50,7 +50,7 @@ def statement_of(run: Path) -> StatementFacts:
     """Return what can be signed for a run; refuse where no finite epsilon holds."""
     directory = RunDirectory.existing(run).finished()
     facts = facts_of(directory.path)
-    claim = lineage.claim_of_run(directory.path, facts.header, facts.rounds)
+    claim = lineage.claim_of_run(directory.path, facts.header)
     if math.isinf(claim.epsilon):
         raise RecordError(f"{run} has nothing to sign for. {claim.sentence}")
     if facts.header.get("unsafe_seed"):
@@ -59,10 +59,8 @@ def statement_of(run: Path) -> StatementFacts:
             "it can subtract the noise. Train again without privacy.seed."
         )
     plan = account.plan_from(facts.header["privacy"])
-    book, members = Ledger(directory.ledger), whereabouts(directory.path)
-    entries = book.entries() if book.exists() else []
-    released = len(rounds_of(entries)) if entries else len(facts.rounds)
-    alone, _ = spent_of_run(directory.path, facts.header, facts.rounds)
+    entries, members = of_run(directory.path, facts.header), whereabouts(directory.path)
+    released, alone = len(rounds_of(entries)), spent_of(entries)
     return StatementFacts(
         run=directory.path.resolve().name,
         sentence=claim.sentence,
@@ -83,8 +81,8 @@ def statement_of(run: Path) -> StatementFacts:
         trusted=[account.trusted_in(plan)],
         sees=[list(row) for row in trust_rows(facts.recipe, **members._asdict())],
         audit=read_audit(directory),
-        ledger_sha256=_sha256(directory.ledger) if entries else None,
-        ledger_lines=len(entries) or None,
+        ledger_sha256=_sha256(directory.ledger),
+        ledger_lines=len(entries),
         model_sha256=_sha256(directory.weights),
         versions=dict(facts.header.get("versions") or {}),
     )

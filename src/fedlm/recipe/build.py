@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fedlm.cohort.delays import Delays
 from fedlm.core.errors import ConfigError
-from fedlm.core.types import Engine
+from fedlm.core.types import Engine, Say
 from fedlm.corpus import population
 from fedlm.corpus.population import Population
 from fedlm.corpus.store import Progress, Store
@@ -78,9 +78,10 @@ def build(
     out: Path = Path(),
     pooled: bool = False,
     own: OwnParts = NO_OWN_PARTS,
+    say: Say = lambda text: None,
 ) -> Run:
     """Open the recipe's store and return its run; with `pooled`, a run of central training."""
-    store = open_store(recipe.data, cache, progress)
+    store = open_store(recipe.data, cache, progress, say)
     resolved = resolve(recipe, store)
     if own.model is None:
         check_memory(resolved, model_spec(resolved, store.vocabulary))

@@ -106,8 +106,16 @@ def store_settings(data: Data, given: TextTokenizer | None = None) -> StoreSetti
     )
 
 
-def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done: None) -> Store:
-    """Open the store that `[data]` names, or the one prepared from its source, kept in `cache`."""
+def open_store(
+    data: Data,
+    cache: Path,
+    progress: Progress = lambda stage, done: None,
+    say: Say = lambda text: None,
+) -> Store:
+    """Open the store that `[data]` names, or the one prepared from its source, kept in `cache`.
+
+    `say` is told what of the source was left out.
+    """
     if sum(map(bool, (data.source, data.store, data.stores))) != 1:
         raise ConfigError(
             f"data.source = {data.source!r}, data.store = {data.store!r}, data.stores = "
@@ -126,7 +134,8 @@ def open_store(data: Data, cache: Path, progress: Progress = lambda stage, done:
         return Store(path)
     try:
         vocabulary = vocabulary_of(data, given, progress)
-        return write(documents_of(data, data.source), path, settings, progress, vocabulary)
+        documents = documents_of(data, data.source, say)
+        return write(documents, path, settings, progress, vocabulary)
     except CorpusError:
         if not path.exists():
             raise
@@ -200,7 +209,8 @@ def _identity(source: str, settings: StoreSettings, given: TextTokenizer | None)
     path = Path(source)
     # Without a source the path would be the current folder.
     if source and source not in sources.CORPORA and os.path.exists(path):
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        files = [file for _, file in sources.text_files(path)] if path.is_dir() else [path]
+        for file in files:
             facts = file.stat()
             digest.update(f"{file}|{facts.st_size}|{facts.st_mtime_ns}".encode())
     return digest.hexdigest()[:12]

@@ -41,8 +41,8 @@ class StatementFacts(TypedDict):
     trusted: list[str]
     sees: list[list[str]]  # who sees what: rows of `trust.trust_rows`
     audit: JsonObject | None
-    ledger_sha256: str | None
-    ledger_lines: int | None
+    ledger_sha256: str
+    ledger_lines: int
     model_sha256: str
     versions: JsonObject
 
@@ -151,9 +151,8 @@ def _audit(told: StatementFacts) -> list[str]:
 
 
 def _checked(told: StatementFacts) -> str:
-    ledger = told["ledger_sha256"]
     rows: list[list[Any]] = [
-        ["SHA-256 of the ledger", ledger or "the run has no ledger"],
+        ["SHA-256 of the ledger", told["ledger_sha256"]],
         ["lines of the ledger", number(told["ledger_lines"])],
         ["SHA-256 of the model's file", told["model_sha256"]],
         ["versions", ", ".join(f"{name} {v}" for name, v in told["versions"].items())],

@@ -251,7 +251,7 @@ def _finish(
     best = ranked[0]
     last = search.rungs[-1]
     complete = sum(trial.rounds == last.rounds for trial in trials) >= last.points
-    begun = sorted(path for path in out.glob(f"{RUNS}/*") if path.is_dir())
+    begun = sorted(p for p in out.glob(f"{RUNS}/*") if RunDirectory(p).journal.is_file())
     found = Found(
         trials=ranked,
         complete=complete,

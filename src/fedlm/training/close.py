@@ -120,8 +120,7 @@ def _claim(run: Run) -> Claim | None:
     """Return the privacy claim of the run in numbers and words; None without a plan."""
     if run.plan is None:
         return None
-    facts = facts_of(run.record.path)
-    return lineage.claim_of_run(run.record.path, facts.header, facts.rounds)
+    return lineage.claim_of_run(run.record.path, facts_of(run.record.path).header)
 
 
 def summary_of(run: Run, params: Params, facts: Facts) -> Summary:

@@ -165,7 +165,7 @@ class RoundRecord:
             return {}
         spent: Metrics = dict(self.ahead.releases())
         if "perplexity" in told:
-            claim = lineage.claim_of_run(self.run.record.path, self.header, [])
+            claim = lineage.claim_of_run(self.run.record.path, self.header)
             spent["epsilon"] = claim.epsilon if math.isfinite(claim.epsilon) else None
         return spent
 

@@ -65,6 +65,8 @@ class WriteAhead:
                     f"released about its clients is not known: bring that file back, {ANOTHER}."
                 )
             return
+        if ledger.rounds_of(self.book.entries()):
+            lineage.lineage_of(path)  # a budget counts what came before the run
         if not states and (told or ledger.rounds_of(self.book.entries())):
             raise RecordError(
                 f"{path} has released rounds of a private run and no checkpoint; to begin anew "
@@ -226,10 +228,9 @@ class WriteAhead:
 
     def _before(self) -> list[list[Entry]]:
         """Return the ledgers that a claim of this run counts besides its own."""
-        file = self.directory.path / lineage.FILE
-        if not file.is_file() or next(iter(self.plans.values())).unit != "client":
+        if next(iter(self.plans.values())).unit != "client":
             return []
-        return lineage.books_before(lineage.read_lineage(file))
+        return lineage.books_before(lineage.lineage_of(self.directory.path))
 
     def _delta(self) -> float:
         return min(plan.delta for plan in self.plans.values())
