@@ -73,7 +73,7 @@ from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface
 from fedlm.personal.cache import cache_from, cache_of
 from fedlm.personal.neighbours import neighbours_from, neighbours_of
-from fedlm.privacy import ledger
+from fedlm.privacy import ledger, spending
 from fedlm.privacy.ledger import Ledger, begin_entry, gaussian_entry, round_entry
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe.settings import Data, dump, load
@@ -408,7 +408,8 @@ def run_ledger() -> Target:
 
     def read(data: bytes) -> None:
         entries = Ledger(files.put("ledger.jsonl", data)).entries()
-        ledger.plans_of(entries)
+        if not ledger.plans_of(entries):
+            spending.total_spent([entries], 1e-6)
         ledger.rounds_of(entries)
 
     return Target(read, [seed])
@@ -431,21 +432,29 @@ def node_ledger() -> Target:
 
 
 def ancestry() -> Target:
-    """Read any record of what a run started from."""
+    """Read any record of what a run started from, and count the Gaussian noise in it."""
     files = Files()
+    words = [begin_entry({}) | {"kind": "begin"}, gaussian_entry("vocabulary", 4.0)]
+    before = lineage.Ancestor(run="1" * 32, name="b", private=True, clients=("a",), entries=words)
     record = lineage.Record(
         run="0" * 32,
         name="r",
         private=True,
         clients=("a",),
         start="",
-        vocabulary=(),
-        ancestors=(),
+        vocabulary=(words,),
+        ancestors=(before,),
         traced=True,
     )
     lineage.write_lineage(files.path / "made.json", record)
     seed = (files.path / "made.json").read_bytes()
-    return Target(lambda data: lineage.read_lineage(files.put("lineage.json", data)), [seed])
+
+    def read(data: bytes) -> None:
+        books = lineage.books_before(lineage.read_lineage(files.put("lineage.json", data)))
+        if not any(ledger.plans_of(book) for book in books):
+            spending.total_spent(books, 1e-6)
+
+    return Target(read, [seed])
 
 
 def saved_state() -> Target:
