@@ -19,6 +19,7 @@ Not here: the files (`cells.py`), personal models (`personal/ways.py`), `fedlm a
     python -m benchmarks.pays --plan                  # cells in the order of their worth, in TFLOP
     python -m benchmarks.pays --hours 2               # make those that are missing, in that order
     python -m benchmarks.pays --corpus mixgenre --share 0.1 --side local
+    python -m benchmarks.pays --without-again ...     # a third of the time per leaf, fewer lines
     python -m benchmarks.pays --table                 # from the kept files alone
 
 | rows of a leaf | local | federation | personal |
@@ -287,6 +288,7 @@ class Bench:
 
     size: Size
     out: Path
+    again: bool = True  # whether leaves repeat local training from a federation's model
     scorer: Scorer = field(default_factory=Scorer)
     _shop: Workshop | None = None
 
@@ -540,13 +542,13 @@ def personal(bench: Bench, cell: Cell, place: Place, member: OwnText, model: Par
         steps = partial(shop.train, model, member.own, member.choose, member.number)
         at.__dict__["tuned"] = kept_model(file, model, steps)
     made = attempt_all(at, WAYS)
-    if cell.side in FEDERATIONS:
+    if cell.side in FEDERATIONS and bench.again:
         again = trained_on(bench, cell, place, member, model)
         at.__dict__["tuned"] = min(
             (at.tuned, again), key=lambda one: shop.perplexity(one.params, member.choose)
         )
         made[TRAINED_ON] = finetune_and_cache(at)
-    if cell.side not in (LOCAL, ANNEALED):
+    if TRAINED_ON in made or cell.side == TWICE:
         made[MIXED] = finetune_local_and_cache(at)
     scores = {way: at.score(each) for way, each in made.items()}
     figures = {way: bench.report(each, member) for way, each in made.items()}
@@ -857,6 +859,9 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="cells and their cost, none is made")
     parser.add_argument("--table", action="store_true", help="only the tables, from kept results")
     parser.add_argument("--smoke", action="store_true", help="one share, two rounds, kept not")
+    parser.add_argument(
+        "--without-again", action="store_true", help="leave out the lines 'trained on': two thirds"
+    )
     asked = parser.parse_args()
 
     def wanted(cell: Cell) -> bool:
@@ -885,7 +890,8 @@ def main() -> None:
             total += cost
             print(f"{cost:7.0f} TFLOP, {total:7.0f} so far: {cell.name}", flush=True)
         return
-    work(Bench(size, asked.out), missing, cells, deadline(asked.hours))
+    bench = Bench(size, asked.out, again=not asked.without_again)
+    work(bench, missing, cells, deadline(asked.hours))
     print(tell(cells, size), end="")
 
 
