@@ -1,6 +1,7 @@
 """Leaves that keep their own models: what leaves a node, what the server has, what kills change."""
 
 import json
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from fedlm.core.errors import ConfigError, EngineError, WireError
 from fedlm.core.keys import key_for
+from fedlm.core.types import Update
 from fedlm.deploy.leaf_worker import own_model
 from fedlm.deploy.local import check_deployable
 from fedlm.deploy.node_ledger import NodeLedger
@@ -18,7 +20,7 @@ from fedlm.deploy.policy import Policy
 from fedlm.engine import leaf_frames
 from fedlm.engine.messages import Payload
 from fedlm.federation.layer_attention import Residual
-from fedlm.federation.leaf import LeafRules, LeafStart
+from fedlm.federation.leaf import LeafRules, LeafStart, leaving
 from fedlm.federation.tree_round import shown_models
 from fedlm.training import train
 from fedlm.wire.dense import dense
@@ -45,7 +47,8 @@ SECRET = 12345
 class KnownSecret(NodeLedger):
     """A ledger whose noise a simulation can draw too."""
 
-    noise_secret = SECRET
+    def leaf_secret(self, run, round, question):
+        return SECRET
 
 
 class Recorded:
@@ -289,11 +292,37 @@ def test_the_same_question_has_the_same_bytes_after_a_kill_and_another_is_refuse
     told = [json.loads(line) for line in ledger.read_bytes().splitlines()]
     assert [line["round"] for line in told if line["kind"] == "answer"] == [0, 1]
     assert told[1]["plan"]["unit"] == "leaf" and told[1]["plan"]["noise_multiplier"] == 0.3
-    # Another secret would be another release: the noise is one with the ledger.
+    # Another ledger would draw other noise, another release of the same change: the answer that
+    # left is known by its hash. So is one of which other lanes made other bits.
     strange = Worker(parts["town-0"], Policy(), memory=NodeMemory(tmp_path / "town-0" / "memory"))
     facts = {**second.facts, "text": strange.text, "counter": 0}
     other = strange(Payload(second.kind, facts, second.frames))
-    assert other.kind == "train_reply" and other.frames != answer.frames
+    assert other.kind == "refusal" and "with other numbers" in str(other.facts)
+
+
+def test_noise_of_two_runs_does_not_cancel(folder, parts, tmp_path):
+    """Runs that clip differently had one noise at two scales: 2 a - b was the change itself."""
+    _, (first, _) = first_question(folder, parts, tmp_path / "seen")
+    kit, answers = tmp_path / "kit", []
+    policy = Policy(require_privacy=True, largest_epsilon=500.0, largest_delta=0.1)
+    worker = Worker(
+        parts["town-0"],
+        policy,
+        ledger=NodeLedger(kit / "ledger.jsonl"),
+        memory=NodeMemory(kit / "memory"),
+    )
+    for run, clip in (("a" * 32, 5.0), ("b" * 32, 10.0)):  # both longer than the change
+        recipe = first.facts["recipe"].replace("clip_norm = 0.5", f"clip_norm = {clip}")
+        facts = {**first.facts, "run": run, "recipe": recipe, "clip_norm": clip}
+        facts |= {"text": worker.text, "counter": 0}
+        answer = worker(Payload(first.kind, facts, first.frames))
+        assert answer.kind == "train_reply", answer.facts
+        shapes = list(worker._kept.values())[-1].sent_like
+        like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        leaves = jax.tree.leaves(dense().decode(answer.frames[0], like))
+        answers.append(np.concatenate([np.ravel(leaf) for leaf in leaves]))
+    a, b = answers
+    assert np.linalg.norm(2 * a - b) > np.linalg.norm(b), "noises are independent"
 
 
 def test_the_ledger_has_a_release_before_anything_is_trained(folder, parts, tmp_path):
@@ -341,6 +370,18 @@ TOP = {"top": np.arange(4, dtype=np.float32)}
 ABOVE = LeafStart(
     (np.ones((2, 3), np.float32),), TOP, TOP, None, (Residual("top", 2, [2 * TOP["top"]]),)
 )
+
+
+@pytest.mark.parametrize("other", [{"clip_norm": 2.0}, {"noise_multiplier": 2.0}])
+def test_a_fixed_secret_draws_other_noise_at_other_limits(other):
+    delta = {"a": np.full((40, 3), 0.01, np.float32), "b": np.zeros(40, np.float32)}
+    update = Update(delta, *[np.float32(1)] * 6)
+    drawn = []
+    for rules in (RULES, replace(RULES, **other)):
+        noise = jax.tree.map(np.subtract, leaving(rules, update, SECRET, 0, 0), delta)
+        scale = rules.clip_norm * rules.noise_multiplier
+        drawn.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(noise)]) / scale)
+    assert abs(np.corrcoef(*drawn)[0, 1]) < 0.5
 
 
 def encoded(above):

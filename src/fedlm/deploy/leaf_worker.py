@@ -5,7 +5,8 @@ Out:      a reply with the part of its change that may leave, clipped and noisy 
 Promise:  the model is on this node's disk before the reply leaves, and never in a reply: under a
           clip nothing leaves that was not clipped, with noise nothing without it; at temperature
           zero no personal layer leaves. The same request gives the same bytes, also after a kill,
-          because the model that it begins from, and the noise, depend on it alone.
+          because the model that it begins from, and the noise, depend on it alone; where a node
+          has come to compute other ones, its noise would be drawn twice, and it refuses.
 Not here: whether the request may be answered (`guard.py`), what leaves (`federation/leaf.py`),
           rounds (`federation/tree_round.py`).
 """
@@ -60,20 +61,23 @@ def train_at_home(
     ((_, update, *_),) = list(work.engine.updates([begun], cohort))
     place = number - request.population
     part = leaving(rules, update, secret, request.round, place)
+    key = key_for(work.seed, "upload", round=request.round, member=number)
+    frame, mine = work.algorithm.upload.encode(part, key), member - request.first
+    if rules.noise_multiplier:
+        memory.check_answer(request.run, mine, request.round, frame)
     after = LeafMemory(
         model=jax.tree.map(np.add, start, jax.device_get(update.delta)),
         origin=before.origin,
         optimizer=jax.device_get(update.client_state),
     )
-    mine, run = member - request.first, work.recipe.run
+    run = work.recipe.run
     memory.write(request.run, mine, request.round, after)
     window = run.checkpoint_every * run.keep_checkpoints
     memory.forget(request.run, mine, request.remembered[0], request.round, window)
-    key = key_for(work.seed, "upload", round=request.round, member=number)
     return TrainReply(
         round=request.round,
         members=request.members,
-        frames=(work.algorithm.upload.encode(part, key),),
+        frames=(frame,),
         sums=(sums(update),),
     )
 

@@ -128,15 +128,14 @@ class NodeLedger:
         """Return a hash with this ledger's salt: nobody without it can test a guess."""
         return hmac.digest(bytes.fromhex(self.salt), text.encode(), "sha256").hex()
 
-    @property
-    def noise_secret(self) -> int:
-        """The secret from which this node draws its noise.
+    def leaf_secret(self, run: str, round: int, question: str) -> int:
+        """Return the secret of the noise on what leaves a leaf of a tree in answer to a question.
 
-        It follows from the ledger's salt: a ledger that knows of an answer can make its noise
-        again, so that the same question never gets other noise.
+        The same question never gets other noise, and no other question gets the same: two runs
+        that clip differently would send one change with one noise at two scales, and their
+        difference would be the change itself.
         """
-        digest = hmac.digest(bytes.fromhex(self.salt), b"noise of this node", "sha256")
-        return int.from_bytes(digest[:16], "little")
+        return int.from_bytes(self._secret_of("a leaf", run, round, question), "little")
 
     def figures_secret(self, run: str, round: int, question: str) -> bytes:
         """Return the secret of the noise of one answer with noisy figures: 16 bytes.
@@ -145,7 +144,11 @@ class NodeLedger:
         difference would be exact. An answer that was told is in this ledger, and leaves again as
         it was; one that a kill kept from it has left nobody, and is made again with this noise.
         """
-        address = f"noise of figures|{run}|{round}|{question}".encode()
+        return self._secret_of("figures", run, round, question)
+
+    def _secret_of(self, what: str, run: str, round: int, question: str) -> bytes:
+        """Return 16 bytes from the salt: a ledger that knows of an answer makes them again."""
+        address = f"noise of {what}|{run}|{round}|{question}".encode()
         return hmac.digest(bytes.fromhex(self.salt), address, "sha256")[:16]
 
     # ---- what may be answered ----------------------------------------------------------

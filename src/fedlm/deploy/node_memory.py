@@ -11,6 +11,7 @@ Not here: what is remembered (`methods`, `federation/member.py`).
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from pathlib import Path
@@ -31,6 +32,7 @@ class NodeMemory:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._held: dict[tuple[str, int, int], bytes] = {}
+        self._answers: dict[tuple[str, int, int], bytes] = {}  # hashes
 
     def read(self, run: str, member: int, round: int, first: Any) -> Any:
         """Return what a member remembers after a round, which is `first` before its first turn.
@@ -54,6 +56,28 @@ class NodeMemory:
             self._held[run, member, round] = data
         else:
             write_atomically(self._file(run, member, round), data, private=True)
+
+    def check_answer(self, run: str, member: int, round: int, answer: bytes) -> None:
+        """Keep the hash of a noisy answer before it leaves.
+
+        Raises:
+          Refusal: another answer left before: what has the same noise twice tells more.
+        """
+        digest = hashlib.sha256(answer).hexdigest().encode()
+        file = None if self.folder is None else self._answer_file(run, member, round)
+        if file is None:
+            kept = self._answers.setdefault((run, member, round), digest)
+        else:
+            if not file.exists():
+                write_atomically(file, digest, private=True)
+            kept = file.read_bytes()
+        if kept != digest:
+            raise Refusal(
+                f"round {round} was answered before with other numbers: this node computes "
+                "otherwise since (other lanes, or other versions of its libraries), and a second "
+                "noisy answer would tell more than was paid for. Join as before, or begin another "
+                "run."
+            )
 
     def forget(self, run: str, member: int, last: int, round: int, window: int) -> None:
         """Remove what no question can ask for, when `last` counted and `round` is asked.
@@ -95,6 +119,9 @@ class NodeMemory:
         assert self.folder is not None
         return self.folder / run / str(member) / f"round-{round:06d}.safetensors"
 
+    def _answer_file(self, run: str, member: int, round: int) -> Path:
+        return self._file(run, member, round).with_suffix(".sha256")
+
     def _bytes(self, run: str, member: int, round: int) -> bytes:
         if self.folder is None:
             return self._held[run, member, round]
@@ -110,5 +137,7 @@ class NodeMemory:
     def _remove(self, run: str, member: int, round: int) -> None:
         if self.folder is None:
             del self._held[run, member, round]
+            self._answers.pop((run, member, round), None)
         else:
             self._file(run, member, round).unlink(missing_ok=True)
+            self._answer_file(run, member, round).unlink(missing_ok=True)

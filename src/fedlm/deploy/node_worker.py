@@ -171,8 +171,8 @@ class Worker:
     def _trained(self, work: NodeWork, request: TrainRequest) -> TrainReply:
         """Return the reply to a request that was admitted."""
         if work.at_home is not None:
-            secret, sums = self.ledger.noise_secret, partial(_sums, work.plan)
-            return train_at_home(work, request, self.memory, secret, sums)
+            secret = self.ledger.leaf_secret(request.run, request.round, request.digest)
+            return train_at_home(work, request, self.memory, secret, partial(_sums, work.plan))
         train = _train_leaf if work.leaf else _train_members
         return train(work, request, MemberMemories(self.memory, work, request))
 

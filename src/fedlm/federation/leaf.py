@@ -98,8 +98,10 @@ def leaving(rules: LeafRules, update: Update, secret: int, round: int, node: int
     part = jax.device_get(clip(sent, jnp.float32(rules.clip_norm)).delta)
     if not rules.noise_multiplier:
         return part
-    # The change counts too: the same noise on another one would cancel in the difference.
-    change_is = int(tree.sha256((np.int64(node), part)), 16)
+    # The change and its limits count too: the same noise on another change, or at another scale on
+    # the same one, would cancel in the difference.
+    limits = np.float64([rules.clip_norm, rules.noise_multiplier])
+    change_is = int(tree.sha256((np.int64(node), limits, part)), 16)
     key = cipher_key_for(secret, "noise", round=round, member=change_is)
     drawn = standard_normal(key, part)
     noisy = add_on_grid(part, drawn, rules.noise_multiplier, rules.clip_norm, key)
