@@ -10,9 +10,10 @@ from fedlm.core.errors import ConfigError, WireError
 from fedlm.corpus.shard import deal, deal_parts
 from fedlm.corpus.store import Store
 from fedlm.corpus.tokenizer_file import special_tokens_map
-from fedlm.deploy import registration
+from fedlm.deploy import node_evaluation, registration
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.node_memory import NodeMemory
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
 from fedlm.deploy.relay import Relay
@@ -246,7 +247,7 @@ def test_a_node_refuses_what_its_recipe_does_not_lead_to(folder, parts):
         "to another question": {"frames": tuple(f[::-1] for f in asked.frames)},
         "began here with another recipe": {"recipe": asked.recipe.replace("clip_norm = 0.1", "")},
         "disagree on whether there is a tree": {"numbers": (asked.population,) * many, "round": 1},
-        "its recipe has no tree": {"rows": (1,) * many, "round": 2},
+        "first rows that its recipe does not lead to": {"rows": (1,) * many, "round": 2},
     }
     for words, change in refused.items():
         assert words in reason(worker, replace(asked, **change)), words
@@ -277,6 +278,32 @@ def test_few_clients_have_no_figure_of_their_own(folder, parts):
         over = networked(folder, {"north": nodes["north"], "south": workers(parts)["south"]})
         assert (0 in over.evaluation.held_out.survey["test"]) is told
         (folder / "nowhere" / "held_out.json").unlink()
+
+
+def test_no_difference_of_two_figures_is_of_one_row(folder, parts, tmp_path):
+    """A server that moved the draw by a row had two figures of many clients, and one line's."""
+    for kept in (None, tmp_path / "memory"):
+        worker, asked = question(folder, parts, "server.evaluate_rows=20")
+        worker.memory = NodeMemory(kept)
+        assert asked.total > 20
+        for _ in range(2):
+            assert reason(worker, asked) == "", "the same question may be asked again"
+        moved = {"offsets": tuple(offset + 1 for offset in asked.offsets)}
+        for other in (moved, {"total": asked.total + 1}):
+            assert "figures of other rows" in reason(worker, replace(asked, **other, round=1))
+
+
+@pytest.mark.parametrize("least, told", [(1, True), (2, False)])
+def test_a_figure_that_leaves_out_few_clients_is_not_told(folder, parts, least, told):
+    """Whoever has the figure of all rows, too, has theirs."""
+    worker, asked = question(folder, parts)
+    work = worker._work(asked)
+    _, owners = work.held_out["test"].rows(1)
+    assert len(np.unique(owners)) > 2
+    kept = np.flatnonzero(owners != owners[0])
+    params = node_evaluation.whole_model(work, asked.frames[0])
+    found = node_evaluation._scored(work, params, "test", kept, least)
+    assert (found["clients"] > 0) is told
 
 
 # ---- what the server believes --------------------------------------------------------------

@@ -82,3 +82,15 @@ def test_files_are_read_strictly(tmp_path):
     file.write_text('smallest_cohort = "many"\n')
     with pytest.raises(ConfigError, match="smallest_cohort = 'many'"):
         load_policy(file)
+
+
+def test_a_policy_that_is_not_there_allows_nothing(tmp_path):
+    """A node that was joined with a misspelt --policy had none, not even that of its kit."""
+    kit = tmp_path / "policy.toml"
+    kit.write_text("require_privacy = true\n")
+    with pytest.raises(ConfigError, match=r"--policy = .*strickt\.toml.*expected a file"):
+        load_policy(kit, tmp_path / "strickt.toml")
+    kit.unlink()
+    kit.symlink_to(tmp_path / "gone.toml")
+    with pytest.raises(ConfigError, match=r"KIT/policy\.toml"):
+        load_policy(kit)

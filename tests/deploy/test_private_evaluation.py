@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from fedlm.core.errors import ConfigError, RecordError
+from fedlm.core.types import Sampling
 from fedlm.corpus.shard import deal
 from fedlm.corpus.store import Store
 from fedlm.deploy import registration
 from fedlm.deploy.lifetime import GoingOn, lifetime, summary
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_evaluation import whole_model
-from fedlm.deploy.node_ledger import NodeLedger
+from fedlm.deploy.node_ledger import NodeLedger, ToldFigures
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy, believed
 from fedlm.deploy.relay import Relay
@@ -37,6 +38,7 @@ from fedlm.training import train
 from fedlm.training.write_ahead import WriteAhead
 from tests.deploy.local import LocalTransport, prepared, store_in
 from tests.deploy.secure import federation
+from tests.privacy.plans import plan
 
 SMALL = ("model.name=cifg", "server.rounds=4", "run.prompts=[]", "run.engine=loop")
 PRIVATE = (
@@ -337,6 +339,16 @@ def test_the_lifetime_of_a_client_counts_noisy_figures(asked):
     assert "over all runs" in reason(limited, request)
     enough = Worker(worker.store, Policy(largest_lifetime_epsilon=1.01 * planned.epsilon))
     assert reason(enough, replace(request, text=enough.text)) == ""
+
+
+def test_a_question_for_no_client_costs_what_was_told_before():
+    """A step of a secure sum in which a node has no member ended in a ValueError there."""
+    drawn = Sampling(law="poisson", population=100, cohort=10)
+    promised, ledger = plan("gaussian", drawn), NodeLedger()
+    ledger.begin_run("a" * 32, promised, "ab")
+    ledger.tell_figures("a" * 32, 3, ToldFigures("ab", 5.0, (1.0,)))
+    found = lifetime(ledger, [], GoingOn("b" * 32, promised))
+    assert 0 < found.epsilon < lifetime(ledger, ["c"], GoingOn("b" * 32, promised)).epsilon
 
 
 def going_on(worker, request):

@@ -144,7 +144,8 @@ def lifetime(
     if not deltas:
         return Lifetime(math.inf if any(histories) else 0.0, None)
     delta = min(deltas)
-    most = max(epsilon_of(shares, delta, (*others, *figures)) for shares in histories)
+    asked = histories or [()]  # where no client is asked, noisy figures are still paid for
+    most = max(epsilon_of(shares, delta, (*others, *figures)) for shares in asked)
     return Lifetime(most, delta, exact)
 
 

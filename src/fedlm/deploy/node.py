@@ -50,7 +50,7 @@ def work(
     follow_parent()
     keep_programs(MOST_KEPT)
     kit = Kit.existing(kit_path)
-    policy = load_policy(policy_path or kit.policy)
+    policy = load_policy(kit.policy, policy_path)
     store = Store(store_path)
     store.verify()
     warn(policy, say)

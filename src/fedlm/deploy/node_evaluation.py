@@ -26,6 +26,7 @@ from fedlm.engine.evaluate_messages import SUMS, EvaluateRequest
 from fedlm.evaluate.clients import by_owner
 from fedlm.evaluate.held_out import NO_MODEL
 from fedlm.evaluate.perplexity import MOST_NATS, Sums, total_sums
+from fedlm.federation.tree_evaluation import MATRIX_ROWS
 from fedlm.recipe.private_evaluation import noisy_figures
 from fedlm.recipe.tree import sampled_rows
 from fedlm.wire.dense import dense
@@ -85,8 +86,8 @@ def noisy_sum(
 def _check_kind(work: NodeWork, request: EvaluateRequest) -> None:
     if work.leaf != any(request.numbers):
         raise WireError("the request and its recipe disagree on whether there is a tree.")
-    if not work.leaf and any(request.rows):
-        raise WireError("the request is for the first rows of a text: its recipe has no tree.")
+    if not set(request.rows) <= ({0, MATRIX_ROWS} if work.leaf else {0}):
+        raise WireError("the request is for first rows that its recipe does not lead to.")
 
 
 def whole_model(work: NodeWork, frame: bytes, own: Callable[[Any], Any] | None = None) -> Any:
@@ -120,8 +121,9 @@ def _scored(
 ) -> Mapping[str, float]:
     text = work.held_out[split]
     rows, owners = text.rows(1)
-    clients = len(np.unique(owners[kept]))
-    if clients < least or not clients:
+    clients, left = len(np.unique(owners[kept])), len(np.unique(np.delete(owners, kept)))
+    # The rows that are left out are told, too, by whoever has the figure of all rows.
+    if clients < least or not clients or 0 < left < least:
         return dict.fromkeys(SUMS, 0.0)
     each = work.evaluator()(params, rows[kept])
     # A model that diverged: as bad as can be told. What is not a number counts the same.

@@ -32,7 +32,7 @@ class NodeMemory:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._held: dict[tuple[str, int, int], bytes] = {}
-        self._answers: dict[tuple[str, int, int], bytes] = {}  # hashes
+        self._first: dict[tuple[str, str], str] = {}
 
     def read(self, run: str, member: int, round: int, first: Any) -> Any:
         """Return what a member remembers after a round, which is `first` before its first turn.
@@ -63,21 +63,23 @@ class NodeMemory:
         Raises:
           Refusal: another answer left before: what has the same noise twice tells more.
         """
-        digest = hashlib.sha256(answer).hexdigest().encode()
-        file = None if self.folder is None else self._answer_file(run, member, round)
-        if file is None:
-            kept = self._answers.setdefault((run, member, round), digest)
-        else:
-            if not file.exists():
-                write_atomically(file, digest, private=True)
-            kept = file.read_bytes()
-        if kept != digest:
+        digest = hashlib.sha256(answer).hexdigest()
+        if self.first(run, _answer_of(member, round), digest) != digest:
             raise Refusal(
                 f"round {round} was answered before with other numbers: this node computes "
                 "otherwise since (other lanes, or other versions of its libraries), and a second "
                 "noisy answer would tell more than was paid for. Join as before, or begin another "
                 "run."
             )
+
+    def first(self, run: str, what: str, value: str) -> str:
+        """Return the first value that a run had for something, which is this one if it had none."""
+        if self.folder is None:
+            return self._first.setdefault((run, what), value)
+        file = self.folder / run / what
+        if not file.exists():
+            write_atomically(file, value.encode(), private=True)
+        return file.read_text(encoding="ascii")
 
     def forget(self, run: str, member: int, last: int, round: int, window: int) -> None:
         """Remove what no question can ask for, when `last` counted and `round` is asked.
@@ -119,9 +121,6 @@ class NodeMemory:
         assert self.folder is not None
         return self.folder / run / str(member) / f"round-{round:06d}.safetensors"
 
-    def _answer_file(self, run: str, member: int, round: int) -> Path:
-        return self._file(run, member, round).with_suffix(".sha256")
-
     def _bytes(self, run: str, member: int, round: int) -> bytes:
         if self.folder is None:
             return self._held[run, member, round]
@@ -137,7 +136,12 @@ class NodeMemory:
     def _remove(self, run: str, member: int, round: int) -> None:
         if self.folder is None:
             del self._held[run, member, round]
-            self._answers.pop((run, member, round), None)
+            self._first.pop((run, _answer_of(member, round)), None)
         else:
             self._file(run, member, round).unlink(missing_ok=True)
-            self._answer_file(run, member, round).unlink(missing_ok=True)
+            (self.folder / run / _answer_of(member, round)).unlink(missing_ok=True)
+
+
+def _answer_of(member: int, round: int) -> str:
+    """Return the name of the hash of an answer, beside the memory after its round."""
+    return f"{member}/round-{round:06d}.sha256"

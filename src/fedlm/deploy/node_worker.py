@@ -236,6 +236,7 @@ class Worker:
             return self._keep(work, request)
         self.say(f"evaluation after round {request.round}")
         if request.phase != "noisy":
+            self._check_rows(work, request)
             least, own = self.policy.least_evaluated, self._own_layers(work, request)
             sums = within(self.policy.longest_seconds, lambda: node_sums(work, request, least, own))
         return EvaluateReply(
@@ -245,6 +246,18 @@ class Worker:
             sums=sums,
             counter=self.ledger.counter,
         )
+
+    def _check_rows(self, work: NodeWork, request: EvaluateRequest) -> None:
+        """Refuse figures of other rows than before: their difference would be of few clients."""
+        if work.leaf or not request.total:
+            return
+        for split, offset in dict.fromkeys(zip(request.splits, request.offsets, strict=True)):
+            said = f"{request.total} {offset}"
+            if self.memory.first(request.run, f"rows-{split}", said) != said:
+                raise Refusal(
+                    f"figures of other rows of {split} are asked for than before in this run: a "
+                    "difference of two figures would be of the rows that one of them lacks."
+                )
 
     def _noisy(self, work: NodeWork, request: EvaluateRequest) -> tuple[Mapping[str, float], ...]:
         """Return the noisy sum over all clients here, which is in the ledger."""

@@ -10,6 +10,7 @@ Not here: whether a question fits its recipe (`question.py`), what was answered 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedlm.cohort.sampling import LAWS
-from fedlm.core.errors import ConfigError, FedlmError
+from fedlm.core.errors import ConfigError, FedlmError, require
 from fedlm.deploy.tables import read_table
 from fedlm.privacy import account
 from fedlm.privacy.cost import compose, gaussian_event
@@ -110,9 +111,19 @@ class Policy(Table):
         return self.smallest_evaluation or self.smallest_cohort or 1
 
 
-def load_policy(path: Path | None) -> Policy:
-    """Read a node's policy; without a file, return one that allows everything."""
-    return Policy() if path is None or not path.is_file() else read_table(path, Policy)
+def load_policy(kit: Path, named: Path | None = None) -> Policy:
+    """Read the policy that is named, or a kit's own; a kit without one allows everything.
+
+    Raises:
+      ConfigError: what is named, or stands in the kit, is no file: what an operator meant to forbid
+        would be allowed.
+    """
+    path = named or kit
+    if named is None and not os.path.lexists(kit):
+        return Policy()
+    option = "KIT/policy.toml" if named is None else "--policy"
+    require(path.is_file(), option, str(path), "a file with what this node allows")
+    return read_table(path, Policy)
 
 
 def check_policy(

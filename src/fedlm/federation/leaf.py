@@ -100,7 +100,7 @@ def leaving(rules: LeafRules, update: Update, secret: int, round: int, node: int
         return part
     # The change and its limits count too: the same noise on another change, or at another scale on
     # the same one, would cancel in the difference.
-    limits = np.float64([rules.clip_norm, rules.noise_multiplier])
+    limits = np.asarray([rules.clip_norm, rules.noise_multiplier], np.float64)
     change_is = int(tree.sha256((np.int64(node), limits, part)), 16)
     key = cipher_key_for(secret, "noise", round=round, member=change_is)
     drawn = standard_normal(key, part)
