@@ -15,6 +15,7 @@ import fedlm
 from fedlm.corpus.concat import JoinedStore
 from fedlm.record.directory import LOCK
 from fedlm.record.journal import read
+from fedlm.training.rounds import RoundRecord
 
 TEXT = [(f"c{n}", "the cat sat on the mat\nthe dog ran\n" * 3, ("north",)) for n in range(10)]
 SIZES = {"embedding_size": 4, "hidden_size": 6}
@@ -353,3 +354,60 @@ def test_a_plan_made_before_is_the_plan_of_the_federation(store, tmp_path):
         federation(store, privacy=plan, server__sampling="fixed", out=tmp_path / "run")
     with pytest.raises(fedlm.ConfigError, match=r"^privacy = 'gaussian': expected .*\.$"):
         federation(store, privacy="gaussian", out=tmp_path / "run")
+
+
+def test_a_directory_that_was_refused_is_not_gone_on_with(store, tmp_path):
+    """The same cell of a notebook, run again, went on with somebody else's run."""
+    first = federation(store, out=tmp_path / "run")
+    list(first.rounds(2))
+    again = federation(store, out=tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(fedlm.FedlmError, match="--resume"):
+            list(again.rounds(1))
+    assert [told.number for told in again.rounds(1, resume=True)] == [3]
+    assert [told.number for told in again.rounds(1)] == [4]
+
+
+def test_a_state_is_saved_after_every_round(store):
+    """A loop that was left began anew, for ever."""
+    with pytest.raises(fedlm.ConfigError, match="run__checkpoint_every = 10"):
+        federation(store, run__checkpoint_every=10)
+
+
+def test_a_run_of_ones_own_method_goes_on_only_where_it_is_known(store, tmp_path):
+    """Its recipe cannot name the optimisers: `fedlm train --resume` took those of the recipe."""
+    method = fedlm.fedavg(client=optax.sgd(0.5), server=optax.adam(0.3))
+    list(federation(store, out=tmp_path / "run", method=method).rounds(2))
+    with pytest.raises(fedlm.FedlmError, match="other parts than a recipe can name"):
+        fedlm.train(tmp_path / "run" / "recipe.toml", tmp_path / "run", resume=True)
+
+
+def test_nobody_has_held_out_text_and_noisy_figures_are_none(tmp_path):
+    """Whether anybody has is one client more or less: it ended a private run in a traceback."""
+    short = fedlm.prepare([(f"c{n}", "hi\n") for n in range(8)], out=tmp_path / "s")
+    privacy = fedlm.Privacy(**PLAN, evaluation_noise=1.0)
+    more = {"privacy": privacy, "server__sampling": "poisson", "out": tmp_path / "run"}
+    run = federation(short, rounds=2, **more).run
+    figures = run.private_evaluation.figures(run.round.init(run.start()))
+    assert "perplexity" in str(figures)
+
+
+def test_finishing_too_early_releases_nothing(store, tmp_path, monkeypatch):
+    """Killed between ledger and journal, a run was scored, and paid for, as if it were over."""
+    privacy = fedlm.Privacy(**PLAN, evaluation_noise=1.0)
+    more = {"privacy": privacy, "server__sampling": "poisson", "out": tmp_path / "run"}
+    made = federation(store, server__evaluate_every=4, **more)
+    record = RoundRecord.record
+
+    def killed(self, told):
+        if told["round"] == 1:
+            raise KeyboardInterrupt
+        return record(self, told)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RoundRecord, "record", killed)
+        list(made.rounds())
+    before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    with pytest.raises(fedlm.ConfigError, match="rounds are missing"):
+        federation(store, server__evaluate_every=4, **more).finish()
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before

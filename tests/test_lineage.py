@@ -109,6 +109,20 @@ def test_a_start_model_is_recognised_wherever_its_file_is(tmp_path, store, gone)
     assert math.isinf(claim(run).epsilon)
 
 
+@pytest.mark.parametrize("where", ["", "clients/ann"])
+def test_a_model_in_the_directory_of_a_run_is_that_runs(tmp_path, store, where):
+    """A member's own model, or one that was rounded, has a hash that the run does not know."""
+    first = trained(tmp_path / "first", store, rounds=2)
+    start = first / where
+    start.mkdir(parents=True, exist_ok=True)
+    run = trained(tmp_path / "run", store, start=str(start), start_sha256="?", models=("n",))
+    found = claim(run)
+    if where:
+        assert math.isinf(found.epsilon) and f"{first}/{where}" in found.sentence
+    else:
+        assert found.epsilon == pytest.approx(poisson(5), rel=1e-3)
+
+
 def test_private_rounds_of_the_start_model_are_counted(tmp_path, store):
     first = trained(tmp_path / "first", store, rounds=2)
     second = trained(tmp_path / "run", store, start=str(first), start_sha256="m", models=("n",))

@@ -574,13 +574,14 @@ class Federation:
           DivergenceError: loss or parameters are no longer finite.
         """
         require(count is None or count >= 1, "count", count, "at least 1 round, or None for all")
-        resume, self._begun = resume or self._begun, True
+        resume = resume or self._begun
         if self._playing is not None:
             self._playing.close()  # a loop that was left holds the directory no longer
         self._playing = play(self.run, resume=resume)
         # Left by `break`, it sets the directory free at once.
         with contextlib.closing(self._playing) as playing:
             for done, played in enumerate(playing, start=1):
+                self._begun = True  # not before: a directory that was refused is not gone on with
                 told = played.told
                 yield RoundReport(
                     number=told["round"] + 1,
@@ -728,6 +729,8 @@ def _check_further(
                 or _unless_own_method(table, key, value, method)
                 or _unless_module(table, key, value, spec)
             )
+            if (table, key) == ("run", "checkpoint_every") and value != 1:
+                wanted = "1: a loop that was left goes on from the last state that was saved"
             require(wanted is None, f"{table}__{key}", value, wanted or "", "Leave it out.")
 
 

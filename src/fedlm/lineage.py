@@ -281,30 +281,41 @@ def _trace(start_sha256: str, start: str, store: Store) -> tuple[tuple[Ancestor,
         if start_sha256 in record.models:
             return (_as_ancestor(record, book), *record.ancestors), record.traced
         if f"{OWN}{start_sha256}" in record.models:
-            exact = Ancestor(
-                run=record.run,
-                name=f"{record.name}/private",
-                private=False,
-                clients=record.clients,
-                entries=[],
-            )
-            return (exact, *record.ancestors), record.traced
+            return (_exact(record, "private"), *record.ancestors), record.traced
+    # In a run's directory lie its models, also where their hash is not known: as a member's own
+    # model, or one that was written by an older version.
+    for folder, record, book in _beside(start):
+        below = Path(start).resolve().relative_to(folder.resolve())
+        inside = len(below.parts) > (not Path(start).is_dir())
+        made = _exact(record, str(below)) if inside else _as_ancestor(record, book)
+        return (made, *record.ancestors), record.traced
     return (), False
 
 
 def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
     """Yield the runs that may have made a start model, those of its own folder first."""
-    path = Path(start)
-    if start and path.exists():
-        folder = path if path.is_dir() else path.parent
-        for near in (folder, folder.parent, folder.parent.parent):  # the last: of RUN/nodes/NAME
-            if (near / FILE).is_file():
-                yield read_lineage(near / FILE), Ledger(near / ledger.NAME)
+    yield from ((record, book) for _, record, book in _beside(start))
     registers = [path / REGISTER for path in _stores(store)]
     registers += sorted(registers[0].parent.parent.glob(f"*/{REGISTER}"))
     for file in (file for register in registers for file in sorted(register.glob("*.json"))):
         with contextlib.suppress(RecordError):
             yield read_lineage(file), Ledger(file.with_suffix(".jsonl"))
+
+
+def _beside(start: str) -> Iterator[tuple[Path, Record, Ledger]]:
+    """Yield the runs in whose directories a start model lies, the nearest first."""
+    path = Path(start)
+    if start and path.exists():
+        folder = path if path.is_dir() else path.parent
+        for near in (folder, folder.parent, folder.parent.parent):  # the last: of RUN/nodes/NAME
+            if (near / FILE).is_file():
+                yield near, read_lineage(near / FILE), Ledger(near / ledger.NAME)
+
+
+def _exact(record: Record, part: str) -> Ancestor:
+    """Return a run as the source of a model of its own without noise."""
+    name = f"{record.name}/{part}"
+    return Ancestor(run=record.run, name=name, private=False, clients=record.clients, entries=[])
 
 
 def _as_ancestor(record: Record, book: Ledger) -> Ancestor:

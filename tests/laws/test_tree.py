@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedlm.core.errors import ConfigError
 from fedlm.core.types import Start
 from fedlm.inference import load_params
 from fedlm.privacy.account import plans_from, spent
@@ -390,3 +391,9 @@ def test_a_budget_ends_a_tree_for_the_place_that_spends_most(experiment):
     budget = spent(north, 2).epsilon * 1.001
     stopped = experiment(*asked, f"privacy.epsilon={budget}", table=TOWNS)
     assert stopped.cadence.rounds == 2
+
+
+def test_weights_that_follow_the_text_are_refused_under_a_plan(experiment):
+    """They told how many tokens a place's clients have, exactly, beside a finite epsilon."""
+    with pytest.raises(ConfigError, match=r"federation\.weight = 'tokens'.*\[privacy\]"):
+        experiment(*PLAN, "federation.weight=tokens", table=TOWNS)

@@ -111,6 +111,7 @@ TREE += ("privacy.noise_multiplier=1", "privacy.delta=1e-3", "server.cohort=2")
         (SCHEDULED, ("server.schedule = 'cosine'", "learning rate of its rounds was made for 2")),
         (TARGET, ("privacy plan", "was made for so many rounds")),
         (TREE, ("tree noise, spaced sampling", "its account covers no more")),
+        (("server.patience=5", "server.evaluate_every=1"), ("server.patience = 5: expected 0",)),
     ],
 )
 def test_runs_whose_rounds_were_made_for_their_number_are_not_extended(tmp_path, settings, words):

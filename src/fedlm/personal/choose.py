@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fedlm import lineage
+from fedlm.core import tree
 from fedlm.core.documents import JsonObject
 from fedlm.core.errors import require
 from fedlm.core.types import PAD, Params
@@ -173,6 +175,10 @@ def save_outcome(run: Run, outcome: Personalized) -> Path:
     directory.path.chmod(0o700)
     # Written last: a member's weights are never served with what belongs to earlier ones.
     (directory.path / FACTS).unlink(missing_ok=True)
+    # Before they are written: a run that starts from one of them learned from this member's text.
+    made = (outcome.chosen.params, outcome.chosen.second)
+    own = [tree.sha256(params) for params in made if params is not None]
+    lineage.add_models(run.record.path, run.store, [], own)
     recipe = parts.recipe_to_look_at(run.recipe, run.population.size)
     hidden = release.hides(run.plan)
     write_run(

@@ -85,7 +85,8 @@ def private_evaluation_of(
         for place in of:
             held, owners = text(place)
             each += by_owner(evaluator()(of_places[place], held), owners).values()
-        nats, tokens, right = np.array([(s.nats, s.tokens, s.correct) for s in each]).T
+        sums = [(s.nats, s.tokens, s.correct) for s in each]  # none, if nobody has held-out text
+        nats, tokens, right = np.array(sums, np.float64).reshape(-1, 3).T
         return made.release(nats, tokens, right, os.urandom(16))
 
     every = recipe.privacy.evaluation_every

@@ -294,6 +294,14 @@ def tree_config(
     settings, nodes = settings_of(recipe), range(len(topology))
     shapes = parts.model_spec(recipe, store.vocabulary).shapes()
     _check_leaf_noise(settings, topology)
+    require(
+        recipe.privacy.mechanism is None or NODE_WEIGHTS[settings.weight] is None,
+        "federation.weight",
+        settings.weight,
+        "'uniform' under [privacy]: how many tokens the clients of a place have is a fact of their "
+        "text, and a weight shows it",
+        "A weight that is written at a [[federation.node]] may stay.",
+    )
     shelf, many = Shelf(), 0 < settings.resident < len(topology)
 
     def rest(node: int, part: PyTree) -> PyTree:

@@ -29,8 +29,10 @@ from fedlm.core.types import FederationState, Say
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.federation.round import Metrics
 from fedlm.models.adapters import without_adapters
+from fedlm.models.catalog import ModelSpec
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
+from fedlm.recipe import parts
 from fedlm.recipe.settings import with_defaults
 from fedlm.record import checkpoint
 from fedlm.record.directory import difference
@@ -132,6 +134,8 @@ def start_sha256(run: Run) -> str:
 
     Fresh adapters are no part of it: with them no start model would be recognised.
     """
+    if run.recipe.model.base_dtype != "float32" and isinstance(run.model, ModelSpec):
+        return tree.sha256(parts.plain_start(run.recipe, run.model))  # as it was before rounding
     return tree.sha256(without_adapters(run.start()))
 
 
@@ -153,6 +157,12 @@ def check_same(run: Run) -> None:
         raise RecordError(
             f"{path} was begun with another privacy plan than its recipe gives now: go on with the "
             "versions that its journal names."
+        )
+    there, now = header.get("custom", {}), dict(run.custom)
+    if there != now:
+        raise RecordError(
+            f"{path} was begun with other parts than a recipe can name ({there or 'none'}, here "
+            f"{now or 'none'}): go on from the program that began it, or begin another run."
         )
     told, store = header["store"], store_facts(run, salted="salted_sha256" in header["store"])
     if any(told.get(f, store.get(f)) != store.get(f) for f in (*STORE, "salted_sha256")):

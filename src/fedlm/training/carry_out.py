@@ -132,6 +132,8 @@ def _reload(run: Run, watcher: Watcher) -> Resumed | None:
         return unless_stopped(run, Resumed(saved.state, run.cadence.rounds))
     ahead = WriteAhead(run)
     last = ahead.resume(saved, watcher.say)
+    if int(saved.state.round) < last.rounds and not last.ended:
+        return None  # rounds are missing, and playing them completes the journal
     if ahead.missing(saved) is not None:  # nothing is played: this completes the journal alone
         here = Begun(*last, ahead, ahead.missing(saved))
         for _ in play_rounds(run.until(int(saved.state.round)), here, watcher):

@@ -75,6 +75,13 @@ def _check(run: Run, before: FederationState, rounds: int) -> None:
             "Begin another run with model.init_from.",
         )
     require(
+        not cadence.patience,
+        "server.patience",
+        cadence.patience,
+        f"0 to extend {path}: when it stops depends on figures of rounds that a longer run has not",
+        "Begin another run with model.init_from.",
+    )
+    require(
         not run.elsewhere,
         "server.rounds",
         rounds,
