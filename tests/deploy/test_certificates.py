@@ -6,6 +6,7 @@ import pytest
 
 from fedlm.core.errors import ConfigError
 from fedlm.deploy import certificates, doctor, workspace
+from fedlm.deploy.flower.line import Line
 
 
 def test_names_and_addresses_are_those_asked_for():
@@ -112,3 +113,19 @@ def test_a_server_with_an_expired_certificate_does_not_start(run_cli, monkeypatc
             (tmp_path / "fed" / "server" / "cert.pem").write_bytes(damage)
         result = run_cli("federation", "serve", "fed")
         assert result.code == 2 and words in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("damaged", [b"\xff\xfe", b"short", b""])
+def test_a_damaged_control_key_is_named(tmp_path, damaged):
+    """`fedlm federation status` ended in a traceback."""
+    made = workspace.init(tmp_path / "fed", "fed", ["localhost"], 9443, ["north"])
+    assert len(made.control_secret) == 64
+    made.control_key.write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"control\.key"):
+        _ = made.control_secret
+
+
+def test_words_beside_a_certificate_are_not_read():
+    """A node accepted an invitation whose authority began with a comment, and could not join."""
+    made = certificates.authority("fed")
+    Line("localhost", 9443, "# für uns\n".encode() + made.certificate, lambda *request: {})

@@ -3,6 +3,7 @@
 import json
 import stat
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -21,8 +22,8 @@ from fedlm.deploy.relay import Relay
 from fedlm.deploy.round_stats import rounds_of
 from fedlm.deploy.server_app import record_nodes
 from fedlm.engine.counters import Counters
-from fedlm.engine.dispatch import Assignment, Quorum, RoundStats
-from fedlm.engine.messages import REFUSAL, SUMS, TrainRequest, encode_hello, encode_request
+from fedlm.engine.dispatch import Assignment, Presence, Quorum, RoundStats
+from fedlm.engine.messages import REFUSAL, SUMS, Hello, TrainRequest, encode_hello, encode_request
 from fedlm.federation.round import metrics_of
 from fedlm.privacy.account import spent
 from fedlm.privacy.cost import epsilon_of_shift
@@ -387,6 +388,38 @@ def test_a_relay_asks_the_same_of_a_question(node, asked, folder, tmp_path):
     assert len(transport.asked) == before, "the nodes below were not even asked"
     assert "nodes answered" in said(relay, question)  # they refuse its frame
     assert "another question" in said(relay, replace(question, members=(0, 13)))
+
+
+def test_a_run_goes_on_through_a_relay_after_another_began_with_fewer_nodes(tmp_path):
+    """A later hello made the relay forget who took part in a run that was going on."""
+
+    class Nodes:
+        """Nodes that say hello unless they are away."""
+
+        def __init__(self):
+            self.away, self.sent = set(), {}
+
+        def presence(self):
+            names = {"east": 2, "west": 3}
+            return {n: Presence(i, n not in self.away, "x") for n, i in names.items()}
+
+        def send(self, node, payload, run):
+            name = str(len(self.sent))
+            self.sent[name] = "east" if node == 2 else "west"
+            return name
+
+        def fetch(self, name, most):
+            return encode_hello(Hello(5, f"text-{self.sent[name]}", "tok", "1", counter=0))
+
+    nodes = Nodes()
+    quorum = Quorum(quorum=0.5, deadline=0.2)
+    relay = Relay(tmp_path, nodes, ["east", "west"], quorum, name="hub", say=lambda text: None)
+    first = relay.hello().text
+    nodes.away = {"west"}
+    second = relay.hello().text
+    assert first != second
+    for text, many in ((first, 2), (second, 1)):
+        assert len(relay._assignments(SimpleNamespace(text=text))) == many
 
 
 # ---- what a run tells ----------------------------------------------------------------------

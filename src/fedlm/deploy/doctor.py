@@ -282,7 +282,7 @@ def _trusting(authority: bytes) -> ssl.SSLContext:
     """Return the settings of a TLS client that trusts this authority, PEM, and no other."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with library_errors("the authority is not a certificate", "", ConfigError):
-        context.load_verify_locations(cadata=authority.decode("ascii"))
+        context.load_verify_locations(cadata=authority.decode("ascii", "ignore"))
     return context
 
 

@@ -84,7 +84,6 @@ from fedlm.recipe import privacy_plan
 from fedlm.recipe.secure_sums import terms_of
 from fedlm.recipe.settings import Recipe
 from fedlm.recipe.tree import leaf_plan
-from fedlm.record.directory import ASSIGNMENTS
 from fedlm.secure.members import MemberList
 from fedlm.secure.terms import Terms
 from fedlm.wire.dense import dense
@@ -153,7 +152,7 @@ class Relay:
                 f"the nodes below {self.name} have different tokenizers. Prepare their stores "
                 "again, with fedlm prepare --like."
             )
-        registration.save_assignments(self.folder / ASSIGNMENTS, below)
+        registration.save_assignments(self._seats(_fingerprint(below)), below)
         return Hello(
             clients=sum(node.clients for node in below),
             text=_fingerprint(below),
@@ -164,10 +163,18 @@ class Relay:
             counter=self.ledger.counter,
         )
 
+    def _seats(self, fingerprint: str) -> Path:
+        """Return the file of assignments: a run that goes on has others than one that began later.
+
+        Among the nodes below there are few ways to be there when a run begins.
+        """
+        name = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+        return self.folder / f"seats-{name}.json"
+
     def _assignments(
         self, request: TrainRequest | EvaluateRequest | SecureRequest
     ) -> tuple[Assignment, ...]:
-        below = registration.load_assignments(self.folder / ASSIGNMENTS)
+        below = registration.load_assignments(self._seats(request.text))
         if below is None or _fingerprint(below) != request.text:
             raise EngineError("the nodes below are not those that the run began with.")
         return below

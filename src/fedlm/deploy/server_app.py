@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from fedlm.core.documents import read_text
 from fedlm.core.durable import write_atomically
-from fedlm.core.errors import ConfigError
+from fedlm.core.errors import ConfigError, RecordError
 from fedlm.corpus.store import Store
 from fedlm.deploy import history, member_list, registration
 from fedlm.deploy.delivery import deliver
@@ -28,6 +29,7 @@ from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.workspace import Workspace
 from fedlm.engine.counters import Counters
 from fedlm.engine.dispatch import Quorum, RoundStats
+from fedlm.engine.messages import RUN_NAME
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import hides, release
 from fedlm.recipe import parts
@@ -184,7 +186,10 @@ def run_id(directory: RunDirectory) -> str:
     """Return the name of a run to its nodes, drawn when the run began and kept with it."""
     file = directory.path / RUN_ID
     if file.is_file():
-        return file.read_text(encoding="ascii").strip()
+        name = read_text(file, str(file), RecordError).strip()
+        if not RUN_NAME.fullmatch(name):
+            raise RecordError(f"{file} is damaged: it is not the name of a run.")
+        return name
     drawn = secrets.token_hex(16)
     write_atomically(file, drawn.encode())
     return drawn

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fedlm.core.documents import read_text
 from fedlm.core.errors import ConfigError, require
 from fedlm.corpus.tokenizer_file import load_tokenizer, write_tokenizer
 from fedlm.deploy import certificates, history
@@ -97,6 +99,20 @@ class Workspace:
     @property
     def control_key(self) -> Path:
         return self.path / "server" / "control.key"
+
+    @property
+    def control_secret(self) -> str:
+        """The control key: 64 hexadecimal digits."""
+        file = self.control_key
+        secret = read_text(file, str(file), ConfigError).strip()
+        require(
+            re.fullmatch("[0-9a-f]{64}", secret) is not None,
+            "control key",
+            str(file),
+            "64 hexadecimal digits",
+            "Bring the file back from a copy of the federation's folder.",
+        )
+        return secret
 
     @property
     def database(self) -> Path:

@@ -113,7 +113,7 @@ class SuperLinkClient:
             self.address,
             False,
             self.workspace.authority.read_bytes(),
-            [_ControlKey(self.workspace.control_key.read_text(encoding="ascii")), *more],
+            [_ControlKey(self.workspace.control_secret), *more],
             retry_invoker=_retries(timeout) if timeout else None,
         )
 
@@ -202,8 +202,7 @@ class SuperLinkClient:
 
     def _line(self, token: str) -> Line:
         """Return a connection for requests of many parts."""
-        secret = self.workspace.control_key.read_text(encoding="ascii")
-        shown = {CONTROL_HEADER: secret, TASK_TOKEN_HEADER: token}
+        shown = {CONTROL_HEADER: self.workspace.control_secret, TASK_TOKEN_HEADER: token}
         authority = self.workspace.authority.read_bytes()
         port = self.workspace.settings.port
         return Line(self.host, port, authority, lambda *request: shown)

@@ -84,7 +84,7 @@ class Line:
 
     def __init__(self, host: str, port: int, authority: bytes, headers: Headers) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(cadata=authority.decode("ascii"))
+        context.load_verify_locations(cadata=authority.decode("ascii", "ignore"))
         self._host, self._port, self._context, self._headers = host, port, context, headers
         self._made: http.client.HTTPSConnection | None = None
         self._answer: Answer | None = None

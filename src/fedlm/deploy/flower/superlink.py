@@ -431,7 +431,7 @@ def application(
     state = app.state.linkstate_factory.state()
     return FrontDoor(
         only_where_needed(app),
-        workspace.control_key.read_text(encoding="ascii"),
+        workspace.control_secret,
         Verifier(Identities(workspace), marks=workspace.signed),
         known=known,
         quota=settings.quota_gigabytes * 1e9,
