@@ -103,6 +103,12 @@ def test_a_tokenizer_is_taken_over(run_cli, tiny_text):
     assert other["settings"]["vocabulary"] == 30
 
 
+def test_a_demonstration_of_its_own_has_nothing_to_change(run_cli):
+    """The settings were left out without a word."""
+    found = run_cli("federation", "demo", "--set", "server.rounds=1")
+    assert found.code == 2 and "--set = 'server.rounds=1': expected a RECIPE" in found.stderr
+
+
 def test_a_demonstration_that_was_stopped_compares_nothing(run_cli, monkeypatch):
     stopped = {"networked": {"rounds": 3}, "simulated": None, "difference": None}
     monkeypatch.setattr("fedlm.deploy.demo.demo", lambda *args, **options: stopped)

@@ -141,6 +141,10 @@ def test_through_relays_too_and_no_disk_is_filled(
                 keep_models(tmp_path / "models", "town-0", work, towns["town-0"], other)
         else:
             keep_models(tmp_path / "models", "town-0", work, towns["town-0"], other)
+    (tmp_path / "models" / "another").mkdir()  # a run that is kept may be kept again all the same
+    keep_models(
+        tmp_path / "models", "town-0", work, towns["town-0"], replace(request, run="c" * 32)
+    )
     over = networked(folder, relayed(tmp_path, nodes), "server.rounds=1", table=TREE, run_id=RUN)
     kept, _ = sent(over, relayed_again(over))
     assert kept == [f"relay/{town}" for town in sorted(towns)]

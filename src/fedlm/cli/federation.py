@@ -12,7 +12,7 @@ import typer
 
 from fedlm.cli.console import AsJson, Changes, OutPath, RecipeFile, Resume, emit, note, out, show
 from fedlm.cli.train import RUNS, STORES, end, followed, run_path
-from fedlm.core.errors import ConfigError
+from fedlm.core.errors import ConfigError, require
 from fedlm.deploy import history as log
 from fedlm.deploy import member_list, membership, workspace
 from fedlm.deploy.certificates import check_current
@@ -458,6 +458,12 @@ def demo(
     needs_flower()
     from fedlm.deploy import demo as demos  # flwr costs a second
 
+    require(
+        recipe is not None or not changes,
+        "--set",
+        " ".join(changes or ()),
+        "a RECIPE that it changes: without one the demonstration has its own",
+    )
     if recipe is None:
         asked = demos.recipe(secure=secure, as_tree=tree)
     else:

@@ -143,7 +143,7 @@ def keep_models(
     recipe = work.recipe
     whole = RunDirectory(folder / request.run[:SHORT])
     others = [path for path in folder.glob("*/") if path != whole.path]
-    if len(others) >= MOST_RUNS:
+    if len(others) >= MOST_RUNS and not whole.path.is_dir():
         raise Refusal(f"this node keeps the models of {MOST_RUNS} runs: it has so many already.")
     data = type(recipe.data)(
         store=str(store.path.resolve()),
