@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "publish": {"core", "inference", "lineage", "recipe", "publish"} | STATIONS,
     "training": {"inference", "lineage", "publish", "recipe", "run", "training"} | BELOW,
     # `personal` makes models of single members from a finished run.
-    "personal": {"inference", "recipe", "run", "training", "personal"} | BELOW,
+    "personal": {"inference", "lineage", "recipe", "run", "training", "personal"} | BELOW,
     # `search` makes and trains many runs.
     "search": {"inference", "lineage", "personal", "recipe", "run", "training", "search"} | BELOW,
     "api.py": {"inference", "lineage", "publish", "recipe", "run", "training"} | BELOW,

@@ -170,6 +170,7 @@ class Run:
     outputs: Outputs
     recipe: Any  # the resolved settings, for the header; the loop does not act on them
     private_evaluation: ScheduledEvaluation | None = None  # noisy figures of training clients
+    unrounded: Callable[[], Params] | None = None  # that model before its base was rounded
     custom: Mapping[str, str] = field(default_factory=dict)  # parts that no recipe can name
     command: str = "train"  # the fedlm command that resumes this run
     # Of every federation of clients by node, the dearest first; a flat federation's name is ''.

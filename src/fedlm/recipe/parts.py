@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -640,8 +640,11 @@ def evaluation_of(
 def shared_parts(recipe: Recipe, store: Store, plans: Mapping[str, PrivacyPlan], out: Path) -> Any:
     """Return the parts that flat runs and trees have in common, by name."""
     server, run, privacy = recipe.server, recipe.run, recipe.privacy
+    spec = model_spec(recipe, store.vocabulary)
+    rounded = recipe.model.base_dtype != "float32"
     return {
-        "model": model_spec(recipe, store.vocabulary),
+        "model": spec,
+        "unrounded": partial(plain_start, recipe, spec) if rounded else None,
         "store": store,
         "record": RunDirectory(out),
         "recipe": recipe,

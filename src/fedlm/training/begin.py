@@ -29,10 +29,8 @@ from fedlm.core.types import FederationState, Say
 from fedlm.corpus.tokenizer_file import special_tokens_map
 from fedlm.federation.round import Metrics
 from fedlm.models.adapters import without_adapters
-from fedlm.models.catalog import ModelSpec
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.privacy.release import release
-from fedlm.recipe import parts
 from fedlm.recipe.settings import with_defaults
 from fedlm.record import checkpoint
 from fedlm.record.directory import difference
@@ -134,9 +132,7 @@ def start_sha256(run: Run) -> str:
 
     Fresh adapters are no part of it: with them no start model would be recognised.
     """
-    if run.recipe.model.base_dtype != "float32" and isinstance(run.model, ModelSpec):
-        return tree.sha256(parts.plain_start(run.recipe, run.model))  # as it was before rounding
-    return tree.sha256(without_adapters(run.start()))
+    return tree.sha256(without_adapters((run.unrounded or run.start)()))
 
 
 def check_same(run: Run) -> None:
