@@ -159,6 +159,16 @@ def test_a_board_tells_spread_limits_and_what_diverged():
     assert "class='front'" in drawing([*board.ranked(), {**found["sotu-si-cifg"], "perplexity": 9}])
 
 
+def test_a_thousandth_of_epsilon_puts_nobody_on_the_front():
+    """An entry that was worse in everything else stayed there by 7.9997 in place of 7.99999."""
+    row = {"corpus": "chitchat", "fault": None, "upload_per_client": 1.7e6, "perplexity": 194.7}
+    best = row | {"epsilon": 7.999996}
+    worse = row | {"epsilon": 7.999656, "perplexity": 252.8, "upload_per_client": 5.5e6}
+    cheaper = worse | {"epsilon": 4.0}
+    assert [boards.is_on_front(r, [best, worse]) for r in (best, worse)] == [True, False]
+    assert boards.is_on_front(cheaper, [best, cheaper])
+
+
 def test_the_terminal_has_a_table_that_fits():
     board = Leaderboard()
     for entry in shipped_entries():
