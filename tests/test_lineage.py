@@ -119,6 +119,12 @@ def test_a_model_in_the_directory_of_a_run_is_that_runs(tmp_path, store, where):
     found = claim(run)
     if where:
         assert math.isinf(found.epsilon) and f"{first}/{where}" in found.sentence
+        (first / "linked.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+        (tmp_path / "elsewhere.safetensors").write_bytes(b"")
+        again = trained(
+            tmp_path / "again", store, start=str(first / "linked.safetensors"), start_sha256="?"
+        )
+        assert math.isfinite(claim(again).epsilon), "the run's own folder: its plan counts"
     else:
         assert found.epsilon == pytest.approx(poisson(5), rel=1e-3)
 

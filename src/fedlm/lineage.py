@@ -21,6 +21,7 @@ import hashlib
 import heapq
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -284,10 +285,8 @@ def _trace(start_sha256: str, start: str, store: Store) -> tuple[tuple[Ancestor,
             return (_exact(record, "private"), *record.ancestors), record.traced
     # In a run's directory lie its models, also where their hash is not known: as a member's own
     # model, or one that was written by an older version.
-    for folder, record, book in _beside(start):
-        below = Path(start).resolve().relative_to(folder.resolve())
-        inside = len(below.parts) > (not Path(start).is_dir())
-        made = _exact(record, str(below)) if inside else _as_ancestor(record, book)
+    for below, record, book in _beside(start):
+        made = _exact(record, below) if below else _as_ancestor(record, book)
         return (made, *record.ancestors), record.traced
     return (), False
 
@@ -302,14 +301,18 @@ def _candidates(start: str, store: Store) -> Iterator[tuple[Record, Ledger]]:
             yield read_lineage(file), Ledger(file.with_suffix(".jsonl"))
 
 
-def _beside(start: str) -> Iterator[tuple[Path, Record, Ledger]]:
-    """Yield the runs in whose directories a start model lies, the nearest first."""
+def _beside(start: str) -> Iterator[tuple[str, Record, Ledger]]:
+    """Yield the runs in whose directories a start model lies, the nearest first.
+
+    With each comes the folder of the model within the run's: empty if it is the run's own.
+    """
     path = Path(start)
     if start and path.exists():
         folder = path if path.is_dir() else path.parent
         for near in (folder, folder.parent, folder.parent.parent):  # the last: of RUN/nodes/NAME
             if (near / FILE).is_file():
-                yield near, read_lineage(near / FILE), Ledger(near / ledger.NAME)
+                below = "" if near == folder else os.path.relpath(folder, near)
+                yield below, read_lineage(near / FILE), Ledger(near / ledger.NAME)
 
 
 def _exact(record: Record, part: str) -> Ancestor:
