@@ -240,6 +240,7 @@ def test_the_model_that_a_leaf_keeps_to_itself_is_no_private_start(tmp_path, sto
     kept = first / "private/north.safetensors"
     run = trained(tmp_path / "run", store, start=str(kept), start_sha256="w", models=("n",))
     assert math.isinf(claim(run).epsilon) and f"{first}/private" in claim(run).sentence
+    assert math.isinf(lineage.spent_on(store).epsilon), "though its run is private and counted"
 
 
 def test_a_run_on_joined_stores_counts_for_each(tmp_path, store):

@@ -496,8 +496,10 @@ def spent_on(
     """
     books = [*(Ledger(path).entries() for path in store.ledgers), *further]
     plain, private, told = 0, 0, []
-    for run in (run for path in _stores(store) for run in _registered_in(path)):
-        lost, more = _before(run)
+    runs = [run for path in _stores(store) for run in _registered_in(path)]
+    opened = {run.file.stem for run in runs if run.is_open}
+    for run in runs:
+        lost, more = _before(run, opened)
         own = math.inf if run.is_open else spending.total_spent([run.entries], delta).epsilon
         count = None if run.is_open else len(ledger.rounds_of(run.entries))
         told.append({"run": run.name, "rounds": count, "epsilon": own})
@@ -545,16 +547,16 @@ def _registered_in(store: Path) -> Iterator[RegisteredRun]:
         )
 
 
-def _before(run: RegisteredRun) -> tuple[int, list[list[Entry]]]:
+def _before(run: RegisteredRun, opened: set[str]) -> tuple[int, list[list[Entry]]]:
     """Return the number of a run's ancestors of unbounded cost, and the ledgers of the others.
 
-    An ancestor that is registered here too is counted there.
+    One that is registered as open here is counted there. A model without noise of a private run
+    is not.
     """
     record = run.record
     if record is None:
         return 0, []
-    near = {file.stem for file in run.file.parent.iterdir()}
-    elsewhere = [each for each in record.ancestors if each.run not in near]
+    elsewhere = [each for each in record.ancestors if each.run not in opened]
     lost = sum(_kinship(each, record, "client")[0] for each in elsewhere)
     return lost, [b for b in books_before(record) if not spending.made_no_promise(b)]
 
