@@ -798,7 +798,7 @@ def taken_answers() -> Target:
         files.put("taken-00000003.json", data)
         found = answers.taken(3)
         assert found is not None
-        outcome_of(found)
+        outcome_of(found, {(3, "north"), (2, "south")})
 
     return Target(read, [json.dumps(seed).encode()])
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import random
 import resource
 import shutil
@@ -137,6 +138,15 @@ def test_what_exists_is_refused_and_left_alone(store):
     with pytest.raises(CorpusError, match="exists already"):
         write(LETTERS[:3], store.path, SETTINGS)
     assert contents(store.path) == before
+
+
+def test_a_store_is_as_open_to_others_as_the_umask_says(tmp_path):
+    before = os.umask(0o077)
+    try:
+        made = write(LETTERS, tmp_path / "store", SETTINGS)
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o077 for p in (made.path, *made.path.iterdir())} == {0}
 
 
 def test_a_place_that_cannot_hold_a_store_is_named(tmp_path):

@@ -130,3 +130,11 @@ def test_any_file_in_place_of_words_is_refused(tmp_path, text):
     (tmp_path / "words.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CorpusError, match=r"not what fedlm node words writes"):
         join_words([tmp_path / "words.json"], tmp_path / "out", 300)
+
+
+def test_the_text_may_lie_in_a_field_of_another_name(run_in, tmp_path):
+    lines = [json.dumps({"client": f"c{n}", "body": LANGUAGES["english"] * 2}) for n in range(30)]
+    (tmp_path / "letters.jsonl").write_text("\n".join(lines))
+    field = ("--text-field", "body")
+    told = run_in(tmp_path, "node", "words", "letters.jsonl", "--out", "words", *BUDGET, *field)
+    assert told["words"] >= 5

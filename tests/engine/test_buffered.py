@@ -1,13 +1,14 @@
 """Buffered rounds over nodes: the synchronous round if all are waited for, and their simulation."""
 
 import hashlib
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fedlm.core import tree
-from fedlm.core.errors import EngineError
+from fedlm.core.errors import EngineError, RecordError
 from fedlm.deploy.networked_run import networked_run
 from fedlm.deploy.node_worker import Worker
 from fedlm.deploy.policy import Policy
@@ -157,6 +158,21 @@ def test_a_killed_server_goes_on_with_the_answers_that_it_took(folder, store, no
     taken = {(began, m) for t in told for began, here in t["answers"].items() for m in here}
     asked = [read_request(payload) for _, payload in transport.sent.values()]
     assert not {(str(r.round), m) for r in asked for m in r.members} & taken
+
+
+@pytest.mark.parametrize("named", [[9, "a"], [0, "nobody"], None])
+def test_a_record_that_names_other_requests_is_damaged(folder, store, nodes, tmp_path, named):
+    made, assignments, _ = nodes
+    transport = Paced(made)
+    over = deployed(simulated(folder, store, *SOME), transport, assignments, tmp_path)
+    played(over, begun(over), range(1), transport)
+    (file,) = (tmp_path / "answers").glob("taken-*.json")
+    kept = json.loads(file.read_text())
+    kept["landed"].append(kept["landed"][0] if named is None else named)
+    file.write_text(json.dumps(kept))
+    over = deployed(simulated(folder, store, *SOME), transport, assignments, tmp_path)
+    with pytest.raises(RecordError, match="is damaged: it names answers"):
+        played(over, begun(over), range(1), transport)
 
 
 @pytest.mark.slow

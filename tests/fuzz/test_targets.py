@@ -93,7 +93,7 @@ def test_damaged_answers_of_nodes_on_disk_are_refused(tmp_path):
     with pytest.raises(RecordError, match=r"taken-00000003\.json is damaged"):
         answers.taken(3)
     with pytest.raises(RecordError, match="answers that a round took is damaged"):
-        outcome_of({"landed": 3})
+        outcome_of({"landed": 3}, set())
 
 
 def test_a_refused_ledger_of_a_node_is_let_go(tmp_path):

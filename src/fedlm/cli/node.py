@@ -178,6 +178,7 @@ def words(
     validation: Annotated[float, typer.Option(help="As for fedlm prepare.")] = 0.1,
     split_seed: Annotated[int, typer.Option(help="As for fedlm prepare.")] = 0,
     user_field: Annotated[str | None, typer.Option(help="As for fedlm prepare.")] = None,
+    text_field: Annotated[str | None, typer.Option(help="As for fedlm prepare.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count the words of this node's text with noise, for a tokenizer of the whole federation.
@@ -196,8 +197,10 @@ def words(
         validation=held_out.validation,
         split_seed=held_out.split_seed,
         user_field=user_field,
+        text_field=text_field,
     )
-    told = count_words(sources.read(source, user_field), folder, settings)
+    documents = sources.read(source, user_field, text_field=text_field, say=note)
+    told = count_words(documents, folder, settings)
     if as_json:
         emit(told)
         return

@@ -26,7 +26,6 @@ import mmap
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -266,7 +265,8 @@ def write_tokens(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _sweep(out)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=UNFINISHED, dir=out.parent))
+        work = out.with_name(f".{out.name}-{secrets.token_hex(8)}{UNFINISHED}")
+        work.mkdir()  # as open to others as the user's umask says
         lock = _lock(work)
     except OSError as error:
         raise CorpusError(f"store {out} could not be written: {error}.") from None
@@ -291,7 +291,6 @@ def write_tokens(
             "clients_sha256": _file_sha256(work / "clients.arrow"),
         }
         (work / "store.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        os.chmod(work, 0o755)
         work.rename(out)
         shutil.rmtree(_attempts_of(out), ignore_errors=True)  # they are in the store now
     except OSError as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -103,7 +103,7 @@ class RemoteWaiting:
             outcome = self._wait(round, asked, enough, clock, stats)
             self.spool.take(round, outcome._asdict())
         else:
-            outcome = outcome_of(kept)
+            outcome = outcome_of(kept, {(r, n) for r, a in asked.items() for n in a.requests})
             self._fetch(asked, outcome)
         groups = [g for a in asked.values() if (g := self._group(a, outcome, stats)) is not None]
         lost = tuple(self._lost(asked, outcome, groups))
@@ -276,12 +276,18 @@ def _waited_for(asked: Mapping[int, Pending], outcome: Outcome) -> list[tuple[in
     return [one for one in every if one not in over]
 
 
-def outcome_of(kept: Mapping[str, Any]) -> Outcome:
-    """Return what a round took, as it was kept; raise `RecordError` if that is damaged."""
+def outcome_of(kept: Mapping[str, Any], in_flight: Set[tuple[int, str]]) -> Outcome:
+    """Return what a round took, as it was kept; raise `RecordError` if that is damaged.
+
+    A round takes the answers of requests that are in flight, given as (round, node), each once.
+    """
     with damaged("the record of the answers that a round took"):
         landed, lost = (
             tuple((int(r), str(n)) for r, n in kept[part]) for part in ("landed", "lost")
         )
+        over = (*landed, *lost)
+        if len(set(over)) < len(over) or not set(over) <= in_flight:
+            raise ValueError("it names answers to requests that are not in flight")
         return Outcome(landed, lost, float(kept["clock"]))
 
 
