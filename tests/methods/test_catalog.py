@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from fedlm.core import tree
 from fedlm.core.errors import ConfigError
 from fedlm.core.keys import key_for
 from fedlm.core.types import Loss, TrainablePart
@@ -121,3 +122,19 @@ def test_fedadamw_by_hand():
     np.testing.assert_allclose(memory["second"]["w"], [block], rtol=1e-5)
     np.testing.assert_allclose(memory["direction"]["w"], direction, rtol=1e-5)
     assert float(memory["steps"][0]) == 4
+
+
+def test_a_round_without_members_leaves_moments_of_fedadamw_alone():
+    """Zero second moments after many steps made the next step up to thirty times too long."""
+    server = fedadamw.fedadamw_server(optax.sgd(1.0), 0.1)
+    memory = server.init(PARAMS) | {
+        "second": {"w": jnp.full(1, 0.5)},
+        "direction": {"w": jnp.full(2, 0.25)},
+        "steps": jnp.full(1, 24.0),
+    }
+    nothing = {"params": tree.zeros_like(PARAMS), "second": {"w": jnp.zeros(1)}}
+    params, after = server.step(PARAMS, memory, nothing | {"steps": jnp.zeros(1)})
+    np.testing.assert_array_equal(params["w"], PARAMS["w"])
+    for name in ("second", "direction"):
+        np.testing.assert_array_equal(after[name]["w"], memory[name]["w"])
+    assert float(after["steps"][0]) == 24

@@ -11,6 +11,10 @@ from fedlm.recipe.build import build, flat_run
 from fedlm.recipe.settings import load
 
 SECURE = ("wire.secure_nodes=4", "wire.upload=secure-24-clip1-members8", "client.weight=uniform")
+FEDADAMW = ("client.method=fedadamw", "client.optimizer=adamw")
+TRANSFORMER = ("model.name=transformer", "model.layers=1", "model.heads=2")
+PLAIN = ("server.optimizer=fedavg", "server.learning_rate=1")
+BOTH = (*TRANSFORMER, *PLAIN, "wire.trainable=lora-both", "wire.rank=2")
 PLAN = (
     "privacy.mechanism=gaussian",
     "privacy.noise_multiplier=0.5",
@@ -99,6 +103,16 @@ def test_robust_rules_are_engines_around_the_usual_one(made):
         ((*PLAN, "server.aggregate=median"), "whose claim is about sums"),
         ((*PLAN, "server.update_norm=1.0"), "whose claim is about sums"),
         ((*SECURE, *PLAN, "privacy.clip_norm=2.0"), "privacy.clip_norm = 2.0: expected at most 1"),
+        (
+            (*SECURE, *PLAN, "wire.upload=secure-24-clip1-members7"),
+            "room for [0-9]+ members: server.s",
+        ),
+        (("server.update_norm=1.0", *FEDADAMW), "client.method = 'fedadamw': expected 'fedavg' or"),
+        (("server.aggregate=median", "client.method=scaffold"), "statistics and counts beside"),
+        ((*SECURE, *FEDADAMW), "client.method = 'fedadamw': expected 'fedavg' or 'feddyn'"),
+        (("server.mode=buffered", *FEDADAMW), "the discount of a late answer"),
+        (("server.aggregate=median", *BOTH), "whose updates are added as they are sent"),
+        ((*SECURE, *BOTH), "whose updates are added as they are sent"),
         (("server.trim=0.2",), "server.trim = 0.2"),
         (("server.aggregate=meen",), "server.aggregate"),
     ],
@@ -113,7 +127,7 @@ def test_over_a_network_secure_rounds_must_be_saved_and_robust_rules_need_no_mem
     for change, why in (
         (SECURE, r"run.checkpoint_every = 2: expected 1 with secure sums over a network"),
         (
-            ("server.aggregate=median", "client.method=scaffold"),
+            ("server.aggregate=median", "client.method=feddyn", "client.proximal=0.1"),
             "server.aggregate = 'median': expected nothing over a network where members remember",
         ),
     ):

@@ -414,6 +414,25 @@ def test_a_budget_pays_for_noisy_figures_too(folder, tmp_path):
         begun(folder, tmp_path / "other", *figures, f"privacy.epsilon={least}")
 
 
+@pytest.mark.parametrize("round", [1, ROUNDS - 1])
+def test_figures_that_are_paid_for_twice_stay_within_the_budget(
+    folder, tmp_path, monkeypatch, round
+):
+    """The kill comes between their line in the ledger and the journal."""
+    plan = runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan
+    whole = compose([event_of(plan, ROUNDS), *[gaussian_event(4.0)] * 3], plan.delta)[0]
+    figures = ("privacy.evaluation_noise=4.0", "privacy.evaluation_every=2")
+    budget = f"privacy.epsilon={whole + 1e-6}"
+    (run,) = runs_of(folder, *GAUSSIAN, *figures, budget, engines=("mesh",))
+    out = tmp_path / "run"
+    killed_at(run, out, round, monkeypatch)
+    summary = go_on(run, out)
+    lines = Ledger(out / ledger.NAME).entries()
+    assert ledger.spent_of(lines).epsilon <= whole + 1e-6
+    assert summary["epsilon"] == ledger.spent_of(lines).epsilon
+    assert len(told(out)) == (ROUNDS if round == ROUNDS - 1 else 4)
+
+
 @pytest.mark.slow
 def test_a_budget_pays_for_vocabulary_and_start_model_too(folder, tmp_path):
     plan = runs_of(folder, *GAUSSIAN, engines=("mesh",))[0].plan

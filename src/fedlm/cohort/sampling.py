@@ -11,6 +11,7 @@ Not here: which clients exist (`corpus/store.py`), which members answered (an en
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -176,6 +177,30 @@ def _balls_in_bins(
     return free[rng.random(len(free)) * (1 - round * rate) < rate]
 
 
+def most_members(sampling: Sampling, rounds: int) -> int:
+    """Return a size that no cohort of a run exceeds, but for a chance of 2^-40.
+
+    A cohort of chance size is a sum of independent coins, whose upper tail Chernoff's bound for
+    Poisson variables of the same mean holds: P(X > k) <= exp(k - m) (m / k)^k for k above m.
+
+    >>> most_members(Sampling(law="fixed", population=1000, cohort=20), 100)
+    20
+    >>> most_members(Sampling(law="poisson", population=1000, cohort=20), 100)
+    61
+    """
+    law, most, mean = LAWS[sampling.law], sampling.population, float(sampling.cohort)
+    if not law.chance_size:
+        return min(sampling.cohort, most)
+    if sampling.law == "cyclic-poisson":  # the group whose turn it is, dealt to a whole number
+        groups = sampling.min_separation + 1
+        most = -(-sampling.population // groups)
+        mean *= most * groups / sampling.population
+    wanted, k = 40 * math.log(2) + math.log(max(rounds, 1)), math.ceil(mean)
+    while k < most and k * math.log(k / mean) - k + mean < wanted:
+        k += 1
+    return min(k, most)
+
+
 class Law(NamedTuple):
     """A law of sampling: its draw, and what the draw depends on."""
 
@@ -183,12 +208,13 @@ class Law(NamedTuple):
     looks_back: bool = False  # whether it depends on past participations
     keeps_rests: bool = False  # whether it enforces `min_separation`, which is a plan's
     by_chance: bool = True  # whether a client may stay out by chance, which an account counts on
+    chance_size: bool = False  # whether a cohort may have more members than `cohort`
 
 
 LAWS: dict[str, Law] = {
     "fixed": Law(_fixed),
-    "poisson": Law(_poisson),
+    "poisson": Law(_poisson, chance_size=True),
     "spaced": Law(_spaced, looks_back=True, keeps_rests=True, by_chance=False),
-    "cyclic-poisson": Law(_cyclic_poisson, keeps_rests=True),
-    "balls-in-bins": Law(_balls_in_bins, looks_back=True, keeps_rests=True),
+    "cyclic-poisson": Law(_cyclic_poisson, keeps_rests=True, chance_size=True),
+    "balls-in-bins": Law(_balls_in_bins, looks_back=True, keeps_rests=True, chance_size=True),
 }

@@ -115,6 +115,6 @@ class SecureEngine:
         """Refuse a cohort that the range of a sum is not made for."""
         if len(cohort.members) > self.integers.members:
             raise EngineError(
-                f"{len(cohort.members)} members in round {cohort.round}: the range of the sum is "
-                f"for {self.integers.members}. Give wire.upload more members."
+                f"round {cohort.round} drew more members than the {self.integers.members} for "
+                "which the range of the sum is made. Begin another run whose wire.upload has more."
             )

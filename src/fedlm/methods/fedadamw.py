@@ -126,12 +126,14 @@ def fedadamw_server(optimizer: Optimizer, learning_rate: float) -> ServerMethod:
         against = tree.scale(change["params"], -1.0)
         moved, outer = optimizer.update(against, memory["outer"], params)
         steps = change["steps"]
-        after = {
-            "outer": outer,
+        found = {
             "second": jax.tree.map(lambda v: jnp.maximum(v, 0.0), change["second"]),
             "direction": tree.scale(against, 1.0 / (learning_rate * jnp.maximum(steps[0], 1.0))),
-            "steps": memory["steps"] + steps,
         }
+        # A round in which nobody took a step says nothing about moments.
+        kept = {name: memory[name] for name in found}
+        found = jax.tree.map(lambda new, old: jnp.where(steps[0] > 0, new, old), found, kept)
+        after = {"outer": outer, **found, "steps": memory["steps"] + steps}
         return optax.apply_updates(params, moved), after
 
     return ServerMethod(init, send, step)

@@ -58,6 +58,6 @@ METHOD = Method(
     build=build_fedavg,
     proximal="FedProx's mu",
     trains_parts=True,
-    may_be_private=True,
+    one_change=True,
     takes_rate=True,
 )

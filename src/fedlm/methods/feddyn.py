@@ -84,5 +84,6 @@ METHOD = Method(
     proximal="FedDyn's alpha",
     needs_proximal=True,
     needs_constant_schedule=True,
+    one_change=True,
     keeps_client_state=True,
 )

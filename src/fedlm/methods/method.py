@@ -52,5 +52,12 @@ class Method:
     takes_rate: bool = False
     needs_constant_schedule: bool = False  # the server's step has no schedule
     trains_parts: bool = False  # works with `wire.trainable` and `wire.error_feedback`
-    may_be_private: bool = False  # all that a client sends is one change, which a clip bounds
+    # All that a client sends is one change of the model, whose length means something: a clip
+    # bounds it, and a server may shorten it.
+    one_change: bool = False
     keeps_client_state: bool = False  # clients remember something until their next round
+
+    @property
+    def may_be_private(self) -> bool:
+        """Whether a privacy plan covers all that a client sends and remembers."""
+        return self.one_change and not self.keeps_client_state

@@ -25,7 +25,12 @@ from fedlm.core.types import LossFn, Params, Sampling, TrainablePart
 from fedlm.federation.algorithm import Algorithm, own_rate
 from fedlm.local.train import WEIGHTS, local_training
 from fedlm.methods import fedavg
-from fedlm.methods.catalog import METHODS, RelatedSettings, check_method_settings
+from fedlm.methods.catalog import (
+    METHODS,
+    RelatedSettings,
+    check_method_settings,
+    method_names,
+)
 from fedlm.methods.method import MethodOptions
 from fedlm.methods.optimizers import (
     Optimizer,
@@ -309,6 +314,13 @@ def _check_mode(recipe: Recipe) -> None:
         client.method if keeps else True,
         "a method whose clients remember nothing, with server.mode = 'buffered': what a client "
         "remembers is corrected by the server's next step, which here comes without it",
+    )
+    require(
+        METHODS[client.method].one_change,
+        "client.method",
+        client.method,
+        f"{method_names(lambda m: m.one_change)} with server.mode = 'buffered': the discount of a "
+        "late answer is that of a change, and other methods send statistics and counts beside it",
     )
     require(
         TRAINABLE[wire.trainable].outlives_round,

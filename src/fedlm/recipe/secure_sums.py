@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fedlm.cohort.sampling import most_members
 from fedlm.core import tree
 from fedlm.core.errors import require
 from fedlm.core.keys import digest_for, generator_for, key_for
@@ -138,6 +139,14 @@ def engine_for(recipe: Recipe, algorithm: Algorithm, make: Callable[[Algorithm],
 def secure_engine(recipe: Recipe, algorithm: Algorithm, sums: NodeSums) -> SecureEngine:
     """Return the engine whose totals are secure sums of nodes, here or on a network."""
     integers, shares = integers_of(recipe, algorithm), shares_of(recipe, algorithm)
+    most = most_members(algorithm.sampling, recipe.server.rounds)
+    require(
+        most <= integers.members,
+        "wire.upload",
+        recipe.wire.upload,
+        f"room for {most} members: server.sampling = {algorithm.sampling.law!r} draws cohorts of "
+        f"different sizes, {algorithm.sampling.cohort} on average",
+    )
     return SecureEngine(algorithm, sums, integers, shares)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fedlm.core.errors import require
-from fedlm.methods.catalog import METHODS
+from fedlm.methods.catalog import METHODS, method_names
 from fedlm.models.partial import TRAINABLE
 from fedlm.privacy.catalog import MECHANISMS
 from fedlm.recipe.settings import Recipe
@@ -72,11 +72,23 @@ def _robust_rules(recipe: Recipe) -> Iterator[SumRule]:
             value,
             f"{plain} with wire.secure_nodes: secure sums hide the updates it looks at",
         )
+        yield _one_change_rule(recipe, name)
     yield SumRule(
         recipe.server.aggregate == "trimmed-mean" or recipe.server.trim == 0.1,
         "server.trim",
         recipe.server.trim,
         "0.1, its default, unless server.aggregate = 'trimmed-mean'",
+    )
+
+
+def _one_change_rule(recipe: Recipe, beside: str) -> SumRule:
+    """Return the rule of whatever takes all that a member sends for one change of the model."""
+    return SumRule(
+        METHODS[recipe.client.method].one_change,
+        "client.method",
+        recipe.client.method,
+        f"{method_names(lambda m: m.one_change)} with {beside}: other methods send statistics "
+        "and counts beside a change",
     )
 
 
@@ -93,6 +105,12 @@ def _flat_rules(recipe: Recipe) -> Iterator[SumRule]:
             "wire.trainable",
             part,
             f"a part that all members of a round train alike, with {name}",
+        )
+        yield SumRule(
+            not TRAINABLE[part].exact_mean,
+            "wire.trainable",
+            part,
+            f"a part whose updates are added as they are sent, with {name}",
         )
 
 
@@ -183,6 +201,7 @@ def _sum_rules(recipe: Recipe) -> Iterator[SumRule]:
         recipe.client.weight,
         "'uniform' with wire.secure_nodes: weights would need a range of their own",
     )
+    yield _one_change_rule(recipe, "wire.secure_nodes")
     yield SumRule(
         not METHODS[recipe.client.method].keeps_client_state,
         "client.method",
@@ -202,13 +221,11 @@ def _sum_rules(recipe: Recipe) -> Iterator[SumRule]:
         "0 with wire.secure_nodes: the range of the sum is fixed before the first round",
     )
     most = grid_of(codec).members
-    fixed = recipe.server.sampling in ("fixed", "spaced")
     yield SumRule(
         recipe.server.cohort <= most,
         "server.cohort",
         recipe.server.cohort,
         f"at most {most}, the members of wire.upload = {wire.upload!r}",
-        "" if fixed else "Leave room: this sampling law draws cohorts of different sizes.",
     )
 
 

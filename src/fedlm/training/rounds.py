@@ -129,6 +129,8 @@ class RoundRecord:
         if noisy.at_nodes:  # what a node answers has left it, whatever becomes of this process
             self.ahead.pay_once(int(state.round), "evaluation", noisy.noise_multiplier)
             return noisy.figures(state)
+        if not self.ahead.affords("evaluation", noisy.noise_multiplier):
+            return None  # paid for before a crash that kept them from the journal
         figures = noisy.figures(state)
         self.ahead.pay("evaluation", noisy.noise_multiplier)
         return figures

@@ -103,7 +103,8 @@ class WriteAhead:
         self._read()
         round, lost = int(saved.state.round), self._after(saved)
         if not lost:
-            return Resumed(saved.state, self.affordable(round))
+            again = self.missing(saved) is not None
+            return Resumed(saved.state, self.affordable(round, again=again))
         said = (
             f"{self.directory.path}: the states after round {round} are lost, and rounds up to "
             f"{max(lost) + 1} were released."
@@ -186,10 +187,11 @@ class WriteAhead:
         rounds = ledger.rounds_of(self.entries or self.book.entries())
         return {"releases": len(rounds)} if ledger.extra_releases(rounds) else {}
 
-    def affordable(self, round: int) -> int:
+    def affordable(self, round: int, *, again: bool = False) -> int:
         """Return how many rounds may be played in all, `round` of them played already.
 
-        Releases besides one per round leave less of the budget than the plan counted on.
+        Releases besides one per round leave less of the budget than the plan counted on. If noisy
+        figures of the last round are to be made `again`, they are paid for again.
         """
         entries = self.entries or self.book.entries()
         wanted, budget = self.run.cadence.rounds, self.run.cadence.budget
@@ -200,16 +202,27 @@ class WriteAhead:
 
         def fits(last: int) -> bool:
             further = [round_entry(number, ledger.UNKNOWN) for number in range(round, last)]
-            whole = [*entries, *further, *self._figures(entries, round, last)]
-            if not before:
-                return ledger.spent_of(whole).epsilon <= budget
-            return spending.total_spent([whole, *before], self._delta()).epsilon <= budget
+            figures = self._figures(entries, round, last, again)
+            return self._within([*entries, *further, *figures], before)
 
         low, high = round, max(round, wanted) + 1  # `low` is played, `high` is not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+    def affords(self, what: str, noise_multiplier: float) -> bool:
+        """Return whether the budget holds another Gaussian release about the clients."""
+        return self._within([*self.entries, gaussian_entry(what, noise_multiplier)], self._before())
+
+    def _within(self, entries: list[Entry], before: list[list[Entry]]) -> bool:
+        """Return whether releases, and what came before the run, are within the budget."""
+        budget = self.run.cadence.budget
+        if budget is None:
+            return True
+        if not before:
+            return ledger.spent_of(entries).epsilon <= budget
+        return spending.total_spent([entries, *before], self._delta()).epsilon <= budget
 
     def check_budget(self, rounds: int, say: Say) -> None:
         """Say how many rounds a run can afford if these are not all; refuse a run without any."""
@@ -235,13 +248,15 @@ class WriteAhead:
     def _delta(self) -> float:
         return min(plan.delta for plan in self.plans.values())
 
-    def _figures(self, entries: list[Entry], round: int, last: int) -> list[Entry]:
+    def _figures(self, entries: list[Entry], round: int, last: int, again: bool) -> list[Entry]:
         """Return the releases of noisy figures that are due until round `last`."""
         noisy = self.run.private_evaluation
         if noisy is None:
             return []
-        # Those of a round that is on record may be missing, as a crash came between.
-        first = round if entries[-1]["kind"] == "round" else round + 1
+        # Those of a round that is on record may be missing, as a crash came between. Paid for and
+        # not told, they are made again; a node's are the same bytes then.
+        unpaid = entries[-1]["kind"] == "round" or (again and not noisy.at_nodes)
+        first = round if unpaid else round + 1
         due = sum(noisy.due(played, last) for played in range(max(first, 1), last + 1))
         return [gaussian_entry("evaluation", noisy.noise_multiplier)] * due
 
