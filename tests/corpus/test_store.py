@@ -246,6 +246,22 @@ def test_damaged_clients_are_refused(store):
             Store(store.path)
 
 
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_store_of_compressed_batches_is_refused_before_they_are_inflated(store, codec):
+    """A file of 34 kB made the process a gigabyte larger by being opened."""
+    file = store.path / "clients.arrow"
+    table = pa.ipc.open_file(file).read_all()
+    file.unlink()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.OSFile(str(file), "wb") as sink:
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+    before = pa.total_allocated_bytes()
+    with pytest.raises(CorpusError, match="a compressed batch, which no fedlm writes"):
+        Store(store.path)
+    assert pa.total_allocated_bytes() == before
+
+
 def test_files_of_another_store_are_refused(store, tmp_path):
     other = write(LETTERS[:5], tmp_path / "other", SETTINGS)
     shutil.copy(other.path / "tokenizer.json", store.path)

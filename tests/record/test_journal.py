@@ -78,6 +78,18 @@ def test_rewind_keeps_exactly_the_rounds_before(journal, first):
     assert list(read(journal.path)) == before[: 1 + min(first, 3)]
 
 
+def test_a_line_is_never_appended_to_a_torn_one(journal):
+    """An extended run could not be resumed: its new line and a torn one became a damaged one."""
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole + b'{"kind": "round", "round": 3, "los')
+    journal.append(make_releasable("extended", {"before": 2, "rounds": 3}))
+    last = list(read(journal.path))[-1]
+    assert journal.path.read_bytes().startswith(whole) and last["kind"] == "extended"
+    journal.path.write_bytes(whole[:-1])  # only the line end is missing
+    journal.append(make_releasable("extended", {"before": 2, "rounds": 3}))
+    assert kinds(journal)[-2:] == ["final", "extended"]
+
+
 def test_rewind_removes_a_torn_line_so_that_the_next_one_starts_afresh(journal):
     with open(journal.path, "a") as file:
         file.write('{"kind": "rou')

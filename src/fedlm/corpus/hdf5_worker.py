@@ -44,13 +44,15 @@ def answers(path: str) -> Iterator[dict[str, Any]]:
         yield {"error": f"not an HDF5 file ({_brief(error)})"}
         return
     with file:
-        examples = file.get("examples")
+        examples = file.get("examples") if _is_inside(file, "examples") else None
         if not isinstance(examples, h5py.Group):
             yield {"error": "no group 'examples', as in TFF's Stack Overflow file"}
             return
         for client in list(examples):
             try:
                 client.encode()
+                if not _is_inside(examples, client):
+                    raise ValueError("is a link, and a link may name another file")
                 yield {"client": client, "lines": sentences(examples[client])}
             except UnicodeError as error:
                 yield {"error": f"client {client!r} is not valid UTF-8 ({error.reason})"}  # type: ignore[attr-defined]
@@ -63,9 +65,12 @@ def answers(path: str) -> Iterator[dict[str, Any]]:
 
 def sentences(group: Any) -> list[str]:
     """Return the sentences of a client."""
-    tokens = group.get("tokens") if isinstance(group, h5py.Group) else None
+    there = isinstance(group, h5py.Group) and _is_inside(group, "tokens")
+    tokens = group.get("tokens") if there else None
     if not isinstance(tokens, h5py.Dataset):
         raise ValueError("has no dataset 'tokens'")
+    if tokens.is_virtual or tokens.external:
+        raise ValueError("has 'tokens' that lie in another file")
     stored = min(tokens.id.get_storage_size(), os.path.getsize(tokens.file.filename))
     if tokens.size is None or tokens.size * tokens.dtype.itemsize > MOST_DEFLATED * stored:
         raise ValueError(f"has {tokens.shape} sentences, for which the file has no room")
@@ -73,6 +78,11 @@ def sentences(group: Any) -> list[str]:
     if not all(isinstance(each, bytes | str) for each in found):
         raise ValueError("has something else than text in 'tokens'")
     return [each.decode() if isinstance(each, bytes) else each for each in found]
+
+
+def _is_inside(group: Any, name: str) -> bool:
+    """Return whether a name stands for an object of this file; other links may leave it."""
+    return isinstance(group.get(name, getlink=True), h5py.HardLink)
 
 
 def _brief(error: BaseException) -> str:

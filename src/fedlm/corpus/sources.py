@@ -305,14 +305,26 @@ def comma_separated(
     The arguments are the names of these columns.
     """
     csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(_csv_lines(path))
-    _need_columns(path, reader.fieldnames or [], client, text)
-    for row in reader:
-        where = f"{path}, line {reader.line_num}"
-        if row[client] is None or row[text] is None:
-            raise CorpusError(f"{where}: expected {client} and {text}.{_way_out(client, client)}")
-        _check_person(row[client], client, where)
-        yield Document(row[client], _groups(row.get(groups)), row[text])
+    reader = csv.DictReader(_csv_lines(path), strict=True)
+    try:
+        _need_columns(path, reader.fieldnames or [], client, text)
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if row[client] is None or row[text] is None:
+                raise CorpusError(
+                    f"{where}: expected {client} and {text}.{_way_out(client, client)}"
+                )
+            if None in row:
+                raise CorpusError(
+                    f"{where}: more fields than columns. Put text with commas in double quotes."
+                )
+            _check_person(row[client], client, where)
+            yield Document(row[client], _groups(row.get(groups)), row[text])
+    except csv.Error as error:
+        raise CorpusError(
+            f"{path}, line {reader.reader.line_num}: {error}. A field that begins with a quote ends "
+            "with one, and a quote inside it is written twice."
+        ) from None
 
 
 def _csv_lines(path: Path) -> Iterator[str]:
@@ -334,7 +346,8 @@ def parquet(
     try:
         file = pq.ParquetFile(path)
         _need_columns(path, file.schema_arrow.names, client, text)
-        for batch in file.iter_batches():
+        columns = [name for name in file.schema_arrow.names if name in (client, text, groups)]
+        for batch in file.iter_batches(columns=columns):
             for row in batch.to_pylist():
                 name, found = _name(row[client]), _groups(row.get(groups))
                 if not all(isinstance(v, str) for v in (name, row[text], *found)):

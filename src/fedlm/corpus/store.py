@@ -43,6 +43,7 @@ from fedlm.core.documents import JsonObject, read_json
 from fedlm.core.errors import CorpusError
 from fedlm.core.types import Say, SpecialTokens
 from fedlm.corpus import tokenizer as tok
+from fedlm.corpus.arrow_file import read_batches
 from fedlm.corpus.gather import GatheredClients, gather_clients
 from fedlm.corpus.piece_spool import ClientTokens, PieceSpool
 from fedlm.corpus.piece_workers import cut_blocks, worker_count
@@ -477,11 +478,8 @@ class Store:
         try:
             mapped = _map(self.path / "clients.arrow")
             self._files = [mapped]
-            self._reader = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped)))
-            self._batches = [
-                self._reader.get_batch(i) for i in range(self._reader.num_record_batches)
-            ]
-            self._check_batches()
+            schema, self._batches = read_batches(pa.py_buffer(mapped))
+            self._check_batches(schema)
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:
             reason = " ".join(str(error).split())[:200]
             raise CorpusError(
@@ -494,13 +492,13 @@ class Store:
                 f"{self.manifest['clients']}. Prepare it again."
             )
 
-    def _check_batches(self) -> None:
+    def _check_batches(self, schema: pa.Schema) -> None:
         """Raise `ValueError` or an error of Arrow unless the columns can be read safely.
 
         Types, sizes of buffers, offsets and UTF-8 are checked; tokens are not touched.
         """
         wanted = _schema(tok.token_dtype(self.vocabulary))
-        if not self._reader.schema.equals(wanted):
+        if not schema.equals(wanted):
             raise ValueError("its columns are not those of a store")
         for batch in self._batches:
             batch.validate(full=True)

@@ -14,10 +14,10 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedlm.core.documents import JsonObject, json_value
-from fedlm.core.durable import write_atomically
+from fedlm.core.durable import ends_whole, write_atomically
 from fedlm.core.errors import RecordError, shown
 from fedlm.core.releasable import Releasable
 
@@ -116,6 +116,19 @@ def checked(entry: Any, where: str) -> JsonObject:
     return entry
 
 
+def _mend(file: BinaryIO) -> None:
+    """Remove a last line that a power cut tore, or end one that lacks its end alone."""
+    file.seek(0)
+    data = file.read()
+    whole = data.rfind(b"\n") + 1
+    try:
+        json_value(data[whole:], "", RecordError)
+    except RecordError:
+        file.truncate(whole)
+    else:
+        file.write(b"\n")
+
+
 class Journal:
     """An append-only file of facts."""
 
@@ -126,8 +139,10 @@ class Journal:
         """Append one line in one write, and flush it to the operating system."""
         line = dumps({"kind": facts.kind, **facts}) + "\n"
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line)
+            with open(self.path, "ab+") as file:
+                if not ends_whole(file.fileno()):
+                    _mend(file)
+                file.write(line.encode())
         except OSError as error:
             raise RecordError(
                 f"journal {self.path} could not be written: {error.strerror}. The last "
