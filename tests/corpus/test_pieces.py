@@ -162,6 +162,14 @@ WORDS = st.dictionaries(st.text(st.sampled_from("abc<pd>"), min_size=1, max_size
                         st.integers(1, 9), min_size=1, max_size=12)  # fmt: skip
 
 
+def test_one_long_run_of_a_letter_is_learned_in_its_length():
+    """Quadratic, a line of a million dashes took more than an hour."""
+    entries, merges = learn_merges({"=" * 100_000: 1}, [], "=", 18)
+    assert len(entries) == 18 and [len(left) for left, _ in merges[:16]] == [
+        2**n for n in range(16)
+    ]
+
+
 @given(WORDS, st.integers(2, 60))
 @example({"abab": 3, "ababab": 2, "aab": 5, "bab": 1}, 12)
 @example({"aaaa": 2, "aaa": 3, "aa": 1}, 9)

@@ -93,6 +93,17 @@ def write_private(tmp_path):
     return tmp_path / "grid.toml"
 
 
+def test_a_selection_stays_within_the_budget_of_a_run(tmp_path):
+    """Each run was made for the budget, and the best of several costs more."""
+    recipe = write_private(tmp_path).with_name("private.toml")
+    noise, budget = "noise_multiplier = 3.0", "noise_multiplier = 3.0\nepsilon = {}"
+    text = recipe.read_text()
+    recipe.write_text(text.replace(noise, budget.format(0.2)))
+    done = call(tmp_path, "sweep", "grid.toml", "--out", "best")
+    assert done.code == 2 and not (tmp_path / "best").exists()
+    assert "privacy.epsilon = 0.2: expected at least 0.4856" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("runs", [0, 2])
 def test_a_selection_that_releases_nothing_is_over_and_counted(tmp_path, monkeypatch, runs):
     """Whoever draws again until a model comes out has made several selections."""

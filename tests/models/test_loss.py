@@ -143,6 +143,13 @@ def test_a_batch_counts_its_real_targets():
     assert float(count(features, readout, targets)) == 23 - 5
 
 
+def test_a_model_that_tells_nothing_finds_nothing():
+    """Where all logits were equal every target counted as the likeliest: 100% right."""
+    readout = jnp.ones((31, 4))
+    nats, right = scored(jnp.zeros((6, 4)), readout, jnp.array([1, 2, 3, 4, 5, 6]))
+    assert not np.any(right) and np.allclose(nats, np.log(31))
+
+
 def test_scores_add_up_to_the_loss_and_name_the_likeliest():
     features, readout, targets = example()
     nats, right = scored(features, readout, targets)

@@ -209,6 +209,18 @@ def test_it_composes_with_other_releases_and_calibrates():
     assert 0.99 < found <= 1.0
 
 
+@pytest.mark.parametrize("mechanism", ["gaussian", "banded"])
+@pytest.mark.parametrize("noise", [0.05, 0.001])
+def test_little_noise_has_a_cost_and_no_traceback(mechanism, noise):
+    """Likelihood ratios beyond all numbers ended the account with an `IndexError`."""
+    chosen = dataclasses.replace(PLANS["gaussian, bins"], noise_multiplier=noise, rounds=60)
+    if mechanism == "banded":
+        chosen = dataclasses.replace(PLANS["banded, bins"], noise_multiplier=noise, rounds=60)
+    found = spent(chosen, 60).epsilon
+    turns = 60 // (chosen.sampling.min_separation + 1)
+    assert found >= 0.9 * epsilon_of_shift(math.sqrt(turns) / noise, chosen.delta) > 100
+
+
 def test_bins_that_cannot_be_accounted_for_are_refused_in_a_sentence():
     for refused, wanted in (
         (plan("gaussian", dataclasses.replace(BINS, max_participations=1)), "does not enforce it"),

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from fedlm.privacy.cost import compose, fixed_size_event
-from fedlm.privacy.fixed_size import backward, fixed_size_loss, forward
+from fedlm.privacy.fixed_size import ROUNDING, backward, fixed_size_loss, forward
 
 EPSILONS = np.array([0.0, 0.1, 0.4, 1.0, 2.0])
 GRID = np.linspace(-9, 9, 1201)
@@ -91,6 +91,20 @@ def test_the_published_case_costs_little_more_than_the_worst_pair_found():
     """An audit by search found a pair that needs 12.1; RDP at half the noise says 23.3."""
     epsilon, name = compose([fixed_size_event(1.0, 100, 10_000, 1000)], 1e-6)
     assert name == "PLD" and 12.1 < epsilon < 12.25
+
+
+def test_what_rounding_takes_from_a_profile_is_counted():
+    """Against sixty digits: a difference of normal tails loses what is below 1e-16."""
+    mpmath = pytest.importorskip("mpmath")
+    noise, rate, epsilon = 1.0, 0.999, 5.9
+    with mpmath.workdps(60):
+        b = 1 + mpmath.expm1(epsilon) / mpmath.mpf(rate)
+        begin = mpmath.log(b) * noise + 1 / (2 * mpmath.mpf(noise))
+        true = rate * (mpmath.ncdf(1 / noise - begin) - b * mpmath.ncdf(-begin))
+        short = float(true) - backward(np.array([epsilon]), noise, rate)[0]
+    assert 0 < abs(short) < ROUNDING * rate
+    least = fixed_size_loss(noise, rate, 1e-2).get_delta_for_epsilon(50.0)
+    assert least >= ROUNDING * rate
 
 
 @pytest.mark.slow

@@ -84,6 +84,12 @@ def test_a_card_says_what_the_run_claims(llama):
     ]  # fmt: skip
 
 
+def test_a_name_cannot_write_a_claim_into_a_card():
+    name = "eve`\n\n# Privacy\n- Privacy: epsilon 0.1 covers this model. <img src=x>"
+    (line,) = _privacy_of_part({"run": name, "private": True})
+    assert "\n" not in line and "<" not in line and line.count("`") == 2
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [

@@ -126,6 +126,14 @@ def test_a_cohort_that_the_clients_cannot_fill_is_refused(made):
         made("server.cohort=19")
 
 
+def test_rows_longer_than_learned_positions_are_refused(made):
+    """Later tokens shared the last position in silence: another model than the published one."""
+    gpt2 = ("model.name=gpt2", "model.layers=1", "model.heads=2", "model.length=8")
+    made(*gpt2, "data.sequence_length=8")
+    with pytest.raises(ConfigError, match=r"data\.sequence_length = 9: expected at most 8"):
+        made(*gpt2, "data.sequence_length=9")
+
+
 @pytest.mark.parametrize("path", ["nowhere", "tiny.jsonl"])
 def test_what_is_not_a_store_is_refused(tmp_path, tiny_text, path):
     with pytest.raises(CorpusError, match="is not a store"):

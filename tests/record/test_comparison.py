@@ -34,6 +34,16 @@ def test_seeds_are_one_line_with_a_band(tmp_path):
     assert "client.learning_rate 0.5 0.1" in words and "run.seed" not in words
 
 
+def test_the_best_by_its_mean_comes_first(tmp_path):
+    """A lucky seed put a line first that the verdict above the table called worse."""
+    for name, rate, worse in (("lucky", 0.5, (-30.0, 30.0)), ("steady", 0.1, (-5.0, -5.0))):
+        for seed, by in enumerate(worse):
+            write(tmp_path / f"{name}-s{seed}", recipe=recipe(rate, seed), worse=by)
+    words = said(page_of(*sorted(tmp_path.iterdir())))
+    assert "steady is best" in words
+    assert words.index("steady 2 ") < words.index("lucky 2 ")
+
+
 def test_a_difference_that_seeds_could_make_is_called_so(tmp_path):
     runs = [*seeds(tmp_path, "a", 0.5, 0.0), *seeds(tmp_path, "b", 0.1, 0.5)]
     assert "which seeds alone could make" in said(page_of(*runs))

@@ -98,6 +98,8 @@ def test_tensorboard_hides_rounds_that_a_resumed_run_repeats(tmp_path):
     follow("tensorboard", tmp_path, range(2, 4))
     # TensorBoard forgets older steps from that of a start on.
     assert (2, "start", None) in events(tmp_path)
+    follow("tensorboard", tmp_path, range(2))  # killed before its first checkpoint
+    assert (0, "start", None) in events(tmp_path)
 
 
 def wandb_folders(directory):

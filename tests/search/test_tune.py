@@ -23,6 +23,32 @@ from fedlm.training import Watcher
 RATE = "client.learning_rate"
 
 
+def write_rounds(path, *perplexities):
+    """A journal of rounds of which every second one was scored; infinity is null, as in JSON."""
+    path.mkdir(exist_ok=True)
+    lines = [{"kind": "header", "recipe": {}}]
+    for number, found in enumerate(perplexities):
+        scored = {} if found is None else {"perplexity": found if math.isfinite(found) else None}
+        lines.append({"kind": "round", "round": number, "seconds": 1.0, **scored})
+    (path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_score_beyond_all_numbers_counts_as_divergence(tmp_path):
+    """It ended the search, or left a point with its score of a shorter rung."""
+    write_rounds(tmp_path, None, math.inf)
+    assert tune._scored(tmp_path, 2) == math.inf
+    write_rounds(tmp_path, None, 55.0, None, math.inf)
+    assert [tune._scored(tmp_path, rounds) for rounds in (2, 4)] == [55.0, math.inf]
+    assert tune._scored(tmp_path, 6) is None
+
+
+def test_a_rung_keeps_its_score_when_a_later_one_diverges(tmp_path):
+    """A search that went on promoted another point than the one that was stopped."""
+    write_rounds(tmp_path, None, 50.0, None)
+    (tmp_path / "diverged.json").write_text("{}")
+    assert [tune._scored(tmp_path, rounds) for rounds in (2, 4)] == [50.0, math.inf]
+
+
 def test_a_range_is_even_in_its_logarithm():
     name, values = axis_of("client.learning_rate=0.001..1:4")
     assert name == RATE and values == (0.001, 0.01, 0.1, 1.0)

@@ -1,6 +1,7 @@
 """A run that goes on ends like one that was never shorter; one that no longer improves stops."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -205,5 +206,11 @@ def test_patience_counts_evaluations_since_the_best():
     watch.hear({"round": 5, "perplexity": None})
     watch.hear({"round": 6, "perplexity": 6.0})
     assert watch.exhausted and watch.best == (3, 4.0)
+    # Beyond all numbers a perplexity is null in a journal: the same answer before and after.
+    lived, told = EarlyStopping(2), EarlyStopping(2)
+    for number in range(3):
+        assert not lived.hear({"round": number, "perplexity": math.inf})
+        assert not told.hear({"round": number, "perplexity": None})
+    assert lived.exhausted == told.exhausted
     never = EarlyStopping(0, [{"round": n, "perplexity": float(n)} for n in range(99)])
     assert not never.exhausted

@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from fedlm.record.status import StatusFile
 from fedlm.watch import board as boards
 from fedlm.watch.board import Board, thinned
@@ -56,6 +58,8 @@ def test_the_ends_of_a_file_do_not_need_its_middle(tmp_path):
     assert ends_of(path) == (b"head\n", [])
     path.write_text("hal")
     assert ends_of(path) == (b"", [])
+    path.write_text("head\nword\n" + "x\n" * 200_000)
+    assert len(ends_of(path)[1]) < 20_000 and b"word" in ends_of(path, word=b"word")[1]
 
 
 # ---- rows ----------------------------------------------------------------------------------
@@ -73,6 +77,27 @@ def test_a_row_tells_how_far_a_run_is(tmp_path):
         "training", "waiting for sweden, 40 s", True
     )  # fmt: skip
     assert row["can_stop"] and not row["can_resume"]
+
+
+def test_a_row_of_a_long_run_knows_its_last_perplexity_and_its_rounds(tmp_path):
+    """Both were lost where they lay further from the journal's end than was looked at."""
+    told = [round_line(n, edges="x" * 200) for n in range(900)]
+    for entry in told:
+        entry.pop("perplexity", None)
+    told[400]["perplexity"] = 80.0
+    extended = {"kind": "extended", "before": 10, "rounds": 1000}
+    path = make_run(tmp_path / "one", rounds=0, more=[*told[:10], extended, *told[10:]])
+    (path / "recipe.toml").write_text("[server]\nrounds = 1000\n")
+    row = fresh(Board(tmp_path))["one"]
+    assert (row["round"], row["rounds"], row["perplexity"]) == (900, 1000, 80.0)
+
+
+@pytest.mark.parametrize("rounds", ["x", [1], {"a": 1}, True, -1])
+def test_a_damaged_header_is_told_in_its_own_row(tmp_path, rounds):
+    make_run(tmp_path / "good")
+    make_run(tmp_path / "bad", header={"recipe": {"server": {"rounds": rounds}}})
+    rows = fresh(Board(tmp_path))
+    assert rows["good"]["perplexity"] and "makes no sense" in rows["bad"]["problem"]
 
 
 def test_a_row_follows_its_files(tmp_path):
@@ -217,7 +242,9 @@ def test_a_federation_shows_who_answered(tmp_path):
     path = make_run(tmp_path / "one")
     seats = [{"name": "north", "leaves": [["n1", 3]]}, {"name": "south"}]
     (path / "seats.json").write_text(json.dumps(seats))
-    (path / "nodes.jsonl").write_text(lines(STATS, {**STATS, "round": 1}, {**STATS, "round": 1}))
+    torn = '{"round": 1, "answ\n'  # what a full disk left; the lines after it count
+    again = lines({**STATS, "round": 1}, {**STATS, "round": 1})
+    (path / "nodes.jsonl").write_text(lines(STATS) + torn + again)
     board = Board(tmp_path)
     fresh(board)
     found = board.details("one")["federation"]

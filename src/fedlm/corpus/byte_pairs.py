@@ -90,21 +90,31 @@ def _merge(
     arisen: dict[int, list[int]] = defaultdict(list)
     for place in places:
         word, weight, at = spelled[place], times[place], 0
-        for _ in range(word.count(left)):
-            if left == right and left not in word[at:]:
-                break  # one merge took two of them
-            at = word.index(left, at)
-            if at + 1 < len(word) and word[at + 1] == right:
-                word[at : at + 2] = (made,)
-                if at:
-                    before = word[at - 1] << SHIFT
-                    counts[before | left] -= weight
-                    counts[before | made] += weight
-                    arisen[before | made].append(place)
-                if at + 1 < len(word):
-                    after = word[at + 1]
-                    counts[right << SHIFT | after] -= weight
-                    counts[made << SHIFT | after] += weight
-                    arisen[made << SHIFT | after].append(place)
-            at += 1
+        merged: list[int] = []
+        found: dict[int, None] = {}  # pairs that arise here, each once, in order
+        ahead = word.count(left)  # how often it stands from `at` on
+        while ahead:
+            here = word.index(left, at)
+            merged += word[at:here]
+            at, ahead = here, ahead - 1
+            if at + 1 == len(word) or word[at + 1] != right:
+                merged.append(left)
+                at += 1
+                continue
+            ahead -= left == right
+            if merged:
+                before = merged[-1] << SHIFT
+                counts[before | left] -= weight
+                counts[before | made] += weight
+                found[before | made] = None
+            merged.append(made)
+            at += 2
+            if at < len(word):
+                after = word[at]
+                counts[right << SHIFT | after] -= weight
+                counts[made << SHIFT | after] += weight
+                found[made << SHIFT | after] = None
+        spelled[place] = merged + word[at:]
+        for pair in found:
+            arisen[pair].append(place)
     return arisen

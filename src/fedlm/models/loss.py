@@ -163,6 +163,8 @@ def scores(
 ) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
     """Return the nats of each target, and whether no other token was more likely.
 
+    Where all tokens are equally likely, as a dead model has it, no target counts as found.
+
     Real targets are sorted to the front, and a loop takes them in blocks until none is left. Its
     length is data, so PAD costs nothing and one size is compiled; it has no gradient.
     """
@@ -179,8 +181,10 @@ def scores(
         logits = features[jax.lax.dynamic_slice_in_dim(order, i * block, block)] @ readout.T
         top = jnp.max(logits, axis=1)
         at_target = jnp.take_along_axis(logits, of[:, None], axis=1)[:, 0]
-        nats = jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=1)) + top - at_target
-        found = jnp.where(of != PAD, nats, 0.0), (of != PAD) & (at_target >= top)
+        spread = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)  # all equal: `vocab`
+        nats = jnp.log(spread) + top - at_target
+        right = (of != PAD) & (at_target >= top) & (spread < vocab)
+        found = jnp.where(of != PAD, nats, 0.0), right
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, part, i * block, axis=0)
             for whole, part in zip(made, found, strict=True)

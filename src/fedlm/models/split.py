@@ -16,7 +16,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
-from fedlm.core.errors import ConfigError, require
+from fedlm.core.errors import ConfigError, nearest, require
 
 SETTING = "federation.personal_layers"
 WANTED = "none, all, kv, last SHARE as in 'last 0.3', or names with *; and perhaps '+ embedding'"
@@ -66,7 +66,13 @@ def _patterns(names: Sequence[str], base: str, rule: str) -> Sequence[str]:
         return ("*.attention.key.*", "*.attention.value.*", "*.attention.key", "*.attention.value")
     if not base.startswith("last "):
         require("*" in base or base in names, SETTING, rule, WANTED)
-        return [part.strip() for part in base.split(",")]
+        patterns = [part.strip() for part in base.split(",")]
+        for pattern in patterns:  # a layer that is mistyped would leave its node
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"{SETTING} = {rule!r}: no leaf is called {pattern!r}. {nearest(pattern, names[:50])}"
+                )
+        return patterns
     try:
         share = float(base.removeprefix("last "))
     except ValueError:

@@ -71,6 +71,7 @@ LAW = "balls-in-bins"
 POINTS = 600  # of the grid: the work grows with the square
 FAR = 8.6  # standard deviations: the chance beyond is below 1e-17
 TAIL = 1e-17
+MOST_SIGNAL = 25.0  # beyond 30 the largest ratio of a turn is no number
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,12 @@ def event_of_bins(
 
 
 def bins_loss(event: BallsInBinsEvent, step: float) -> Any:
-    """Return the privacy loss distribution of an event, on multiples of `step`."""
+    """Return the privacy loss distribution of an event, on multiples of `step`.
+
+    Raises `OverflowError` if the noise is so little that likelihood ratios are no numbers.
+    """
+    if math.sqrt(event.most_turns) > MOST_SIGNAL * event.noise_multiplier:
+        raise OverflowError("too little noise")
     ratio = _ratio(event)
     values, chances = ratio.values, ratio.chances
     more = np.cumsum(chances[::-1])[::-1]  # the chance of a value or more

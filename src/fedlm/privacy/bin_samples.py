@@ -3,9 +3,10 @@
 In:       the matrix, how many bins there are and how many rounds ran, the noise.
 Out:      upper bounds of delta at many epsilons, for the run with the client against that without
           it, and the other way round.
-Promise:  all bounds hold together, but for a chance of `WRONG` in the choice of the samples, which
-          is made once and for all (a fixed seed), not by the run; the same numbers on the same
-          machine.
+Promise:  all bounds of one plan hold together, but for a chance of `WRONG` in the choice of the
+          samples, which is made once and for all (a fixed seed), not by the run; the same numbers
+          on the same machine. Whoever takes the best of many plans by their bounds has that chance
+          as often as there are plans: a search for noise or rounds looks at less than a hundred.
 Not here: the pair of distributions, and why it dominates (`balls_in_bins.py`).
 
 Let L = sum_i p_i a_i be the likelihood ratio of `balls_in_bins.py`, with the chances p_i of the

@@ -58,13 +58,16 @@ scipy = late("scipy")  # up to a second
 
 # A mass so small is counted as a failure in every round.
 TAIL = 1e-18
+# Profiles are differences of numbers up to one: so much of them, times the rate, may be missing.
+ROUNDING = 4 * np.finfo(float).eps
 
 
 def fixed_size_loss(noise_multiplier: float, rate: float, step: float) -> Any:
     """Return the privacy loss distribution of one round, on multiples of `step`."""
     forth = _on_grid(lambda epsilons: forward(epsilons, noise_multiplier, rate), step)
     back = _on_grid(lambda epsilons: backward(epsilons, noise_multiplier, rate), step)
-    return distribution_of(forth, back, step)
+    lost = ROUNDING * rate
+    return distribution_of(forth + lost, back + lost, step)
 
 
 def distribution_of(forth: Vector, back: Vector, step: float, *, convex: bool = True) -> Any:

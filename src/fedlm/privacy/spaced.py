@@ -350,7 +350,10 @@ def _bins_event(plan: PrivacyPlan, rounds: int) -> cost.DpEvent:
 def _bins_cost(plan: PrivacyPlan, rounds: int) -> Cost:
     epsilon, accountant = cost.compose([_bins_event(plan, rounds)], plan.delta)
     name = f"{accountant} of {plan.mechanism} noise on balls-in-bins cohorts"
-    sampled = f"the loss was sampled; its bound is wrong with chance {bin_samples.WRONG:g}"
+    sampled = (
+        f"the loss was sampled; its bound is wrong with chance {bin_samples.WRONG:g}, or up to a "
+        "hundred times as much where noise or rounds were found by such bounds"
+    )
     overlap = getattr(_bins_event(plan, rounds), "overlap", None)
     return Cost(epsilon, name, (in_bins(plan), *([sampled] if overlap else [])))
 

@@ -38,7 +38,7 @@ def card(run: FinishedRun, kind: str, architecture: str | None = None) -> str:
         *head,
         FENCE,
         "",
-        f"# {run.directory.path.resolve().name}",
+        f"# {plain(run.directory.path.resolve().name)}",
         "",
         f"A `{architecture or run.spec.architecture}` language model, trained by fedlm with "
         "federated averaging on text that stayed where it was written.",
@@ -73,10 +73,11 @@ def _of_run(run: FinishedRun, facts: Facts) -> list[str]:
 
 def _of_part(run: FinishedRun, part: JsonObject) -> list[str]:
     """Return which run made the model of a place, a client or a node, and where its facts are."""
-    whose = next((f" of `{part[kind]}`" for kind in ("client", "node") if part.get(kind)), "")
+    kinds = ("client", "node")
+    whose = next((f" of {quoted(part[kind])}" for kind in kinds if part.get(kind)), "")
     rounds = f" in {count(part['rounds'], 'round')}" if "rounds" in part else ""
     return [
-        f"- Made by: the run `{part.get('run')}`{rounds}, as the model{whose}; data, bytes and "
+        f"- Made by: the run {quoted(part.get('run'))}{rounds}, as the model{whose}; data, bytes and "
         "figures of that run are in its own report.",
         f"- Tokenizer of {count(run.tokenizer.vocabulary, 'token')}; "
         f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
@@ -91,9 +92,12 @@ def _privacy_of_part(part: JsonObject) -> list[str]:
     if part.get("client") or part.get("covered") is False:
         return [
             "- Privacy: no promise covers this model: its own layers are as its owner's text made "
-            f"them, without noise. The claim of the run `{part.get('run')}` is of what left them."
+            f"them, without noise. The claim of the run {quoted(part.get('run'))} is of what left "
+            "them."
         ]
-    return [f"- Privacy: the claim of the run `{part.get('run')}`, in the words of its report."]
+    return [
+        f"- Privacy: the claim of the run {quoted(part.get('run'))}, in the words of its report."
+    ]
 
 
 def _figure(value: float | None) -> str:
@@ -143,6 +147,20 @@ def yaml_text(value: str) -> str:
     ('apache-2.0', '"mine: ["')
     """
     return value if WORD.fullmatch(value) else json.dumps(value)
+
+
+def plain(name: object) -> str:
+    """Return a name on one line, without what Markdown or HTML would read as its own.
+
+    >>> plain("eve`\\n# Privacy <b>")
+    'eve # Privacy b'
+    """
+    return one_line(re.sub(r"[`<>\[\]|*]", "", str(name))) or "-"
+
+
+def quoted(name: object) -> str:
+    """Return a name as Markdown shows it letter by letter."""
+    return f"`{plain(name)}`"
 
 
 def one_line(value: str) -> str | None:

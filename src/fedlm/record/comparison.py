@@ -228,7 +228,11 @@ def _table(groups: Sequence[Group], split: str) -> list[str]:
             first.header.get("parameters"),
         ]
 
-    best = sorted(groups, key=lambda g: min(g.values("perplexity", split), default=math.inf))
+    def mean(group: Group) -> float:
+        found = group.values("perplexity", split)
+        return statistics.fmean(found) if found else math.inf
+
+    best = sorted(groups, key=mean)
     rows = [row(group) for group in best]
     for name, value in baseline_rows(groups, split):
         blank: list[Any] = [""] * len(head)

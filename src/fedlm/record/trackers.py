@@ -73,8 +73,9 @@ class TensorBoard:
     def __init__(self, context: TrackerContext) -> None:
         from tensorboardX import SummaryWriter  # imported here: it takes a quarter of a second
 
-        folder = str(context.directory / "tensorboard")
-        self._writer = SummaryWriter(folder, purge_step=context.first_round or None)
+        folder = context.directory / "tensorboard"
+        purged = context.first_round if folder.is_dir() else None  # a run may go on with round 0
+        self._writer = SummaryWriter(str(folder), purge_step=purged)
 
     def log(self, round: int, metrics: Releasable) -> None:
         for name, value in scalars(metrics).items():

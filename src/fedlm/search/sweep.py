@@ -50,9 +50,9 @@ from fedlm.core.errors import (
 )
 from fedlm.core.keys import generator_for
 from fedlm.core.words import count, number
-from fedlm.privacy import ledger, selection
+from fedlm.privacy import ledger, selection, spending
 from fedlm.privacy.claim import Claim
-from fedlm.privacy.ledger import Ledger, selection_entry
+from fedlm.privacy.ledger import Entry, Ledger, selection_entry
 from fedlm.privacy.plan import PrivacyPlan
 from fedlm.recipe import shipped
 from fedlm.recipe.build import build
@@ -278,6 +278,7 @@ def select(sweep: Sweep, out: Path, stores: Path, stop: Callable[[], bool]) -> B
     plan = _one_plan(runs)
     first = runs[0]
     rounds, start = first.cadence.rounds, first.recipe.model.init_from or ""
+    _check_budget(selection_entry(plan, rounds, law.law, law.mean), first)
     lineage.begin_selection(
         out,
         first.store,
@@ -348,6 +349,20 @@ def _one_plan(runs: list[Run]) -> PrivacyPlan:
     return plan
 
 
+def _check_budget(entry: Entry, run: Run) -> None:
+    """Refuse a selection that costs more than `privacy.epsilon`, which bounds one run alone."""
+    if run.cadence.budget is None:
+        return
+    spent = spending.total_spent([[ledger.begin_entry({}), entry]])
+    require(
+        spent.epsilon <= run.cadence.budget,
+        "privacy.epsilon",
+        run.cadence.budget,
+        f"at least {spent.epsilon:.4g}, which the best of a random number of runs costs",
+        "Set privacy.noise_multiplier for the runs, and leave privacy.epsilon out or raise it.",
+    )
+
+
 def _drawn(sweep: Sweep, hidden: Path) -> list[int]:
     """Return which points are run; a selection that goes on has drawn them already."""
     assert sweep.selection is not None
@@ -380,7 +395,8 @@ def _score(
         return point, math.inf
     finally:
         _let_go()
-    return point, float(done["perplexity"])
+    told = done["perplexity"]  # JSON has no infinity
+    return point, math.inf if told is None else float(told)
 
 
 def _release(out: Path, path: Path, point: Point, perplexity: float, run: Run) -> Best:

@@ -43,7 +43,7 @@ from fedlm.record.facts import facts_of
 from fedlm.run import Run
 from fedlm.search import splits
 from fedlm.search.space import edges
-from fedlm.search.sweep import SEED, Point, name_of, privacy_sentence, train_point
+from fedlm.search.sweep import FAILED, SEED, Point, name_of, privacy_sentence, train_point
 from fedlm.search.tune_plan import Search
 from fedlm.search.tune_results import RUNS, Found, Trial, claim_folder, write_found
 from fedlm.training import Watcher
@@ -138,10 +138,8 @@ def _advance(
         if scored is None and clock.over():
             return None
         if scored is None:
-            raise RecordError(
-                f"{path} ended before a round that could be scored: its privacy.epsilon is too "
-                "small for one."
-            )
+            why = " its privacy.epsilon is too small for one." if run.plan is not None else ""
+            raise RecordError(f"{path} ended before a round that could be scored:{why or '.'}")
         nats.append(math.log(scored))
         failed += math.isinf(scored)
         paths.append(path)
@@ -167,15 +165,18 @@ def _until(rounds: int, watcher: Watcher, clock: _Clock) -> Watcher:
 
 
 def _scored(path: Path, rounds: int) -> float | None:
-    """Return a run's perplexity after so many rounds; infinity if it diverged, None if not yet."""
-    if (path / "diverged.json").is_file():
-        return math.inf
+    """Return a run's perplexity after so many rounds; infinity if it diverged, None if not yet.
+
+    What happened in later rounds changes nothing: a search that goes on decides as it did.
+    """
+    failed = math.inf if (path / FAILED).is_file() else None
     if not (path / "journal.jsonl").is_file():
-        return None
-    facts = facts_of(path)
-    found = [told["perplexity"] for told in facts.evaluated if told["round"] < rounds]
-    there = len(facts.rounds) >= rounds or (path / "summary.json").is_file()
-    return float(found[-1]) if found and there else None
+        return failed
+    rows = facts_of(path).rounds
+    found = [r["perplexity"] for r in rows if r["round"] < rounds and "perplexity" in r]
+    if not found or not (len(rows) >= rounds or (path / "summary.json").is_file()):
+        return failed
+    return math.inf if found[-1] is None else float(found[-1])  # JSON has no infinity
 
 
 # ---- before the first run --------------------------------------------------------------------

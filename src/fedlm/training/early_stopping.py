@@ -9,6 +9,7 @@ Not here: the loop (`run.py`), writing the best model (`rounds.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from fedlm.core.documents import JsonMapping
@@ -33,9 +34,12 @@ class EarlyStopping:
             self.hear(told)
 
     def hear(self, told: JsonMapping) -> bool:
-        """Take the facts of a round; return whether its perplexity is the lowest so far."""
+        """Take the facts of a round; return whether its perplexity is the lowest so far.
+
+        One that is beyond all numbers is passed over: a journal cannot tell it from none.
+        """
         perplexity = told.get("perplexity")
-        if perplexity is None:
+        if perplexity is None or not math.isfinite(perplexity):
             return False
         if self.best is None or perplexity < self.best[1]:
             self.best, self._since = (told["round"], perplexity), 0

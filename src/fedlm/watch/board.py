@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from fedlm.core.documents import json_value, read_json
-from fedlm.core.errors import FedlmError, RecordError, damaged
+from fedlm.core.documents import json_value, read_json, read_toml
+from fedlm.core.errors import FedlmError, RecordError, damaged, shown
 from fedlm.record import journal
 from fedlm.record.directory import ASSIGNMENTS, LOCK, PRIVATE_ROUND_STATS, ROUND_STATS, RunDirectory
 from fedlm.record.facts import SPLITS
@@ -275,7 +275,7 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
     if not directory.journal.is_file():
         return {}, {}
     path = directory.journal
-    first, lines = ends_of(path)
+    first, lines = ends_of(path, word=b'"perplexity"')
     if not first:
         return {}, {}
     header = _entry(first, f"{path}, line 1")
@@ -284,7 +284,6 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
     entries = _last_entries(lines, f"{path}, near its end")
     rounds = [entry for entry in entries if entry["kind"] == "round"]
     final: dict[str, Any] = next((e for e in reversed(entries) if e["kind"] == "final"), {})
-    extended = next((e["rounds"] for e in reversed(entries) if e["kind"] == "extended"), None)
     recipe = header.get("recipe", {})
     last = rounds[-1] if rounds else {}
     recent = [r for r in rounds[-RECENT:] if r["round"]] or rounds  # the first one compiles
@@ -293,7 +292,7 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
     figures = final.get("test") or final.get("validation") or {}
     row = {
         "round": last["round"] + 1 if rounds else 0,
-        "rounds": extended or recipe.get("server", {}).get("rounds"),
+        "rounds": _planned(directory, recipe),
         "loss": last.get("loss"),
         "perplexity": figures.get("perplexity") or _latest(rounds, "perplexity"),
         "held_out": _held_out(final),
@@ -311,6 +310,18 @@ def glance(directory: RunDirectory) -> tuple[Row, dict[str, Any]]:
         "problem": None,
     }
     return row, {f"{t}.{k}": v for t, of in recipe.items() for k, v in of.items()}
+
+
+def _planned(directory: RunDirectory, before: dict[str, Any]) -> int | None:
+    """Return how many rounds a run is to have, by its recipe, which an extension writes anew."""
+    try:
+        recipe = read_toml(directory.recipe, str(directory.recipe), RecordError)
+    except RecordError:
+        recipe = {}
+    rounds = (recipe or before).get("server", {}).get("rounds")
+    if rounds is not None and (type(rounds) is not int or rounds < 0):
+        raise RecordError(f"{directory.path}: server.rounds = {shown(rounds, 80)} makes no sense.")
+    return rounds
 
 
 def _held_out(final: dict[str, Any]) -> str | None:
@@ -331,10 +342,10 @@ def _last_entries(lines: list[bytes], where: str) -> list[dict[str, Any]]:
     ]
     found: list[dict[str, Any]] = []
     for line in reversed(lines[: -RECENT - 2]):
-        if not wanted and b'"extended"' not in line:
-            continue
+        if not wanted:
+            break
         hits = [name for name in wanted if b'"' + name + b'"' in line]
-        if hits or b'"extended"' in line:
+        if hits:
             entry = _entry(line, where)
             found.append(entry)
             wanted = [n for n in wanted if n not in hits or entry.get(n.decode()) is None]
@@ -552,9 +563,9 @@ class FederationView:
 
     def __init__(self, directory: RunDirectory, *, private: bool) -> None:
         self.directory = directory
-        self._tails = [Tail(directory.path / ROUND_STATS)]
-        if private:
-            self._tails.append(Tail(directory.path / PRIVATE_ROUND_STATS))
+        # A server that was killed, or whose disk was full, may leave a torn line between others.
+        files = [ROUND_STATS, PRIVATE_ROUND_STATS] if private else [ROUND_STATS]
+        self._tails = [Tail(directory.path / name, passes_over=True) for name in files]
         self._clear()
 
     def _clear(self) -> None:
@@ -573,7 +584,7 @@ class FederationView:
             try:
                 news = tail.poll()
             except FedlmError:
-                continue  # another one's file; or a line that a killed process left
+                continue  # another one's file
             if news.again:
                 self._clear()
             changed = changed or bool(news.entries or news.again)

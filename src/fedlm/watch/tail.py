@@ -18,6 +18,7 @@ from fedlm.core.errors import RecordError
 
 LARGEST_LINE = 16 << 20
 FIRST_WINDOW, LARGEST_WINDOW = 32 << 10, 8 << 20  # bytes of the end that `glance` looks at
+SEARCHED_WINDOW = 2 << 20  # and in which it looks for a word that need not be there
 
 
 class News(NamedTuple):
@@ -30,8 +31,9 @@ class News(NamedTuple):
 class Tail:
     """A reader that remembers how far it has come."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, passes_over: bool = False) -> None:
+        """Take a file, and whether to pass over lines that are not JSON, or refuse the file."""
+        self.path, self.passes_over = path, passes_over
         self._offset, self._lines, self._inode = 0, 0, -1
         self._last = b""  # the end of what was read, by which a rewritten file shows
 
@@ -63,9 +65,9 @@ class Tail:
             raise RecordError(f"{self.path}, line {self._lines + 1}: longer than any entry.")
         lines = whole.split(b"\n")[:-1]
         entries = [
-            (number, self._parse(line, number))
+            (number, entry)
             for number, line in enumerate(lines, start=self._lines + 1)
-            if line.strip()
+            if line.strip() and (entry := self._parse(line, number)) is not None
         ]
         self._lines += len(lines)
         self._offset += len(whole)
@@ -76,15 +78,18 @@ class Tail:
         try:
             return json_value(line, "", RecordError)
         except RecordError:
+            if self.passes_over:
+                return None
             raise RecordError(
                 f"{self.path}, line {number}: not JSON; the file is damaged."
             ) from None
 
 
-def ends_of(path: Path, least: int = 2) -> tuple[bytes, list[bytes]]:
+def ends_of(path: Path, least: int = 2, word: bytes = b"") -> tuple[bytes, list[bytes]]:
     """Return the first line of a file and its last complete lines, at least `least` if there are.
 
-    What lies between is not read.
+    So many lines that one of them has a `word`, if one of the last two megabytes has it. What lies
+    between is not read.
     """
     try:
         with open(path, "rb") as file:
@@ -97,7 +102,9 @@ def ends_of(path: Path, least: int = 2) -> tuple[bytes, list[bytes]]:
                 lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
                 if start > len(first):
                     lines = lines[1:]  # the beginning of this one is not there
-                if len(lines) >= least or start == len(first) or window >= LARGEST_WINDOW:
+                there = word in data or window >= SEARCHED_WINDOW
+                enough = len(lines) >= least and there
+                if enough or start == len(first) or window >= LARGEST_WINDOW:
                     return (first if first.endswith(b"\n") else b""), [x for x in lines if x]
                 window *= 4
     except OSError as error:
