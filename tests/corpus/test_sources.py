@@ -180,7 +180,7 @@ def test_hdf5_whose_text_lies_in_another_file_is_refused(tmp_path):
     for name, make in ways.items():
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             make(file.create_group("examples"))
-        with pytest.raises(CorpusError, match="client 'a' (is a link|has )"):
+        with pytest.raises(CorpusError, match=r"client 'a' (is a link|has )"):
             list(read(tmp_path / f"{name}.h5"))
     with h5py.File(tmp_path / "all.h5", "w") as file:
         file["examples"] = link

@@ -253,9 +253,8 @@ def test_a_store_of_compressed_batches_is_refused_before_they_are_inflated(store
     table = pa.ipc.open_file(file).read_all()
     file.unlink()
     options = pa.ipc.IpcWriteOptions(compression=codec)
-    with pa.OSFile(str(file), "wb") as sink:
-        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
-            writer.write_table(table)
+    with pa.ipc.new_file(str(file), table.schema, options=options) as writer:
+        writer.write_table(table)
     before = pa.total_allocated_bytes()
     with pytest.raises(CorpusError, match="a compressed batch, which no fedlm writes"):
         Store(store.path)

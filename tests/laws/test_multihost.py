@@ -269,6 +269,7 @@ def test_under_slurm_nothing_but_auto_is_needed(processes, tmp_path, trained):
         (("--processes", 2), "--processes = 2: expected --coordinator beside it"),
         (("--process", 0), "--process = 0: expected --coordinator beside it"),
         (("--coordinator", "auto"), "SLURM_JOB_ID is not set"),
+        (("--coordinator", "auto", "--processes", 2), "none beside --coordinator auto"),
         (("--coordinator", "here"), "--coordinator = 'here': expected HOST:PORT"),
         (("--coordinator", "here:0"), "--coordinator = 'here:0': expected HOST:PORT"),
         (("--coordinator", "here:1"), "--processes = None: expected how many there are"),

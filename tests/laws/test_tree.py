@@ -13,6 +13,7 @@ import pytest
 
 from fedlm.core.errors import ConfigError
 from fedlm.core.types import Start
+from fedlm.evaluate.held_out import TextHere
 from fedlm.inference import load_params
 from fedlm.privacy.account import plans_from, spent
 from fedlm.privacy.ledger import UNKNOWN, begin_entry, round_entry, spent_by_node, spent_of
@@ -352,13 +353,52 @@ def test_every_place_keeps_the_best_model_that_it_received(experiment, tmp_path)
         directory = made.record.node(name)
         best = load_params(made.recipe.model, made.store.vocabulary, directory.best)
         places = made.evaluation.of_models(
-            {node: best for node in made.round.names}, made.evaluation.split
+            {node: best for node in made.round.names}, made.evaluation.told[-1]
         )
         again = next(n["perplexity"] for n in places["nodes"] if n["name"] == name)
         np.testing.assert_allclose(again, min(found), rtol=1e-5)
         if found[-1] == min(found):
             assert directory.best.read_bytes() == directory.weights.read_bytes()
     assert not made.record.best.is_file(), "there is no one best model of a tree"
+
+
+def test_a_tree_is_watched_on_other_text_than_it_is_judged_by(experiment, monkeypatch):
+    """Early stopping and the best model were chosen by the rows of the final figure."""
+    made = experiment("data.test_clients=0.5", "data.validation=0.4", "run.seed=3")
+    asked = []
+    score = TextHere.scores
+    monkeypatch.setattr(
+        TextHere, "scores", lambda self, *a: (asked.append(a[1:3]), score(self, *a))[1]
+    )
+    state = made.round.init(made.start())
+    watched = made.evaluation.watch(state)
+    assert made.evaluation.splits() == ["test", "validation"]
+    found = {split: made.evaluation.final(state, split) for split in made.evaluation.splits()}
+    assert asked == [("watch", "validation"), ("final", "test"), ("final", "validation")]
+    assert found["validation"]["perplexity"] == pytest.approx(watched["perplexity"])
+    own = found["validation"]["personal_perplexity"]
+    assert own == pytest.approx(watched["personal_perplexity"])
+    assert found["test"]["perplexity"] != found["validation"]["perplexity"]
+    leaf = next(iter(watched["places"]))
+    told = next(n for n in found["validation"]["nodes"] if n["name"] == leaf)
+    assert told["personal"] == pytest.approx(watched["places"][leaf][1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "server.learning_rate=5.0",
+        "server.optimizer=fedyogi",
+        "server.momentum=0.1",
+        "server.schedule=cosine",
+        "server.warmup_rounds=2",
+    ],
+)
+def test_a_server_that_no_place_has_is_refused(experiment, change):
+    """`fedlm tune` tried equal points, and called one of them the best."""
+    with pytest.raises(ConfigError, match=r"its default, in a tree whose places are one member"):
+        experiment(change)
+    experiment(change, "federation.pool_clients=false")
 
 
 def test_a_flat_recipe_knows_nothing_of_trees(tiny_recipe, tmp_path):

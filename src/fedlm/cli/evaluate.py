@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, evaluating, show, talk
+from fedlm.cli.console import (
+    AsJson,
+    BestOption,
+    Client,
+    Node,
+    emit,
+    evaluating,
+    note,
+    show,
+    talk,
+)
 from fedlm.cli.federation import needs_flower
 from fedlm.cli.train import STORES
 from fedlm.core.documents import JsonObject
@@ -153,6 +163,7 @@ def _allowed(run: Run, split: str) -> str:
     if split in told:
         return split
     if len(run.round.names) > 1 and told:
+        note(f"Not every leaf has {SPLITS[split]}: this is of {SPLITS[told[0]]}.")
         return told[0]
     why = "a privacy plan tells figures of held-out clients only" if release.hides(run.plan) else ""
     raise ConfigError(

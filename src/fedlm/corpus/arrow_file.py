@@ -8,10 +8,10 @@ Not here: which columns a store has, and whether they fit together (`store.py`).
 
 An Arrow file is a word of six letters, padded to eight bytes, a stream of messages, and a last
 part that tells where batches lie. Batches are read from the stream, so that each message is seen
-before its batch; the last part must be there, and know of as many. Whether a batch is compressed is said by its
-message alone, a table of FlatBuffers: a place of four bytes points to the root table, a table
-begins with its distance from a list of the places of its fields, a field that is not there has
-the place 0.
+before its batch; the last part must be there, and know of as many. Whether a batch is compressed
+is said by its message alone, a table of FlatBuffers: a place of four bytes points to the root
+table, a table begins with its distance from a list of the places of its fields, and a field that
+is not there has the place 0.
 """
 
 from __future__ import annotations

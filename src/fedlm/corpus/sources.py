@@ -322,8 +322,8 @@ def comma_separated(
             yield Document(row[client], _groups(row.get(groups)), row[text])
     except csv.Error as error:
         raise CorpusError(
-            f"{path}, line {reader.reader.line_num}: {error}. A field that begins with a quote ends "
-            "with one, and a quote inside it is written twice."
+            f"{path}, line {reader.reader.line_num}: {error}. A field that begins with a quote "
+            "ends with one, and a quote inside it is written twice."
         ) from None
 
 

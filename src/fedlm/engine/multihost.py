@@ -67,6 +67,8 @@ def place_of(
         return None
     require(patience >= 1, "--patience", patience, "at least one second")
     if coordinator == "auto":
+        for name, value in (("--processes", processes), ("--process", process)):
+            require(value is None, name, value, "none beside --coordinator auto: SLURM tells it")
         missing = [f"SLURM_{name}" for name in SLURM if f"SLURM_{name}" not in os.environ]
         if missing:
             raise ConfigError(

@@ -31,33 +31,38 @@ class TreeEvaluation:
     """Evaluation of every node of a tree on the held-out text below it."""
 
     config: TreeConfig
-    # The first in which every leaf has held-out text; None where none may be told.
-    split: str | None
+    # Those in which every leaf has held-out text and whose figures may be told. The first is the
+    # headline; the last is watched in training, so that nothing is chosen by the headline's text
+    # where there is other text.
+    told: tuple[str, ...]
     text: TextByPlace  # of each node that holds text, by its number in the topology
     own_models_stay: bool = False  # leaves are scored as others know them, not by their own models
     base: Callable[[], Params | None] = lambda: None  # what `text` wants in models beside their own
     _seen: dict[int, Figures] = field(default_factory=dict)
 
+    @property
+    def split(self) -> str | None:
+        """The headline split; None where no figures may be told."""
+        return next(iter(self.told), None)
+
     def splits(self) -> list[str]:
-        """The one split that every leaf has, if its figures may be released."""
-        return [] if self.split is None else [self.split]
+        """Return the splits that every leaf has and whose figures may be released."""
+        return list(self.told)
 
     def watch(self, state: TreeState) -> Figures:
         """Score every node that holds text, on its own text."""
-        if self.split is None:
+        if not self.told:
             return {"perplexity": None, "accuracy": None}
         now = int(state.round)
-        if now not in self._seen:  # the last state is asked for twice
+        if now not in self._seen:  # a state may be asked for twice
             self._seen.clear()
-            self._seen[now] = self._watch(state, self.split)
+            self._seen[now] = self._watch(state, self.told[-1])
         return dict(self._seen[now])
 
     def _watch(self, state: TreeState, split: str) -> Figures:
         topology, came = self.config.topology, self._models(state)
         names, leaves = topology.names, topology.with_text
-        models = [came[n] for n in leaves]
-        if not self.own_models_stay:
-            models += self._whole([state.nodes[n].params for n in leaves])
+        models = [came[n] for n in leaves] + self._own(state)
         asks = [Ask(leaves[i % len(leaves)], i) for i in range(len(models))]
         scores = self.text.scores(int(state.round), "watch", split, models, asks)
         found = [figures(_column([sums])) for sums in scores]
@@ -73,6 +78,12 @@ class TreeEvaluation:
         places = {names[n]: [_some(a["perplexity"]), _some(b["perplexity"])] for n, a, b in pairs}
         return {**means, "places": places}
 
+    def _own(self, state: TreeState) -> list[Params]:
+        """Return the own model of every node that holds text; none if they stay there."""
+        if self.own_models_stay:
+            return []
+        return self._whole([state.nodes[n].params for n in self.config.topology.with_text])
+
     def _models(self, state: TreeState) -> list[Params]:
         view = shown_models if self.own_models_stay else received
         return self._whole(view(self.config, state))
@@ -82,31 +93,32 @@ class TreeEvaluation:
         return [tree.join(model, base) for model in models]
 
     def final(self, state: TreeState, split: str) -> Figures:
-        """Return the figures so far, those of every node above the leaves, and the matrix."""
-        seen, names = self.watch(state), self.config.topology.names
-        models = dict(zip(names, self._models(state), strict=True))
-        found = self._of_models(models, split, int(state.round))
-        for node in found["nodes"]:
-            node["personal"] = seen["places"].get(node["name"], (None, None))[1]
-        return {"personal_perplexity": seen.get("personal_perplexity"), **found}
+        """Return the figures of every node, those of leaves' own models, and the matrix."""
+        return self._of_models(self._models(state), split, int(state.round), self._own(state))
 
     def of_models(self, models: Mapping[str, Params], split: str) -> Figures:
         """Score every node on the text of the leaves below it and on its own."""
-        return self._of_models(models, split, 0)
+        return self._of_models([models[n] for n in self.config.topology.names], split, 0)
 
-    def _of_models(self, models: Mapping[str, Params], split: str, round: int) -> Figures:
+    def _of_models(
+        self, models: Sequence[Params], split: str, round: int, own: Sequence[Params] | None = None
+    ) -> Figures:
+        """Return the figures of all nodes' models, and where they are given of leaves' own."""
         topology, leaves = self.config.topology, self.config.topology.with_text
         below = [[n for n in leaves if n in topology.below(node)] for node in range(len(topology))]
         on_text = [Ask(n, node) for node, own in enumerate(below) for n in own]
         in_matrix = [Ask(n, node, MATRIX_ROWS) for node in range(len(topology)) for n in leaves]
-        ordered, asks = [models[name] for name in topology.names], [*on_text, *in_matrix]
-        found = self.text.scores(round, "final", split, ordered, asks)
+        of_own = [Ask(n, len(models) + i) for i, n in enumerate(leaves[: len(own or ())])]
+        asks = [*on_text, *in_matrix, *of_own]
+        found = self.text.scores(round, "final", split, [*models, *(own or ())], asks)
         scores = dict(zip(asks, found, strict=True))
+        personal = {ask.place: figures(_column([scores[ask]]))["perplexity"] for ask in of_own}
         nodes = [
             {
                 "name": topology.names[node],
                 **self._figures(split, node, below[node], scores),
                 "parent": topology.places[node].parent,
+                **({} if own is None else {"personal": _some(personal.get(node))}),
             }
             for node in range(len(topology))
         ]
@@ -115,6 +127,8 @@ class TreeEvaluation:
         bits = [self._figures(split, n, [n], scores).get("bits_per_byte") for n in leaves]
         if all(value is not None for value in bits):
             means["bits_per_byte"] = _mean(bits)
+        if own is not None:
+            means["personal_perplexity"] = _mean(list(personal.values()))
         return {**means, "nodes": nodes, "matrix": self._matrix(scores)}
 
     def _figures(

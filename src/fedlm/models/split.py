@@ -69,9 +69,8 @@ def _patterns(names: Sequence[str], base: str, rule: str) -> Sequence[str]:
         patterns = [part.strip() for part in base.split(",")]
         for pattern in patterns:  # a layer that is mistyped would leave its node
             if not fnmatch.filter(names, pattern):
-                raise ConfigError(
-                    f"{SETTING} = {rule!r}: no leaf is called {pattern!r}. {nearest(pattern, names[:50])}"
-                )
+                hint = nearest(pattern, names[:50])
+                raise ConfigError(f"{SETTING} = {rule!r}: no leaf is called {pattern!r}. {hint}")
         return patterns
     try:
         share = float(base.removeprefix("last "))

@@ -24,7 +24,6 @@ from fedlm.core.errors import require
 from fedlm.core.types import PAD, Params
 from fedlm.inference import load_params
 from fedlm.methods.optimizers import client_optimizer
-from fedlm.models import catalog
 from fedlm.personal.members import OwnText
 from fedlm.personal.model import FACTS, Personal, mixture_perplexity, write_mixture
 from fedlm.personal.ways import WAYS, Attempt, Workshop, attempt_all
@@ -69,7 +68,8 @@ def shop_of(
     spec = parts.model_spec(run.recipe, run.store.vocabulary)
     return Workshop(
         federated=model_at(run, ""),
-        fresh=lambda: catalog.make(spec.architecture, spec.size, parts.start_key(run.recipe)),
+        # What a member has without the others: the model that the federation began with.
+        fresh=lambda: parts.plain_start(run.recipe, spec),
         optimizer=client_optimizer(
             optimizer or client.optimizer,
             learning_rate or client.learning_rate,

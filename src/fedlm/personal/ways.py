@@ -223,9 +223,7 @@ def federated(at: Attempt) -> Personal:
 
 def local(at: Attempt) -> Personal:
     """Train a fresh model on the member's own text alone, until it gets no better."""
-    return Personal(
-        "local", at.alone.params, note=f"{at.alone.passes:.3g} passes from a fresh model"
-    )
+    return Personal("local", at.alone.params, note=f"{at.alone.passes:.3g} passes from the start")
 
 
 def finetune(at: Attempt) -> Personal:

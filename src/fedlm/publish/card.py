@@ -77,8 +77,8 @@ def _of_part(run: FinishedRun, part: JsonObject) -> list[str]:
     whose = next((f" of {quoted(part[kind])}" for kind in kinds if part.get(kind)), "")
     rounds = f" in {count(part['rounds'], 'round')}" if "rounds" in part else ""
     return [
-        f"- Made by: the run {quoted(part.get('run'))}{rounds}, as the model{whose}; data, bytes and "
-        "figures of that run are in its own report.",
+        f"- Made by: the run {quoted(part.get('run'))}{rounds}, as the model{whose}; data, bytes "
+        "and figures of that run are in its own report.",
         f"- Tokenizer of {count(run.tokenizer.vocabulary, 'token')}; "
         f'`wire.trainable = "{run.recipe.wire.trainable}"`.',
     ]

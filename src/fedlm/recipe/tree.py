@@ -69,6 +69,37 @@ NOTHING_HELD = (
 )
 
 
+# Settings of [server] that take the mean change of a place's clients.
+OF_A_SERVER = ("optimizer", "learning_rate", "momentum", "schedule", "warmup_rounds")
+
+
+def _check_servers(recipe: Recipe) -> None:
+    """Refuse settings of a place's own server where the text of a place is one member."""
+    settings, usual = settings_of(recipe), type(recipe.server)()
+    if not settings.pool_clients:
+        return
+    for name in OF_A_SERVER:
+        value, default = getattr(recipe.server, name), getattr(usual, name)
+        there = f"federation.{name} is that of the tree's nodes; or set"
+        if name not in type(settings).model_fields:
+            there = "The tree's nodes have none; set"
+        require(
+            value == default,
+            f"server.{name}",
+            value,
+            f"{default!r}, its default, in a tree whose places are one member each",
+            f"{there} federation.pool_clients = false.",
+        )
+    for place in settings.node:
+        require(
+            place.cohort is None,
+            "federation.node.cohort",
+            place.cohort,
+            "none in a tree whose places are one member each",
+            "Set federation.pool_clients = false.",
+        )
+
+
 def tree_run(
     recipe: Recipe,
     store: Any,
@@ -87,6 +118,7 @@ def tree_run(
     `text` elsewhere. `nothing_held` words the error for a tree without held-out text.
     """
     check_settings(recipe)
+    _check_servers(recipe)
     settings, people = settings_of(recipe), parts.people_of(recipe, store, members)
     if people.elsewhere:
         refuse_private_evaluation(recipe, IN_A_NETWORKED_TREE)
@@ -515,7 +547,7 @@ def _evaluation(
 ) -> TreeEvaluation:
     """Return the evaluation of a tree.
 
-    It uses the first split that the plan allows and in which every node with text holds some out.
+    It uses the splits that the plan allows and in which every node with text holds some out.
     """
     topology = config.topology
     if elsewhere is None:
@@ -528,7 +560,7 @@ def _evaluation(
         raise ConfigError(nothing_held(topology, text.survey))
     return TreeEvaluation(
         config=config,
-        split=whole[0] if whole else None,
+        told=tuple(whole),
         text=text,
         own_models_stay=release.own_models_stay(plan),
         # Nodes that score models have what is frozen themselves.

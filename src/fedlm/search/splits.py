@@ -138,10 +138,9 @@ def _only(text: HeldOutText, keep: Callable[[int], bool]) -> HeldOutText:
 
 
 def _tree(whole: TreeEvaluation, text: TextHere) -> tuple[Evaluation, Evaluation | None]:
-    places = set(whole.config.topology.with_text)
-    both = all(places <= set(text.rows.get(s, {})) for s in ("test", "validation"))
-    if whole.split == "test" and both and not whole.own_models_stay and _tells(whole):
-        return replace(whole, split="validation", _seen={}), replace(whole, _seen={})
+    if len(whole.told) > 1 and not whole.own_models_stay and _tells(whole):
+        first, last = ("validation",), ("test",)
+        return replace(whole, told=first, _seen={}), replace(whole, told=last, _seen={})
     if whole.split is None:
         return whole, None
 
