@@ -186,7 +186,7 @@ def most_members(sampling: Sampling, rounds: int) -> int:
     >>> most_members(Sampling(law="fixed", population=1000, cohort=20), 100)
     20
     >>> most_members(Sampling(law="poisson", population=1000, cohort=20), 100)
-    61
+    66
     """
     law, most, mean = LAWS[sampling.law], sampling.population, float(sampling.cohort)
     if not law.chance_size:

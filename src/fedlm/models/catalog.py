@@ -287,6 +287,16 @@ def _shapes(make: Maker, size: Dimensions) -> Params:
     return eqx.filter_eval_shape(lambda: make(size, jr.key(0)))
 
 
+def learned_positions(architecture: str, size: Dimensions) -> int | None:
+    """Return how many positions a model learns; None if it takes rows of any length.
+
+    >>> learned_positions("gpt2", Dimensions(vocab=9, embedding_size=8, length=32))
+    32
+    """
+    places = tree.named_leaves(shapes(architecture, size)).get("stem.places")
+    return None if places is None else int(places.shape[0])
+
+
 def count(architecture: str, size: Dimensions) -> int:
     """Return the number of parameters of the model.
 

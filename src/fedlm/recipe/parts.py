@@ -335,12 +335,13 @@ def model_spec(recipe: Recipe, vocabulary: int) -> ModelSpec:
     """Return the architecture, the sizes and the adapters that a recipe names."""
     named = catalog.NAMED[recipe.model.name]
     size = catalog.dimensions(recipe.model, vocabulary)
+    learned = catalog.learned_positions(named.architecture, size)
     length = recipe.data.sequence_length
     require(
-        size.positions != "learned" or length <= size.length,
+        learned is None or length <= learned,
         "data.sequence_length",
         length,
-        f"at most {size.length}, the positions that model.name = {recipe.model.name!r} has learned",
+        f"at most {learned}, the positions that model.name = {recipe.model.name!r} has learned",
     )
     return ModelSpec(named.architecture, size, recipe.model.name, adapters_of(recipe))
 
