@@ -339,7 +339,8 @@ class TrainedRun:
         """Write the model and its tokenizer into a folder, and return the model's path.
 
         Args:
-          kind: `safetensors`, `onnx`, `onnx-int8`, `huggingface`, `peft` (adapters alone), `web`.
+          kind: `safetensors`, `onnx`, `onnx-int8`, `huggingface`, `peft` (adapters alone), `web`,
+            `web-int8`.
           folder: the folder, which is made if it is missing.
 
         Raises:

@@ -446,3 +446,46 @@ def test_a_model_from_elsewhere_that_cannot_be_read(elsewhere, tmp_path, name):
     breaks(tmp_path / "base")
     given = f"model.init_from={tmp_path / 'base' / file}"
     refused(call(elsewhere, "train", "tiny.toml", "--set", given, "--json"), *said)
+
+
+def test_nothing_of_a_user_is_overwritten(run_cli, trained, tmp_path):
+    """`export` replaced a README, `report` the training text."""
+    run = trained / "runs" / "tiny"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("my own notes")
+    write_text(tmp_path / "letters.jsonl", ("ann", "precious"))
+    before = content(tmp_path)
+    refused(run_cli("export", run, "--out", "mine"), "--out = 'mine'", "a new folder")
+    refused(run_cli("export", run, "--out", run), "--out", "a new folder")
+    for page in (("report", run), ("report", run, run)):
+        refused(run_cli(*page, "--out", "letters.jsonl"), "--out = 'letters.jsonl'", "a new file")
+    assert content(tmp_path) == before
+    for _ in range(2):  # what fedlm has made may be made again
+        assert run_cli("export", run, "--out", "made").code == 0
+        assert run_cli("report", run, "--out", "page.html").code == 0
+
+
+def test_a_store_that_exists_is_refused_before_the_text_is_read(run_cli, tmp_path):
+    write_text(tmp_path / "letters.jsonl", ("ann", "a b"), ("bob", "c d"))
+    (tmp_path / "store").mkdir()
+    found = run_cli("prepare", "letters.jsonl", "--out", "store")
+    refused(found, "exists already")
+    assert "vocabulary" not in found.stderr
+
+
+def test_a_setting_may_be_left_out_on_the_command_line(run_cli, tmp_path):
+    write_tiny(tmp_path)
+    everything = ("--out", "store", "--test-clients", "0.1", "--vocabulary", "60")
+    assert run_cli("prepare", "tiny.jsonl", *everything).code == 0
+    mine = ("--set", "data.source=", "--set", "data.store=store", "--set", "data.vocabulary=")
+    few = ("--set", "server.rounds=1", "--set", "server.evaluate_every=1")
+    done = run_cli("train", "tiny.toml", *mine, *few, "--out", "run", "--json")
+    assert done.code == 0, done.stderr
+    refused(run_cli("train", "tiny.toml", "--set", "data.sources="), "no setting 'sources'")
+
+
+def test_help_is_written_for_people(run_cli):
+    for command in (("prepare",), ("privacy", "epsilon"), ("federation", "init")):
+        said = run_cli(*command, "--help").stdout
+        assert "[required]" in said or "[default:" in said
+        assert "\\[" not in said

@@ -50,7 +50,7 @@ def test_all_is_all_and_none_is_none_of_every_architecture(architecture):
 
 @pytest.mark.parametrize(
     "rule",
-    ["", "last", "last 2", "last x", "lst 0.3", "kv + head", "nothing.*", "blocks.1.*, blocs.2.*"],
+    ["", "last", "last 2", "last x", "lst 0.3", "kv + head", "nothing.*", "blocks.1.*, block.2.*"],
 )
 def test_a_rule_that_is_none_is_refused(rule):
     with pytest.raises(ConfigError, match=r"federation\.personal_layers"):

@@ -453,6 +453,7 @@ def demo(
     """A whole federation on this machine, over TLS, and the same run in simulation beside it.
 
     Example: fedlm federation demo --tree
+
     Example: fedlm federation demo --secure --tree
     """
     needs_flower()

@@ -39,6 +39,8 @@ from fedlm.cli import (
 from fedlm.cli.console import note
 from fedlm.core.errors import FedlmError
 
+# Typer escapes "[" of its own words for rich, also where rich draws nothing: "\\[default: 0.1]".
+typer.core.HAS_RICH = False
 app = typer.Typer(
     name="fedlm",
     help="Train language models on text that may not leave where it was written.",

@@ -17,6 +17,7 @@ from typing import Annotated, TypeVar, get_type_hints
 
 import typer
 
+from fedlm.cohort.sampling import LAWS
 from fedlm.core.errors import ConfigError, either, nearest, require
 from fedlm.core.types import Sampling
 from fedlm.privacy.catalog import MECHANISMS, with_setting
@@ -31,8 +32,11 @@ def _help_of(setting: str, text: str) -> str:
 
 
 def _usual_laws() -> str:
-    """Return a list of the usual sampling law per mechanism, for the help."""
-    return ", ".join(f"{entry.laws[0]} ({name})" for name, entry in MECHANISMS.items())
+    """Return the usual sampling laws with their mechanisms, for the help."""
+    usual: dict[str, list[str]] = {}
+    for name, entry in MECHANISMS.items():
+        usual.setdefault(entry.laws[0], []).append(name)
+    return ", ".join(f"{law} ({', '.join(names)})" for law, names in usual.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,10 @@ class PlanOptions:
     )
     sampling: Annotated[
         str | None,
-        typer.Option("--sampling", help=f"How cohorts are drawn; by default {_usual_laws()}."),
+        typer.Option(
+            "--sampling",
+            help=f"How cohorts are drawn: one of {', '.join(LAWS)}; by default {_usual_laws()}.",
+        ),
     ] = None
     min_separation: Annotated[
         int,

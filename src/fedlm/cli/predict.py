@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, out, talk
+from fedlm.cli.console import AsJson, BestOption, Client, Node, emit, note, out, talk
 from fedlm.core.documents import JsonObject
 from fedlm.core.errors import ConfigError, require
 from fedlm.core.keys import key_for
+from fedlm.core.words import count as words
 from fedlm.corpus import tokenizer as tok
 from fedlm.corpus.tokenizer import TextTokenizer
 from fedlm.corpus.tokenizer_file import load_tokenizer
@@ -69,6 +70,10 @@ def predict(
             out.print(f"{found['prompt']} {found['continuation']}")
 
     if text is not None:
+        oov = tokenizer.special.oov
+        unknown = 0 if oov is None else tok.encode_prompt(tokenizer, text).count(oov)
+        if unknown:
+            note(f"{words(unknown, 'word')} of the prompt: not in the vocabulary.")
         return show(answer(text))
     _converse(answer, show)
 

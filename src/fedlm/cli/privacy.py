@@ -15,7 +15,6 @@ from fedlm.cli.plan_options import PlanOptions, given, takes_plan
 from fedlm.cli.train import STORES
 from fedlm.core import tree
 from fedlm.core.documents import JsonObject
-from fedlm.core.durable import write_atomically
 from fedlm.core.errors import ConfigError, RecordError, require
 from fedlm.core.words import count, number
 from fedlm.corpus.store import Store
@@ -32,6 +31,7 @@ from fedlm.recipe.settings import load
 from fedlm.record import checkpoint
 from fedlm.record.directory import RunDirectory
 from fedlm.record.facts import facts_of
+from fedlm.record.page import write_page
 from fedlm.record.statement import statement_page as statement_page
 from fedlm.training import check_same
 
@@ -139,7 +139,7 @@ def statement(
         emit(told)
         return
     path = page or run / "statement.html"
-    write_atomically(path, statement_page(told).encode())
+    write_page(path, statement_page(told))
     if as_json:
         emit({**told, "statement": str(path)})
     else:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from fedlm.cli.console import AsJson, emit, out
-from fedlm.core.durable import write_atomically
 from fedlm.publish.pages import page_of
 from fedlm.record.directory import RunDirectory
+from fedlm.record.page import write_page
 
 
 def report(
@@ -26,7 +26,7 @@ def report(
     """
     made = page_of([RunDirectory.existing(run).path for run in runs])
     path = page or (RunDirectory(runs[0]).report if len(runs) == 1 else Path("report.html"))
-    write_atomically(path, made.encode())
+    write_page(path, made)
     if as_json:
         emit({"report": str(path), "runs": [str(run) for run in runs]})
     else:

@@ -154,6 +154,7 @@ def write(
     each client, a tokenizer is fitted to the training text as it is, without noise. So many
     processes cut the text; by default one per core, and this process alone for a short text.
     """
+    check_new(out)
     clients = gather_clients(documents, say, _folder_of(out))
     test = _test_clients(clients, settings)
     if vocabulary is not None and not isinstance(vocabulary, Vocabulary):
@@ -248,6 +249,12 @@ def _rows(
         }
 
 
+def check_new(out: Path) -> None:
+    """Refuse a place where something is, before anything is read or counted for it."""
+    if out.exists():
+        raise CorpusError(f"{out} exists already: give another --out or remove it.")
+
+
 def write_tokens(
     rows: Iterable[Row],
     out: Path,
@@ -261,8 +268,7 @@ def write_tokens(
 
     If `learns` is false, the store may hold held-out text alone.
     """
-    if out.exists():
-        raise CorpusError(f"{out} exists already: give another --out or remove it.")
+    check_new(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _sweep(out)

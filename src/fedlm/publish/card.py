@@ -20,6 +20,7 @@ from fedlm.publish.finished_run import FinishedRun
 from fedlm.record.facts import SPLITS, Facts, facts_of
 
 CARD, LARGEST_CARD = "README.md", 1 << 20
+CONVERTED = "dequantised_from"  # the entry of a converted file's card
 FENCE = "---"  # around the entries at the head of a card
 WORD = re.compile(r"[A-Za-z][\w.+-]*")  # what YAML reads as text without quotes
 LONGEST_ENTRY = 200
@@ -147,6 +148,16 @@ def yaml_text(value: str) -> str:
     ('apache-2.0', '"mine: ["')
     """
     return value if WORD.fullmatch(value) else json.dumps(value)
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether the model card of a folder was written by `card`, or for a converted file."""
+    file = folder / CARD
+    if not file.is_file() or file.stat().st_size > LARGEST_CARD:
+        return False
+    head = file.read_text(encoding="utf-8", errors="replace").split(FENCE)[1:2]
+    lines = head[0].splitlines() if head else []
+    return "tags: [fedlm]" in lines or any(line.startswith(f"{CONVERTED}:") for line in lines)
 
 
 def plain(name: object) -> str:

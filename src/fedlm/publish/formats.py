@@ -24,7 +24,7 @@ from fedlm.corpus import tokenizer_file
 from fedlm.corpus.tokenizer import WORD
 from fedlm.models import catalog
 from fedlm.models.interop import gguf, huggingface, peft, web
-from fedlm.publish.card import CARD, FENCE, card, licence_of, yaml_text
+from fedlm.publish.card import CARD, CONVERTED, FENCE, card, is_ours, licence_of, yaml_text
 from fedlm.publish.finished_run import FinishedRun
 from fedlm.record.directory import RunDirectory, adapter_beside
 from fedlm.record.export import states_of, step_to_onnx
@@ -208,6 +208,17 @@ FORMATS: dict[str, Callable[[FinishedRun], Files]] = {
 }
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder with files that no earlier export has made: they could be overwritten."""
+    there = folder.is_dir() and next(folder.iterdir(), None) is not None
+    require(
+        not there or is_ours(folder),
+        "--out",
+        str(folder),
+        "a new folder, or one that an earlier fedlm export or convert has made",
+    )
+
+
 def write_export(
     directory: RunDirectory,
     kind: str,
@@ -221,6 +232,7 @@ def write_export(
     `onnxruntime`: a folder with onnxruntime-web, for a page with a model that is not recurrent.
     """
     require(kind in FORMATS, "format", kind, ", ".join(FORMATS))
+    check_folder(folder)
     run = FinishedRun(directory, best=best, onnxruntime=onnxruntime)
     files = {**FORMATS[kind](run), CARD: card(run, kind).encode()}
     for name, data in files.items():
@@ -237,6 +249,7 @@ def convert_gguf(path: Path, folder: Path) -> Path:
 
     Quantised weights become the float32 numbers that they stand for.
     """
+    check_folder(folder)
     base = gguf.read_base(path)
     size = catalog.Dimensions(**base.sizes)
     kind = huggingface.family_of(base.architecture, size)
@@ -250,7 +263,7 @@ def convert_gguf(path: Path, folder: Path) -> Path:
     told = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     licence = licence_of(str(path))
     entries = [f"license: {yaml_text(licence)}"] if licence else []
-    made = f"dequantised_from: {yaml_text(path.name)}"
+    made = f"{CONVERTED}: {yaml_text(path.name)}"
     head = "\n".join([FENCE, *entries, made, FENCE, "", ""])
     files = {
         huggingface.WEIGHTS: huggingface.weights_of(kind, size, gguf.load(path, size)),

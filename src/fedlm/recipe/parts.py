@@ -120,7 +120,8 @@ def open_store(
         raise ConfigError(
             f"data.source = {data.source!r}, data.store = {data.store!r}, data.stores = "
             f"{list(data.stores)}: expected one of data.source (text), data.store (made by fedlm "
-            "prepare) and data.stores (several of them)."
+            "prepare) and data.stores (several of them). Beside a recipe that has another: --set "
+            "data.source= leaves it out."
         )
     if data.source is None:
         paths = [Path(path) for path in data.stores or (data.store,) if path]

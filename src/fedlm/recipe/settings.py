@@ -67,7 +67,10 @@ RENAMED_VALUES = {"server.sampling": {"separated": "spaced"}}
 
 
 def load(path: Path, changes: tuple[str, ...] = ()) -> Recipe:
-    """Read a recipe file and apply changes of the form `table.key=value`."""
+    """Read a recipe file and apply changes of the form `table.key=value`.
+
+    Without a value a setting is left out, as if the recipe did not have it.
+    """
     path = shipped.find(Path(path))
     tables = read_toml(path, f"recipe {path}")
     for change in changes:
@@ -86,6 +89,9 @@ def _apply(tables: JsonObject, change: str) -> None:
     held = tables.setdefault(table, {})
     if not isinstance(held, dict):
         raise ConfigError(f"--set {shown(change)}: {shown(table)} is not a table of this recipe.")
+    if not value.strip() and table in Recipe.model_fields and key in _fields(table):
+        held.pop(key, None)
+        return
     held[key] = parse_value(value.strip(), f"--set {shown(name.strip())}")
 
 

@@ -3,14 +3,17 @@
 In:       a title and parts of HTML.
 Out:      an HTML document for screens (light and dark, wide and narrow) and for paper.
 Promise:  a page asks nobody for anything: its policy forbids scripts and every request; tables
-          escape what they are given.
+          escape what they are given; a page takes the place of no file but an earlier page.
 Not here: drawings (`svg.py`), what a page says (`report.py`, `comparison.py`, `statement.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from fedlm.core.durable import write_atomically
+from fedlm.core.errors import require
 from fedlm.core.words import NOTHING, number
 from fedlm.record.svg import COLOURS, escape
 
@@ -97,21 +100,37 @@ details>summary{display:none}.screen{display:none}*{print-color-adjust:exact;
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
+# By which a page of fedlm is known when another one is to take its place.
+OPENING = (
+    "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+)
+
+
 def document(title: str, parts: Iterable[str], kind: str = "") -> str:
     """Return a whole page; one of the kind `sheet` is printed on one sheet of paper."""
     head = (
-        "<meta charset='utf-8'>"
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<meta name='color-scheme' content='light dark'>"
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
     )
     body = "\n".join(part for part in parts if part)
     opened = f"<main class='{kind}'>" if kind else "<main>"
-    return (
-        f"<!doctype html>\n<html lang='en'><head>{head}</head><body>{opened}{body}</main></body>"
-        "</html>\n"
-    )
+    return f"{OPENING}{head}</head><body>{opened}{body}</main></body></html>\n"
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page where there is none, or an earlier one; refuse any other file."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            before = file.read(len(OPENING))
+        require(
+            before in (b"", OPENING.encode()),
+            "--out",
+            str(path),
+            "a new file, or a page that fedlm has written",
+        )
+    write_atomically(path, page.encode())
 
 
 def heading(title: str) -> str:

@@ -157,7 +157,7 @@ def ask(
         "STORE",
         str(store),
         "a folder made by fedlm prepare",
-        f"Make one: fedlm prepare {store} --out STORE.",
+        f"Make one: fedlm prepare {store} --out STORE." if store.exists() else "",
     )
     ordered = tuple(sorted({1.0, *shares}, reverse=True))
     return Question(store=store, recipe=recipe, shares=ordered, members=members, by_group=by_group)
