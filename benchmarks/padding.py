@@ -6,8 +6,8 @@ The cohort is that of `benchmarks.peers`, the model CIFG at the Stack Overflow s
 place in a batch; each product of a step takes some of them, and some of those hold no target. The
 last line weighs products by their arithmetic.
 
-A second table counts, over the first 100 rounds of cohorts of several sizes, how many steps a lane
-could still take while it waits for the other one at the end of a round.
+A second table counts, over the first 100 rounds of cohorts of several sizes, how long a lane waits
+for the other one at the end of a round, in targets; a step counts as some of them (`STEP_COST`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.peers.workload import PLANS, Plan, batched, cohort, store_for
-from fedlm.cohort.packing import count_batches, spread
+from fedlm.cohort.packing import STEP_COST, count_batches, load_of, spread
 from fedlm.cohort.sampling import draw, no_history
 from fedlm.core.keys import generator_for
 from fedlm.core.types import PAD, Sampling
@@ -65,8 +65,13 @@ def computed(plan: Plan, rows: list[np.ndarray]) -> dict[str, tuple[int, float, 
     return {name: (int(n), real.sum() / n, work) for name, (n, work) in parts.items()}
 
 
+def cost(batches: np.ndarray) -> int:
+    """What a member's batches cost, in targets."""
+    return int(np.sum(batches[:, :, 1:] != PAD)) + STEP_COST * len(batches)
+
+
 def waiting(plan: Plan, store: Store, size: int, lanes: int, rounds: int = 100) -> float:
-    """The part of all lanes' time in which one waits for the longest, in steps, over rounds."""
+    """The part of all lanes' time in which one waits for the longest, over rounds."""
     clients = store.training_clients
     law = Sampling(law="fixed", population=len(clients), cohort=size)
     rows = ClientRows(store=store, clients=clients, sequence_length=plan.length, layout="lines")
@@ -74,10 +79,13 @@ def waiting(plan: Plan, store: Store, size: int, lanes: int, rounds: int = 100) 
     for number in range(rounds):
         rng = generator_for(plan.seed, "cohort", round=number)
         members = draw(law, rng, number, no_history(law))
-        steps = [count_batches(len(rows.train(int(m))), plan.shape) for m in members]
-        chunks = spread(steps, lanes, sum(steps))
-        loads = [sum(s.last - s.first for s in lane) for lane in chunks[0]]
-        busy, whole = busy + sum(loads), whole + lanes * max(loads)
+        text = [rows.train(int(m)) for m in members]
+        steps = [count_batches(len(r), plan.shape) for r in text]
+        loads = [load_of(r, n, plan.shape) for r, n in zip(text, steps, strict=True)]
+        chunks = spread(steps, loads, lanes, sum(steps))
+        real = [cost(batched(plan, int(m), r)) for m, r in zip(members, text, strict=True)]
+        times = [sum(real[s.place] for s in lane) for lane in chunks[0]]
+        busy, whole = busy + sum(times), whole + lanes * max(times)
     return 1 - busy / whole
 
 

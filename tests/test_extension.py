@@ -139,7 +139,7 @@ SCHEDULES["mine"] = lambda rate, rounds, end: optax.exponential_decay(rate, roun
 LAWS["mine"] = Law(lambda sampling, rng, round, history: np.arange(sampling.cohort))
 CLIENT_OPTIMIZERS["mine"] = lambda rate, momentum, decay: optax.lion(rate)
 WEIGHTS["mine"] = lambda examples, tokens: jnp.sqrt(tokens)
-METHODS["mine"] = Method(build=half_of_fedavg)
+METHODS["mine"] = Method(build=half_of_fedavg, one_change=True)
 DELAYS["mine"] = DelayLaw(lambda rng, shape: float(rng.uniform(0.5, 1.5)))
 NODE_WEIGHTS["mine"] = lambda tokens: tokens**0.5
 ARCHITECTURES["mine"] = from_cell(lambda size: Leaky())

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlm.cohort.packing import batch_order, batches_of, spread
+from fedlm.cohort.packing import batch_order, batches_of, count_batches, load_of, spread
 from fedlm.core.types import PAD, BatchSpec
 
 shapes = st.builds(
@@ -61,12 +61,13 @@ def test_a_cap_on_examples_draws_them_from_all_rows():
     assert {int(t) - 4 for batches in drawn for t in batches[:, :, 1].ravel()} == set(range(10))
 
 
-members = st.lists(st.integers(0, 25), max_size=20)
+members = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 999)), max_size=20)
 
 
 @given(members, st.integers(1, 5), st.integers(1, 12))
-def test_spreading_runs_every_batch_once_in_order_in_one_lane(steps, lanes, capacity):
-    plan = spread(steps, lanes, capacity)
+def test_spreading_runs_every_batch_once_in_order_in_one_lane(members, lanes, capacity):
+    steps, loads = [n for n, _ in members], [load for _, load in members]
+    plan = spread(steps, loads, lanes, capacity)
     ran = {place: [] for place in range(len(steps))}
     for lane in range(lanes):
         segments = [segment for chunk in plan for segment in chunk[lane]]
@@ -82,32 +83,48 @@ def test_spreading_runs_every_batch_once_in_order_in_one_lane(steps, lanes, capa
 
 
 @given(members, st.integers(1, 5), st.integers(1, 12))
-def test_spreading_is_even_and_fills_chunks(steps, lanes, capacity):
-    plan = spread(steps, lanes, capacity)
-    loads = np.array([[sum(s.last - s.first for s in lane) for lane in chunk] for chunk in plan])
-    assert loads.shape[1] == lanes
-    assert loads.max() <= capacity
-    total = loads.sum(axis=0)
-    assert total.sum() == sum(steps)
-    assert total.max() - total.min() <= max(steps, default=0)
-    # Longest first: not even the shortest member of the fullest lane would fit better elsewhere.
-    fullest = int(total.argmax())
-    shortest = min((steps[s.place] for chunk in plan for s in chunk[fullest]), default=0)
-    assert total.max() - total.min() <= shortest
-    for lane, load in zip(loads.T, total, strict=True):
+def test_spreading_is_even_and_fills_chunks(members, lanes, capacity):
+    # A member without batches has no load.
+    steps, loads = [n for n, _ in members], [load if n else 0 for n, load in members]
+    plan = spread(steps, loads, lanes, capacity)
+    batches = np.array([[sum(s.last - s.first for s in lane) for lane in chunk] for chunk in plan])
+    assert batches.shape[1] == lanes
+    assert batches.max() <= capacity
+    assert batches.sum() == sum(steps)
+    for lane, total in zip(batches.T, batches.sum(axis=0), strict=True):
         assert lane.tolist() == [
-            min(capacity, max(0, load - capacity * c)) for c in range(len(plan))
+            min(capacity, max(0, total - capacity * c)) for c in range(len(plan))
         ]
-    assert len(plan) == max(1, -(-int(total.max()) // capacity))
+    assert len(plan) == max(1, -(-int(batches.sum(axis=0).max()) // capacity))
+    mine = [{s.place for chunk in plan for s in chunk[lane]} for lane in range(lanes)]
+    total = [sum(loads[place] for place in places) for places in mine]
+    assert sum(total) == sum(loads)
+    # Heaviest first: not even the lightest member of the fullest lane would fit better elsewhere.
+    lightest = min((loads[place] for place in mine[int(np.argmax(total))]), default=0)
+    assert max(total) - min(total) <= lightest
 
 
-def test_spreading_is_a_function_of_the_steps():
-    steps = np.random.default_rng(0).integers(0, 9, 40).tolist()
-    assert spread(steps, 3, 7) == spread(steps, 3, 7)
+def test_spreading_is_a_function_of_steps_and_loads():
+    steps, loads = np.random.default_rng(0).integers(0, 9, (2, 40)).tolist()
+    assert spread(steps, loads, 3, 7) == spread(steps, loads, 3, 7)
+
+
+def test_lanes_are_even_in_targets_where_members_have_as_many_batches():
+    """Four members of two batches each: two of long rows went into one lane."""
+    shape = BatchSpec(batch_size=4, sequence_length=20, max_examples=8)
+    rows = [np.full((12, 21), PAD, np.int16) for _ in range(4)]
+    for each, length in zip(rows, (20, 3, 20, 3), strict=True):
+        each[:, : length + 1] = 5
+    steps = [count_batches(len(each), shape) for each in rows]
+    loads = [load_of(each, n, shape) for each, n in zip(rows, steps, strict=True)]
+    assert loads[0] - loads[1] == 8 * (20 - 3)
+    plan = spread(steps, loads, 2, 100)
+    assert all(len({s.place for s in lane} & {0, 2}) == 1 for lane in plan[0])
 
 
 def test_no_rows_are_no_batches_and_no_work():
     rows = np.full((0, 7), PAD, np.int16)
     batches = batch_up(rows, BatchSpec(batch_size=3, sequence_length=5), np.random.default_rng(0))
     assert batches.shape == (0, 3, 7)
-    assert spread([len(batches)], 2, 4) == [[[], []]]
+    assert spread([len(batches)], [0], 2, 4) == [[[], []]]
+    assert load_of(rows, 0, BatchSpec(batch_size=3, sequence_length=5)) == 0

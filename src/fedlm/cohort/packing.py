@@ -20,6 +20,10 @@ from fedlm.core.types import PAD, BatchSpec, TokenRows
 
 Batches = Integer[np.ndarray, "steps batch width"]
 RowNumbers = Integer[np.ndarray, "steps batch"]
+# What a step costs beside its targets, in targets: with ten of them it takes a ninth of what it
+# takes with 320, at both shapes of `benchmarks/parts.py`.
+STEP_COST = 30
+MOST_SEEN = 256  # rows whose length is looked at, where a member may train on any number
 
 
 def batch_order(count: int, shape: BatchSpec, rng: np.random.Generator) -> RowNumbers:
@@ -51,6 +55,15 @@ def count_batches(rows: int, shape: BatchSpec) -> int:
     return min(steps, shape.max_steps or steps)
 
 
+def load_of(rows: TokenRows, steps: int, shape: BatchSpec) -> int:
+    """Estimate what a member's batches cost, in targets, from the length of its first rows."""
+    seen = rows[: shape.max_examples or MOST_SEEN]
+    targets = np.count_nonzero(seen[:, 1:] != PAD) / max(1, len(seen))
+    per_epoch = min(len(rows), shape.max_examples or len(rows))
+    trained = min(steps * shape.batch_size, shape.epochs * per_epoch)
+    return round(trained * targets) + steps * STEP_COST
+
+
 class Segment(NamedTuple):
     """A run of one member's batches in one lane of one chunk."""
 
@@ -64,19 +77,19 @@ class Segment(NamedTuple):
 Plan = list[list[list[Segment]]]
 
 
-def spread(steps: Sequence[int], lanes: int, capacity: int) -> Plan:
-    """Spread members, given the batches of each, over lanes: a plan `[chunk][lane][segment]`.
+def spread(steps: Sequence[int], loads: Sequence[int], lanes: int, capacity: int) -> Plan:
+    """Spread members, given batches and load of each, over lanes: a plan `[chunk][lane][segment]`.
 
-    Members go to the least loaded lane, longest first. A chunk holds at most `capacity`
+    Members go to the least loaded lane, the heaviest first. A chunk holds at most `capacity`
     batches per lane; a member that does not fit goes on in the next chunk of its lane, so every
     chunk of a lane but its last is full and one compiled program serves all cohorts.
     """
-    loads = [(0, lane) for lane in range(lanes)]
+    heap = [(0, lane) for lane in range(lanes)]
     queues: list[list[int]] = [[] for _ in range(lanes)]
-    for place in sorted(range(len(steps)), key=lambda p: (-steps[p], p)):
-        load, lane = heapq.heappop(loads)
+    for place in sorted(range(len(steps)), key=lambda p: (-loads[p], p)):
+        load, lane = heapq.heappop(heap)
         queues[lane].append(place)
-        heapq.heappush(loads, (load + steps[place], lane))
+        heapq.heappush(heap, (load + loads[place], lane))
     return lay_out(queues, steps, capacity)
 
 

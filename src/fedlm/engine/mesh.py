@@ -45,6 +45,7 @@ from fedlm.cohort.packing import (
     batches_of,
     count_batches,
     lay_out,
+    load_of,
     spread,
 )
 from fedlm.core import tree
@@ -312,7 +313,8 @@ class MeshEngine:
             return Cohort(round, members)
         rows = [self.rows_of(member) for member in members]
         steps = [count_batches(len(r), self.shape) for r in rows]
-        plan = spread(steps, self.lanes, self.capacity) if rows else []
+        loads = [load_of(r, n, self.shape) for r, n in zip(rows, steps, strict=True)]
+        plan = spread(steps, loads, self.lanes, self.capacity) if rows else []
         return Cohort(round, members, self._streams(round, members, rows, plan))
 
     def total(self, starts: Starts, cohort: Cohort) -> Gathered:

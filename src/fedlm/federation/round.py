@@ -223,24 +223,17 @@ def server_half(
     round = int(state.round)
     # Client state and history stay on the host: they grow with the number of clients, and a history
     # whose length changes would compile the step again in every round.
-    rows, brief = (
-        total.client_state,
-        eqx.tree_at(lambda s: (s.client_state, s.history), state, (None, None), is_leaf=_is_none),
-    )
-    total = eqx.tree_at(lambda t: t.client_state, total, None, is_leaf=_is_none)
+    rows, total = total.client_state, replace(total, client_state=None)
+    brief = replace(state, client_state=None, history=None)  # type: ignore[arg-type]
     # A fresh state is bound to no device, and the next one to that of the sum: without this the
     # second round would compile the step again.
     brief = jax.device_put(brief, getattr(total.weight, "sharding", None))
     keys = (key, round_key(algorithm, round))
     after = _server_step(algorithm.server_half(round), brief, total, keys)
-    after = eqx.tree_at(lambda s: s.client_state, after, state.client_state, is_leaf=_is_none)
-    after = eqx.tree_at(lambda s: s.history, after, tree.from_host(history), is_leaf=_is_none)
-    after = eqx.tree_at(lambda s: s.digest, after, digest, is_leaf=_is_none)
+    after = replace(
+        after, client_state=state.client_state, history=tree.from_host(history), digest=digest
+    )
     return after if rows is None else _keep(after, with_text(algorithm, members), rows)
-
-
-def _is_none(x: object) -> bool:
-    return x is None
 
 
 def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
@@ -251,7 +244,7 @@ def _keep(state: NodeState, members: Members, rows: Any) -> NodeState:
         held[np.asarray(members)] = np.asarray(new)
         return held
 
-    return eqx.tree_at(lambda s: s.client_state, state, jax.tree.map(put, state.client_state, rows))
+    return replace(state, client_state=jax.tree.map(put, state.client_state, rows))
 
 
 def _noise_key(algorithm: Algorithm, state: NodeState, total: Total) -> CipherKey:

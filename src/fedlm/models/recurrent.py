@@ -162,11 +162,10 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
     packing, inputs, layer, (*zs, cs, ms, before) = saved
     columns = inputs.shape[0]
     follows = _follows(packing, inputs)
-    w_h = jnp.split(layer.w_h, cell.gates)
     d_h, d_c = None, None
     # The gradients of the gates and of h, per column. They have buffers of their own: a buffer
     # that a step both reads and writes would be copied in every step.
-    kept = [jnp.zeros_like(x) for x in (*zs, d_hs)]
+    kept = [jnp.zeros((columns, len(layer.bias)), d_hs.dtype), jnp.zeros_like(d_hs)]
     for width, column, after in reversed(list(_stages(packing, slots))):
 
         def retreat(carry, width=width):  # type: ignore[no-untyped-def]
@@ -174,9 +173,10 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
             d_h = d_h + _cut(d_hs, at, width)
             # Computing the cell again is cheaper than storing its intermediate values.
             _, pull = jax.vjp(cell.step, [_cut(z, at, width) for z in zs], _cut(cs, at, width))
-            d_z, d_c = pull((d_h @ layer.project, d_c))
-            kept = [_put(whole, d, at) for whole, d in zip(kept, (*d_z, d_h), strict=True)]
-            d_h = sum(d @ w for d, w in zip(d_z, w_h, strict=True))
+            by_gate, d_c = pull((d_h @ layer.project, d_c))
+            d_z = jnp.concatenate(by_gate, axis=1)  # one product for all gates
+            kept = [_put(whole, d, at) for whole, d in zip(kept, (d_z, d_h), strict=True)]
+            d_h = d_z @ layer.w_h
             d_h, d_c = (d * _cut(follows, at, width) for d in (d_h, d_c))
             return at - width, d_h, d_c, kept
 
@@ -186,16 +186,16 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
             retreat,
             (after - width, d_h, d_c, kept),
         )
-    *d_zs, d_all = kept
+    d_z, d_all = kept
     used = packing.used.astype(inputs.dtype)
 
     def products(n):  # type: ignore[no-untyped-def]
-        d_z = jnp.concatenate([d[:n] for d in d_zs], axis=1)
-        d_inputs = jnp.pad(d_z @ layer.w_x, ((0, columns - n), (0, 0)))
+        first = d_z[:n]
+        d_inputs = jnp.pad(first @ layer.w_x, ((0, columns - n), (0, 0)))
         return d_inputs, Layer(
-            d_z.T @ leading(inputs, used, n),
-            d_z.T @ leading(before, used, n),
-            jnp.ones(n, d_z.dtype) @ d_z,
+            first.T @ leading(inputs, used, n),
+            first.T @ leading(before, used, n),
+            jnp.ones(n, first.dtype) @ first,
             leading(d_all, used, n).T @ ms[:n],
         )
 
