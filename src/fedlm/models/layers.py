@@ -44,6 +44,25 @@ def _product(weight: Float[Array, "out in"], x: Float[Array, "... in"]) -> Float
     return x @ weight.T
 
 
+# Gradients of weights with so many outputs, from so many inputs, have their first factor transposed.
+TALLEST_IN_PLACE, FEWEST_INPUTS = 256, 32
+
+
+def weight_gradient(
+    d_y: Float[Array, "rows out"], x: Float[Array, "rows in"]
+) -> Float[Array, "out in"]:
+    """Return `d_y^T x`.
+
+    XLA's product walks down the columns of `d_y` in place. Where its rows are long, above all where
+    their length is a power of two, neighbours of a column fall on the same few lines of a cache:
+    320 x 2,048 by 320 x 512 runs at 174 GFLOP/s, and at 239 where `d_y` is transposed before. XLA
+    would take that transposition into the product again, if it could see through the barrier.
+    """
+    if d_y.shape[1] < TALLEST_IN_PLACE or x.shape[1] < FEWEST_INPUTS:
+        return d_y.T @ x
+    return jax.lax.optimization_barrier(d_y.T) @ x
+
+
 class Linear(eqx.Module):
     """`x W^T + b`; the bias is left out where homogeneity does not allow it."""
 

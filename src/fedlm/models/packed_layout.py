@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fedlm.models.layers import Linear
+from fedlm.models.layers import Linear, weight_gradient
 from fedlm.models.packing import Packing, dense_zero, enough
 
 SIZES = 8  # compiled sizes of a product, forward and backward, for every layer
@@ -119,7 +119,7 @@ def _gradients(sizes, size, weight, x, d_y):  # type: ignore[no-untyped-def]
 
     def first(n):  # type: ignore[no-untyped-def]
         d_x = jnp.pad(d_y[:n] @ weight, ((0, columns - n), (0, 0)))
-        return (None if x is None else d_y[:n].T @ x[:n]), d_x
+        return (None if x is None else weight_gradient(d_y[:n], x[:n])), d_x
 
     return enough(size, columns, first, sizes)
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedlm.core.types import PyTree
 from fedlm.models.cells import Cell
-from fedlm.models.layers import Predictors, in_dtype, tied
+from fedlm.models.layers import Predictors, in_dtype, tied, weight_gradient
 from fedlm.models.packing import FULL_ROW_PRODUCTS, Packing, enough, gather, leading, pack, widths
 
 SIZES = 16  # compiled sizes of the products before and after the loop
@@ -193,10 +193,10 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
         first = d_z[:n]
         d_inputs = jnp.pad(first @ layer.w_x, ((0, columns - n), (0, 0)))
         return d_inputs, Layer(
-            first.T @ leading(inputs, used, n),
-            first.T @ leading(before, used, n),
+            weight_gradient(first, leading(inputs, used, n)),
+            weight_gradient(first, leading(before, used, n)),
             jnp.ones(n, first.dtype) @ first,
-            leading(d_all, used, n).T @ ms[:n],
+            weight_gradient(leading(d_all, used, n), ms[:n]),
         )
 
     return (None, *enough(packing.size, columns, products, slots.sizes))
