@@ -44,7 +44,7 @@ def _product(weight: Float[Array, "out in"], x: Float[Array, "... in"]) -> Float
     return x @ weight.T
 
 
-# Gradients of weights with so many outputs, from so many inputs, have their first factor transposed.
+# From so many outputs and inputs on, gradients of weights have their first factor transposed.
 TALLEST_IN_PLACE, FEWEST_INPUTS = 256, 32
 
 
