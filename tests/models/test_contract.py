@@ -108,16 +108,24 @@ def test_a_loss_has_a_value_without_a_gradient(name, size):
     assert found.nats.shape == found.tokens.shape == ()
 
 
+def kinds_of_products(jaxpr):
+    """The types that a program multiplies matrices of, also in its loops and branches."""
+    for line in jaxpr.eqns:
+        if line.primitive.name == "dot_general":
+            yield tuple(str(var.aval.dtype) for var in line.invars)
+        for inner in jax.tree.leaves(line.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                yield from kinds_of_products(inner.jaxpr)
+
+
 @pytest.mark.sample(3)
 @every
 def test_products_in_bfloat16_are_that_and_counts_are_not(name, size):
     """More targets than bfloat16 can count."""
     model = jax.eval_shape(lambda: fresh(name, replace(size, dtype="bfloat16")))
     tokens = jax.ShapeDtypeStruct((30, 12), jnp.int32)
-    found = jax.eval_shape(
-        lambda m, t: m.in_training.predictors(t[:, :-1], t[:, 1:]), model, tokens
-    )
-    assert found.features.dtype == found.readout.dtype == jnp.bfloat16
+    program = jax.make_jaxpr(jax.grad(lambda m, t: catalog.loss(m, t).nats))(model, tokens)
+    assert set(kinds_of_products(program.jaxpr)) == {("bfloat16", "bfloat16")}
     loss = jax.eval_shape(catalog.loss, model, tokens)
     assert loss.nats.dtype == loss.tokens.dtype == jnp.float32
     nats, _ = jax.eval_shape(catalog.score, model, tokens)

@@ -54,6 +54,16 @@ def test_leaving_out_the_padding_changes_nothing(pads):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pads", [0, 13, 19])
+def test_few_rows_may_have_several_sizes(pads):
+    """Sorted too: real targets stand anywhere."""
+    features, readout, targets = example(rows=20, pads=pads)
+    targets = np.random.default_rng(3).permutation(targets)
+    sized = jax.grad(lambda f: cross_entropy(f, readout, targets, (5, 10, 20)))
+    whole = jax.grad(lambda f: plain_cross_entropy(f, readout, targets))
+    np.testing.assert_allclose(sized(features), whole(features), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [23, 200])
 def test_few_logits_at_a_time_give_the_same(monkeypatch, rows):

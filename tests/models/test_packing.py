@@ -7,7 +7,7 @@ import pytest
 
 from fedlm.core.types import PAD
 from fedlm.models import packing as packs
-from fedlm.models.packing import FEWEST_COLUMNS, enough, widths
+from fedlm.models.packing import FEWEST_COLUMNS, choices, enough, nats_of_enough, widths
 
 pack = jax.jit(packs.pack, static_argnames=("alone", "full_rows"))
 gather = jax.jit(packs.gather)
@@ -99,6 +99,33 @@ def test_full_rows_have_slots_to_themselves_and_half_of_them_half_the_columns():
 def test_the_least_size_that_is_enough_is_computed():
     columns = FEWEST_COLUMNS * 2
     for used in (0, 1, columns // 8, columns // 8 + 1, columns):
-        size = int(enough(jnp.int32(used), columns, lambda n: jnp.int32(n), 8))
+        size = int(enough(jnp.int32(used), choices(columns, 8), lambda n: jnp.int32(n)))
         assert used <= size <= max(used, 1) + columns // 8
-    assert enough(jnp.int32(1), 10, lambda n: n, 8) == 10
+    assert enough(jnp.int32(1), choices(10, 8), lambda n: n) == 10
+
+
+def test_a_loss_of_enough_columns_has_the_gradient_of_the_whole():
+    """In every size, scaled by what comes back; what is frozen gets none and costs none."""
+    columns = FEWEST_COLUMNS
+    batch = jnp.linspace(-1.0, 1.0, columns)
+    model = {"trained": jnp.array([0.3, -0.5]), "frozen": jnp.array(2.0)}
+
+    def plain(trained, used):
+        x = jnp.where(jnp.arange(columns) < used, batch, 0.0)
+        return 3 * jnp.sum(model["frozen"] * jnp.sin(trained[0] * x + trained[1] * x**2))
+
+    def nats(n, model, x):
+        a, b = model["trained"]
+        return jnp.sum(model["frozen"] * jnp.sin(a * x[:n] + b * x[:n] ** 2))
+
+    def fast(trained, used):
+        x = jnp.where(jnp.arange(columns) < used, batch, 0.0)
+        whole = model | {"trained": trained}
+        return 3 * nats_of_enough(nats, choices(columns, 4), used, whole, x)
+
+    compute, oracle = jax.jit(jax.value_and_grad(fast)), jax.jit(jax.value_and_grad(plain))
+    for used in (0, 1, 32, 33, 100, columns):
+        found, wanted = (f(model["trained"], used) for f in (compute, oracle))
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(fast)(model["trained"], used), wanted[0], rtol=1e-5)

@@ -28,10 +28,8 @@ from fedlm.models.adapters import Adapters, adapt
 from fedlm.models.cells import Cell, Cifg, Lstm, SiCifg
 from fedlm.models.conformer import conformer
 from fedlm.models.embedding import Dtype, Positions
-from fedlm.models.layers import Predictors
 from fedlm.models.llama import llama
-from fedlm.models.loss import scores, token_loss
-from fedlm.models.packing import FULL_ROW_LOSSES
+from fedlm.models.loss import scores
 from fedlm.models.recurrent import recurrent
 from fedlm.models.transformer import Activation, transformer
 
@@ -457,9 +455,14 @@ def listing() -> list[dict[str, Any]]:
 # ---- what stations ask of a model ------------------------------------------------------
 
 
-def loss(model: Params, batch: Batch) -> Loss:
+def loss(model: Params, batch: Batch, full_rows: bool = False) -> Loss:
     """Return the next-token loss of a batch of rows, with products of the model's `dtype`."""
-    return token_loss(*_predictors(model, batch))
+    model = model.in_training
+    if isinstance(batch, Precomputed):
+        made: Loss = model.loss_above(batch.features, batch.tokens[:, 1:], full_rows)
+    else:
+        made = model.loss(batch[:, :-1], batch[:, 1:], full_rows)
+    return made
 
 
 def loss_of_full_rows(model: Params, batch: Batch) -> Loss:
@@ -467,16 +470,7 @@ def loss_of_full_rows(model: Params, batch: Batch) -> Loss:
 
     It is right for rows of any length, and slower than `loss` where many of them are short.
     """
-    return token_loss(*_predictors(model, batch, full_rows=True), FULL_ROW_LOSSES)
-
-
-def _predictors(model: Params, batch: Batch, full_rows: bool = False) -> Predictors:
-    model = model.in_training
-    if isinstance(batch, Precomputed):
-        made: Predictors = model.predictors_above(batch.features, batch.tokens[:, 1:], full_rows)
-    else:
-        made = model.predictors(batch[:, :-1], batch[:, 1:], full_rows)
-    return made
+    return loss(model, batch, full_rows=True)
 
 
 def score(model: Params, batch: Batch) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:

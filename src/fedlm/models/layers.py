@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -257,14 +257,6 @@ def alibi_slopes(heads: int) -> np.ndarray:
         more = 2.0 ** (-4.0 * np.arange(1, 2 * (heads - power), 2) / power)
         slopes = np.concatenate([slopes, more])
     return slopes.astype(np.float32)
-
-
-class Predictors(NamedTuple):
-    """Features and targets of predictions, in any order; a target of PAD does not count."""
-
-    features: Float[Array, "rows embed"]
-    readout: Float[Array, "vocab embed"]
-    targets: Int[Array, " rows"]
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ Not here: perplexity (`evaluate/perplexity.py`).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedlm.core.types import PAD, Loss
 from fedlm.models.layers import wide
-from fedlm.models.packing import FEWEST_COLUMNS, dense_zero, enough, leading
+from fedlm.models.packing import choices, dense_zero, enough, leading
 
-SIZES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
+LOSSES = 32  # compiled sizes of the products over the vocabulary, a tenth of a second per size
 # The most logits that are held at once, 128 MiB in float32; more rows are taken in several blocks.
 MOST_LOGITS = 1 << 25
 # The logits of a block of `scores`, 4 MiB in float32, which stay in cache; at least of 64 rows.
@@ -30,13 +31,13 @@ def cross_entropy(
     features: Float[Array, "rows embed"],
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
-    sizes: int = SIZES,
+    choice: tuple[int, ...] | None = None,
 ) -> Float[Array, ""]:
     """Return the sum of nats over the targets that are not PAD.
 
     The forward pass computes both gradients while the logits are in cache; the logits are not
     kept, and at most `MOST_LOGITS` of them are held at a time. Its products are compiled for
-    so many `sizes`, numbers of rows.
+    each of the numbers of rows to choose from, the last of which are all rows.
 
         forward    features (F), readout (W) -> logits = F W^T -> p = softmax(logits) -> nats
                    keeps:  d_F = (p - onehot) W       (rows, embed)
@@ -44,7 +45,7 @@ def cross_entropy(
                    a row with a PAD target adds nothing to nats, d_F and d_W
         backward   g = d_nats  ->  features: g d_F,  readout: g d_W,  targets: none
     """
-    return _both(features, readout, targets, sizes, trained=False)[0]
+    return _both(features, readout, targets, choice, trained=False)[0]
 
 
 def _in_blocks(compute, vocab, *x):  # type: ignore[no-untyped-def]
@@ -109,19 +110,19 @@ def _partition(features, readout, counts, size, trained):  # type: ignore[no-unt
     return jnp.pad(made, ((0, features.shape[0] - size), (0, 0))), d_readout
 
 
-def _forward(features, readout, targets, sizes):  # type: ignore[no-untyped-def]
-    return _both(features.value, readout.value, targets.value, sizes, trained=readout.perturbed)
+def _forward(features, readout, targets, choice):  # type: ignore[no-untyped-def]
+    return _both(features.value, readout.value, targets.value, choice, trained=readout.perturbed)
 
 
-def _both(features, readout, targets, sizes, trained):  # type: ignore[no-untyped-def]
+def _both(features, readout, targets, choice, trained):  # type: ignore[no-untyped-def]
     """Return the sum of nats, and the gradients that `_backward` scales.
 
     Short rows leave half of a batch empty, and logits are most of the work. So the real targets
     are sorted to the front, and only the first rows, enough to hold them, are multiplied. The
     term of the target's own logit is one row per target, not a matrix: it is added afterwards.
     """
-    rows = targets.shape[0]
-    if rows >= FEWEST_COLUMNS:
+    choice = choice or choices(targets.shape[0], LOSSES)
+    if len(choice) > 1:
         order = jnp.argsort(targets == PAD, stable=True)
         features, targets = features[order], targets[order]
     short, exact = (features.dtype, readout.dtype), wide(features.dtype)
@@ -131,20 +132,20 @@ def _both(features, readout, targets, sizes, trained):  # type: ignore[no-untype
     def first(size):  # type: ignore[no-untyped-def]
         return _partition(features, readout, counts, size, trained)
 
-    made, d_readout = enough(jnp.sum(targets != PAD), rows, first, sizes)
+    made, d_readout = enough(jnp.sum(targets != PAD), choice, first)
     d_features, logs = made[:, :-1], made[:, -1]
     features = features.astype(exact)
     nats = jnp.sum(counts * (logs - jnp.sum(features * wanted, axis=1)))
     d_features = d_features - wanted * counts[:, None]
     if trained:
         d_readout = d_readout.at[targets].add(-features * counts[:, None])
-    if rows >= FEWEST_COLUMNS:
+    if len(choice) > 1:
         d_features = jnp.zeros_like(d_features).at[order].set(d_features, unique_indices=True)
     d_readout = d_readout.astype(short[1]) if trained else None
     return nats, (d_features.astype(short[0]), d_readout)
 
 
-def _backward(_sizes, gradients, cotangent):  # type: ignore[no-untyped-def]
+def _backward(_choice, gradients, cotangent):  # type: ignore[no-untyped-def]
     d_features, d_readout = gradients
     cotangent = dense_zero(cotangent)
     d_features, d_readout = (
@@ -200,8 +201,14 @@ def token_loss(
     features: Float[Array, "rows embed"],
     readout: Float[Array, "vocab embed"],
     targets: Int[Array, " rows"],
-    sizes: int = SIZES,
+    choice: tuple[int, ...] | None = None,
 ) -> Loss:
     """Return the loss of predictions, which may be in any order."""
-    count = jnp.sum(targets != PAD).astype(wide(features.dtype))
-    return Loss(cross_entropy(features, readout, targets, sizes), count)
+    return Loss(
+        cross_entropy(features, readout, targets, choice), count_targets(targets, features.dtype)
+    )
+
+
+def count_targets(targets: Int[Array, "..."], dtype: Any) -> Float[Array, ""]:
+    """Return how many targets count, in the type of sums over such features."""
+    return jnp.sum(targets != PAD).astype(wide(dtype))

@@ -23,6 +23,7 @@ slots or a half of them, and far fewer sizes are compiled. What is computed is r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int, Shaped
 
-from fedlm.core.types import PAD
+from fedlm.core.types import PAD, PyTree
 
 T = TypeVar("T")
 # With fewer columns, choosing a size costs more than skipping unused columns saves.
@@ -52,6 +53,11 @@ class Packing(NamedTuple):
     used: Bool[Array, " columns"]  # the column holds a token: a slot may end before its stage
     ends: Int[Array, " stages"]  # the first time step beyond each stage
     size: Int[Array, ""]  # number of leading columns that are computed
+
+    def leading(self, columns: int) -> Packing:
+        """Return the packing of the first columns alone."""
+        row, time, used = (x[:columns] for x in (self.row, self.time, self.used))
+        return self._replace(row=row, time=time, used=used)
 
 
 def widths(batch: int, alone: bool = False, full_rows: bool = False) -> tuple[int, ...]:
@@ -131,29 +137,71 @@ def gather(packing: Packing, tokens: Int[Array, "batch seq"]) -> Int[Array, " co
     return jnp.where(packing.used, tokens[packing.row, packing.time], PAD)
 
 
-def choices(columns: int, sizes: int) -> list[int]:
-    """Return `sizes` evenly spaced sizes of a product over columns, or one if columns are few.
+def choices(columns: int, sizes: int) -> tuple[int, ...]:
+    """Return `sizes` evenly spaced numbers of columns, or all of them alone if they are few.
 
     >>> choices(320, 4), choices(32, 4)
-    ([80, 160, 240, 320], [32])
+    ((80, 160, 240, 320), (32,))
     """
     if columns < FEWEST_COLUMNS:
-        return [columns]
-    return [-(-columns * part // sizes) for part in range(1, sizes + 1)]
+        return (columns,)
+    return tuple(-(-columns * part // sizes) for part in range(1, sizes + 1))
 
 
-def enough(used: Int[Array, ""], columns: int, compute: Callable[[int], T], sizes: int) -> T:
-    """Return `compute(n)` for the least of the `choices` that holds the columns in use.
+def enough(used: Int[Array, ""], choice: tuple[int, ...], compute: Callable[[int], T]) -> T:
+    """Return `compute(n)` for the least of the `choice` that holds the columns in use.
 
     Every size is compiled, one is run; the shape of the result must not depend on `n`.
     """
-    choice = choices(columns, sizes)
     if len(choice) == 1:
-        return compute(columns)
+        return compute(choice[0])
     which = jnp.sum(used > jnp.asarray(choice[:-1]))
     branches = [lambda n=n: compute(n) for n in choice]
     chosen: T = jax.lax.switch(which, branches)
     return chosen
+
+
+def nats_of_enough(
+    compute: Callable[[int, PyTree, PyTree], Array],
+    choice: tuple[int, ...],
+    used: Int[Array, ""],
+    model: PyTree,
+    batch: PyTree,
+) -> Array:
+    """Return `compute(n, model, batch)` for the least of the `choice` that holds those in use.
+
+    The gradient for the model is computed with the value, in the same branch: all that lies
+    between has `n` columns then, and nothing is padded, cut or kept for a backward pass.
+
+        forward    model, batch -> nats;  keeps: d_model, of leaves that are trained
+        backward   g = d_nats  ->  model: g d_model
+    """
+
+    @jax.custom_vjp
+    def nats(used, model, batch):  # type: ignore[no-untyped-def]
+        return enough(used, choice, lambda n: compute(n, model, batch))
+
+    def forward(used, model, batch):  # type: ignore[no-untyped-def]
+        leaves, structure = jax.tree.flatten(model)
+        used, batch = jax.tree.map(lambda x: x.value, (used, batch))
+        trained = [leaf.value for leaf in leaves if leaf.perturbed]
+
+        def of(n, trained):  # type: ignore[no-untyped-def]
+            left = iter(trained)
+            whole = [next(left) if leaf.perturbed else leaf.value for leaf in leaves]
+            return compute(n, jax.tree.unflatten(structure, whole), batch)
+
+        value, made = enough(used, choice, lambda n: jax.value_and_grad(partial(of, n))(trained))
+        left = iter(made)
+        gradient = [next(left) if leaf.perturbed else None for leaf in leaves]
+        return value, jax.tree.unflatten(structure, gradient)
+
+    def backward(gradient, d_nats):  # type: ignore[no-untyped-def]
+        scale = dense_zero(d_nats)
+        return None, jax.tree.map(lambda x: x * scale.astype(x.dtype), gradient), None
+
+    nats.defvjp(forward, backward, symbolic_zeros=True)
+    return nats(used, model, batch)
 
 
 def leading(

@@ -19,10 +19,22 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedlm.core.types import PyTree
+from fedlm.core.types import Loss, PyTree
 from fedlm.models.cells import Cell
-from fedlm.models.layers import Predictors, in_dtype, tied, weight_gradient
-from fedlm.models.packing import FULL_ROW_PRODUCTS, Packing, enough, gather, leading, pack, widths
+from fedlm.models.layers import in_dtype, tied, weight_gradient
+from fedlm.models.loss import LOSSES, count_targets, cross_entropy
+from fedlm.models.packing import (
+    FULL_ROW_LOSSES,
+    FULL_ROW_PRODUCTS,
+    Packing,
+    choices,
+    enough,
+    gather,
+    leading,
+    nats_of_enough,
+    pack,
+    widths,
+)
 
 SIZES = 16  # compiled sizes of the products before and after the loop
 CACHED = 2 << 20  # bytes of a second-level cache: a time step that reads more waits for memory
@@ -131,7 +143,7 @@ def _forward(cell, slots, packing, inputs, layer):  # type: ignore[no-untyped-de
 
     # One array per gate: XLA makes scalar code of a loop that reads two parts of one slice.
     # Read only: a buffer that a step both reads and writes would be copied in every step.
-    from_inputs = enough(packing.size, columns, gate_inputs, slots.sizes)
+    from_inputs = enough(packing.size, choices(columns, slots.sizes), gate_inputs)
     sizes = (units,) * cell.gates + (units, units, embed, embed)
     kept = tuple(jnp.zeros((columns, size), inputs.dtype) for size in sizes)
     h, c = (jnp.zeros((slots.widths[0], size), inputs.dtype) for size in (embed, units))
@@ -199,7 +211,7 @@ def _backward(cell, slots, saved, d_hs):  # type: ignore[no-untyped-def]
             weight_gradient(leading(d_all, used, n), ms[:n]),
         )
 
-    return (None, *enough(packing.size, columns, products, slots.sizes))
+    return (None, *enough(packing.size, choices(columns, slots.sizes), products))
 
 
 def _widen(d, width, like):  # type: ignore[no-untyped-def]
@@ -239,20 +251,29 @@ class Recurrent(eqx.Module):
             x = plain_sequence(self.cell, x, layer.w_x, layer.w_h, layer.bias, layer.project)
         return x.transpose(1, 0, 2)
 
-    def predictors(
+    def loss(
         self,
         inputs: Int[Array, "batch seq"],
         targets: Int[Array, "batch seq"],
         full_rows: bool = False,
-    ) -> Predictors:
-        """Return features and targets for the loss, without the gaps of short rows."""
+    ) -> Loss:
+        """Return the next-token loss of a batch, without the gaps of short rows."""
         alone = any(_step_bytes(layer) > CACHED for layer in self.layers)
         packing = pack(targets, alone, full_rows)
-        found, readout = tied(self.embedding, gather(packing, inputs))
         sizes = FULL_ROW_PRODUCTS if full_rows else SIZES
         slots = Slots(widths(inputs.shape[0], alone, full_rows), sizes)
-        features = self._through(packing, slots, found)
-        return Predictors(features, readout, gather(packing, targets))
+        losses = choices(targets.size, FULL_ROW_LOSSES if full_rows else LOSSES)
+
+        def nats(_: int, model: Recurrent, batch: tuple[Packing, Array, Array]) -> Array:
+            packing, given, wanted = batch
+            found, readout = tied(model.embedding, given)
+            features = model._through(packing, slots, found)
+            return cross_entropy(features, readout, wanted, losses)
+
+        batch = (packing, gather(packing, inputs), gather(packing, targets))
+        # One size: the loop over time has lengths of its own, and products before and after it.
+        found = nats_of_enough(nats, (targets.size,), packing.size, self, batch)
+        return Loss(found, count_targets(targets, self.readout.dtype))
 
     def _through(
         self, packing: Packing, slots: Slots, found: Float[Array, "columns embed"]

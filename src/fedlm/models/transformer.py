@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedlm.core.types import PyTree
+from fedlm.core.types import Loss, PyTree
 from fedlm.models.attention import Attention, attention
 from fedlm.models.embedding import Positions, Stem, guesses_by_features, stem
 from fedlm.models.layers import (
@@ -33,7 +33,6 @@ from fedlm.models.layers import (
     PLAIN_FLOOR,
     Linear,
     Norm,
-    Predictors,
     RmsNorm,
     Rotary,
     bare_norm,
@@ -45,8 +44,18 @@ from fedlm.models.layers import (
     residual_scale,
     tied,
 )
+from fedlm.models.loss import LOSSES, count_targets, cross_entropy, token_loss
 from fedlm.models.packed_layout import Layout, Packed, Whole, sizes_of
-from fedlm.models.packing import FEWEST_COLUMNS, FULL_ROW_PRODUCTS, Packing, gather, pack
+from fedlm.models.packing import (
+    FEWEST_COLUMNS,
+    FULL_ROW_LOSSES,
+    FULL_ROW_PRODUCTS,
+    Packing,
+    choices,
+    gather,
+    nats_of_enough,
+    pack,
+)
 
 Activation = Literal["relu", "gelu", "gelu-exact"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -170,44 +179,70 @@ class Decoder(eqx.Module):
             x = _through_blocks(step, list(alike), x, fewest)
         return x if self.last is None else self.last(x)
 
-    def predictors(
+    def loss(
         self,
         inputs: Int[Array, "batch seq"],
         targets: Int[Array, "batch seq"],
         full_rows: bool = False,
-    ) -> Predictors:
-        """Return features and targets for the loss, without the gaps of short rows."""
-        batch, seq = targets.shape
-        if batch * seq < FEWEST_COLUMNS:
+    ) -> Loss:
+        """Return the next-token loss of a batch, without the gaps of short rows."""
+        if targets.size < FEWEST_COLUMNS:
             found, readout = self._found(inputs)
-            features = self._through(self.stem.place(found), Whole())
-            return Predictors(features.reshape(batch * seq, -1), readout, targets.reshape(-1))
-        packing = pack(targets, full_rows=full_rows)
-        found, readout = self._found(gather(packing, inputs))
-        x = self.stem.place_columns(found, packing.time, seq)
-        features = self._through(x, self._packed(packing, batch, seq, full_rows))
-        return Predictors(features, readout, gather(packing, targets))
+            return self._loss_of_rows(self.stem.place(found), readout, targets)
+        seq = targets.shape[1]
 
-    def _packed(self, packing: Packing, batch: int, seq: int, full_rows: bool) -> Packed:
-        sizes = FULL_ROW_PRODUCTS if full_rows else sizes_of(len(self.blocks))
-        return Packed(packing, batch, seq, sizes)
+        def enter(model: Decoder, packing: Packing, tokens: Array) -> tuple[Array, Array]:
+            found, readout = model._found(tokens)
+            return model.stem.place_columns(found, packing.time, seq), readout
 
-    def predictors_above(
+        return self._loss_of_columns(enter, lambda p: gather(p, inputs), targets, full_rows)
+
+    def loss_above(
         self,
         features: Float[Array, "batch seq embed"],
         targets: Int[Array, "batch seq"],
         full_rows: bool = False,
-    ) -> Predictors:
-        """Return features and targets for the loss, from what the `frozen` blocks gave."""
-        above, (batch, seq) = self._above, targets.shape
+    ) -> Loss:
+        """Return the loss of a batch from what the `frozen` blocks gave."""
         features = features.astype(self.stem.dtype)
-        if batch * seq < FEWEST_COLUMNS:
-            features = above._through(features, Whole())
-            return Predictors(features.reshape(batch * seq, -1), self.readout, targets.reshape(-1))
+        above = self._above
+        if targets.size < FEWEST_COLUMNS:
+            return above._loss_of_rows(features, self.readout, targets)
+
+        def enter(model: Decoder, _: Packing, features: Array) -> tuple[Array, Array]:
+            return features, model.readout
+
+        return above._loss_of_columns(enter, lambda p: features[p.row, p.time], targets, full_rows)
+
+    def _loss_of_rows(self, x: Array, readout: Array, targets: Int[Array, "batch seq"]) -> Loss:
+        features = self._through(x, Whole())
+        return token_loss(features.reshape(targets.size, -1), readout, targets.reshape(-1))
+
+    def _loss_of_columns(
+        self,
+        enter: Callable[[Decoder, Packing, Array], tuple[Array, Array]],
+        given: Callable[[Packing], Array],
+        targets: Int[Array, "batch seq"],
+        full_rows: bool,
+    ) -> Loss:
+        """Return the loss of packed columns; `enter` makes features of what is `given` of each."""
         packing = pack(targets, full_rows=full_rows)
-        x = features[packing.row, packing.time]
-        x = above._through(x, above._packed(packing, batch, seq, full_rows))
-        return Predictors(x, self.readout, gather(packing, targets))
+        sizes = FULL_ROW_PRODUCTS if full_rows else sizes_of(len(self.blocks))
+        choice = choices(targets.size, sizes)
+        losses = choices(targets.size, FULL_ROW_LOSSES if full_rows else LOSSES)
+
+        def nats(n: int, model: Decoder, batch: tuple[Packing, Array, Array]) -> Array:
+            packing, given, wanted = batch
+            packing, given, wanted = packing.leading(n), given[:n], wanted[:n]
+            x, readout = enter(model, packing, given)
+            features = model._through(x, Packed(packing, *targets.shape))
+            fewer = max((m for m in choice if m < n), default=0)
+            of = tuple(m for m in losses if fewer < m < n)
+            return cross_entropy(features, readout, wanted, (*of, n))
+
+        batch = (packing, given(packing), gather(packing, targets))
+        found = nats_of_enough(nats, choice, packing.size, self, batch)
+        return Loss(found, count_targets(targets, self.readout.dtype))
 
     def features_above(
         self, features: Float[Array, "batch seq embed"]
