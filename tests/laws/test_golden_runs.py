@@ -1,7 +1,6 @@
 """Law 8 over time: the parameters that a recipe ends with change only by a commit that says why.
 
 The fingerprints hold for one kind of processor and one version of JAX; elsewhere the tests skip.
-They were written down before runs were composed of parts, and are the same since.
 """
 
 import json
@@ -49,6 +48,9 @@ RUNS = {
     ),
     "tree": (
         "server.rounds=3",
+        "server.learning_rate=",
+        "server.optimizer=",
+        "server.schedule=",
         "model.name=mpt",
         "model.heads=2",
         "model.layers=3",
