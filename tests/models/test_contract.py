@@ -132,6 +132,22 @@ def test_products_in_bfloat16_are_that_and_counts_are_not(name, size):
     assert nats.dtype == jnp.float32, "evaluation is that of the parameters"
 
 
+def additions(name, size, tokens):
+    """How many additions the kernels of a gradient have, repeated ones too."""
+    gradient = jax.jit(jax.grad(lambda model, tokens: catalog.loss(model, tokens).nats))
+    return gradient.lower(fresh(name, size), tokens).compile().as_text().count(" add(")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", [n for n, made in catalog.ARCHITECTURES.items() if made.attends])
+def test_what_blocks_add_to_is_not_added_up_again_by_all_kernels_that_read_it(name):
+    """Two blocks more cost the same whatever is below them."""
+    one, three, five = (
+        additions(name, replace(SIZE, layers=layers), rows()) for layers in (1, 3, 5)
+    )
+    assert five - three <= 1.1 * (three - one)
+
+
 def _above_guessing(architecture, size):
     """How many nats per token a fresh model costs above guessing, on words without an order."""
     model = catalog.make(architecture, size, key_for(0, "init"))

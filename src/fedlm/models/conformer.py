@@ -96,10 +96,10 @@ class ConformerBlock(eqx.Module):
     last: Norm | None
 
     def __call__(self, x: Array, layout: Layout) -> Array:
-        x = x + 0.5 * self.before(self.norms[0](x), layout)
-        x = x + self.attention(self.norms[1](x), layout)
-        x = x + self.convolution(self.norms[2](x), layout)
-        x = x + 0.5 * self.after(self.norms[3](x), layout)
+        x = layout.add(x, 0.5 * self.before(self.norms[0](x), layout))
+        x = layout.add(x, self.attention(self.norms[1](x), layout))
+        x = layout.add(x, self.convolution(self.norms[2](x), layout))
+        x = layout.add(x, 0.5 * self.after(self.norms[3](x), layout))
         return x if self.last is None else self.last(x)
 
     def start(self, batch: int, capacity: int) -> PyTree:

@@ -115,9 +115,9 @@ class Block(eqx.Module):
         return self._add(x, self.attention(self.norm_attention(x), layout), layout)
 
     def _add(self, x: Array, seen: Array, layout: Layout) -> Array:
-        fed = x if self.parallel else x + seen
-        out = x + seen if self.parallel else fed
-        return out + self.feedforward(self.norm_feedforward(fed), layout)
+        out = x + seen if self.parallel else layout.add(x, seen)
+        fed = x if self.parallel else out
+        return layout.add(out, self.feedforward(self.norm_feedforward(fed), layout))
 
     def start(self, batch: int, capacity: int) -> PyTree:
         return self.attention.start(batch, capacity)
@@ -215,7 +215,7 @@ class Decoder(eqx.Module):
         return above._loss_of_columns(enter, lambda p: features[p.row, p.time], targets, full_rows)
 
     def _loss_of_rows(self, x: Array, readout: Array, targets: Int[Array, "batch seq"]) -> Loss:
-        features = self._through(x, Whole())
+        features = self._through(x, Whole(targets[0, 0]))
         return token_loss(features.reshape(targets.size, -1), readout, targets.reshape(-1))
 
     def _loss_of_columns(
