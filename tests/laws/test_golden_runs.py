@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from fedlm.recipe.build import build
+from fedlm.recipe.settings import load
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((Path(__file__).parent / "golden_runs.json").read_text())
 SMALL = (
@@ -90,6 +93,13 @@ def train(recipe, changes, out):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_their_settings_are_accepted_on_every_processor(name, tmp_path_factory):
+    """Where there are no fingerprints the runs below are skipped, and nobody would notice."""
+    stores = tmp_path_factory.getbasetemp() / "golden-stores"
+    build(load(ROOT / "recipes/sotu.toml", (*SMALL, *RUNS[name])), stores)
 
 
 @pytest.mark.skipif(machine() not in GOLDEN, reason=f"no fingerprints of {machine()}")
