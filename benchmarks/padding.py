@@ -55,7 +55,7 @@ def computed(plan: Plan, rows: list[np.ndarray]) -> dict[str, tuple[int, float, 
     )
     parts = {
         "places in batches": (columns * len(targets), 0),
-        "the loss": (least(columns, loss.SIZES, real).sum(), 3 * plan.vocab * plan.embedding_size),
+        "the loss": (least(columns, loss.LOSSES, real).sum(), 3 * plan.vocab * plan.embedding_size),
         "the loop over time": (size.sum(), 2 * (gates + project)),
         "before and after it": (
             least(columns, recurrent.SIZES, size).sum(),
