@@ -88,7 +88,8 @@ from fedlm.training import Watcher
 
 STORES = Path(".fedlm/stores")
 FILES = Path(__file__).parent / "comparisons"
-HEAD = ["side", "seeds", "perplexity, last text", "while training", "rounds", "rounds to target"]
+HEAD = ["side", "seeds", "start", "perplexity, last text", "while training", "rounds"]
+HEAD += ["rounds to target"]
 HEAD += [
     "MB up per member and round",
     "epsilon",
@@ -445,6 +446,8 @@ def last_figures(whole: Run) -> Facts:
     evaluation, split = part
     found = evaluation.of_models(models, split)
     told: Facts = {"last": found["perplexity"], "bits_per_byte": found.get("bits_per_byte")}
+    if tuple(whole.round.names) == ("",):
+        told["start"] = evaluation.of_models({"": whole.start()}, split)["perplexity"]
     if "matrix" in found:
         leaves = found["matrix"]["places"]
         told["leaves"] = {n["name"]: n["perplexity"] for n in found["nodes"] if n["name"] in leaves}
@@ -507,6 +510,7 @@ def row(found: Facts) -> list[str]:
     return [
         found["side"],
         str(len(runs)),
+        column("start") if all("start" in run for run in runs) else "-",
         column("last"),
         column("best"),
         column("rounds", 0),

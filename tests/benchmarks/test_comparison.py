@@ -270,8 +270,9 @@ def test_perplexity_is_drawn_over_epsilon_where_a_model_has_several():
 
 def test_a_row_has_a_column_for_each_head():
     run = {
-        "seed": 0, "last": 9.0, "best": 8.0, "rounds": 5, "reached": None, "member_bytes": 1e6,
-        "epsilon": 8.0, "diverged": False, "seconds": 3600.0,
+        "seed": 0, "start": 20.0, "last": 9.0, "best": 8.0, "rounds": 5, "reached": None,
+        "member_bytes": 1e6, "epsilon": 8.0, "diverged": False, "seconds": 3600.0,
     }  # fmt: skip
     found = row({"side": "a", "tuned": ["x = 1"], "runs": [run, {**run, "last": 11.0}]})
-    assert len(found) == len(HEAD) and found[2] == "10.0 ± 1.4" and found[7] == "8.00"
+    assert len(found) == len(HEAD) and found[8] == "8.00"
+    assert found[2:4] == ["20.0 ± 0.0", "10.0 ± 1.4"]
