@@ -19,14 +19,10 @@ def names_of(text):
             for alias in node.names:
                 yield node.module, alias.name
                 modules[alias.asname or alias.name] = (node.module, alias.name)
-    for node in nodes:
-        of = node.value.id if isinstance(node, ast.Attribute) and is_name(node.value) else None
+    for node in (node for node in nodes if isinstance(node, ast.Attribute)):
+        of = getattr(node.value, "id", None)
         if of in modules and isinstance(found := found_in(*modules[of]), ModuleType):
             yield found.__name__, node.attr
-
-
-def is_name(node):
-    return isinstance(node, ast.Name)
 
 
 def found_in(home, name):

@@ -43,7 +43,8 @@ def _add(x: Array, y: Array, one: Array) -> Array:
 
     XLA makes additions a part of each kernel that reads their result. A stream to which every block
     adds is then added up from its beginning again, in every kernel of every block: at twelve blocks
-    that was a sixth of a step. It repeats no division, and a division by one changes no bit.
+    that was a sixth of a step. It repeats no division, and a division by one changes no bit
+    (`tree.once` does the same for numbers).
     """
     return (x + y) / one.astype(x.dtype)
 
